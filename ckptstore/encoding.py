@@ -1,0 +1,88 @@
+"""JSON as the store format has it: UTF-8, sorted keys, no bare NaN, an integer version in every object.
+
+A float that JSON cannot hold is `{"$t": "float", "v": "NaN" | "Infinity" | "-Infinity"}` (format-v1, "JSON").
+Unknown fields are kept by whoever reads and writes an object again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from ckptstore.errors import CheckpointDamaged, InvalidMetadata, UnsupportedVersion
+
+FORMAT_VERSION = 1
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def float_name(value: float) -> str:
+    """The name of a float that JSON lacks."""
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _encode(value: Any, path: str) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$t": "float", "v": float_name(value)}
+    if isinstance(value, list | tuple):
+        return [_encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise InvalidMetadata(f"{path} has the key {key!r}, and JSON keys are strings")
+            if key == "$t":
+                raise InvalidMetadata(f"{path} has the key '$t', which the format reserves")
+        return {key: _encode(item, f"{path}.{key}") for key, item in value.items()}
+    raise InvalidMetadata(f"{path} is a {type(value).__name__}, which JSON cannot hold")
+
+
+def _decode(value: dict[str, Any]) -> Any:
+    if value.get("$t") == "float" and value.get("v") in _NON_FINITE:
+        return _NON_FINITE[value["v"]]
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"bare {name}")
+
+
+def dump_json(value: Any, *, what: str = "metadata") -> bytes:
+    """Encode a value of None, bool, int, float, str, lists and dicts.
+
+    Raises InvalidMetadata, with the path inside `value`, for anything else.
+    """
+    try:
+        text = json.dumps(_encode(value, what), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidMetadata(f"{what} has text that is not valid Unicode: {error}") from None
+    except RecursionError:
+        raise InvalidMetadata(f"{what} is nested too deeply, or refers to itself") from None
+
+
+def load_json(data: bytes, *, file: str) -> Any:
+    """Decode what `dump_json` wrote. Raises CheckpointDamaged, naming `file`, when it is not that."""
+    try:
+        return json.loads(data, object_hook=_decode, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{file} is not valid JSON: {error}", file=file) from None
+
+
+def load_object(data: bytes, *, file: str) -> dict[str, Any]:
+    """Decode a versioned object of the format.
+
+    Raises CheckpointDamaged when it is not one, UnsupportedVersion when its major version is unknown.
+    """
+    value = load_json(data, file=file)
+    if not isinstance(value, dict) or type(value.get("version")) is not int or value["version"] < 1:
+        raise CheckpointDamaged(f"{file} is not an object of the store format", file=file)
+    if value["version"] > FORMAT_VERSION:
+        raise UnsupportedVersion(
+            f"{file} has format version {value['version']}, this ckptstore reads up to {FORMAT_VERSION}",
+            file=file,
+            hint="Upgrade ckptstore to read it",
+        )
+    return value

@@ -1,0 +1,1 @@
+"""Storages: where bytes lie. `base` is the contract; one module for each kind of back-end."""

@@ -1,0 +1,158 @@
+"""The contract of a storage: seven verbs over keys, and small protocols for the powers that only some have.
+
+A key is a relative POSIX path below the storage's root ("log/0000000042.json"); `layout.check_key` says what is legal.
+A storage is safe to use from several threads and belongs to one process; it is pickled as URI and options and connects
+again in the new process.
+
+What is asked of every storage: read-after-write (a `write` that returned is seen by every later `read`, `stat` and
+`list`, from any process), ranged reads, listing by prefix. No order of a listing, no rename, no directories.
+
+Errors come as `FileMissing`, `AccessDenied`, `StorageFull`, `StorageUnavailable` (worth a retry) or `StorageError`,
+and name the key. A storage retries nothing itself: `ckptstore.retry` does, above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file as a listing or `stat` shows it."""
+
+    key: str
+    size_bytes: int
+    modified_seconds: float
+    """When it was last written, in seconds since the epoch by the storage's own clock, never this machine's."""
+    version: str | None = None
+    """An opaque mark of these exact contents (an ETag or generation), None where there is none."""
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """The seven verbs."""
+
+    @property
+    def uri(self) -> str:
+        """The root, without user info, query or any other secret."""
+
+    def write(self, key: str, views: Sequence[memoryview]) -> None:
+        """Make the file hold the views' bytes, one after another; whatever was there is replaced.
+
+        The file may be visible, and torn, before this returns. It is durable when this returns, except on a storage
+        with `Persists`. The views are not kept.
+        """
+
+    def read(self, key: str) -> bytes:
+        """The whole file. For small objects; raises FileMissing."""
+
+    def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
+        """Fill the views, one after another, with the bytes from `offset` on.
+
+        Raises CheckpointDamaged when the file ends before the views are full, or when `version` is given and the file
+        has another one. The views may hold anything after an error.
+        """
+
+    def stat(self, key: str) -> StoredFile:
+        """One file; raises FileMissing."""
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        """Every file whose key starts with `prefix` (a plain string prefix), in no order. Empty if there is none."""
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove files; those that are not there are no error."""
+
+    def close(self) -> None:
+        """Give back connections. The storage is not used afterwards."""
+
+
+@runtime_checkable
+class CreatesExclusively(Protocol):
+    """Create-if-absent: what commits rest on."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Create the file whole and durable, and return True; return False if it exists, and change nothing.
+
+        Of several callers at once exactly one gets True, and no reader ever sees a part of the file. An error may
+        leave it created or not: the caller reads back.
+        """
+
+
+class PartWriter(Protocol):
+    """A file that is being written in parts, from several threads, in any order."""
+
+    def write_part(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Write one part. Parts start at multiples of the storage's `part_bytes` and have that size, but the last."""
+
+    def finish(self) -> None:
+        """Make the file visible with all its parts; durable as `write` is. Called once, after all parts."""
+
+    def abort(self) -> None:
+        """Drop what was written, as far as the storage can. Never raises; may follow a failed `finish`."""
+
+
+@runtime_checkable
+class WritesParts(Protocol):
+    """Large files in parallel parts."""
+
+    def part_bytes(self, size_bytes: int) -> int:
+        """The part size for a file of that size; a file that is not larger than one part goes through `write`."""
+
+    def open_parts(self, key: str, size_bytes: int) -> PartWriter:
+        """Begin a file of exactly that size."""
+
+
+@runtime_checkable
+class Persists(Protocol):
+    """A disk, where written is not durable yet."""
+
+    def persist(self, keys: Sequence[str]) -> None:
+        """Return when these files, and the directories that lead to them, would survive a loss of power.
+
+        After an error the state of the files is unknown: write them anew (a second fsync may lie about the first).
+        """
+
+    def seal(self, keys: Sequence[str]) -> None:
+        """Take away the permission to write, from everybody. Best effort."""
+
+    def free_bytes(self) -> int:
+        """How much can still be written."""
+
+
+@runtime_checkable
+class HasLocalFiles(Protocol):
+    """Files that other programs can open by path."""
+
+    def local_path(self, key: str) -> Path:
+        """The path of a key ("" is the root). Nothing is created."""
+
+    def make_directory(self, key: str) -> None:
+        """Create a directory and its parents; one that exists is no error."""
+
+    def remove_directories(self, key: str) -> None:
+        """Remove the directory and all empty ones below it; one with a file in it stays. Best effort."""
+
+    def link(self, path: Path, key: str) -> bool:
+        """Make the key another name of the same inode, or a reflink; False where neither is possible."""
+
+
+@runtime_checkable
+class CopiesInside(Protocol):
+    """A copy that does not travel through this process."""
+
+    def copy(self, source_key: str, key: str) -> None:
+        """Copy a file within the storage; raises FileMissing."""
+
+
+@runtime_checkable
+class FindsUnfinished(Protocol):
+    """Multipart uploads that were never finished keep costing money."""
+
+    def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
+        """(key, upload id) of every unfinished upload below the prefix."""
+
+    def abort_unfinished(self, key: str, upload_id: str) -> None:
+        """Drop one; no error if it is gone."""
