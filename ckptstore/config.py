@@ -1,0 +1,117 @@
+"""Configuration: frozen, keyword-only values. The environment is read here and nowhere else.
+
+A value is taken from the call, else from the environment (`CKPTSTORE_<FIELD>`, for instance
+`CKPTSTORE_MEMORY_BUDGET_BYTES`), else it is the default below.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from ckptstore.errors import InvalidInput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Config:
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Self:
+        """The given values, completed from the environment. A given None counts as not given."""
+        environ = os.environ if environ is None else environ
+        values = {name: value for name, value in given.items() if value is not None}
+        for item in fields(cls):
+            text = environ.get(f"CKPTSTORE_{item.name.upper()}")
+            if item.name not in values and text:
+                values[item.name] = _parse(item.name, text, str(item.type))
+        return cls(**values)
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            if not getattr(self, name) > 0:
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}, it must be above 0")
+
+
+def _parse(name: str, text: str, kind: str) -> Any:
+    try:
+        if kind == "bool":
+            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+        if kind == "Path":
+            return Path(text)
+        return int(text) if kind == "int" else float(text)
+    except (ValueError, KeyError):
+        raise InvalidInput(f"CKPTSTORE_{name.upper()}={text!r} is not a {kind}") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferConfig(_Config):
+    """How bytes move."""
+
+    num_threads: int = field(default_factory=lambda: min(16, 2 * (os.cpu_count() or 1)))
+    """Files or parts in flight at once, in one process."""
+    memory_budget_bytes: int = 512 << 20
+    """The most memory that buffers of a transfer take, in one process."""
+    durable: bool = True
+    """Whether a disk is told to make everything durable before a checkpoint is committed."""
+
+    def __post_init__(self) -> None:
+        self._check_positive("num_threads", "memory_budget_bytes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryConfig(_Config):
+    """How often a request to a storage is tried."""
+
+    retry_attempts: int = 10
+    """The most tries, the first one counted. 1 switches retries off."""
+    retry_deadline_seconds: float = 300.0
+    """No new try begins later than this after the first one."""
+    retry_wait_initial_seconds: float = 0.1
+    """The longest wait before the second try; it doubles from try to try, with full jitter."""
+    retry_wait_max_seconds: float = 20.0
+    """The longest wait before any try."""
+
+    def __post_init__(self) -> None:
+        self._check_positive(
+            "retry_attempts", "retry_deadline_seconds", "retry_wait_initial_seconds", "retry_wait_max_seconds"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig(_Config):
+    """The node cache."""
+
+    cache_dir: Path = field(default_factory=lambda: Path(tempfile.gettempdir()) / f"ckptstore-{os.getuid()}")
+    """A directory on a disk of this node, of this user alone."""
+    cache_budget_bytes: int = 0
+    """The most bytes of finished copies that nobody reads; 0 means half of what the disk has free."""
+    cache_idle_seconds: float = 3600.0
+    """How long a finished copy stays after its last reader."""
+    cache_wait_seconds: float = 1800.0
+    """How long a process waits for another one's download before it downloads for itself."""
+
+    def __post_init__(self) -> None:
+        self._check_positive("cache_idle_seconds", "cache_wait_seconds")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreConfig(_Config):
+    """The rules of one store."""
+
+    grace_seconds: float = 3600.0
+    """How long a checkpoint that retention dropped stays in the trash, by the storage's clock."""
+    rank_timeout_seconds: float = 600.0
+    """How long a rank may give no sign of life."""
+    single_writer: bool = False
+    """Promise that no second job ever writes, for a storage that cannot create-if-absent."""
+    transfer: TransferConfig = field(default_factory=TransferConfig.from_env)
+    retry: RetryConfig = field(default_factory=RetryConfig.from_env)
+    cache: CacheConfig = field(default_factory=CacheConfig.from_env)
+
+    def __post_init__(self) -> None:
+        self._check_positive("rank_timeout_seconds")
+        if self.grace_seconds < 0:
+            raise InvalidInput(f"grace_seconds is {self.grace_seconds!r}, it must be at least 0")

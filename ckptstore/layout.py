@@ -1,0 +1,160 @@
+"""Where everything lies below a store's root, and which names are legal. Pure.
+
+A name is relative to its checkpoint ("model-rank=00003.pt"); a key is relative to the root of the storage
+("checkpoints/step-0000012000-e0007-3f9a1c2e/model-rank=00003.pt").
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptstore.errors import InvalidName
+
+STORE_KEY = "store.json"
+HINT_KEY = "latest.json"
+LOG_PREFIX = "log/"
+LEASE_PREFIX = "leases/"
+CHECKPOINT_PREFIX = "checkpoints/"
+GROUP_PREFIX = "group/"
+PROBE_PREFIX = "probe/"
+
+MANIFEST_NAME = "ckptstore.json"
+USER_METADATA_NAME = "user-metadata.json"
+DCP_METADATA_NAME = ".metadata"
+RESERVED_NAMES = frozenset({MANIFEST_NAME, USER_METADATA_NAME})
+
+MAX_NAME_BYTES = 1024
+MAX_PART_BYTES = 255
+MAX_STEP = 10**10 - 1
+
+_RECORD = re.compile(r"log/(\d{10})\.json")
+_ATTEMPT = re.compile(r"step-(\d{10})-e(\d{4,})-([0-9a-f]{8})")
+_LEASE = re.compile(r"leases/(\d{10})-([0-9a-zA-Z._-]+)\.json")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Attempt:
+    """One try at saving a step; its directory name is `str(attempt)`."""
+
+    step: int
+    epoch: int
+    suffix: str
+
+    def __str__(self) -> str:
+        return f"step-{self.step:010d}-e{self.epoch:04d}-{self.suffix}"
+
+    @property
+    def prefix(self) -> str:
+        """The key prefix of everything that belongs to the attempt, with its trailing slash."""
+        return f"{CHECKPOINT_PREFIX}{self}/"
+
+    def key(self, name: str) -> str:
+        """The key of a file of the attempt."""
+        return f"{self.prefix}{name}"
+
+    @staticmethod
+    def parse(directory: str) -> Attempt | None:
+        """The attempt that a directory name stands for, None when the format does not know the name."""
+        match = _ATTEMPT.fullmatch(directory)
+        return Attempt(int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def record_key(number: int) -> str:
+    """The key of a log record; records are numbered from 1."""
+    return f"{LOG_PREFIX}{number:010d}.json"
+
+
+def parse_record_key(key: str) -> int | None:
+    """The number of a log record, None when the key is not one."""
+    match = _RECORD.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def lease_key(number: int, reader: str) -> str:
+    """The key of a reader's lease on the checkpoint with that number."""
+    return f"{LEASE_PREFIX}{number:010d}-{reader}.json"
+
+
+def parse_lease_key(key: str) -> int | None:
+    """The number that a lease protects, None when the key is not one."""
+    match = _LEASE.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def check_name(name: str) -> str:
+    """Return the name if it is safe on every storage, else raise InvalidName with the reason.
+
+    Relative, "/" between its parts, no empty part, no "." or "..", no control character, no backslash, valid Unicode,
+    at most 1,024 bytes in all and 255 in a part. The same check holds for what a caller gives and for what a manifest
+    or a listing says.
+    """
+    reason = _fault_of(name)
+    if reason:
+        shown = name if len(name) <= 80 else name[:77] + "..."
+        raise InvalidName(f"The name {shown!r} cannot be stored: {reason}")
+    return name
+
+
+def _fault_of(name: str) -> str | None:
+    if not name:
+        return "it is empty"
+    if name.startswith("/"):
+        return "it is absolute"
+    try:
+        encoded = name.encode()
+    except UnicodeEncodeError:
+        return "it is not valid Unicode"
+    if len(encoded) > MAX_NAME_BYTES:
+        return f"it has {len(encoded)} bytes, the limit is {MAX_NAME_BYTES}"
+    if "\\" in name:
+        return "it has a backslash, which some storages take for a slash"
+    if not name.isprintable() and any(unicodedata.category(char) == "Cc" for char in name):
+        return "it has a control character"
+    parts = name.split("/")
+    if "" in parts:
+        return "it has an empty part"
+    if "." in parts or ".." in parts:
+        return "it has a part '.' or '..'"
+    if len(encoded) > MAX_PART_BYTES and any(len(part.encode()) > MAX_PART_BYTES for part in parts):
+        return f"a part is longer than {MAX_PART_BYTES} bytes"
+    return None
+
+
+def check_user_name(name: str) -> str:
+    """`check_name` for a file that a user brings: the names of the format itself are refused too."""
+    if check_name(name).casefold() in RESERVED_NAMES:
+        raise InvalidName(f"The name {name!r} is reserved by ckptstore", hint="Rename the file")
+    return name
+
+
+def ranked_name(name: str, rank: int) -> str:
+    """The name with the rank before its extension: "a/model.pt" of rank 3 is "a/model-rank=00003.pt"."""
+    directory, slash, base = name.rpartition("/")
+    stem, dot, extension = base.rpartition(".")
+    if not stem:
+        stem, dot, extension = base, "", ""
+    return f"{directory}{slash}{stem}-rank={rank:05d}{dot}{extension}"
+
+
+def folded(name: str) -> str:
+    """What a case-insensitive, normalising file system takes the name for."""
+    return name if name.isascii() and name.islower() else unicodedata.normalize("NFC", name).casefold()
+
+
+def check_collisions(names: Iterable[str]) -> None:
+    """Raise InvalidName when two names would be one file somewhere, or one is a directory of another."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(folded(name), name)
+        if other is not name:
+            same = "is given twice" if other == name else f"and {other!r} differ only by case or Unicode form"
+            raise InvalidName(f"The name {name!r} {same}", hint="Rename one of the files")
+    for fold, name in seen.items():
+        head = fold.rpartition("/")[0]
+        while head:
+            if head in seen:
+                raise InvalidName(f"The name {seen[head]!r} is a file and also the directory of {name!r}")
+            head = head.rpartition("/")[0]

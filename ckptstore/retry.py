@@ -1,0 +1,62 @@
+"""Retries: one layer, small, bounded in tries and in time, with full jitter. The only importer of tenacity.
+
+Only errors whose class says `retryable` are tried again. A create-if-absent is never retried here: the log settles it.
+`RetryConfig(retry_attempts=1)` switches retries off, in tests for instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ckptstore.config import RetryConfig
+from ckptstore.errors import CkptstoreError
+from ckptstore.events import RequestRetried, emit
+
+T = TypeVar("T")
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether the same request may go through later."""
+    return isinstance(error, CkptstoreError) and error.retryable
+
+
+def retrying(config: RetryConfig, what: str, request: Callable[[], T]) -> T:
+    """Call `request` until it returns, and return what it returns.
+
+    Raises what the last try raised; errors that no retry can mend are raised at once.
+    """
+    try:  # tenacity costs 30 ms to import, and most requests need no second try
+        return request()
+    except CkptstoreError as error:
+        if not is_retryable(error) or config.retry_attempts == 1:
+            raise
+        return _retry(config, what, request, error)
+
+
+def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: CkptstoreError) -> T:
+    import tenacity
+
+    failed = [first]
+
+    def once() -> T:
+        if failed:
+            raise failed.pop()
+        return request()
+
+    def told(state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        wait_seconds = state.next_action.sleep if state.next_action else 0.0
+        emit(RequestRetried(what=what, error=str(error), attempt=state.attempt_number, wait_seconds=wait_seconds))
+
+    retryer = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(config.retry_attempts)
+        | tenacity.stop_before_delay(config.retry_deadline_seconds),
+        wait=tenacity.wait_random_exponential(
+            multiplier=config.retry_wait_initial_seconds, max=config.retry_wait_max_seconds
+        ),
+        retry=tenacity.retry_if_exception(is_retryable),
+        before_sleep=told,
+        reraise=True,
+    )
+    return retryer(once)
