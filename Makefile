@@ -1,0 +1,52 @@
+# Everything runs in .venv, which `make install` creates; `make demo` and `make test` do so themselves.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+EXTRAS := dev,s3,gcs,azure,fast,ray
+STAMP  := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: install demo test test-slow test-ceph check format bench servers clean
+
+install: $(STAMP)
+
+# torch comes first, so that no later package chooses another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt pip setuptools
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	touch $@
+
+demo: install
+	$(BIN)/ckptstore demo
+
+# The servers that the object-store tests talk to; they listen on 127.0.0.1 alone.
+servers: install
+	if [ -f tests/servers/install.py ]; then $(BIN)/python tests/servers/install.py; fi
+
+test: install servers
+	$(PYTEST) -m "not slow and not ceph"
+
+test-slow: install servers
+	$(PYTEST) -m "slow and not ceph"
+
+test-ceph: install
+	$(PYTEST) -m ceph
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install servers
+	$(PYTEST) benchmarks --benchmark-only
+
+clean:
+	rm -rf $(VENV) build dist .servers .mypy_cache .ruff_cache .hypothesis .benchmarks
