@@ -13,10 +13,13 @@ and name the key. A storage retries nothing itself: `ckptstore.retry` does, abov
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
+
+from ckptstore.errors import StorageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,22 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Give back connections. The storage is not used afterwards."""
+
+
+class ProcessBound:
+    """For back-ends: a storage that was opened here and is used in a forked child says so, instead of sharing
+    connections, locks or memory with its parent without either knowing."""
+
+    def __init__(self) -> None:
+        self._process_id = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise StorageError in a process other than the one that opened the storage."""
+        if os.getpid() != self._process_id:
+            raise StorageError(
+                f"A storage that was opened in process {self._process_id} is used in its fork {os.getpid()}",
+                hint="Start processes with spawn, and open the store in each of them",
+            )
 
 
 @runtime_checkable
