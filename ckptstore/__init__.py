@@ -1,0 +1,120 @@
+"""ckptstore: distributed checkpoint storage for PyTorch.
+
+Names are loaded on first use, so that `import ckptstore` costs next to nothing and needs no third party.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptstore.checkpoint import Checkpoint
+    from ckptstore.errors import (
+        AccessDenied,
+        CacheError,
+        CheckpointDamaged,
+        CheckpointGone,
+        CkptstoreError,
+        FileMissing,
+        GroupMissing,
+        InvalidInput,
+        InvalidMetadata,
+        InvalidMetric,
+        InvalidName,
+        InvalidSource,
+        InvalidState,
+        InvalidStep,
+        NoUsableCheckpoint,
+        RankFailed,
+        RankTimeout,
+        SaveBusy,
+        SourceChanged,
+        StateMismatch,
+        StepExists,
+        StorageError,
+        StorageFull,
+        StorageUnavailable,
+        StoreFenced,
+        StoreForked,
+        StoreMissing,
+        StoreNotShared,
+        UnsupportedVersion,
+    )
+    from ckptstore.group import StorageGroup
+    from ckptstore.retention import KeepAll, KeepBest, KeepEvery, KeepLatest, KeepSince
+    from ckptstore.store import CheckpointStore, open_store
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccessDenied",
+    "CacheError",
+    "Checkpoint",
+    "CheckpointDamaged",
+    "CheckpointGone",
+    "CheckpointStore",
+    "CkptstoreError",
+    "FileMissing",
+    "GroupMissing",
+    "InvalidInput",
+    "InvalidMetadata",
+    "InvalidMetric",
+    "InvalidName",
+    "InvalidSource",
+    "InvalidState",
+    "InvalidStep",
+    "KeepAll",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLatest",
+    "KeepSince",
+    "NoUsableCheckpoint",
+    "RankFailed",
+    "RankTimeout",
+    "SaveBusy",
+    "SourceChanged",
+    "StateMismatch",
+    "StepExists",
+    "StorageError",
+    "StorageFull",
+    "StorageGroup",
+    "StorageUnavailable",
+    "StoreFenced",
+    "StoreForked",
+    "StoreMissing",
+    "StoreNotShared",
+    "UnsupportedVersion",
+    "__version__",
+    "open_store",
+]
+
+_HOMES = {
+    "Checkpoint": "ckptstore.checkpoint",
+    "CheckpointStore": "ckptstore.store",
+    "KeepAll": "ckptstore.retention",
+    "KeepBest": "ckptstore.retention",
+    "KeepEvery": "ckptstore.retention",
+    "KeepLatest": "ckptstore.retention",
+    "KeepSince": "ckptstore.retention",
+    "StorageGroup": "ckptstore.group",
+    "open_store": "ckptstore.store",
+}
+"""Where a name is defined; every other public name is an error."""
+
+_SUBMODULES = {"ray": "ckptstore.integrations.ray", "state": "ckptstore.state"}
+"""Loaded on first use, and not part of `from ckptstore import *`: they need torch or Ray."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(_SUBMODULES[name])
+    if name not in __all__:
+        raise AttributeError(f"module 'ckptstore' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "ckptstore.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *_SUBMODULES]
