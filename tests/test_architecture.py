@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, set[str]]] = [
 lower lines, and a package also from itself."""
 
 INNER_LAYERS: dict[str, list[set[str]]] = {
-    "storage": [{"base"}, {"local", "memory", "remote", "fast"}, {"open"}],
+    "storage": [{"base", "posix"}, {"local_parts"}, {"local", "memory", "remote", "fast"}, {"open"}],
 }
 """The same inside a package."""
 

@@ -1,0 +1,227 @@
+"""What a disk can do that `os` does not offer, and what its errors mean in the tree of `ckptstore.errors`.
+
+Linux calls that are missing on another system, or refused by a file system, are either told so (a False) or left out
+where they are only a hint. Calls into the C library release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from ckptstore.errors import AccessDenied, FileMissing, StorageError, StorageFull, StorageUnavailable
+
+_libc: Any = ctypes.CDLL(None, use_errno=True)
+
+_MAX_VIEWS = 1024
+"""IOV_MAX: the most buffers that one call takes."""
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_SYNC_FILE_RANGE_WRITE = 2
+_FICLONE = 0x40049409
+_REFUSED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM})
+_SYNCFS_REPORTS_SINCE = (5, 8)
+_SYNCFS_IS_FSYNC_OF_ALL = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x2FC12FC1})
+"""ext2 to ext4, XFS, Btrfs, F2FS, tmpfs, ZFS. A FUSE or network file system may keep its part of the promise only for
+fsync."""
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_PASSING = frozenset(
+    {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EBUSY, errno.ENETDOWN, errno.ENETUNREACH}
+    | {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET, errno.ECONNREFUSED, errno.EREMOTEIO, errno.ENOLCK}
+)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call a function of the C library that returns 0 or sets errno. Raises OSError."""
+    function = getattr(_libc, name, None)
+    if function is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    while function(*arguments) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def write_at(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
+    """Write all bytes of the views, one after another, from `offset` on. Raises OSError."""
+    for first in range(0, len(views), _MAX_VIEWS):
+        pending = views[first : first + _MAX_VIEWS]
+        while pending:
+            count = os.pwritev(descriptor, pending, offset)
+            offset += count
+            pending = _after(pending, count)
+
+
+def read_at(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+    """Fill the views from `offset` on, and return how many bytes there were before the file ended. Raises OSError."""
+    start = offset
+    for first in range(0, len(views), _MAX_VIEWS):
+        pending = _after(views[first : first + _MAX_VIEWS], 0)
+        while pending:
+            count = os.preadv(descriptor, pending, offset)
+            if count == 0:
+                return offset - start
+            offset += count
+            pending = _after(pending, count)
+    return offset - start
+
+
+def _after(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
+    """What is left of the views behind their first `count` bytes; a call may move less than it was asked to."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]]
+        count -= len(view)
+    return ()
+
+
+def allocate(descriptor: int, size_bytes: int) -> None:
+    """Reserve the room for a file, where the file system can: it is written faster, and a full disk is found first.
+
+    The call of the C library by that name would write zeros where the file system cannot. Raises OSError (ENOSPC).
+    """
+    try:
+        _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+
+
+def start_writing_back(descriptor: int, offset: int, size_bytes: int) -> None:
+    """Have the disk begin with these bytes now instead of at the fsync. A hint: never raises."""
+    with contextlib.suppress(OSError):
+        _call(
+            "sync_file_range",
+            descriptor,
+            ctypes.c_int64(offset),
+            ctypes.c_int64(size_bytes),
+            ctypes.c_uint(_SYNC_FILE_RANGE_WRITE),
+        )
+
+
+def flush(path: str) -> None:
+    """fsync of a file or directory. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@cache
+def _syncfs_reports() -> bool:
+    if platform.system() != "Linux" or not hasattr(_libc, "syncfs"):
+        return False
+    major, _, rest = platform.release().partition(".")
+    minor = rest.partition(".")[0]
+    return major.isdigit() and minor.isdigit() and (int(major), int(minor)) >= _SYNCFS_REPORTS_SINCE
+
+
+def flush_filesystem(path: str) -> bool:
+    """fsync of everything on the file system of `path` in one call, errors reported.
+
+    Returns False, and does nothing, where that call would promise less than an fsync of each file does. Raises OSError.
+    """
+    if not _syncfs_reports():
+        return False
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        facts = ctypes.create_string_buffer(256)
+        _call("fstatfs", descriptor, facts)
+        if ctypes.c_long.from_buffer(facts).value not in _SYNCFS_IS_FSYNC_OF_ALL:
+            return False
+        _call("syncfs", descriptor)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def link_new(temporary: str, path: str) -> bool:
+    """Give a temporary file its name unless that is taken, atomically; say whether it was free.
+
+    Raises OSError, with EOPNOTSUPP where the file system offers no way.
+    """
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # On a network file system the reply may have been lost and the request repeated: then the file is ours.
+        return os.stat(temporary).st_nlink == 2
+    except OSError as error:
+        if error.errno not in _REFUSED | {errno.EMLINK}:
+            raise
+        return _rename_new(temporary, path)
+    return True
+
+
+def _rename_new(temporary: str, path: str) -> bool:
+    try:
+        _call("renameat2", _AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        raise OSError(errno.EOPNOTSUPP, "neither hard links nor renames without replacement") from error
+    return True
+
+
+def clone(source: int, target: int) -> bool:
+    """Let an empty file share the blocks of another one (a reflink); False where that is not possible."""
+    try:
+        fcntl.ioctl(target, _FICLONE, source)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
+        return False
+    return True
+
+
+def copy_contents(source: int, target: int, size_bytes: int) -> None:
+    """Copy the first bytes of a file into an empty one inside the kernel. Raises OSError, EIO when there are fewer."""
+    done = 0
+    while done < size_bytes:
+        count = os.copy_file_range(source, target, size_bytes - done)
+        if count == 0:
+            raise OSError(errno.EIO, "the file became shorter while it was copied")
+        done += count
+
+
+def free_bytes(directory: str) -> int:
+    """How much can still be written to the file system of a directory that may not exist yet. Raises OSError."""
+    while not os.path.isdir(directory) and directory != os.path.dirname(directory):
+        directory = os.path.dirname(directory)
+    facts = os.statvfs(directory)
+    return facts.f_bavail * facts.f_frsize
+
+
+def translate(error: OSError, *, what: str, file: str, directory: str, needed_bytes: int | None = None) -> StorageError:
+    """The error of the tree for an error of the system; `what` says what was tried, with the path.
+
+    A full disk is told with the bytes that were needed and those that are free in `directory`.
+    """
+    reason = f"{what} failed, {error.strerror or error}"
+    code = error.errno
+    if code in _FULL:
+        if needed_bytes is not None:
+            reason += f": {needed_bytes:,} bytes are needed"
+        with contextlib.suppress(OSError):
+            reason += f", {free_bytes(directory):,} bytes are free"
+        return StorageFull(reason, file=file, hint="Make room, or have retention keep less")
+    if code in _MISSING:
+        return FileMissing(reason, file=file)
+    if code in _DENIED:
+        return AccessDenied(reason, file=file, hint="Check owner, permissions and mount options")
+    if code in _PASSING:
+        return StorageUnavailable(reason, file=file)
+    hint = "Raise the limit of open files (ulimit -n)" if code in (errno.EMFILE, errno.ENFILE) else None
+    return StorageError(reason, file=file, hint=hint)
