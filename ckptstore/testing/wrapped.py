@@ -1,0 +1,226 @@
+"""Storages with a hook around every call, of a class with exactly the powers of the storage inside."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from ckptstore.errors import StorageError
+from ckptstore.storage import base
+from ckptstore.storage.base import PartWriter, Storage, StoredFile
+
+T = TypeVar("T")
+Views = Sequence[memoryview]
+
+
+def _nothing() -> None:
+    """The half of a call that is whole or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a storage, before it reaches the storage inside and again after it returned."""
+
+    verb: str
+    """The method: "write", "read_into", "create", ..., and of a part writer "write_part", "finish" and "abort"."""
+    key: str
+    """The key, the prefix of a listing, or the first of several keys."""
+    index: int
+    """How many calls this wrapper had before, over all threads; the same before and after."""
+    phase: Literal["before", "after"]
+    size_bytes: int = 0
+    """Bytes of the payload, as far as they are known: a `read` knows only after."""
+    num_keys: int = 1
+    do_half: Callable[[], object] = field(default=_nothing, compare=False, repr=False)
+    """Have the storage inside do a part of it. Does nothing for calls that must be whole or not at all."""
+
+
+Hook = Callable[[Call], None]
+"""Called before and after each call, on the caller's thread. What it raises, the caller gets: raised before, the
+call has no effect; raised after, it has its effect and the reply is lost. A call that fails has no "after"."""
+
+
+def wrap(storage: Storage, hook: Hook) -> Any:
+    """A storage that calls `hook` around every call of `storage`, and has the same powers, no more and no fewer."""
+    powers = tuple(power for power in _WRAPPERS if isinstance(storage, power))
+    return _class_for(powers)(storage, hook)
+
+
+class _Wrapped:
+    """The seven verbs."""
+
+    def __init__(self, inner: Any, hook: Hook) -> None:
+        self.inner = inner
+        self.hook = hook
+        self._indices = itertools.count()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return wrap, (self.inner, self.hook)
+
+    def __repr__(self) -> str:
+        return f"wrap({self.inner!r}, {self.hook!r})"
+
+    def run(
+        self,
+        call: Call,
+        perform: Callable[[], T],
+        half: Callable[[], object] = _nothing,
+        *,
+        size_bytes: Callable[[T], int] | None = None,
+    ) -> T:
+        """Perform a call between its two hooks. `size_bytes` measures what came back."""
+        call = replace(call, index=next(self._indices), do_half=half)
+        self.hook(call)
+        result = perform()
+        measured_bytes = size_bytes(result) if size_bytes else call.size_bytes
+        self.hook(replace(call, phase="after", size_bytes=measured_bytes, do_half=_nothing))
+        return result
+
+    @property
+    def uri(self) -> str:
+        return str(self.inner.uri)
+
+    def write(self, key: str, views: Views) -> None:
+        call = _call("write", key, size_bytes=_size(views))
+        self.run(call, lambda: self.inner.write(key, views), lambda: self.inner.write(key, _half(views)))
+
+    def read(self, key: str) -> bytes:
+        return self.run(_call("read", key), lambda: bytes(self.inner.read(key)), size_bytes=len)
+
+    def read_into(self, key: str, offset: int, views: Views, *, version: str | None = None) -> None:
+        def perform(views: Views = views) -> None:
+            self.inner.read_into(key, offset, views, version=version)
+
+        self.run(_call("read_into", key, size_bytes=_size(views)), perform, lambda: perform(_half(views)))
+
+    def stat(self, key: str) -> StoredFile:
+        found: StoredFile = self.run(_call("stat", key), lambda: self.inner.stat(key))
+        return found
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        return iter(self.run(_call("list", prefix), lambda: [*self.inner.list(prefix)]))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._over_keys("delete", keys)
+
+    def close(self) -> None:
+        self.run(_call("close", ""), self.inner.close)
+
+    def _over_keys(self, verb: str, keys: Sequence[str]) -> None:
+        perform, half = getattr(self.inner, verb), keys[: len(keys) // 2]
+        call = _call(verb, keys[0] if keys else "", num_keys=len(keys))
+        self.run(call, lambda: perform(keys), (lambda: perform(half)) if half else _nothing)
+
+
+class _WrappedCreate(_Wrapped):
+    def create(self, key: str, data: bytes) -> bool:
+        return self.run(_call("create", key, size_bytes=len(data)), lambda: bool(self.inner.create(key, data)))
+
+
+class _WrappedParts(_Wrapped):
+    def part_bytes(self, size_bytes: int) -> int:
+        return int(self.inner.part_bytes(size_bytes))
+
+    def open_parts(self, key: str, size_bytes: int) -> PartWriter:
+        writer = self.run(_call("open_parts", key), lambda: self.inner.open_parts(key, size_bytes))
+        return _WrappedWriter(self, key, writer)
+
+
+class _WrappedWriter:
+    def __init__(self, storage: _Wrapped, key: str, inner: PartWriter) -> None:
+        self._storage = storage
+        self._key = key
+        self._inner = inner
+
+    def write_part(self, offset: int, views: Views) -> None:
+        def half() -> None:
+            try:
+                self._inner.write_part(offset, _half(views))
+            except StorageError:
+                """Parts of this storage are whole or not at all."""
+
+        call = _call("write_part", self._key, size_bytes=_size(views))
+        self._storage.run(call, lambda: self._inner.write_part(offset, views), half)
+
+    def finish(self) -> None:
+        self._storage.run(_call("finish", self._key), self._inner.finish)
+
+    def abort(self) -> None:
+        self._storage.run(_call("abort", self._key), self._inner.abort)
+
+
+class _WrappedDisk(_Wrapped):
+    def persist(self, keys: Sequence[str]) -> None:
+        self._over_keys("persist", keys)
+
+    def seal(self, keys: Sequence[str]) -> None:
+        self._over_keys("seal", keys)
+
+    def free_bytes(self) -> int:
+        return self.run(_call("free_bytes", ""), lambda: int(self.inner.free_bytes()))
+
+
+class _WrappedLocalFiles(_Wrapped):
+    def local_path(self, key: str) -> Path:
+        path: Path = self.inner.local_path(key)
+        return path
+
+    def make_directory(self, key: str) -> None:
+        self.run(_call("make_directory", key), lambda: self.inner.make_directory(key))
+
+    def remove_directories(self, key: str) -> None:
+        self.run(_call("remove_directories", key), lambda: self.inner.remove_directories(key))
+
+    def link(self, path: Path, key: str) -> bool:
+        return self.run(_call("link", key), lambda: bool(self.inner.link(path, key)))
+
+
+class _WrappedCopy(_Wrapped):
+    def copy(self, source_key: str, key: str) -> None:
+        self.run(_call("copy", key), lambda: self.inner.copy(source_key, key))
+
+
+class _WrappedUnfinished(_Wrapped):
+    def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
+        return self.run(_call("unfinished", prefix), lambda: [*self.inner.unfinished(prefix)])
+
+    def abort_unfinished(self, key: str, upload_id: str) -> None:
+        self.run(_call("abort_unfinished", key), lambda: self.inner.abort_unfinished(key, upload_id))
+
+
+_WRAPPERS: dict[Any, type[_Wrapped]] = {
+    base.CreatesExclusively: _WrappedCreate,
+    base.WritesParts: _WrappedParts,
+    base.Persists: _WrappedDisk,
+    base.HasLocalFiles: _WrappedLocalFiles,
+    base.CopiesInside: _WrappedCopy,
+    base.FindsUnfinished: _WrappedUnfinished,
+}
+POWERS: tuple[Any, ...] = tuple(_WRAPPERS)
+"""Every optional power that a storage may have."""
+
+
+@cache
+def _class_for(powers: tuple[Any, ...]) -> type[_Wrapped]:
+    return type("WrappedStorage", (*(_WRAPPERS[power] for power in powers), _Wrapped), {})
+
+
+def _call(verb: str, key: str, *, size_bytes: int = 0, num_keys: int = 1) -> Call:
+    return Call(verb, key, -1, "before", size_bytes, num_keys)
+
+
+def _size(views: Views) -> int:
+    return sum(len(view) for view in views)
+
+
+def _half(views: Views) -> list[memoryview]:
+    left_bytes, found = _size(views) // 2, []
+    for view in views:
+        if left_bytes > 0:
+            found.append(view[:left_bytes])
+        left_bytes -= len(view)
+    return found
