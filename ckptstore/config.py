@@ -113,5 +113,5 @@ class StoreConfig(_Config):
 
     def __post_init__(self) -> None:
         self._check_positive("rank_timeout_seconds")
-        if self.grace_seconds < 0:
+        if not self.grace_seconds >= 0:
             raise InvalidInput(f"grace_seconds is {self.grace_seconds!r}, it must be at least 0")

@@ -40,8 +40,8 @@ def _encode(value: Any, path: str) -> Any:
 
 
 def _decode(value: dict[str, Any]) -> Any:
-    if value.get("$t") == "float" and value.get("v") in _NON_FINITE:
-        return _NON_FINITE[value["v"]]
+    if value.get("$t") == "float" and isinstance(value.get("v"), str):
+        return _NON_FINITE.get(value["v"], value)
     return value
 
 
@@ -55,10 +55,15 @@ def dump_json(value: Any, *, what: str = "metadata") -> bytes:
     Raises InvalidMetadata, with the path inside `value`, for anything else.
     """
     try:
-        text = json.dumps(_encode(value, what), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        encoded = _encode(value, what)
+        text = json.dumps(encoded, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
         return text.encode()
+    except InvalidMetadata:
+        raise
     except UnicodeEncodeError as error:
         raise InvalidMetadata(f"{what} has text that is not valid Unicode: {error}") from None
+    except ValueError as error:  # an integer that Python would not read again
+        raise InvalidMetadata(f"{what} cannot be written as JSON: {error}") from None
     except RecursionError:
         raise InvalidMetadata(f"{what} is nested too deeply, or refers to itself") from None
 

@@ -148,10 +148,12 @@ def check_collisions(names: Iterable[str]) -> None:
     """Raise InvalidName when two names would be one file somewhere, or one is a directory of another."""
     seen: dict[str, str] = {}
     for name in names:
-        other = seen.setdefault(folded(name), name)
-        if other is not name:
+        fold = folded(name)
+        if fold in seen:
+            other = seen[fold]
             same = "is given twice" if other == name else f"and {other!r} differ only by case or Unicode form"
             raise InvalidName(f"The name {name!r} {same}", hint="Rename one of the files")
+        seen[fold] = name
     for fold, name in seen.items():
         head = fold.rpartition("/")[0]
         while head:

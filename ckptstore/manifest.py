@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +16,8 @@ from ckptstore.layout import MANIFEST_NAME, check_collisions, check_name
 
 Kind = Literal["directory", "state"]
 
+_DIGEST = re.compile("[0-9a-f]{8}")
+
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
@@ -23,7 +26,8 @@ class Receipt:
     name: str
     """As it is stored, relative to the checkpoint."""
     size_bytes: int
-    crc32c: int
+    crc32c: int | None
+    """None for a file that was linked and not read: its size is all that can be checked."""
     rank: int
     """The rank that wrote it."""
     original_name: str | None = None
@@ -36,7 +40,7 @@ class Receipt:
         entry: dict[str, Any] = {
             "name": self.name,
             "size_bytes": self.size_bytes,
-            "crc32c": to_hex(self.crc32c),
+            "crc32c": None if self.crc32c is None else to_hex(self.crc32c),
             "rank": self.rank,
         }
         return entry if self.original_name is None else {**entry, "original_name": self.original_name}
@@ -45,13 +49,15 @@ class Receipt:
     def from_json(entry: Mapping[str, Any]) -> Receipt:
         """The receipt of an entry; raises KeyError, TypeError or ValueError when it is not one."""
         original, size_bytes, rank = entry.get("original_name"), entry["size_bytes"], entry["rank"]
+        digest = entry["crc32c"]
         if type(size_bytes) is not int or type(rank) is not int or size_bytes < 0 or rank < 0:
             raise ValueError("a size or a rank is not a number of at least 0")
-        if len(entry["crc32c"]) != 8:
-            raise ValueError("a digest has not 8 digits")
+        if digest is not None and not _DIGEST.fullmatch(digest):
+            raise ValueError("a digest is not 8 lower-case hexadecimal digits")
         if original is not None:
             check_name(original)
-        return Receipt(check_name(entry["name"]), size_bytes, int(entry["crc32c"], 16), rank, original)
+        crc32c = None if digest is None else int(digest, 16)
+        return Receipt(check_name(entry["name"]), size_bytes, crc32c, rank, original)
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,8 @@ class Manifest:
         value = load_object(data, file=file)
         try:
             files = tuple(sorted_receipts(Receipt.from_json(entry) for entry in value.pop("files")))
+            if not isinstance(value["directories"], list):
+                raise ValueError("directories is not a list")
             directories = tuple(check_name(name) for name in value.pop("directories"))
             check_collisions([*(receipt.name for receipt in files), *directories])
             known = {name: value.pop(name) for name in _SCALARS}
@@ -146,9 +154,11 @@ def _check_scalars(known: Mapping[str, Any]) -> None:
     for name, kind in _SCALARS.items():
         if not isinstance(known[name], kind) or isinstance(known[name], bool):
             raise ValueError(f"{name} is a {type(known[name]).__name__}")
+    if known["step"] < 0 or known["epoch"] < 0 or known["world_size"] < 1:
+        raise ValueError("step, epoch or world_size is out of range")
     if known["kind"] not in ("directory", "state"):
         raise ValueError(f"unknown kind {known['kind']!r}")
-    if not all(isinstance(number, int | float) for number in known["metrics"].values()):
+    if not all(type(number) in (int, float) for number in known["metrics"].values()):
         raise ValueError("a metric is not a number")
 
 

@@ -1,0 +1,80 @@
+"""Events reach every listener and the log, and a broken listener fails nothing."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from ckptstore import events
+from ckptstore.events import BytesMoved, CheckpointCommitted, Event, FileStored, PruneFailed, emit, listening
+
+COMMITTED = CheckpointCommitted(step=5, number=2, rank=0, size_bytes=100, seconds=0.5)
+CLASSES = [value for value in vars(events).values() if isinstance(value, type) and issubclass(value, Event)]
+
+
+def test_a_listener_hears_events_only_while_it_listens() -> None:
+    heard: list[Event] = []
+    emit(COMMITTED)
+    with listening(heard.append):
+        emit(COMMITTED)
+    emit(COMMITTED)
+    assert heard == [COMMITTED]
+
+
+def test_every_listener_hears_even_when_one_fails(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[Event] = []
+
+    def broken(event: Event) -> None:
+        raise RuntimeError("cannot listen")
+
+    with listening(broken), listening(heard.append):
+        emit(COMMITTED)
+    assert heard == [COMMITTED]
+    assert "a listener failed on CheckpointCommitted" in caplog.text
+
+
+def test_a_listener_is_taken_away_when_its_context_fails() -> None:
+    heard: list[Event] = []
+
+    def fail() -> None:
+        with listening(heard.append):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    emit(COMMITTED)
+    assert heard == []
+
+
+def test_the_log_has_one_line_and_the_event_itself(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="ckptstore")
+    emit(COMMITTED)
+    emit(PruneFailed(error="no permission"))
+    emit(FileStored(key="a", size_bytes=1, seconds=0.1, rank=0))
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.INFO, "CheckpointCommitted step=5 number=2 rank=0 size_bytes=100 seconds=0.5"),
+        (logging.WARNING, "PruneFailed error=no permission"),
+    ]
+    assert caplog.records[0].event is COMMITTED
+
+
+def test_progress_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(1, logger="ckptstore")
+    emit(BytesMoved(key="a", size_bytes=1, total_bytes=2))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_events_are_keyword_only_and_explained(cls: type[Event]) -> None:
+    assert cls.__doc__
+    assert not cls.__doc__.startswith(f"{cls.__name__}(")
+    for item in fields(cls):
+        assert item.kw_only
+        assert item.type != "float" or item.name.endswith("seconds")
+
+
+def test_an_event_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        COMMITTED.step = 6  # type: ignore[misc]

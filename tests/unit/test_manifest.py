@@ -1,0 +1,198 @@
+"""The manifest: what is written comes back, what was tampered with or torn is refused and named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.errors import CheckpointDamaged, InvalidName, UnsupportedVersion
+from ckptstore.layout import Attempt, check_collisions
+from ckptstore.manifest import Manifest, Receipt, sha256_of, sorted_receipts
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+PART = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/\\."), min_size=1, max_size=8)
+NAME = st.lists(PART, min_size=1, max_size=3).map("/".join)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT.filter(lambda key: key != "$t"), inner),
+    max_leaves=8,
+)
+RECEIPT = st.builds(
+    Receipt,
+    name=NAME,
+    size_bytes=st.integers(0, 2**60),
+    crc32c=st.integers(0, 2**32 - 1),
+    rank=st.integers(0, 100_000),
+    original_name=st.none() | NAME,
+)
+
+
+def _do_not_collide(receipts: list[Receipt]) -> bool:
+    try:
+        check_collisions(receipt.name for receipt in receipts)
+    except InvalidName:
+        return False
+    return True
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    attempt = Attempt(draw(st.integers(0, 10**10 - 1)), draw(st.integers(0, 9999)), "0123abcd")
+    return Manifest(
+        store_id=draw(st.uuids()).hex,
+        step=attempt.step,
+        epoch=attempt.epoch,
+        attempt=str(attempt),
+        kind=draw(st.sampled_from(["directory", "state"])),
+        world_size=draw(st.integers(1, 10**5)),
+        created_at=draw(st.floats(0, 1e11)),
+        files=tuple(sorted_receipts(draw(st.lists(RECEIPT, max_size=6).filter(_do_not_collide)))),
+        metrics=draw(st.dictionaries(TEXT.filter(lambda key: key != "$t"), st.floats(allow_nan=False), max_size=3)),
+        metadata=draw(st.dictionaries(TEXT.filter(lambda key: key != "$t"), JSON, max_size=3)),
+        extra={"later": draw(JSON)},
+    )
+
+
+@given(manifests())
+def test_a_manifest_comes_back_and_has_one_encoding(manifest: Manifest) -> None:
+    data = manifest.encode()
+    again = Manifest.decode(data)
+    assert again == manifest
+    assert again.encode() == data
+    assert again.size_bytes == sum(receipt.size_bytes for receipt in manifest.files)
+    assert set(again.by_name) == {receipt.name for receipt in manifest.files}
+
+
+def example() -> Manifest:
+    files = (Receipt("a.pt", 10, 0xDEADBEEF, 0), Receipt("model-rank=00001.pt", 5, 7, 1, "model.pt"))
+    return Manifest(
+        store_id="00ff" * 8,
+        step=12,
+        epoch=3,
+        attempt="step-0000000012-e0003-0123abcd",
+        kind="directory",
+        world_size=2,
+        created_at=1_700_000_000.5,
+        files=files,
+        directories=("empty",),
+        metrics={"loss": float("inf")},
+        metadata={"note": "höher"},
+    )
+
+
+def test_the_encoding_of_version_1_does_not_change() -> None:
+    assert json.loads(example().encode()) == {
+        "version": 1,
+        "kind": "directory",
+        "store_id": "00ff" * 8,
+        "step": 12,
+        "epoch": 3,
+        "attempt": "step-0000000012-e0003-0123abcd",
+        "world_size": 2,
+        "created_at": 1_700_000_000.5,
+        "metrics": {"loss": {"$t": "float", "v": "Infinity"}},
+        "metadata": {"note": "höher"},
+        "files": [
+            {"name": "a.pt", "size_bytes": 10, "crc32c": "deadbeef", "rank": 0},
+            {
+                "name": "model-rank=00001.pt",
+                "size_bytes": 5,
+                "crc32c": "00000007",
+                "rank": 1,
+                "original_name": "model.pt",
+            },
+        ],
+        "directories": ["empty"],
+    }
+
+
+def test_a_fields_order_and_the_version_of_a_file_do_not_change_the_digest() -> None:
+    marked = replace(example(), files=tuple(replace(receipt, version="etag") for receipt in example().files))
+    assert sha256_of(marked.encode()) == sha256_of(example().encode())
+
+
+@given(st.data())
+def test_a_torn_manifest_is_damage(data: st.DataObject) -> None:
+    whole = example().encode()
+    with pytest.raises(CheckpointDamaged, match=r"dir/ckptstore\.json"):
+        Manifest.decode(whole[: data.draw(st.integers(0, len(whole) - 1))], file="dir/ckptstore.json")
+
+
+def changed(**fields: Any) -> bytes:
+    return json.dumps({**json.loads(example().encode()), **fields}).encode()
+
+
+def file_entry(**fields: Any) -> list[dict[str, Any]]:
+    return [{"name": "a", "size_bytes": 1, "crc32c": "00000000", "rank": 0, **fields}]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        changed(step="12"),
+        changed(step=True),
+        changed(step=-1),
+        changed(epoch=-1),
+        changed(epoch=None),
+        changed(world_size=1.5),
+        changed(world_size=0),
+        changed(created_at="now"),
+        changed(kind="other"),
+        changed(metrics=[1]),
+        changed(metrics={"loss": "low"}),
+        changed(metrics={"loss": True}),
+        changed(metadata=None),
+        changed(files=None),
+        changed(files=[1]),
+        changed(files=file_entry(size_bytes=-1)),
+        changed(files=file_entry(size_bytes="1")),
+        changed(files=file_entry(size_bytes=True)),
+        changed(files=file_entry(crc32c="123")),
+        changed(files=file_entry(crc32c="0x123456")),
+        changed(files=file_entry(crc32c="+1234567")),
+        changed(files=file_entry(crc32c="1234_678")),
+        changed(files=file_entry(crc32c=12345678)),
+        changed(files=file_entry(crc32c="zzzzzzzz")),
+        changed(files=file_entry(rank=-1)),
+        changed(files=file_entry(name=7)),
+        changed(files=file_entry(original_name=7)),
+        changed(directories=[1]),
+        changed(directories="empty"),
+        b"{}",
+        b"[]",
+    ],
+)
+def test_a_manifest_with_a_wrong_field_is_damage(data: bytes) -> None:
+    with pytest.raises(CheckpointDamaged):
+        Manifest.decode(data)
+
+
+@pytest.mark.parametrize("name", ["../a", "/a", "a/../b", "a\0", "", "a\\b", "x" * 300])
+@pytest.mark.parametrize("place", ["name", "original_name", "directory"])
+def test_a_hostile_name_is_refused_wherever_it_stands(name: str, place: str) -> None:
+    data = changed(directories=[name]) if place == "directory" else changed(files=file_entry(**{place: name}))
+    with pytest.raises(InvalidName) as caught:
+        Manifest.decode(data, file="dir/ckptstore.json")
+    assert caught.value.file == "dir/ckptstore.json"
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "A"), ("a", "a/b")])
+def test_names_that_collide_are_refused(names: tuple[str, str]) -> None:
+    with pytest.raises(InvalidName):
+        Manifest.decode(changed(files=[file_entry(name=name)[0] for name in names]))
+
+
+def test_a_newer_major_version_is_refused() -> None:
+    with pytest.raises(UnsupportedVersion, match="Upgrade"):
+        Manifest.decode(changed(version=2))
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)))
+def test_any_json_is_a_manifest_or_refused_and_nothing_else(value: object) -> None:
+    with pytest.raises((CheckpointDamaged, InvalidName, UnsupportedVersion)):
+        Manifest.decode(json.dumps({"version": 1, "files": [], "directories": [], "metrics": value}).encode())
