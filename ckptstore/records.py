@@ -117,7 +117,7 @@ class Record:
         return sha256_of(self.encode())
 
     def encode(self) -> bytes:
-        """The record as bytes: those it was read from, or JSON in ASCII."""
+        """The record as bytes: those it was read from, if it was read."""
         if self.stored is not None:
             return self.stored
         kind = next(name for name, cls in _KINDS.items() if isinstance(self.change, cls))

@@ -1,0 +1,509 @@
+"""The log as pure values: the text of number sets, the rules of `apply`, and records as bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CheckpointGone,
+    InvalidInput,
+    InvalidMetric,
+    InvalidStep,
+    StoreFenced,
+    UnsupportedVersion,
+)
+from ckptstore.ranges import Numbers, decode_sequence, encode_sequence
+from ckptstore.records import (
+    EMPTY,
+    Change,
+    CheckpointEntry,
+    Claim,
+    Commit,
+    Noop,
+    Pin,
+    Record,
+    Remove,
+    StoreState,
+    Unpin,
+    apply,
+)
+
+CLAIM = Claim("token", 2)
+
+
+def entry(step: int = 1, epoch: int = 1, **fields: object) -> CheckpointEntry:
+    values: dict[str, object] = {
+        "step": step,
+        "epoch": epoch,
+        "attempt": f"step-{step:010d}-e{epoch:04d}-0123abcd",
+        "manifest_sha256": "ab" * 32,
+        "kind": "directory",
+        "world_size": 2,
+        "size_bytes": 10,
+        "num_files": 1,
+        "created_at": 1.5,
+        **fields,
+    }
+    return CheckpointEntry(**values)  # type: ignore[arg-type]
+
+
+def states(*changes: Change) -> StoreState:
+    """The state after these changes, as records 1, 2, ..."""
+    state = EMPTY
+    for number, change in enumerate(changes, start=1):
+        state = apply(state, number, change)
+    return state
+
+
+def commits(count: int) -> list[Change]:
+    """A claim, then `count` checkpoints: numbers 2 to count + 1."""
+    return [CLAIM, *(Commit(entry(step)) for step in range(count))]
+
+
+# Number sets as text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], ""),
+        ([7], "7"),
+        ([3, 4, 5, 6], "3-6"),
+        ([3, 4], "3 4"),
+        ([10, 20, 30, 31, 32], "10-30/10 31 32"),
+        ([3, 10, 11, 12], "3 10-12"),
+        ([5, 5, 5, 9], "5*3 9"),
+        ([9, 7, 5], "9-5/2"),
+        ([3, 2, 1], "3-1"),
+    ],
+)
+def test_sequences_have_one_text(numbers: list[int], text: str) -> None:
+    assert encode_sequence(numbers) == text
+    assert decode_sequence(text, limit=40) == numbers
+
+
+@given(st.lists(st.integers(0, 10**10)))
+def test_any_sequence_round_trips(numbers: list[int]) -> None:
+    assert decode_sequence(encode_sequence(numbers), limit=10**10) == numbers
+
+
+@given(st.sets(st.integers(0, 400)), st.sets(st.integers(0, 400)), st.integers(0, 500))
+def test_numbers_are_a_set(numbers: set[int], others: set[int], more: int) -> None:
+    one = Numbers(numbers)
+    assert one == numbers
+    assert list(one) == sorted(numbers)
+    assert len(one) == len(numbers)
+    assert one.highest == max(numbers, default=None)
+    assert (more in one) == (more in numbers)
+    assert one.with_number(more) == numbers | {more}
+    assert str(one.with_number(more)) == str(Numbers(numbers | {more}))
+    assert one.without(others) == numbers - others
+    assert Numbers.decode(one.encode(), limit=400) == numbers
+
+
+@given(st.lists(st.integers(1, 50), max_size=60))
+def test_numbers_grow_at_the_end_as_if_built_at_once(gaps: list[int]) -> None:
+    grown, numbers, top = Numbers(), [], 0
+    for gap in gaps:
+        top += gap
+        numbers.append(top)
+        grown = grown.with_number(top)
+        assert str(grown) == str(Numbers(numbers))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x", "3-", "-3", "3--5", "5*0", "3-8/2", "3-8/0", "3-3", "1 ", "²", "1-50", "9*99", "zAAAA", "z", "z!", "41"],
+)
+def test_hostile_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode_sequence(text, limit=40)
+
+
+@pytest.mark.parametrize("text", ["3 3", "5 4", "5*3", "9-5/2", "3-9 8"])
+def test_a_set_is_in_ascending_order(text: str) -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        Numbers.decode(text, limit=40)
+
+
+def test_a_packed_set_is_bounded_by_the_limit() -> None:
+    numbers = sorted(random.Random(1).sample(range(1, 5000), 1500))
+    text = Numbers(numbers).encode()
+    assert text.startswith("z")
+    assert Numbers.decode(text, limit=5000) == set(numbers)
+    for limit in (100, 4000):
+        with pytest.raises(ValueError, match="too"):
+            Numbers.decode(text, limit=limit)
+    with pytest.raises(ValueError, match=r"."):
+        Numbers.decode(text[:-8], limit=5000)
+
+
+# The rules
+
+
+def test_a_claim_raises_the_epoch_and_remembers_the_latest() -> None:
+    state = states(*commits(2), CLAIM)
+    assert (state.epoch, state.resume_from, state.latest) == (2, 3, 3)
+    assert states(CLAIM).resume_from is None
+
+
+@pytest.mark.parametrize("change", [Claim("", 1), Claim("token", 0)])
+def test_a_claim_without_token_or_ranks_is_refused(change: Claim) -> None:
+    with pytest.raises(InvalidInput, match="claim"):
+        apply(EMPTY, 1, change)
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+@pytest.mark.parametrize("kind", ["commit", "remove", "pin", "unpin"])
+def test_another_epoch_than_the_highest_is_fenced(kind: str, epoch: int) -> None:
+    state = states(*commits(2), CLAIM)
+    change: Change = {
+        "commit": Commit(entry(9, epoch)),
+        "remove": Remove(trash=(2,), epoch=epoch),
+        "pin": Pin((2,), epoch),
+        "unpin": Unpin((2,), epoch),
+    }[kind]
+    with pytest.raises(StoreFenced) as caught:
+        apply(state, 5, change)
+    assert caught.value.committed is False
+
+
+def test_a_commit_replaces_and_drops_in_one_record() -> None:
+    state = states(*commits(3), Commit(entry(1), replaces=(3,), drops=(2,)))
+    assert state.live == {4, 5}
+    assert state.trash == {2: 5, 3: 5}
+    assert state.latest == 5
+
+
+def test_a_pinned_checkpoint_that_is_replaced_stays_live() -> None:
+    state = states(*commits(1), Pin((2,)), Commit(entry(0), replaces=(2,)))
+    assert state.live == {2, 4}
+    assert state.trash == {}
+
+
+def test_a_replaced_resume_source_is_trashed_but_never_dropped() -> None:
+    state = states(*commits(1), CLAIM, Commit(entry(0, 2), replaces=(2,)))
+    assert state.trash == {2: 4}
+    assert state.droppable([2]) == ()
+    with pytest.raises(InvalidInput, match="resumed from"):
+        apply(state, 5, Remove(drop=(2,)))
+    claimed = apply(state, 5, CLAIM)
+    assert claimed.droppable([2]) == (2,)
+    assert apply(claimed, 6, Remove(drop=(2,))).trash == {}
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_retention_cannot_trash_what_is_pinned_or_resumed_from(number: int) -> None:
+    state = states(*commits(2), CLAIM, Pin((2,)), Commit(entry(7, 2)))
+    assert state.resume_from == 3
+    for change in (Commit(entry(8, 2), drops=(number,)), Remove(trash=(number,), epoch=2)):
+        with pytest.raises(InvalidInput, match=r"pinned|resumed from"):
+            apply(state, 7, change)
+
+
+def test_the_latest_goes_only_in_a_roll_back() -> None:
+    state = states(*commits(4))
+    assert apply(state, 6, Remove(trash=(4, 5), reason="roll back to step 1")).latest == 3
+    for trash in [(2, 5), (2, 3, 4, 5)]:
+        with pytest.raises(InvalidInput, match="roll back"):
+            apply(state, 6, Remove(trash=trash))
+
+
+def test_a_roll_back_names_what_is_pinned_above_the_target() -> None:
+    state = states(*commits(4), Pin((4,)))
+    with pytest.raises(InvalidInput, match=r"pinned, by number: \[4\]. Unpin"):
+        apply(state, 7, Remove(trash=(4, 5)))
+
+
+def test_a_roll_back_may_take_the_resume_source() -> None:
+    state = apply(states(*commits(3), CLAIM), 6, Remove(trash=(3, 4)))
+    assert (state.latest, state.resume_from) == (2, 4)
+    assert state.droppable([3, 4]) == (3,)
+
+
+@pytest.mark.parametrize("number", [1, 4, 99])
+def test_what_is_not_live_is_gone(number: int) -> None:
+    state = states(*commits(3), Remove(trash=(2, 3)), Remove(drop=(2,)), Commit(entry(8), drops=(4,)))
+    changes = [
+        Commit(entry(9), replaces=(number,)),
+        Commit(entry(9), drops=(number,)),
+        Commit(entry(9, bases=(number,))),
+        Remove(trash=(number,)),
+        Pin((number,)),
+        Unpin((number,)),
+    ]
+    for change in changes:
+        with pytest.raises(CheckpointGone):
+            apply(state, 8, change)
+
+
+def test_only_the_trash_can_be_dropped() -> None:
+    state = states(*commits(3), Remove(trash=(2,)))
+    with pytest.raises(InvalidInput, match="is live"):
+        apply(state, 6, Remove(drop=(3,)))
+    with pytest.raises(CheckpointGone):
+        apply(state, 6, Remove(drop=(1,)))
+    with pytest.raises(CheckpointGone, match="removed by record 5"):
+        apply(state, 6, Remove(trash=(2,)))
+
+
+def test_a_base_is_dropped_with_its_last_user_or_after() -> None:
+    state = states(
+        CLAIM, Commit(entry(1)), Commit(entry(2, bases=(2,))), Commit(entry(3, bases=(3,))), Commit(entry(4))
+    )
+    state = apply(state, 6, Remove(trash=(2,)))
+    assert state.droppable([2]) == ()
+    with pytest.raises(InvalidInput, match="holds files"):
+        apply(state, 7, Remove(drop=(2,)))
+    state = apply(state, 7, Remove(trash=(3, 4)))
+    assert state.droppable([2, 3]) == ()
+    assert state.droppable([2, 3, 4]) == (2, 3, 4)
+    assert apply(state, 8, Remove(drop=(4,))).droppable([2, 3]) == (2, 3)
+    assert apply(state, 8, Remove(drop=(2, 3, 4))) == StoreState(epoch=1, live=Numbers([5]))
+
+
+@pytest.mark.parametrize("change", [Remove(), Pin(()), Unpin(())])
+def test_a_change_that_names_nothing_is_refused(change: Change) -> None:
+    with pytest.raises(InvalidInput, match="no checkpoint"):
+        apply(states(*commits(1)), 3, change)
+
+
+def test_a_noop_changes_nothing() -> None:
+    state = states(*commits(2))
+    assert apply(state, 4, Noop()) is state
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"step": -1}, InvalidStep),
+        ({"step": 10**10}, InvalidStep),
+        ({"epoch": 0}, InvalidInput),
+        ({"attempt": "../../etc"}, InvalidInput),
+        ({"manifest_sha256": "AB" * 32}, InvalidInput),
+        ({"kind": "other"}, InvalidInput),
+        ({"world_size": 0}, InvalidInput),
+        ({"metrics": {"loss": "low"}}, InvalidMetric),
+        ({"metrics": {"loss": True}}, InvalidMetric),
+    ],
+)
+def test_an_entry_is_checked(fields: dict[str, object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        entry(**{"attempt": "step-0000000001-e0001-0123abcd", **fields})  # type: ignore[arg-type]
+
+
+# Invariants over any sequence of changes, and records as bytes
+
+numbers_of = st.lists(st.integers(1, 30), max_size=4).map(tuple)
+epochs = st.integers(1, 4)
+metrics = st.dictionaries(st.text(max_size=4).filter(lambda name: name != "$t"), st.floats(), max_size=2)
+changes = st.one_of(
+    st.builds(Claim, st.text(st.characters(codec="utf-8"), min_size=1, max_size=5), st.integers(1, 9)),
+    st.builds(
+        lambda step, epoch, bases, found, replaces, drops: Commit(
+            entry(step, epoch, bases=bases, metrics=found), replaces, drops, dict.fromkeys(drops, "why")
+        ),
+        st.integers(0, 99),
+        epochs,
+        st.just(()) | numbers_of,
+        metrics,
+        st.just(()) | numbers_of,
+        st.just(()) | numbers_of,
+    ),
+    st.builds(Remove, st.just(()) | numbers_of, st.just(()) | numbers_of, st.none() | epochs, st.text(max_size=9)),
+    st.builds(Pin, numbers_of, st.none() | epochs),
+    st.builds(Unpin, numbers_of, st.none() | epochs),
+    st.just(Noop()),
+)
+
+
+def metrics_of(change: Change) -> list[float]:
+    return [*change.entry.metrics.values()] if isinstance(change, Commit) else []
+
+
+def check_invariants(state: StoreState, number: int) -> None:
+    assert state.pinned <= state.live
+    assert state.live.isdisjoint(state.trash)
+    assert all(1 <= other <= number for other in (*state.live, *state.trash, *state.trash.values()))
+    assert all(by > other for other, by in state.trash.items())
+    held = {*state.live, *state.trash}
+    assert all(base in held and users and users <= held for base, users in state.bases.items())
+    assert state.resume_from is None or state.resume_from in held
+    assert not {*state.droppable(state.trash)} & {state.resume_from, state.latest, *state.pinned}
+
+
+@settings(max_examples=300)
+@given(st.lists(changes, max_size=40))
+def test_every_history_keeps_the_invariants_and_survives_encoding(history: list[Change]) -> None:
+    newest: Record | None = None
+    for change in [CLAIM, *history]:
+        before = newest.state if newest else EMPTY
+        try:
+            record = Record.following(newest, change, write_id="ff" * 16, created_at=2.5)
+        except (InvalidInput, CheckpointGone, StoreFenced):
+            continue
+        assert record.state.epoch == before.epoch + isinstance(change, Claim)
+        assert (record.state.latest or 0) >= (before.latest or 0) or isinstance(change, Remove)
+        gone = {*before.live, *before.trash} - {*record.state.live, *record.state.trash}
+        assert gone <= (set(change.drop) if isinstance(change, Remove) else set())
+        check_invariants(record.state, record.number)
+        data = record.encode()
+        again = Record.decode(data, record.number)
+        assert again.state == record.state
+        assert again.sha256 == record.sha256
+        assert again.encode() == data
+        if not any(math.isnan(value) for value in metrics_of(change)):  # NaN differs from itself
+            assert again.change == record.change
+        newest = again
+
+
+def largest_state_bytes(*, saves: int, keep_last: int, keep_every: int, restart_every: int, seed: int) -> int:
+    """Of a run that prunes after each save, with an irregular grace period, and restarts now and then."""
+    chance = random.Random(seed)
+    newest: Record | None = None
+    largest = 0
+
+    def add(change: Change) -> Record:
+        nonlocal largest
+        record = Record.following(newest, change, write_id="ab" * 16, created_at=1.0)
+        largest = max(largest, len(json.dumps(record.encoded_state)))
+        return record
+
+    recent: list[int] = []
+    for step in range(saves):
+        if step % restart_every == 0:
+            newest = add(CLAIM)
+        assert newest
+        epoch, source = newest.state.epoch, newest.state.resume_from
+        old = recent.pop(0) if len(recent) == keep_last else None
+        drops = (old,) if old is not None and old != source and old % keep_every else ()
+        newest = add(Commit(entry(step, epoch), drops=drops))
+        recent.append(newest.number)
+        over = newest.number - chance.choice([3, 4, 12])
+        expired = newest.state.droppable([number for number, by in newest.state.trash.items() if by < over])
+        if expired:
+            newest = add(Remove(drop=expired, epoch=epoch))
+    return largest
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "restart_every"),
+    [(1, 10**9, 10**9), (3, 10, 50), (5, 7, 300), (10**9, 1, 40), (10**9, 1, 10**9)],
+)
+def test_the_state_stays_below_4_kib_over_long_histories(keep_last: int, keep_every: int, restart_every: int) -> None:
+    size = largest_state_bytes(
+        saves=5000, keep_last=keep_last, keep_every=keep_every, restart_every=restart_every, seed=1
+    )
+    assert size < 4096
+
+
+def test_many_irregular_live_numbers_are_packed() -> None:
+    live = Numbers(random.Random(2).sample(range(1, 20_000), 2000))
+    assert len(live.encode()) < 4096 < len(str(live))
+
+
+def test_a_record_keeps_its_exact_bytes() -> None:
+    record = Record.following(None, Claim("täglich", 2), write_id="00" * 16, created_at=1.0)
+    data = record.encode()
+    spaced = json.dumps(json.loads(data), indent=2).encode()
+    again = Record.decode(spaced, 1)
+    assert again.encode() == spaced
+    assert again.sha256 != record.sha256
+    assert again.change == record.change
+
+
+def test_unknown_fields_are_kept_and_carried_on() -> None:
+    value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
+    value["later"] = {"a": 1}
+    value["state"]["quota"] = 5
+    record = Record.decode(json.dumps(value).encode(), 1)
+    assert record.extra == {"later": {"a": 1}}
+    after = Record.following(record, Commit(entry()), write_id="00" * 16, created_at=1.0)
+    assert json.loads(after.encode())["state"]["quota"] == 5
+
+
+def test_newer_versions_and_unknown_kinds_are_refused_with_a_hint() -> None:
+    value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
+    for change in ({"version": 2}, {"kind": "merge"}):
+        with pytest.raises(UnsupportedVersion, match="Upgrade"):
+            Record.decode(json.dumps({**value, **change}).encode(), 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"number": 2},
+        {"kind": 3},
+        {"kind": "checkpoint"},
+        {"change": {}},
+        {"change": []},
+        {"previous": None},
+        {"write_id": 7},
+        {"created_at": "now"},
+        {"state": "none"},
+        {"version": 0},
+        {"version": "1"},
+        {"kind": "pin", "change": {"numbers": "1-900", "epoch": None}},
+        {"kind": "pin", "change": {"numbers": "1", "epoch": -1}},
+    ],
+)
+def test_a_record_that_is_not_one_is_damaged(change: dict[str, object]) -> None:
+    value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
+    with pytest.raises(CheckpointDamaged, match=r"log/0000000001\.json"):
+        Record.decode(json.dumps({**value, **change}).encode(), 1)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"epoch": 1, "resume_from": None, "live": "1-9"},
+        {"epoch": 1, "resume_from": None, "live": "", "pinned": "1"},
+        {"epoch": 1, "resume_from": None, "live": "1", "trash": {"numbers": "1", "removed_by": "1"}},
+        {"epoch": 1, "resume_from": None, "live": "", "trash": {"numbers": "1", "removed_by": ""}},
+        {"epoch": True, "resume_from": None, "live": ""},
+        {"epoch": 1, "resume_from": "x", "live": ""},
+        {"epoch": 1, "resume_from": None, "live": 3},
+        {"epoch": 1, "resume_from": None, "live": "", "bases": {"x": "1"}},
+    ],
+)
+def test_a_state_that_is_not_one_is_damaged(state: dict[str, object]) -> None:
+    value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
+    record = Record.decode(json.dumps({**value, "state": state}).encode(), 1)
+    with pytest.raises(CheckpointDamaged, match=r"log/0000000001\.json"):
+        _ = record.state
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_damaged(data: bytes) -> None:
+    with pytest.raises(CheckpointDamaged):
+        Record.decode(data, 1)
+
+
+@given(st.integers(0, 400))
+def test_a_torn_record_is_damaged(cut: int) -> None:
+    data = Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode()
+    if cut < len(data):
+        with pytest.raises(CheckpointDamaged):
+            Record.decode(data[:cut], 1)
+
+
+def test_metrics_that_are_not_finite_survive() -> None:
+    change = Commit(entry(metrics={"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5}))
+    first = Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0)
+    data = Record.following(first, change, write_id="00" * 16, created_at=1.0).encode()
+    found = Record.decode(data, 2).entry.metrics
+    assert math.isnan(found["a"])
+    assert (found["b"], found["c"], found["d"]) == (math.inf, -math.inf, 0.5)
+
+
+def test_only_a_commit_has_an_entry() -> None:
+    with pytest.raises(CheckpointDamaged, match="commits no checkpoint"):
+        _ = Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).entry
