@@ -16,6 +16,26 @@ NAME = st.lists(PART, min_size=1, max_size=4).map("/".join)
 RANK = st.integers(0, 99_999)
 
 
+@given(st.integers(0, layout.MAX_STEP), st.integers(0, 10**6), st.integers(0, 2**32 - 1))
+def test_an_attempt_is_read_back_from_its_directory(step: int, epoch: int, suffix: int) -> None:
+    attempt = Attempt(step, epoch, f"{suffix:08x}")
+    assert Attempt.parse(str(attempt)) == attempt
+    assert attempt.key("a/b.pt") == f"checkpoints/{attempt}/a/b.pt"
+
+
+@pytest.mark.parametrize(
+    "directory",
+    [
+        "",
+        "step-1-e0001-00000000",
+        "step-0000000001-e0001-0000000",
+        "step-0000000001-e0001-0000000G",
+        "step-0000000001-e0001-00000000/",
+        "step-0000000001-e001-00000000",
+        "xstep-0000000001-e0001-00000000",
+        "step-0000000001-e0001-00000000\n",
+    ],
+)
 def test_other_directory_names_are_not_ours(directory: str) -> None:
     assert Attempt.parse(directory) is None
 
