@@ -1,0 +1,169 @@
+"""Checkpoint: one committed step, or a checkpoint directory that was copied somewhere on its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ckptstore.config import StoreConfig
+from ckptstore.encoding import dump_json, load_json
+from ckptstore.errors import CheckpointGone, FileMissing, InvalidMetadata
+from ckptstore.layout import USER_METADATA_NAME
+from ckptstore.load import CheckpointFiles, copy_directory, open_directory
+from ckptstore.manifest import Manifest, Receipt
+from ckptstore.storage.open import open_storage
+from ckptstore.transfer import Transfer
+from ckptstore.verify import VerifyReport, verify
+
+
+class Checkpoint:
+    """One checkpoint, immutable but for its user metadata.
+
+    A store hands them out; `from_uri` opens one that lies on its own. Two objects are equal when they stand for the
+    same bytes. Everything here is per process, nothing is collective but `load`.
+    """
+
+    def __init__(self, files: CheckpointFiles) -> None:
+        self._files = files
+
+    @classmethod
+    def from_uri(cls, uri: str, *, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
+        """Open a checkpoint directory that lies on its own, wherever it was copied to.
+
+        Raises CheckpointGone when there is no manifest, CheckpointDamaged unless every file that it lists is there with
+        its size: a copy made by other tools may be incomplete.
+        """
+        config = StoreConfig.from_env()
+        storage = open_storage(uri, storage_options=storage_options)
+        transfer = Transfer(storage, config=config.transfer, retry=config.retry)
+        files = CheckpointFiles(storage=storage, transfer=transfer, config=config, prefix="", record=None)
+        checkpoint = cls(files)
+        files.check_complete(checkpoint._manifest)
+        return checkpoint
+
+    @classmethod
+    def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """`from_uri` for a local directory."""
+        return cls.from_uri(os.fspath(path))
+
+    @cached_property
+    def _manifest(self) -> Manifest:
+        return self._files.read_manifest()[0]
+
+    @property
+    def step(self) -> int:
+        """The step that was saved."""
+        record = self._files.record
+        return record.entry.step if record else self._manifest.step
+
+    @property
+    def number(self) -> int | None:
+        """The number of the record that committed it; None outside of a store."""
+        return self._files.record.number if self._files.record else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics given at the save; NaN and infinities included."""
+        record = self._files.record
+        return dict(record.entry.metrics if record else self._manifest.metrics)
+
+    @property
+    def created_at(self) -> float:
+        """When it was committed, in seconds since the epoch by the leader's clock."""
+        record = self._files.record
+        return record.entry.created_at if record else self._manifest.created_at
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        record = self._files.record
+        return record.entry.world_size if record else self._manifest.world_size
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all its files."""
+        record = self._files.record
+        return record.entry.size_bytes if record else self._manifest.size_bytes
+
+    @property
+    def kind(self) -> str:
+        """ "directory" for files of the caller's own, "state" for tensor state."""
+        record = self._files.record
+        return record.entry.kind if record else self._manifest.kind
+
+    @property
+    def files(self) -> tuple[Receipt, ...]:
+        """All files: stored name, size, digest, the rank that wrote it and what that rank called it."""
+        return self._manifest.files
+
+    @property
+    def uri(self) -> str:
+        """Where it lies, without secrets."""
+        return self._files.uri
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The user's metadata: what was given at the save, or what was set since."""
+        return self.get_metadata()
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The user's metadata, read anew: what was given at the save, or what was set since."""
+        key = self._files.prefix + USER_METADATA_NAME
+        try:
+            value = load_json(self._files.storage.read(key), file=key)
+        except FileMissing:
+            return dict(self._manifest.metadata)
+        return dict(value)
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Replace the user's metadata by a mapping that JSON can hold.
+
+        It lies in a file of its own, outside of the manifest and of `verify`; of two writers at once the last wins.
+        Raises InvalidMetadata.
+        """
+        if not isinstance(metadata, Mapping):
+            raise InvalidMetadata(f"metadata is a {type(metadata).__name__}, not a mapping")
+        data = dump_json(dict(metadata))
+        self._require_there()
+        self._files.storage.write(self._files.prefix + USER_METADATA_NAME, [memoryview(data)])
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Set some fields of the user's metadata and keep the others."""
+        self.set_metadata({**self.get_metadata(), **metadata})
+
+    def as_directory(self) -> AbstractContextManager[Path]:
+        """The checkpoint as a read-only directory on this node, while the context lasts.
+
+        On a disk it is the real path. Else it is a copy that all processes of this node share: it is downloaded once,
+        every byte is checked, and nobody ever sees a part of it. Raises CheckpointGone, CheckpointDamaged, StorageFull.
+        """
+        return open_directory(self._files)
+
+    def to_directory(self, path: str | os.PathLike[str], include: str | None = None) -> Path:
+        """Copy the files to a directory of your own, new or empty, every byte checked; returns its path.
+
+        `include` is a pattern ("model*") for the stored name or the name that the rank used.
+        """
+        return copy_directory(self._files, path, include=include)
+
+    def verify(self, sample: float | str | None = None) -> VerifyReport:
+        """Check every byte against its digest, or a random share of the files ("5%"); see `VerifyReport`."""
+        return verify(self._files, sample=sample)
+
+    def _require_there(self) -> None:
+        if self._files.record is not None and not any(True for _ in self._files.storage.list(self._files.prefix)):
+            raise CheckpointGone(f"Step {self.step} was removed", step=self.step)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Checkpoint) and (self.uri, self.number) == (other.uri, other.number)
+
+    def __hash__(self) -> int:
+        return hash((self.uri, self.number))
+
+    def __repr__(self) -> str:
+        number = "" if self.number is None else f", number={self.number}"
+        return f"Checkpoint(step={self.step}{number}, uri={self.uri!r})"

@@ -1,0 +1,113 @@
+"""The commit: the manifest, then the one record that makes a checkpoint visible. The leader alone runs this."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from ckptstore.errors import StorageError
+from ckptstore.group import Beat
+from ckptstore.identity import read_or_create_identity
+from ckptstore.job import Job
+from ckptstore.layout import MANIFEST_NAME, Attempt
+from ckptstore.manifest import Manifest, Receipt, sha256_of, sorted_receipts
+from ckptstore.naming import Agreement
+from ckptstore.records import CheckpointEntry, Commit, Record
+from ckptstore.request import Request
+from ckptstore.retention import Candidate, decide
+from ckptstore.storage.base import CreatesExclusively, HasLocalFiles, Persists
+
+logger = logging.getLogger("ckptstore")
+
+
+def commit(
+    job: Job, request: Request, agreement: Agreement, attempt: Attempt, receipts: Sequence[Receipt], beat: Beat
+) -> Record:
+    _check_stored(job, attempt, receipts)
+    beat()
+    manifest = Manifest(
+        store_id=read_or_create_identity(job.storage),
+        step=request.step,
+        epoch=attempt.epoch,
+        attempt=str(attempt),
+        kind=request.kind,
+        world_size=job.group.world_size,
+        created_at=time.time(),
+        files=tuple(sorted_receipts(receipts)),
+        directories=agreement.directories,
+        metrics=request.metrics,
+        metadata=request.metadata,
+    )
+    data = manifest.encode()
+    _write_manifest(job, attempt, agreement, data)
+    beat()
+    entry = CheckpointEntry(
+        step=manifest.step,
+        epoch=manifest.epoch,
+        attempt=manifest.attempt,
+        manifest_sha256=sha256_of(data),
+        kind=manifest.kind,
+        metrics=manifest.metrics,
+        size_bytes=manifest.size_bytes,
+        num_files=len(manifest.files),
+        world_size=manifest.world_size,
+        created_at=manifest.created_at,
+    )
+    record = job.log.append(lambda newest: _change(job, newest, entry))
+    assert record is not None  # a commit is always written, or an error raised
+    return record
+
+
+def _change(job: Job, newest: Record | None, entry: CheckpointEntry) -> Commit:
+    """What the record will say: retention decides in the same step that makes the checkpoint visible."""
+    newest = job.claim(newest)
+    earlier = job.candidates(newest)
+    pinned = set(newest.state.pinned)
+    replaces = {item.number for item in earlier if item.step == entry.step} - pinned
+    number = newest.number + 1
+    candidate = Candidate(number=number, step=entry.step, created_at=entry.created_at, metrics=entry.metrics)
+    protected = {number: "the latest", **dict.fromkeys(pinned, "pinned")}
+    if newest.state.resume_from is not None:
+        protected[newest.state.resume_from] = "this job resumed from it"
+    left = [item for item in earlier if item.number not in replaces]
+    verdicts = decide(job.policy, [*left, candidate], protected=protected)
+    drops = tuple(verdict.number for verdict in verdicts if not verdict.keep)
+    for verdict in verdicts:
+        if not verdict.keep:
+            logger.info("step %d goes to the trash: %s", verdict.step, verdict.reason)
+    return Commit(entry=entry, replaces=tuple(sorted(replaces)), drops=drops)
+
+
+def _check_stored(job: Job, attempt: Attempt, receipts: Sequence[Receipt]) -> None:
+    """Compare what is stored with the receipts, once, before anything refers to it."""
+    stored = {file.key: file.size_bytes for file in job.storage.list(attempt.prefix)}
+    for receipt in receipts:
+        size_bytes = stored.pop(attempt.key(receipt.name), None)
+        if size_bytes != receipt.size_bytes:
+            found = "is not there" if size_bytes is None else f"has {size_bytes} bytes"
+            raise StorageError(
+                f"{receipt.name} {found}, its rank stored {receipt.size_bytes} bytes",
+                rank=receipt.rank,
+                file=receipt.name,
+                hint="Check that all ranks see the same storage and that nothing else writes to it",
+            )
+    if stored:
+        raise StorageError(
+            f"{len(stored)} files are in the directory of this attempt and in no receipt, for instance {min(stored)}"
+        )
+
+
+def _write_manifest(job: Job, attempt: Attempt, agreement: Agreement, data: bytes) -> None:
+    key = attempt.key(MANIFEST_NAME)
+    if isinstance(job.storage, HasLocalFiles):
+        for name in agreement.directories:
+            job.storage.make_directory(attempt.key(name))
+    if not isinstance(job.storage, CreatesExclusively):
+        job.storage.write(key, [memoryview(data)])
+    elif not job.storage.create(key, data) and job.storage.read(key) != data:
+        raise StorageError(f"{key} exists already with other contents", file=key)
+    if isinstance(job.storage, Persists):
+        job.storage.seal([key])
+        if job.config.transfer.durable:
+            job.storage.persist([key, *(attempt.key(name) for name in agreement.directories)])

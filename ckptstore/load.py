@@ -1,0 +1,178 @@
+"""The load story: from a committed checkpoint to a path on this node.
+
+Tensors go another way, straight into memory (`ckptstore.state`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptstore import leases
+from ckptstore.config import StoreConfig
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput, StorageError, StorageFull
+from ckptstore.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
+from ckptstore.manifest import Manifest, Receipt, sha256_of
+from ckptstore.node_cache import NodeCache
+from ckptstore.records import Record
+from ckptstore.storage.base import HasLocalFiles, Storage
+from ckptstore.transfer import Transfer, Wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFiles:
+    """The files of one checkpoint, wherever they lie."""
+
+    storage: Storage
+    transfer: Transfer
+    config: StoreConfig
+    prefix: str
+    """Of their keys: "checkpoints/<attempt>/" in a store, "" for a checkpoint directory on its own."""
+    record: Record | None
+    """The record that committed it, None outside of a store."""
+
+    @property
+    def uri(self) -> str:
+        """Where the files lie."""
+        return f"{self.storage.uri.rstrip('/')}/{self.prefix}".rstrip("/")
+
+    def read_manifest(self) -> tuple[Manifest, str]:
+        """The manifest and the SHA-256 of its bytes.
+
+        Raises CheckpointGone when it is not there, CheckpointDamaged when it is not the one that was committed.
+        """
+        key = self.prefix + MANIFEST_NAME
+        try:
+            data = self.storage.read(key)
+        except FileMissing:
+            raise CheckpointGone(
+                f"{self.uri} has no manifest: it was removed, or never was complete", file=MANIFEST_NAME
+            ) from None
+        digest = sha256_of(data)
+        if self.record is not None and digest != self.record.entry.manifest_sha256:
+            raise CheckpointDamaged(
+                f"The manifest of {self.uri} has SHA-256 {digest}, the log says {self.record.entry.manifest_sha256}",
+                step=self.record.entry.step,
+                file=MANIFEST_NAME,
+            )
+        return Manifest.decode(data, file=key), digest
+
+    def check_complete(self, manifest: Manifest) -> None:
+        """Raise CheckpointDamaged unless every file is there with its size. One listing."""
+        stored = {file.key.removeprefix(self.prefix): file.size_bytes for file in self.storage.list(self.prefix)}
+        for receipt in manifest.files:
+            found = stored.get(receipt.name)
+            if found != receipt.size_bytes:
+                what = "is missing" if found is None else f"has {found} bytes"
+                raise CheckpointDamaged(
+                    f"{receipt.name} {what}, the manifest says {receipt.size_bytes} bytes",
+                    step=manifest.step,
+                    rank=receipt.rank,
+                    file=receipt.name,
+                )
+
+    def wanted(self, receipt: Receipt) -> Wanted:
+        """What the transfer is to fetch or check for a receipt."""
+        return self.wanted_at(self.prefix, receipt)
+
+    @staticmethod
+    def wanted_at(prefix: str, receipt: Receipt) -> Wanted:
+        """The same for a copy whose keys begin with `prefix`."""
+        return Wanted(prefix + receipt.name, receipt.size_bytes, receipt.crc32c)
+
+
+@contextmanager
+def open_directory(files: CheckpointFiles) -> Iterator[Path]:
+    """The checkpoint as a directory on this node, read-only, for as long as the context lasts.
+
+    On a disk it is the real one, under a lease. Else it is a copy that all processes of this node share: downloaded
+    once, every byte checked.
+    """
+    manifest, digest = files.read_manifest()
+    if isinstance(files.storage, HasLocalFiles):
+        if files.record is None:
+            yield files.storage.local_path(files.prefix.rstrip("/"))
+            return
+        with leases.hold(files.storage, files.record.number):
+            files.read_manifest()  # gone between the first look and the lease: say so now
+            yield files.storage.local_path(files.prefix.rstrip("/"))
+        return
+
+    def download(path: Path) -> None:
+        _download(files, manifest, manifest.files, path)
+        (path / MANIFEST_NAME).write_bytes(manifest.encode())
+
+    cache = NodeCache(files.config.cache)
+    with cache.fetch_once(digest, step=manifest.step, size_bytes=manifest.size_bytes, download=download) as path:
+        yield path
+
+
+def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, include: str | None) -> Path:
+    """Copy the files whose name matches `include` (all, when None) to a new or empty directory, every byte checked.
+
+    They appear under `path` at once and whole: the copy is made beside it and renamed.
+    """
+    manifest, _ = files.read_manifest()
+    target = Path(path)
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise InvalidInput(f"{target} exists and is not an empty directory")
+    chosen = [item for item in manifest.files if include is None or _matches(item, include)]
+    if include is not None and not chosen:
+        raise InvalidInput(f"No file of step {manifest.step} matches {include!r}")
+    needed_bytes = sum(item.size_bytes for item in chosen)
+    partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        partial.mkdir(parents=True)
+        free_bytes = shutil.disk_usage(partial).free
+        if needed_bytes > free_bytes:
+            raise StorageFull(f"{target} needs {needed_bytes} bytes, and {free_bytes} bytes are free")
+        _download(files, manifest, chosen, partial, with_directories=include is None)
+        partial.replace(target)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"{target} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _matches(receipt: Receipt, include: str) -> bool:
+    return fnmatch.fnmatchcase(receipt.name, include) or fnmatch.fnmatchcase(receipt.original_name or "", include)
+
+
+def _download(
+    files: CheckpointFiles,
+    manifest: Manifest,
+    chosen: Sequence[Receipt],
+    path: Path,
+    *,
+    with_directories: bool = True,
+) -> None:
+    try:
+        files.transfer.download([(files.wanted(item), path / item.name) for item in chosen])
+    except (FileMissing, CheckpointDamaged) as error:
+        raise _explained(files, manifest, error) from error
+    if with_directories:
+        for name in manifest.directories:
+            (path / name).mkdir(parents=True, exist_ok=True)
+
+
+def _explained(files: CheckpointFiles, manifest: Manifest, error: Exception) -> Exception:
+    """A file is missing or bad: was the checkpoint removed meanwhile, or is it damaged?"""
+    if not isinstance(error, FileMissing):
+        return error
+    if not any(True for _ in files.storage.list(files.prefix + MANIFEST_NAME)):
+        return CheckpointGone(f"Step {manifest.step} was removed while it was read", step=manifest.step)
+    return CheckpointDamaged(f"A file of step {manifest.step} is missing: {error}", step=manifest.step)
+
+
+def attempt_prefix(record: Record) -> str:
+    """The key prefix of a committed checkpoint's files."""
+    return f"{CHECKPOINT_PREFIX}{record.entry.attempt}/"

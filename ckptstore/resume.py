@@ -1,0 +1,59 @@
+"""Resuming: claim the store for this job, then find the newest checkpoint that can be used, the same on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidName, NoUsableCheckpoint
+from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
+from ckptstore.group import Beat
+from ckptstore.job import Job
+from ckptstore.load import CheckpointFiles, attempt_prefix
+from ckptstore.records import Record
+
+
+def resume(job: Job) -> Record | None:
+    """Claim, and return the record of the newest whole checkpoint; None in an empty store. Collective."""
+
+    def join(_parts: list[Any], beat: Beat) -> Any:
+        newest = job.claim(job.log.newest() if job.epoch is not None else None)
+        record = newest_whole(job, newest, beat)
+        return {**job.claimed(), "record": None if record is None else [record.number, record.encode().decode()]}
+
+    told = job.exchange("resume", lambda _beat: None, join)
+    job.join_claim(told)
+    assert job.epoch is not None  # just claimed
+    if told["record"] is None:
+        return None
+    number, text = told["record"]
+    record = Record.decode(text.encode(), number)
+    emit(CheckpointResumed(step=record.entry.step, number=number, rank=job.group.rank, epoch=job.epoch))
+    return record
+
+
+def newest_whole(job: Job, newest: Record, beat: Beat) -> Record | None:
+    """The newest live checkpoint whose manifest is the committed one and whose files all have their sizes.
+
+    Raises NoUsableCheckpoint, which says what is wrong with each, when there are some and none is whole.
+    """
+    reasons = []
+    for number in reversed(newest.state.live):
+        (record,) = job.log.records([number])
+        files = CheckpointFiles(
+            storage=job.storage,
+            transfer=job.transfer,
+            config=job.config,
+            prefix=attempt_prefix(record),
+            record=record,
+        )
+        try:
+            files.check_complete(files.read_manifest()[0])
+        except (CheckpointDamaged, CheckpointGone, InvalidName) as error:
+            emit(CheckpointSkipped(step=record.entry.step, number=number, reason=str(error)))
+            reasons.append(f"step {record.entry.step}: {error}")
+            beat()
+            continue
+        return record
+    if reasons:
+        raise NoUsableCheckpoint(f"None of {len(reasons)} checkpoints can be used: {'; '.join(reasons)}")
+    return None

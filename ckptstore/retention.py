@@ -1,0 +1,230 @@
+"""Retention: which checkpoints stay live, and why. Pure.
+
+A policy looks at the whole list and says for every checkpoint whether it is kept and why; what `|` joins keeps what any
+of the two keeps. What a policy drops goes to the trash in the same log record as the commit that made it superfluous.
+The latest checkpoint, pinned ones and the resume source are kept whatever the policy says.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptstore.errors import InvalidInput, InvalidMetric
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What a policy may look at."""
+
+    number: int
+    """The record number: a higher one was committed later."""
+    step: int
+    created_at: float
+    """Seconds since the epoch."""
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of one checkpoint."""
+
+    number: int
+    step: int
+    keep: bool
+    reason: str
+
+
+class Policy:
+    """A rule that keeps some checkpoints. Subclasses define `kept`; a policy holds no state and reads no clock."""
+
+    def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
+        """The numbers to keep, with the reason; `candidates` are in the order of their numbers."""
+        raise NotImplementedError
+
+    def required_metrics(self) -> frozenset[str]:
+        """The metrics that every checkpoint should have."""
+        return frozenset()
+
+    def __or__(self, other: Policy) -> Policy:
+        return KeepAny((*_members(self), *_members(other)))
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAny(Policy):
+    """Keep what any member keeps; what `|` makes."""
+
+    members: tuple[Policy, ...]
+
+    def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
+        reasons: dict[int, list[str]] = {}
+        for member in self.members:
+            for number, reason in member.kept(candidates).items():
+                reasons.setdefault(number, []).append(reason)
+        return {number: "; ".join(found) for number, found in reasons.items()}
+
+    def required_metrics(self) -> frozenset[str]:
+        return frozenset().union(*(member.required_metrics() for member in self.members))
+
+
+def _members(policy: Policy) -> tuple[Policy, ...]:
+    return policy.members if isinstance(policy, KeepAny) else (policy,)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAll(Policy):
+    """Keep everything."""
+
+    def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
+        return {candidate.number: "all are kept" for candidate in candidates}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLatest(Policy):
+    """Keep the `n` that were committed last; the latest counts as one of them."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_positive("KeepLatest", n=self.n)
+
+    def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
+        return {candidate.number: f"one of the latest {self.n}" for candidate in candidates[-self.n :]}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest(Policy):
+    """Keep the `n` with the best value of `metric`; of equal ones the later is better.
+
+    A NaN, an infinity and a missing metric are never among the best.
+    """
+
+    n: int
+    metric: str
+    mode: Mode = "min"
+
+    def __post_init__(self) -> None:
+        _check_positive("KeepBest", n=self.n)
+        if self.mode not in ("min", "max"):
+            raise InvalidInput(f"KeepBest has the mode {self.mode!r}, it is 'min' or 'max'")
+
+    def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
+        best = ranked(candidates, self.metric, self.mode)[: self.n]
+        return {candidate.number: f"one of the best {self.n} by {self.metric} ({self.mode})" for candidate in best}
+
+    def required_metrics(self) -> frozenset[str]:
+        return frozenset({self.metric})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepEvery(Policy):
+    """Keep the first checkpoint of every interval of `steps` steps, or of `seconds` seconds.
+
+    With saves at multiples of `steps` these are exactly the multiples. Intervals start at step 0, or at the epoch, so
+    what is kept once stays kept.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.seconds is None):
+            raise InvalidInput("KeepEvery takes either steps or seconds")
+        _check_positive("KeepEvery", interval=self.steps if self.steps is not None else self.seconds)
+
+    def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
+        first: dict[int, int] = {}
+        for candidate in candidates:
+            if self.steps is not None:
+                interval = candidate.step // self.steps
+            else:
+                interval = int(candidate.created_at // (self.seconds or 1))
+            first.setdefault(interval, candidate.number)
+        every = f"{self.steps} steps" if self.steps is not None else f"{self.seconds} seconds"
+        return dict.fromkeys(first.values(), f"the first of its {every}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSince(Policy):
+    """Keep those that are at most `seconds` older than the newest one, so that a stopped job loses none."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check_positive("KeepSince", seconds=self.seconds)
+
+    def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
+        if not candidates:
+            return {}
+        start = max(candidate.created_at for candidate in candidates) - self.seconds
+        recent = (candidate.number for candidate in candidates if candidate.created_at >= start)
+        return dict.fromkeys(recent, f"not older than {self.seconds} seconds")
+
+
+def ranked(candidates: Sequence[Candidate], metric: str, mode: Mode) -> list[Candidate]:
+    """The candidates with a finite value of the metric, best first, later ones first among equals."""
+    sign = 1.0 if mode == "min" else -1.0
+    finite = [item for item in candidates if math.isfinite(item.metrics.get(metric, math.nan))]
+    return sorted(finite, key=lambda item: (sign * item.metrics[metric], -item.number))
+
+
+def decide(policy: Policy, candidates: Sequence[Candidate], *, protected: Mapping[int, str]) -> list[Verdict]:
+    """The verdict on every candidate, in the order of their numbers.
+
+    `protected` gives the numbers that stay whatever the policy says, with the reason.
+    """
+    ordered = sorted(candidates, key=lambda item: item.number)
+    kept = {**policy.kept(ordered), **{number: reason for number, reason in protected.items() if reason}}
+    return [
+        Verdict(item.number, item.step, item.number in kept, kept.get(item.number, "no rule keeps it"))
+        for item in ordered
+    ]
+
+
+def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics as floats. Python, numpy and torch scalars are taken; raises InvalidMetric for anything else."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise InvalidMetric(f"metrics is a {type(metrics).__name__}, not a mapping of names to numbers")
+    return {_metric_name(name): _as_float(name, value) for name, value in (metrics or {}).items()}
+
+
+def _metric_name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise InvalidMetric(f"the metric name {name!r} is not text")
+    return name
+
+
+def _as_float(name: str, value: Any) -> float:
+    item = getattr(value, "item", None)
+    if callable(item) and not isinstance(value, numbers.Real):
+        try:
+            value = item()
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise InvalidMetric(f"the metric {name!r} is not a single number: {error}") from None
+    if not isinstance(value, numbers.Real):
+        raise InvalidMetric(f"the metric {name!r} is {value!r}, not a number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise InvalidMetric(f"the metric {name!r} is too large for a float: {error}") from None
+
+
+def check_required(policy: Policy, metrics: Mapping[str, float], *, missing: str) -> None:
+    """Raise InvalidMetric when the policy ranks by a metric that is not given; missing="worst" allows it."""
+    absent = sorted(policy.required_metrics() - metrics.keys())
+    if absent and missing == "error":
+        raise InvalidMetric(
+            f"the metrics lack {', '.join(map(repr, absent))}, which retention ranks by",
+            hint='Give it with every save, or open the store with missing="worst"',
+        )
+
+
+def _check_positive(policy: str, **values: float | None) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise InvalidInput(f"{policy} has {name}={value!r}, it must be a number above 0")

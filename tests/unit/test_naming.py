@@ -1,0 +1,94 @@
+"""Names are agreed before any byte moves: the rules on collisions, suffixes and shared files."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.errors import InvalidInput, InvalidName, InvalidSource, InvalidStep
+from ckptstore.naming import Agreement, Offer, agree
+
+OPTIONS = {"kind": "directory", "suffix": "auto"}
+
+
+def offers(*names: list[str], **fields: object) -> list[Offer]:
+    return [Offer(3, {**OPTIONS, **fields}, found) for found in names]
+
+
+def stored(agreement: Agreement, offered: list[Offer]) -> list[list[str | None]]:
+    return [[agreement.stored_name(name, rank) for name in offer.names] for rank, offer in enumerate(offered)]
+
+
+def test_a_name_of_one_rank_stays_and_one_of_several_gets_the_rank() -> None:
+    offered = offers(["model.pt", "config.json"], ["model.pt", "a/optim"])
+    assert stored(agree(offered), offered) == [
+        ["model-rank=00000.pt", "config.json"],
+        ["model-rank=00001.pt", "a/optim"],
+    ]
+
+
+def test_always_and_never() -> None:
+    offered = offers(["a.pt"], ["b.pt"], suffix="always")
+    assert stored(agree(offered), offered) == [["a-rank=00000.pt"], ["b-rank=00001.pt"]]
+    with pytest.raises(InvalidName, match="'x'") as caught:
+        agree(offers(["x"], ["y"], ["x"], suffix="never"))
+    assert caught.value.ranks == (0, 2)
+    with pytest.raises(InvalidInput):
+        agree(offers(["x"], suffix="sometimes"))
+
+
+def test_shared_files_are_stored_once_by_the_lowest_rank_that_has_them() -> None:
+    same = {"config.json": [2, "ab" * 32]}
+    offered = [
+        Offer(3, OPTIONS, ["m"], shared={}),
+        Offer(3, OPTIONS, ["config.json", "m"], shared=same),
+        Offer(3, OPTIONS, ["config.json"], shared=same),
+    ]
+    agreement = Agreement.from_json(agree(offered).to_json())
+    assert stored(agreement, offered) == [["m-rank=00000"], ["config.json", "m-rank=00001"], [None]]
+    differs = Offer(3, OPTIONS, ["config.json"], shared={"config.json": [2, "cd" * 32]})
+    with pytest.raises(InvalidSource, match=r"rank 1 .* rank 3") as caught:
+        agree([*offered, differs])
+    assert caught.value.file == "config.json"
+
+
+def test_ranks_must_ask_for_the_same() -> None:
+    with pytest.raises(InvalidStep, match="rank 1 saves step 4, rank 0 step 3"):
+        agree([Offer(3, OPTIONS), Offer(4, OPTIONS)])
+    with pytest.raises(InvalidInput, match="different values for suffix"):
+        agree([Offer(3, OPTIONS), Offer(3, {**OPTIONS, "suffix": "never"})])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (["Model.pt"], ["model.pt"]),
+        (["caf\u00e9"], ["cafe\u0301"]),
+        (["a"], ["a/b"]),
+        (["m.pt", "m-rank=00001.pt"], ["m.pt"]),
+        (["x" * 252], ["x" * 252]),
+    ],
+)
+def test_collisions_are_found_after_naming(names: tuple[list[str], list[str]]) -> None:
+    with pytest.raises(InvalidName):
+        agree(offers(*names))
+
+
+def test_empty_directories_may_meet_other_ranks_files() -> None:
+    offered = [Offer(3, OPTIONS, ["logs/a"], []), Offer(3, OPTIONS, [], ["logs", "empty"])]
+    assert agree(offered).directories == ("empty", "logs")
+    with pytest.raises(InvalidName):
+        agree([Offer(3, OPTIONS, ["logs"], []), Offer(3, OPTIONS, [], ["logs"])])
+
+
+names = st.lists(st.sampled_from(["a", "b.pt", "c/d.bin", "c/e", "f.tar.gz", ".hidden"]), unique=True)
+
+
+@given(st.lists(names, min_size=1, max_size=5), st.sampled_from(["auto", "always"]))
+def test_every_file_of_every_rank_gets_a_name_of_its_own(found: list[list[str]], suffix: str) -> None:
+    offered = offers(*found, suffix=suffix)
+    agreement = agree([Offer.from_json(offer.to_json()) for offer in offered])
+    everything = [name for rank in stored(agreement, offered) for name in rank]
+    assert len(set(everything)) == len(everything) == sum(map(len, found))
+    assert None not in everything

@@ -1,0 +1,191 @@
+"""Retention is pure, so it is tested as such: what is kept, why, and that a dry run cannot differ from a run."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.errors import InvalidInput, InvalidMetric
+from ckptstore.retention import (
+    Candidate,
+    KeepAll,
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    KeepSince,
+    Policy,
+    as_metrics,
+    check_required,
+    decide,
+    ranked,
+)
+
+
+def make(steps: list[int], losses: list[float] | None = None, *, every_seconds: float = 60.0) -> list[Candidate]:
+    return [
+        Candidate(
+            number=10 + index,
+            step=step,
+            created_at=1e9 + index * every_seconds,
+            metrics={} if losses is None else {"loss": losses[index]},
+        )
+        for index, step in enumerate(steps)
+    ]
+
+
+def kept_steps(policy: Policy, candidates: list[Candidate], protected: dict[int, str] | None = None) -> list[int]:
+    return [verdict.step for verdict in decide(policy, candidates, protected=protected or {}) if verdict.keep]
+
+
+def test_the_latest_counts_as_one_of_the_latest() -> None:
+    assert kept_steps(KeepLatest(2), make([1, 2, 3, 4])) == [3, 4]
+
+
+def test_best_ranks_finite_values_only_and_later_ones_first_among_equals() -> None:
+    losses = [0.5, math.nan, 0.5, -math.inf, 0.7, math.inf]
+    candidates = make([1, 2, 3, 4, 5, 6], losses)
+    assert kept_steps(KeepBest(1, metric="loss", mode="min"), candidates) == [3]
+    assert kept_steps(KeepBest(2, metric="loss", mode="max"), candidates) == [3, 5]
+    assert kept_steps(KeepBest(9, metric="loss"), candidates) == [1, 3, 5]
+
+
+def test_a_missing_metric_is_never_best_under_min() -> None:
+    with_loss, without = make([1], [0.5]), make([1, 2])[1:]
+    assert kept_steps(KeepBest(1, metric="loss", mode="min"), [*with_loss, *without]) == [1]
+
+
+def test_every_keeps_the_first_of_each_interval() -> None:
+    assert kept_steps(KeepEvery(steps=100), make([0, 50, 100, 150, 320])) == [0, 100, 320]
+    by_time = make([1, 2, 3, 4], every_seconds=1800)
+    assert len(kept_steps(KeepEvery(seconds=3600), by_time)) in (2, 3)
+
+
+def test_since_counts_back_from_the_newest() -> None:
+    assert kept_steps(KeepSince(60), make([1, 2, 3])) == [2, 3]
+
+
+def test_union_keeps_what_any_member_keeps_and_says_all_reasons() -> None:
+    policy = KeepBest(1, metric="loss") | KeepLatest(1) | KeepEvery(steps=10)
+    verdicts = decide(policy, make([0, 5, 10, 15], [0.1, 0.9, 0.8, 0.7]), protected={11: "pinned"})
+    assert [verdict.step for verdict in verdicts if verdict.keep] == [0, 5, 10, 15]
+    assert verdicts[0].reason == "one of the best 1 by loss (min); the first of its 10 steps"
+    assert verdicts[1].reason == "pinned"
+    assert KeepBest(1, "loss").required_metrics() == policy.required_metrics() == {"loss"}
+
+
+def test_what_nobody_keeps_is_dropped_with_a_reason() -> None:
+    verdicts = decide(KeepLatest(1), make([1, 2]), protected={})
+    assert [(verdict.keep, verdict.reason) for verdict in verdicts] == [
+        (False, "no rule keeps it"),
+        (True, "one of the latest 1"),
+    ]
+
+
+candidate_lists = st.lists(
+    st.tuples(st.integers(0, 500), st.none() | st.floats(allow_nan=True, allow_infinity=True)), max_size=30
+).map(
+    lambda rows: [
+        Candidate(
+            number=index + 1, step=step, created_at=1e9 + 37.0 * index, metrics={} if loss is None else {"loss": loss}
+        )
+        for index, (step, loss) in enumerate(rows)
+    ]
+)
+policies = st.recursive(
+    st.builds(KeepLatest, st.integers(1, 5))
+    | st.builds(KeepBest, st.integers(1, 5), st.just("loss"), st.sampled_from(["min", "max"]))
+    | st.builds(KeepEvery, steps=st.integers(1, 100))
+    | st.builds(KeepSince, st.floats(1, 1000))
+    | st.just(KeepAll()),
+    lambda inner: st.builds(lambda a, b: a | b, inner, inner),
+    max_leaves=4,
+)
+
+
+@given(policies, candidate_lists)
+def test_every_candidate_gets_one_verdict_with_a_reason(policy: Policy, candidates: list[Candidate]) -> None:
+    verdicts = decide(policy, candidates, protected={})
+    assert [verdict.number for verdict in verdicts] == [candidate.number for candidate in candidates]
+    assert all(verdict.reason for verdict in verdicts)
+    assert decide(policy, list(reversed(candidates)), protected={}) == verdicts
+
+
+@given(policies, candidate_lists)
+def test_dropping_and_deciding_again_drops_nothing_more(policy: Policy, candidates: list[Candidate]) -> None:
+    kept = {verdict.number for verdict in decide(policy, candidates, protected={}) if verdict.keep}
+    left = [candidate for candidate in candidates if candidate.number in kept]
+    assert all(verdict.keep for verdict in decide(policy, left, protected={}))
+
+
+@given(policies, policies, candidate_lists)
+def test_a_union_keeps_exactly_the_union(one: Policy, two: Policy, candidates: list[Candidate]) -> None:
+    def kept(policy: Policy) -> set[int]:
+        return {verdict.number for verdict in decide(policy, candidates, protected={}) if verdict.keep}
+
+    assert kept(one | two) == kept(one) | kept(two)
+
+
+@given(candidate_lists, st.sampled_from(["min", "max"]))
+def test_ranking_has_finite_values_in_order(candidates: list[Candidate], mode: str) -> None:
+    values = [candidate.metrics["loss"] for candidate in ranked(candidates, "loss", mode)]  # type: ignore[arg-type]
+    assert values == sorted(values, reverse=mode == "max")
+    assert len(values) == sum(math.isfinite(candidate.metrics.get("loss", math.nan)) for candidate in candidates)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: KeepLatest(0),
+        lambda: KeepLatest(True),
+        lambda: KeepBest(-1, "loss"),
+        lambda: KeepBest(1, "loss", "best"),  # type: ignore[arg-type]
+        lambda: KeepEvery(),
+        lambda: KeepEvery(steps=1, seconds=1),
+        lambda: KeepEvery(steps=0),
+        lambda: KeepSince(0),
+    ],
+)
+def test_impossible_policies_are_refused(build: object) -> None:
+    with pytest.raises(InvalidInput):
+        build()  # type: ignore[operator]
+
+
+def test_scalars_of_python_numpy_and_torch_become_floats() -> None:
+    import torch
+
+    given_metrics = {
+        "int": 3,
+        "numpy": np.float32(0.5),
+        "array": np.array(2.0),
+        "tensor": torch.tensor(0.25),
+        "bf16": torch.tensor([1.5], dtype=torch.bfloat16),
+        "fraction": Fraction(1, 2),
+        "nan": math.nan,
+    }
+    found = as_metrics(given_metrics)
+    assert all(type(value) is float for value in found.values())
+    assert found.pop("nan") != found.get("nan")
+    expected = {"int": 3.0, "numpy": 0.5, "array": 2.0, "tensor": 0.25, "bf16": 1.5, "fraction": 0.5}
+    assert found == expected
+    assert as_metrics(None) == {}
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"loss": "0.1"}, {"loss": None}, {"loss": 1j}, {"loss": np.zeros(2)}, {3: 1.0}, {"": 1.0}, [1.0]]
+)
+def test_what_is_not_a_number_is_refused(metrics: object) -> None:
+    with pytest.raises(InvalidMetric):
+        as_metrics(metrics)  # type: ignore[arg-type]
+
+
+def test_a_metric_that_retention_needs_must_be_there() -> None:
+    policy = KeepBest(1, "loss") | KeepLatest(1)
+    with pytest.raises(InvalidMetric, match="'loss'"):
+        check_required(policy, {"accuracy": 1.0}, missing="error")
+    check_required(policy, {"accuracy": 1.0}, missing="worst")
+    check_required(policy, {"loss": math.nan}, missing="error")
