@@ -1,0 +1,127 @@
+"""Every frame is a file that stock torch.load reads, and the payload of stock frames is found."""
+
+import io
+import os
+import pickle
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore.state import frames
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex64, torch.complex128, torch.bool,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+
+
+def random_tensor(dtype, sizes):
+    count = torch.Size(sizes).numel()
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count * dtype.itemsize,), dtype=torch.uint8)
+    return raw.view(dtype).reshape(sizes) if count else torch.empty(sizes, dtype=dtype)
+
+
+def raw(tensor):
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def framed(tensor):
+    made = frames.template(tensor.dtype, tuple(tensor.shape))
+    assert made.size_bytes == len(made.header) + len(raw(tensor)) + len(made.trailer)
+    return made.header + raw(tensor) + made.trailer
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (7,), (3, 5), (0,), (4, 0, 2), (2, 3, 1, 2)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_stock_torch_load_gives_the_equal_tensor(dtype, sizes):
+    tensor = random_tensor(dtype, sizes)
+    loaded = torch.load(io.BytesIO(framed(tensor)), weights_only=True)
+    assert (loaded.dtype, loaded.shape, loaded.is_contiguous()) == (dtype, tensor.shape, True)
+    assert raw(loaded) == raw(tensor)
+    assert loaded.untyped_storage().nbytes() == len(raw(tensor))
+
+
+def test_a_frame_is_found_inside_a_larger_file(tmp_path):
+    tensor = torch.randn(300, 40)
+    path = tmp_path / "tensor.pt"
+    path.write_bytes(framed(tensor))
+    assert torch.equal(torch.load(path, weights_only=True, mmap=True), tensor)
+    assert torch.equal(torch.load(path, weights_only=False), tensor)
+
+
+def test_a_frame_costs_less_than_500_bytes_and_no_memory():
+    made = frames.template(torch.float32, (1 << 9, 1 << 20))
+    assert made.payload_bytes == 2 << 30
+    assert made.size_bytes - made.payload_bytes < 500
+    with pytest.raises(InvalidState):
+        frames.template(torch.uint8, (4 << 30,))
+
+
+def test_making_templates_leaves_the_crc_option_alone():
+    before = torch.serialization.get_crc32_options()
+    frames.template.cache_clear()
+    frames.template(torch.float32, (3,))
+    assert torch.serialization.get_crc32_options() == before
+
+
+@given(st.lists(st.integers(1, 40), max_size=4), st.sampled_from(DTYPES), st.booleans())
+def test_the_payload_is_found_in_frames_of_stock_torch(sizes, dtype, whole_tail):
+    tensor = random_tensor(dtype, tuple(sizes))
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    data = buffer.getvalue()
+    tail = data if whole_tail else data[-1200:]
+    header, size_bytes, plain = frames.payload_range(tail, len(data), file="f")
+    offset = frames.payload_offset(data[header : header + 30], header, file="f")
+    assert plain
+    assert data[offset : offset + size_bytes] == raw(tensor)
+
+
+def test_a_frame_with_two_payloads_is_not_taken_for_plain():
+    buffer = io.BytesIO()
+    torch.save((torch.ones(2), torch.ones(3)), buffer)
+    assert frames.payload_range(buffer.getvalue(), len(buffer.getvalue()), file="f") == (0, 0, 0)
+
+
+def test_values_are_frames_that_stock_torch_load_reads():
+    value = {"epoch": 3, "lr": [0.1, 0.2]}
+    assert torch.load(io.BytesIO(frames.value_frame(value)), weights_only=True) == value
+
+
+@given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))
+def test_torn_and_flipped_archives_are_damage(noise, position, flipped):
+    data = bytearray(framed(torch.ones(3)))
+    data[position % len(data)] = flipped
+    for torn in (noise, b"PK\5\6" + noise, bytes(data)):
+        try:
+            header, size_bytes, _ = frames.payload_range(torn, len(torn), file="f")
+            frames.payload_offset(torn[header : header + 30], header, file="f")
+        except CheckpointDamaged:
+            continue
+        assert size_bytes >= 0
+
+
+@pytest.mark.slow
+def test_stock_frames_above_4_gib_are_found(tmp_path):
+    path = tmp_path / "huge.pt"
+    with torch.serialization.skip_data():
+        torch.save(torch.empty((4 << 30) + 5, dtype=torch.uint8), path)
+    size_bytes = os.path.getsize(path)
+    with path.open("rb") as file:
+        file.seek(size_bytes - 2000)
+        header, payload_bytes, plain = frames.payload_range(file.read(), size_bytes, file="f")
+        file.seek(header)
+        assert frames.payload_offset(file.read(30), header, file="f") > header
+    assert (payload_bytes, plain) == ((4 << 30) + 5, 1)
+
+
+def test_pickles_of_frames_hold_nothing_but_the_tensor():
+    made = frames.template(torch.bfloat16, (2, 2))
+    start = 30 + struct.unpack_from("<H", made.header, 26)[0]
+    with pytest.raises(pickle.UnpicklingError, match="persistent"):
+        pickle.loads(made.header[start:])
