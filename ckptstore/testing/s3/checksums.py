@@ -1,0 +1,113 @@
+"""The digests that a request carries, and aws-chunked bodies.
+
+Real S3 answers BadDigest when a body does not match; moto and several other servers do not, so a client that sends a
+wrong digest, or a body that was damaged on its way, goes unseen there.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+
+from ckptstore.testing.s3.objects import S3Error
+
+ALGORITHMS = ("crc32", "crc32c", "crc64nvme", "sha1", "sha256")
+HEADER = "x-amz-checksum-"
+
+
+def _crc32c(data: memoryview, previous: int) -> int:
+    from awscrt import checksums
+
+    return int(checksums.crc32c(data, previous))
+
+
+def _crc64nvme(data: memoryview, previous: int) -> int:
+    from awscrt import checksums
+
+    return int(checksums.crc64nvme(data, previous))
+
+
+_CRCS: dict[str, tuple[Callable[[memoryview, int], int], str]] = {
+    "crc32": (zlib.crc32, ">I"),
+    "crc32c": (_crc32c, ">I"),
+    "crc64nvme": (_crc64nvme, ">Q"),
+}
+
+
+def digest(algorithm: str, pieces: Iterable[memoryview]) -> bytes:
+    """The digest of the pieces, one after another."""
+    if algorithm in _CRCS:
+        function, layout = _CRCS[algorithm]
+        value = 0
+        for piece in pieces:
+            value = function(piece, value)
+        return struct.pack(layout, value)
+    hasher = hashlib.new(algorithm, usedforsecurity=False)
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()
+
+
+def as_header(value: bytes) -> str:
+    """A digest as S3 writes it."""
+    return base64.b64encode(value).decode()
+
+
+def carried(headers: Mapping[str, str], body: memoryview | None, *, verify: bool) -> dict[str, str]:
+    """The checksums that the headers (or trailers) name, by algorithm, each compared with the body."""
+    found: dict[str, str] = {}
+    for algorithm in ALGORITHMS:
+        value = headers.get(HEADER + algorithm)
+        if value is None:
+            continue
+        found[algorithm] = value
+        if verify and body is not None and as_header(digest(algorithm, [body])) != value:
+            raise S3Error(400, "BadDigest", f"The {algorithm.upper()} you specified did not match the calculated one")
+    if verify and body is not None:
+        _verify_body(headers, body)
+    return found
+
+
+def _verify_body(headers: Mapping[str, str], body: memoryview) -> None:
+    md5 = headers.get("content-md5")
+    if md5 is not None and as_header(digest("md5", [body])) != md5:
+        raise S3Error(400, "BadDigest", "The Content-MD5 you specified did not match what we received")
+    signed = headers.get("x-amz-content-sha256", "")
+    if len(signed) == 64 and digest("sha256", [body]).hex() != signed:
+        raise S3Error(400, "XAmzContentSHA256Mismatch", "The body is not the one that was signed")
+
+
+def is_aws_chunked(headers: Mapping[str, str]) -> bool:
+    """Whether the body is framed in chunks with signatures or trailers."""
+    return headers.get("x-amz-content-sha256", "").startswith("STREAMING-") or "aws-chunked" in headers.get(
+        "content-encoding", ""
+    )
+
+
+def decode_aws_chunked(body: memoryview) -> tuple[memoryview, dict[str, str]]:
+    """The payload and the trailers of an aws-chunked body."""
+    data = bytes(body)
+    payload: list[bytes] = []
+    position = 0
+    while True:
+        end = data.index(b"\r\n", position)
+        size_bytes = int(data[position:end].partition(b";")[0], 16)
+        position = end + 2
+        if size_bytes == 0:
+            break
+        payload.append(data[position : position + size_bytes])
+        position += size_bytes + 2
+    trailers: dict[str, str] = {}
+    for line in data[position:].decode("latin-1").split("\r\n"):
+        name, colon, value = line.partition(":")
+        if colon:
+            trailers[name.strip().lower()] = value.strip()
+    return memoryview(b"".join(payload)), trailers
+
+
+def from_header(value: str) -> bytes:
+    """The digest that `as_header` wrote."""
+    return base64.b64decode(value)

@@ -1,0 +1,191 @@
+"""An S3 server in memory, fast and with faults on demand, for tests and benchmarks.
+
+    with s3_server(buckets=["test"]) as server:
+        store = open_store("s3://test/run", storage_options=server.storage_options)
+        server.faults.add(Fault(action="status", match="^PUT", times=3))
+
+or, in a process of its own: `python -m ckptstore.testing.s3_server --port 0`, which prints its endpoint.
+
+It speaks the part of S3 that checkpoint stores use (`ckptstore.testing.s3.service` lists it), checks the digests that
+come with a body, and keeps a log of its requests. It serves on one thread, over plain HTTP, to anybody who can reach
+the address: it is for 127.0.0.1. What it holds is lost when it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ckptstore.testing.s3.connection import Connection
+from ckptstore.testing.s3.control import stats
+from ckptstore.testing.s3.faults import Fault, Faults
+from ckptstore.testing.s3.objects import LoggedRequest, Objects, StoredObject
+from ckptstore.testing.s3.service import Service
+from ckptstore.testing.s3.shared import Shared
+
+__all__ = ["Fault", "Faults", "LoggedRequest", "S3Server", "StoredObject", "s3_server"]
+
+_START_SECONDS = 30.0
+
+
+class S3Server:
+    """One server; `start` and `close` it, or use `s3_server`.
+
+    `verify` compares bodies with the digests that come along (0.05 s/GiB for a CRC, 1 s/GiB and more for a signed
+    payload). `keep_bodies=False` keeps only sizes of larger objects, which then read as zeros, and answers at the
+    speed of the socket. `md5_etags` makes an ETag the MD5 of the body, as real S3 does (1.4 s/GiB). `access_keys` are
+    the access keys let in, None for all; signatures are not checked. `min_part_bytes` defaults to the 5 MiB of S3.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        buckets: Iterable[str] = (),
+        verify: bool = True,
+        keep_bodies: bool = True,
+        md5_etags: bool = False,
+        access_keys: Iterable[str] | None = None,
+        min_part_bytes: int | None = None,
+    ) -> None:
+        keys = None if access_keys is None else frozenset(access_keys)
+        service = Service(Objects(), access_keys=keys, min_part_bytes=min_part_bytes)
+        self._shared = Shared(
+            service=service,
+            faults=Faults(),
+            log=[],
+            verify=verify,
+            keep_bodies=keep_bodies,
+            md5_etags=md5_etags,
+        )
+        for name in buckets:
+            service.objects.buckets[name] = {}
+        self._host, self._port = host, port
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._listening = threading.Event()
+        self._failure: BaseException | None = None
+
+    @property
+    def endpoint_url(self) -> str:
+        """Where it listens."""
+        return f"http://{self._host}:{self._port}"
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What a client needs to reach it."""
+        return {
+            "key": "test",
+            "secret": "testsecret",
+            "endpoint_url": self.endpoint_url,
+            "client_kwargs": {"region_name": "us-east-1"},
+        }
+
+    @property
+    def faults(self) -> Faults:
+        """What goes wrong."""
+        return self._shared.faults
+
+    @property
+    def log(self) -> list[LoggedRequest]:
+        """The requests so far, in the order of their ends."""
+        return self._shared.log
+
+    @property
+    def objects(self) -> Objects:
+        """What is stored. Read it; only the server's thread may change it while requests come in."""
+        return self._shared.service.objects
+
+    @property
+    def stats(self) -> dict[str, object]:
+        """Counts of objects, bytes, unfinished uploads and requests."""
+        return stats(self._shared)
+
+    def operations(self) -> list[str]:
+        """What the requests so far asked for, in S3's own words."""
+        return [request.operation for request in self._shared.log]
+
+    def start(self) -> None:
+        """Listen, on a thread of its own."""
+        self._thread = threading.Thread(target=self.run, name="s3-server", daemon=True)
+        self._thread.start()
+        self._listening.wait(_START_SECONDS)
+        if self._failure is not None:
+            raise RuntimeError("The S3 server did not start") from self._failure
+
+    def run(self) -> None:
+        """Serve on this thread until `close` is called on another one."""
+        try:
+            _runner()(self._serve())
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._listening.set()
+
+    async def _serve(self) -> None:
+        loop = self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        server = await loop.create_server(lambda: Connection(self._shared, loop), self._host, self._port, backlog=1024)
+        self._port = server.sockets[0].getsockname()[1]
+        self._listening.set()
+        await self._stop.wait()
+        server.close()
+        while self._shared.transports:
+            for transport in list(self._shared.transports):
+                transport.abort()
+            await asyncio.sleep(0.01)
+
+    def close(self) -> None:
+        """Stop listening and break all connections."""
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(_START_SECONDS)
+
+
+def _runner() -> Any:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run
+    return uvloop.run
+
+
+@contextmanager
+def s3_server(**options: Any) -> Iterator[S3Server]:
+    """A server for as long as the context lasts; the options are those of `S3Server`."""
+    server = S3Server(**options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Serve until interrupted; the first line of output is the endpoint."""
+    parser = argparse.ArgumentParser(description="An S3 server in memory, with faults on demand")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--bucket", action="append", default=[], dest="buckets", help="create it at the start")
+    parser.add_argument("--md5-etags", action="store_true", help="ETags as real S3 has them; costs 1.4 s/GiB")
+    parser.add_argument("--no-verify", action="store_false", dest="verify", help="believe the digests")
+    parser.add_argument("--no-bodies", action="store_false", dest="keep_bodies", help="keep only sizes")
+    parser.add_argument("--access-key", action="append", default=None, dest="access_keys", help="let in only these")
+    parser.add_argument("--min-part-bytes", type=int, default=None)
+    server = S3Server(**vars(parser.parse_args(arguments)))
+    server.start()
+    print(server.endpoint_url, flush=True)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        server.close()
+
+
+if __name__ == "__main__":
+    main()
