@@ -1,0 +1,23 @@
+"""How the ranks of a job agree: one collective, `exchange`, over whatever they have in common.
+
+Alone (`SoloGroup`), through torch.distributed's key-value store, or through the storage itself (`StorageGroup`).
+Importing this package loads no torch.
+"""
+
+from ckptstore.group.base import Beat, Group, Join, SoloGroup, Work
+from ckptstore.group.board_group import BoardGroup
+from ckptstore.group.find import check_shared, find_group
+from ckptstore.group.storage_board import StorageGroup, leftover_prefixes
+
+__all__ = [
+    "Beat",
+    "BoardGroup",
+    "Group",
+    "Join",
+    "SoloGroup",
+    "StorageGroup",
+    "Work",
+    "check_shared",
+    "find_group",
+    "leftover_prefixes",
+]

@@ -1,0 +1,123 @@
+"""What a group is: the ranks of one job, and the one collective through which they agree."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+Beat = Callable[[], None]
+"""Called by whoever does the work whenever bytes have moved: a sign of life. Cheap, never raises, from any thread."""
+
+Work = Callable[[Beat], bytes]
+Join = Callable[[list[bytes], Beat], bytes]
+
+LEADER = 0
+
+
+@runtime_checkable
+class Group(Protocol):
+    """The ranks of one job, as one of them sees them."""
+
+    @property
+    def rank(self) -> int:
+        """This process, counted from 0 within the group. Rank 0 is the leader."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def node(self) -> str:
+        """The host, told apart from every other one; the same for all ranks on it."""
+
+    @property
+    def start_token(self) -> str:
+        """Equal on all ranks, new for every start of the job."""
+
+    def exchange(self, tag: str, work: Work, join: Join) -> bytes:
+        """The one collective: all ranks call it in the same order, each with the same `tag`.
+
+        Every rank runs `work`. When the answers of all ranks are there, the leader runs `join` on them, in rank order,
+        and every rank returns what `join` returned. If any `work` or `join` raises, every rank raises an error of
+        the same class: that of the lowest rank that failed; its `rank` and `ranks` say who did. An error that is not
+        a CkptstoreError is a RankFailed everywhere, and the cause of it where it happened.
+
+        Raises RankTimeout when a rank gives no sign of life for `rank_timeout_seconds`: neither its answer nor a call
+        of the `beat` that `work` and `join` are given. Then `committed` is None if it was the leader: what `join` did
+        is unknown. Raises InvalidInput when the ranks do not call the same thing.
+        """
+
+    def lane(self, name: str) -> Group:
+        """The same ranks with an order of calls of its own, for another thread (a background save).
+
+        Calls in one lane neither wait for those in another nor are mistaken for them. Closed with its group.
+        """
+
+    def close(self) -> None:
+        """Leave. All ranks call it; it never raises, and waits for the others a few seconds at most."""
+
+
+class SoloGroup:
+    """A process alone: rank 0 of 1. Errors are raised as they are."""
+
+    rank = LEADER
+    world_size = 1
+
+    def __init__(self, *, start_token: str | None = None, node: str | None = None) -> None:
+        self.start_token = start_token or new_start_token()
+        self.node = node or this_node()
+
+    def exchange(self, tag: str, work: Work, join: Join) -> bytes:
+        """Join the only answer."""
+        return join([work(_no_beat)], _no_beat)
+
+    def lane(self, name: str) -> SoloGroup:
+        """The group itself: there is nobody to keep an order with."""
+        return self
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _no_beat() -> None:
+    """Nobody waits for a sign of life."""
+
+
+def new_start_token() -> str:
+    """A token that no other start of any job has."""
+    return secrets.token_hex(8)
+
+
+def this_node() -> str:
+    """The readable host name and a short mark of this boot of it, so that hosts of one name differ."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    host = socket.gethostname() or "unknown"
+    return f"{host}-{hashlib.sha256(f'{host}/{boot}'.encode()).hexdigest()[:8]}"
+
+
+def this_process(node: str) -> str:
+    """Words and a random mark that tell this holder of a rank from any other one."""
+    return f"process {os.getpid()} on {node} [{secrets.token_hex(4)}]"
+
+
+def spoken(ranks: Sequence[int]) -> str:
+    """Ranks for a message: "rank 3", "ranks 3 and 5", "ranks 0-7, 9 and 12-1023"."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    if len(parts) > 20:
+        parts = [*parts[:20], f"{len(parts) - 20} more"]
+    text = " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else parts[0]
+    return f"rank {text}" if len(set(ranks)) == 1 else f"ranks {text}"

@@ -1,0 +1,136 @@
+"""Which group a store works with, and whether all its ranks see one and the same root."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from typing import Any
+
+from ckptstore.config import StoreConfig
+from ckptstore.errors import CkptstoreError, FileMissing, GroupMissing, InvalidInput, StoreNotShared
+from ckptstore.group.base import LEADER, Beat, Group, SoloGroup, spoken
+from ckptstore.group.storage_board import StorageGroup
+from ckptstore.layout import PROBE_PREFIX
+from ckptstore.retry import retrying
+from ckptstore.storage.base import Storage
+
+_SEEN_LATE_SECONDS = 3.0
+"""A network file system may show a new directory entry a moment later."""
+
+
+def find_group(given: object, *, storage: Storage, config: StoreConfig) -> Group:
+    """The group of this job. Collective when the ranks are several.
+
+    `given` is a ProcessGroup of torch, a `StorageGroup`, a group that is at work already, or None: then
+    torch.distributed where it is initialised, else this process alone.
+    Raises GroupMissing when there are several processes and no way between them, InvalidInput when `given` is none of
+    these or when several processes share a `memory://` store.
+    """
+    group = _group_for(given, storage=storage, config=config)
+    if group.world_size > 1 and storage.uri.startswith("memory://") and group is not given:
+        size = group.world_size
+        group.close()
+        raise InvalidInput(
+            f"{storage.uri} lives in the memory of one process, and this job has {size}",
+            hint="Use a shared directory or an object store",
+        )
+    return group
+
+
+def _group_for(given: object, *, storage: Storage, config: StoreConfig) -> Group:
+    if isinstance(given, StorageGroup):
+        if given.world_size == 1:
+            return SoloGroup(start_token=given.start_token, node=given.node)
+        return given.open(storage, rank_timeout_seconds=config.rank_timeout_seconds, retry=config.retry)
+    torch = _initialised_torch()
+    if given is None:
+        return _torch_group(None, config) if torch is not None else _alone()
+    if torch is not None and isinstance(given, torch.distributed.ProcessGroup):
+        return _torch_group(given, config)
+    if isinstance(given, Group):
+        return given
+    raise InvalidInput(f"group is a {type(given).__name__}, it must be a ProcessGroup of torch or a StorageGroup")
+
+
+def _torch_group(process_group: Any, config: StoreConfig) -> Group:
+    from ckptstore.group.torch_board import open_torch_group
+
+    return open_torch_group(process_group, rank_timeout_seconds=config.rank_timeout_seconds)
+
+
+def _initialised_torch() -> Any:
+    """The torch module, if this process uses torch.distributed; it is never imported for that question."""
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    return torch if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
+
+
+def _alone() -> Group:
+    size = os.environ.get("WORLD_SIZE", "").strip()
+    if size.isdecimal() and int(size) > 1:
+        raise GroupMissing(
+            f"WORLD_SIZE is {size}, and nothing says how this process reaches the others",
+            hint="Call torch.distributed.init_process_group first, or give group=StorageGroup(rank, world_size, "
+            "start_token); for a store of this process alone give group=StorageGroup(0, 1, 'alone')",
+        )
+    return SoloGroup()
+
+
+def check_shared(group: Group, storage: Storage, *, config: StoreConfig | None = None) -> None:
+    """Raise StoreNotShared, naming the nodes, unless every rank reads what the leader writes. Collective."""
+    if group.world_size == 1:
+        return
+    retry = (config or StoreConfig()).retry
+    written = [""]
+
+    def write(beat: Beat) -> bytes:
+        if group.rank != LEADER:
+            return b""
+        nonce = secrets.token_hex(16)
+        written[0] = f"{PROBE_PREFIX}{nonce}"
+        view = memoryview(nonce.encode())
+        retrying(retry, f"write {written[0]}", lambda: storage.write(written[0], [view]))
+        return written[0].encode()
+
+    def look(beat: Beat) -> bytes:
+        return b"" if _sees(key, storage, config=retry) else group.node.encode()
+
+    try:
+        key = group.exchange("probe the root", write, lambda answers, beat: answers[LEADER]).decode()
+        group.exchange("read the probe", look, lambda answers, beat: _judge(answers, group, storage))
+    finally:
+        if written[0]:
+            _forget(written[0], storage)
+
+
+def _sees(key: str, storage: Storage, *, config: Any) -> bool:
+    until = time.monotonic() + _SEEN_LATE_SECONDS
+    while True:
+        try:
+            return retrying(config, f"read {key}", lambda: storage.read(key)) == key.removeprefix(PROBE_PREFIX).encode()
+        except FileMissing:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.1)
+
+
+def _judge(answers: list[bytes], group: Group, storage: Storage) -> bytes:
+    blind = {rank: node.decode() for rank, node in enumerate(answers) if node}
+    if not blind:
+        return b""
+    nodes = sorted(set(blind.values()))
+    shown = ", ".join(nodes[:20]) + (f" and {len(nodes) - 20} more" if len(nodes) > 20 else "")
+    raise StoreNotShared(
+        f"What {group.node} (rank 0) writes to {storage.uri} is not seen on {shown} ({spoken(list(blind))})",
+        ranks=tuple(blind),
+        hint="Use a directory on a file system that all nodes mount, or an object store",
+    )
+
+
+def _forget(key: str, storage: Storage) -> None:
+    try:
+        storage.delete([key])
+    except CkptstoreError:
+        """One small object is left below probe/; nothing reads it."""

@@ -1,0 +1,195 @@
+"""A board that is a few small objects in the store itself, for ranks that have nothing else in common.
+
+    group/<start token>/member.00003          who holds rank 3
+    group/<start token>/00000012.00003        what rank 3 answered in exchange 12
+    group/<start token>/00000012.result       what the leader made of it
+    group/<start token>/life.00003            rank 3's sign of life: a new size each time
+
+The leader clears them. What a job that died has left is found by `leftover_prefixes`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from typing import TypeVar
+
+from ckptstore.config import RetryConfig
+from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, StorageError
+from ckptstore.group.board_group import BoardGroup
+from ckptstore.group.life import LEFT
+from ckptstore.layout import GROUP_PREFIX
+from ckptstore.retry import retrying
+from ckptstore.storage.base import CreatesExclusively, HasLocalFiles, Storage
+
+logger = logging.getLogger("ckptstore.group")
+
+T = TypeVar("T")
+
+_TOKEN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NUM_THREADS = 16
+_SIGN_SIZES = 61
+_LAST_SIGN_BYTES = 64
+"""Larger than any other sign, so that one that is seen half-written is not taken for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageGroup:
+    """Ranks that reach each other through the store alone: give it to `open_store(group=...)` on every rank.
+
+    `start_token` is equal on all ranks and new for every start of the job: 1 to 64 letters, digits, ".", "_" or "-".
+    A scheduler's job id with its restart count will do. `node` names the host; found out when it is not given.
+    """
+
+    rank: int
+    world_size: int
+    start_token: str
+    node: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.world_size) is not int or self.world_size < 1:
+            raise InvalidInput(f"world_size is {self.world_size!r}, it must be an integer above 0")
+        if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
+            raise InvalidInput(f"rank is {self.rank!r}, it must be an integer from 0 to {self.world_size - 1}")
+        if type(self.start_token) is not str or not _TOKEN.fullmatch(self.start_token):
+            raise InvalidInput(
+                f"start_token is {self.start_token!r}, it must be 1 to 64 letters, digits, '.', '_' or '-'"
+            )
+
+    def open(self, storage: Storage, *, rank_timeout_seconds: float, retry: RetryConfig) -> BoardGroup:
+        """The group, at work in this storage. Nothing is read or written before its first exchange."""
+        return BoardGroup(
+            StorageBoard(storage, start_token=self.start_token, world_size=self.world_size, retry=retry),
+            rank=self.rank,
+            world_size=self.world_size,
+            rank_timeout_seconds=rank_timeout_seconds,
+            start_token=self.start_token,
+            node=self.node,
+        )
+
+
+class StorageBoard:
+    """A `Board` below one prefix of a storage."""
+
+    shortest_poll_seconds = 0.02
+
+    def __init__(self, storage: Storage, *, start_token: str, world_size: int, retry: RetryConfig) -> None:
+        self._storage = storage
+        self._prefix = f"{GROUP_PREFIX}{start_token}/"
+        self._retry = retry
+        self._counter = count()
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self.longest_poll_seconds = max(1.0, world_size / 256)  # all ranks together: at most 256 requests a second
+        self.hint = (
+            "Look for its process and its log. If this is the first call of the job, check that every rank "
+            f"sees the same {storage.uri} and has the start_token {start_token!r}"
+        )
+
+    def post(self, key: str, data: bytes) -> bytes | None:
+        """See `Board.post`."""
+        return self._request(f"post {key}", lambda: self._post_once(self._prefix + key, data))
+
+    def _post_once(self, key: str, data: bytes) -> bytes | None:
+        if isinstance(self._storage, CreatesExclusively):
+            if self._storage.create(key, data):
+                return None
+            there = self._storage.read(key)
+        else:
+            try:
+                there = self._storage.read(key)
+            except FileMissing:
+                self._storage.write(key, [memoryview(data)])
+                there = self._storage.read(key)
+        return None if there == data else there
+
+    def fetch(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """See `Board.fetch`: one listing says which of several keys are there."""
+        if len(keys) > 1:
+            wanted = {self._prefix + key for key in keys}
+            prefix = self._prefix + _common_prefix(keys)
+            keys = [key for key in self._list(prefix) if key in wanted]
+        else:
+            keys = [self._prefix + key for key in keys]
+        found = zip(keys, self._each(self._read_if_there, keys), strict=True)
+        return {key.removeprefix(self._prefix): data for key, data in found if data is not None}
+
+    def _list(self, prefix: str) -> dict[str, Hashable]:
+        return self._request(
+            f"list {prefix}",
+            lambda: {
+                file.key: LEFT if file.size_bytes >= _LAST_SIGN_BYTES else (file.size_bytes, file.version)
+                for file in self._storage.list(prefix)
+            },
+        )
+
+    def _read_if_there(self, key: str) -> bytes | None:
+        try:
+            return self._request(f"read {key}", lambda: self._storage.read(key))
+        except FileMissing:
+            return None
+
+    def give_sign(self, key: str, *, last: bool = False) -> None:
+        """See `Board.give_sign`."""
+        size_bytes = _LAST_SIGN_BYTES if last else 1 + next(self._counter) % _SIGN_SIZES
+        view = memoryview(b"." * size_bytes)
+        self._request(f"write {key}", lambda: self._storage.write(self._prefix + key, [view]))
+
+    def signs(self, keys: Sequence[str]) -> Mapping[str, Hashable]:
+        """See `Board.signs`: one listing, whatever the number of ranks."""
+        signs = self._list(self._prefix + _common_prefix(keys))
+        return {key: signs[self._prefix + key] for key in keys if self._prefix + key in signs}
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """See `Board.remove`."""
+        if keys:
+            self._pool().submit(self._remove_now, [self._prefix + key for key in keys])
+
+    def _remove_now(self, keys: Sequence[str]) -> None:
+        try:
+            self._request("remove messages", lambda: self._storage.delete(keys))
+        except CkptstoreError as error:
+            logger.warning("messages of a finished exchange could not be removed: %s", error)
+
+    def close(self, *, emptied: bool) -> None:
+        """See `Board.close`. The storage is not closed."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=True)
+        if emptied and isinstance(self._storage, HasLocalFiles):
+            try:
+                self._storage.remove_directories(self._prefix.rstrip("/"))
+            except (StorageError, OSError) as error:
+                logger.debug("%s stays: %s", self._prefix, error)
+
+    def _request(self, what: str, request: Callable[[], T]) -> T:
+        return retrying(self._retry, what, request)
+
+    def _each(self, call: Callable[[str], T], keys: Sequence[str]) -> Iterable[T]:
+        return self._pool().map(call, keys) if len(keys) > 2 else map(call, keys)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ckptstore-group")
+            return self._threads
+
+
+def _common_prefix(keys: Sequence[str]) -> str:
+    """Keys that are asked for together differ after their last dot."""
+    return keys[0].rpartition(".")[0] + "."
+
+
+def leftover_prefixes(storage: Storage, live_tokens: Collection[str]) -> list[str]:
+    """The key prefixes below which lies what earlier starts of jobs posted and nobody removed.
+
+    `live_tokens` are the start tokens of jobs that still run, or may.
+    """
+    tokens = {file.key.removeprefix(GROUP_PREFIX).partition("/")[0] for file in storage.list(GROUP_PREFIX)}
+    return [f"{GROUP_PREFIX}{token}/" for token in sorted(tokens - set(live_tokens))]
