@@ -6,7 +6,11 @@ decides that two things are equal.
 
 from __future__ import annotations
 
+import sys
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 BLOCK_BYTES = 1 << 20
@@ -37,14 +41,14 @@ class Segment(NamedTuple):
     crc32c: int
 
 
-def join(segments: Iterable[Segment]) -> int:
+def join(segments: Iterable[Segment | tuple[int, int, int]]) -> int:
     """The digest of the stretch that the segments cover without a gap; 0 for none."""
     total, end = 0, None
-    for segment in sorted(segments):
-        if end is not None and segment.offset != end:
+    for offset, size_bytes, crc in sorted(segments):
+        if end is not None and offset != end:
             raise ValueError(f"the segments have a gap or overlap at {end}")
-        total = segment.crc32c if end is None else combine(total, segment.crc32c, segment.size_bytes)
-        end = segment.offset + segment.size_bytes
+        total = crc if end is None else combine(total, crc, size_bytes)
+        end = offset + size_bytes
     return total
 
 
@@ -56,3 +60,60 @@ def block_borders(offset: int, size_bytes: int) -> Sequence[int]:
 def to_hex(value: int) -> str:
     """A digest as the format writes it: 8 lower-case hexadecimal digits."""
     return f"{value:08x}"
+
+
+class FileDigest:
+    """The digests of one file, collected in any order, by several threads, as its bytes pass."""
+
+    def __init__(self, payloads: Sequence[tuple[int, int]] = ()) -> None:
+        """`payloads` are the (offset, size_bytes) of the ranges whose blocks get digests; sorted, apart."""
+        self._payloads = payloads
+        self._cuts = [cut for offset, size in payloads if size for cut in block_borders(offset, size)]
+        self._segments: list[tuple[int, int, int]] = []
+
+    def add(self, offset: int, views: Iterable[memoryview]) -> None:
+        """Hash the bytes at `offset`. Each byte of the file is added exactly once."""
+        if not self._cuts:
+            size_bytes, total = 0, 0
+            for view in views:
+                total, size_bytes = crc32c(view, total), size_bytes + len(view)
+            self._segments.append((offset, size_bytes, total))
+            return
+        index = bisect_right(self._cuts, offset)
+        start, total = offset, 0
+        for given in views:
+            view = given
+            while index < len(self._cuts) and len(view) >= (room := self._cuts[index] - offset):
+                total = crc32c(view[:room], total)
+                view, offset, index = view[room:], offset + room, index + 1
+                if offset > start:
+                    self._segments.append((start, offset - start, total))
+                start, total = offset, 0
+            total, offset = crc32c(view, total), offset + len(view)
+        if offset > start:
+            self._segments.append((start, offset - start, total))
+
+    def crc32c(self) -> int:
+        """The digest of the whole file, once all of it was added."""
+        return join(self._segments)
+
+    def block_crcs(self) -> tuple[bytes, ...]:
+        """For each payload the digests of its blocks of 1 MiB, as little-endian 32-bit integers."""
+        if not self._payloads:
+            return ()
+        segments = iter(sorted(self._segments))
+        found = []
+        for offset, size_bytes in self._payloads:
+            crcs = array("I")
+            for start, end in pairwise(block_borders(offset, size_bytes)):
+                at, total = start, 0
+                while at < end:
+                    segment_offset, segment_bytes, segment_crc = next(segments)
+                    if segment_offset >= start:
+                        total = combine(total, segment_crc, segment_bytes) if at > start else segment_crc
+                        at = segment_offset + segment_bytes
+                crcs.append(total)
+            if sys.byteorder == "big":
+                crcs.byteswap()
+            found.append(crcs.tobytes())
+        return tuple(found)

@@ -174,6 +174,11 @@ def log_event(event: Event) -> None:
         logger.log(event.level, "%s %s", type(event).__name__, text, extra={"event": event})
 
 
+def is_heard(event: type[Event]) -> bool:
+    """Whether anybody would notice an event of that class: for those that come by the thousand."""
+    return bool(_listeners) or (event.level > 0 and logger.isEnabledFor(event.level))
+
+
 def emit(event: Event) -> None:
     """Give an event to all listeners."""
     for listener in (log_event, *_listeners):

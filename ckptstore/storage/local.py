@@ -20,7 +20,7 @@ from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidName, Storag
 from ckptstore.layout import check_name
 from ckptstore.storage import posix
 from ckptstore.storage.base import PartWriter, StoredFile
-from ckptstore.storage.local_parts import LocalParts
+from ckptstore.storage.local_parts import LocalParts, flush_files
 
 T = TypeVar("T")
 
@@ -30,8 +30,6 @@ _OLD = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _PART_BYTES = 1 << 20
 """Small enough that a part is still in the processor's cache when it is written after it was hashed. Several threads
 that write one file in calls of 16 MiB have collapsed to a tenth of the speed; calls of 1 MiB have not."""
-_MANY_FILES = 16
-"""From so many files on, one call that makes the whole file system durable is cheaper than an fsync of each."""
 _DIRECTORY_TRIES = 8
 """How often a directory that somebody else removes as it falls empty is made again."""
 
@@ -138,23 +136,18 @@ class LocalStorage:
         path = self._path(key)
         self._flushed.discard(key)
 
-        def opened() -> int:
-            _remove(path)
-            return os.open(path, _NEW, 0o666)
-
-        with self._translating("Writing", key, size_bytes):
-            descriptor = self._in_directory(path, opened)
         finished = self._flushed.add if self._durable else None
-        return LocalParts(key, path, descriptor, size_bytes=size_bytes, flushed=finished)
+        with self._translating("Writing", key, size_bytes):
+            self._note_missing_root()
+            _remove(path)
+            return LocalParts(key, path, size_bytes=size_bytes, flushed=finished)
 
     def persist(self, keys: Sequence[str]) -> None:
         if not self._durable or not keys:
             return
         left = [key for key in keys if key not in self._flushed]
         with self._translating("Making durable", "" if len(left) > 1 else (left or keys)[0]):
-            if len(left) < _MANY_FILES or not posix.flush_filesystem(self._root):
-                for key in left:
-                    posix.flush(self._path(key))
+            flush_files([self._path(key) for key in left])
             self._flush_directories(keys)
         self._flushed.difference_update(keys)
 
@@ -286,11 +279,15 @@ class LocalStorage:
         return action()
 
     def _make_directories(self, path: str) -> None:
+        self._note_missing_root()
+        os.makedirs(path, exist_ok=True)
+
+    def _note_missing_root(self) -> None:
+        """Remember the directories above the root that come to hold a new one with it."""
         above = self._root
         while not os.path.isdir(above):
             above = os.path.dirname(above)
             self._made_above.add(above)
-        os.makedirs(path, exist_ok=True)
 
     def _flush_directories(self, keys: Sequence[str]) -> None:
         """fsync every directory from the files to the root, and those above it that this storage created."""

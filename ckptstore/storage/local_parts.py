@@ -1,4 +1,4 @@
-"""One file on a disk that several threads write in parts."""
+"""New files on a disk that several threads write in parts, and what makes files durable."""
 
 from __future__ import annotations
 
@@ -11,52 +11,54 @@ from ckptstore.storage import posix
 
 _WRITE_BACK_BYTES = 8 << 20
 """How much is written before the disk is told to begin with it."""
+_MANY_FILES = 16
+"""From so many files on, one call that makes a whole file system durable is cheaper than an fsync of each."""
 
 
-class LocalParts:
-    """The `PartWriter` of `LocalStorage`: the file has its name, and its room, from the beginning."""
+class NewFile:
+    """A file that has its name, and its room, from the beginning. Its parts may come in any order."""
 
-    def __init__(
-        self, key: str, path: str, descriptor: int, *, size_bytes: int, flushed: Callable[[str], None] | None
-    ) -> None:
-        """Takes over the descriptor of a new file. `flushed` hears of the key when it was fsynced; None asks for no
-        fsync. Raises StorageFull when there is no room."""
+    def __init__(self, key: str, path: str, *, size_bytes: int, writes_back: bool) -> None:
+        """`writes_back` has the disk begin early, for a file that is fsynced in the end. `key` is for errors.
+
+        The directory is created. Raises StorageFull when there is no room, StorageError when the path exists.
+        """
         self._key = key
         self._path = path
-        self._descriptor = descriptor
-        self._flushed = flushed
         self._size_bytes = size_bytes
+        self._writes_back = writes_back
         try:
-            posix.allocate(descriptor, size_bytes)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._descriptor = os.open(path, flags, 0o666)
+        except OSError as error:
+            raise self._error(error) from error
+        try:
+            posix.allocate(self._descriptor, size_bytes)
         except OSError as error:
             self.abort()
             raise self._error(error) from error
 
     def write_part(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Write the views one after another. Raises StorageError."""
         try:
             posix.write_at(self._descriptor, views, offset)
         except OSError as error:
             raise self._error(error) from error
         end = offset + sum(map(len, views))
-        if self._flushed and (end % _WRITE_BACK_BYTES == 0 or end == self._size_bytes):
-            start = (end - 1) // _WRITE_BACK_BYTES * _WRITE_BACK_BYTES
+        if self._writes_back and (end % _WRITE_BACK_BYTES == 0 or end == self._size_bytes):
+            start = max(0, end - 1) // _WRITE_BACK_BYTES * _WRITE_BACK_BYTES
             posix.start_writing_back(self._descriptor, start, end - start)
 
-    def finish(self) -> None:
-        """Raises a StorageError that is not worth a retry: a second fsync may lie about the first."""
+    def close(self) -> None:
+        """The file is complete. Raises StorageError."""
         try:
-            if self._flushed:
-                os.fsync(self._descriptor)
             self._close()
         except OSError as error:
-            failed = self._error(error)
-            if failed.retryable:
-                failed = StorageError(failed.message, file=self._key)
-            raise failed from error
-        if self._flushed:
-            self._flushed(self._key)
+            raise self._error(error) from error
 
     def abort(self) -> None:
+        """Remove the file. Never raises."""
         with contextlib.suppress(OSError):
             self._close()
         with contextlib.suppress(OSError):
@@ -75,3 +77,59 @@ class LocalParts:
             needed_bytes=self._size_bytes,
             directory=os.path.dirname(self._path),
         )
+
+
+class LocalParts(NewFile):
+    """The `PartWriter` of a local storage."""
+
+    def __init__(self, key: str, path: str, *, size_bytes: int, flushed: Callable[[str], None] | None) -> None:
+        """`flushed` hears of the key when it was fsynced; None asks for no fsync."""
+        super().__init__(key, path, size_bytes=size_bytes, writes_back=flushed is not None)
+        self._flushed = flushed
+
+    def finish(self) -> None:
+        """Raises a StorageError that is not worth a retry: a second fsync may lie about the first."""
+        try:
+            if self._flushed:
+                os.fsync(self._descriptor)
+            self._close()
+        except OSError as error:
+            failed = self._error(error)
+            raise StorageError(failed.message, file=self._key) if failed.retryable else failed from error
+        if self._flushed:
+            self._flushed(self._key)
+
+
+def flush_files(paths: Sequence[str]) -> None:
+    """fsync of files. Raises OSError."""
+    if len(paths) >= _MANY_FILES:
+        paths = _left_by_filesystem_flush(paths)
+    for path in paths:
+        posix.flush(path)
+
+
+def _left_by_filesystem_flush(paths: Sequence[str]) -> Sequence[str]:
+    devices: dict[str, int] = {}
+    flushed: dict[int, bool] = {}
+    left: list[str] = []
+    for path in paths:
+        directory = os.path.dirname(path)
+        device = devices.get(directory)
+        if device is None:
+            device = devices[directory] = os.stat(directory).st_dev
+            if device not in flushed:
+                flushed[device] = posix.flush_filesystem(directory)
+        if not flushed[device]:
+            left.append(path)
+    return left
+
+
+def make_durable(paths: Sequence[str]) -> None:
+    """fsync of files and of the directories that hold them. Raises StorageError."""
+    try:
+        flush_files(paths)
+        for directory in {os.path.dirname(path) for path in paths}:
+            posix.flush(directory)
+    except OSError as error:
+        place = os.path.commonpath(paths)
+        raise posix.translate(error, what=f"Making {place} durable", file=place, directory=place) from error

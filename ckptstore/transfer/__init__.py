@@ -1,0 +1,85 @@
+"""The only place where payload bytes move: in parallel, over files and inside them, each byte hashed on its way.
+
+Nothing of an operation runs on after it has returned or raised, and the buffers of all operations of a `Transfer`
+together stay within `TransferConfig.memory_budget_bytes`, whatever the size of the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ckptstore.config import RetryConfig, TransferConfig
+from ckptstore.errors import CheckpointDamaged, FileMissing
+from ckptstore.plan import PlannedFile
+from ckptstore.storage.base import Storage
+from ckptstore.transfer import fetch, reads
+from ckptstore.transfer.engine import Engine
+from ckptstore.transfer.pool import Pool
+from ckptstore.transfer.scratch import Scratch
+from ckptstore.transfer.upload import upload
+from ckptstore.transfer.values import RangeRead, Stored, Wanted
+
+__all__ = ["RangeRead", "Stored", "Transfer", "Wanted"]
+
+
+def _no_beat() -> None:
+    pass
+
+
+class Transfer:
+    """Moves bytes between this process and one storage. Safe for threads.
+
+    `beat` is called by the calling thread while bytes move; what it raises ends the operation. All operations raise
+    the first error that occurs, and name the file in it; requests that may go through later are tried again.
+    """
+
+    def __init__(self, storage: Storage, *, config: TransferConfig, retry: RetryConfig, rank: int = 0) -> None:
+        """The storage stays the caller's. Threads are started when they are needed."""
+        self._engine = Engine(
+            storage=storage,
+            config=config,
+            retry=retry,
+            rank=rank,
+            pool=Pool(config.num_threads),
+            scratch=Scratch(config.memory_budget_bytes),
+        )
+
+    def upload(self, files: Sequence[PlannedFile], *, beat: Callable[[], None] = _no_beat) -> list[Stored]:
+        """Write each source to its key, durable on a disk unless the configuration says otherwise.
+
+        The result has the order of the files. A file that the disk failed to keep is written anew, once. After an
+        error files may be there, whole or torn. Raises SourceChanged for a source that changes or vanishes meanwhile,
+        and what the storage raises.
+        """
+        return upload(self._engine, files, beat)
+
+    def download(self, wanted: Sequence[tuple[Wanted, Path]], *, beat: Callable[[], None] = _no_beat) -> None:
+        """Fetch files to paths where nothing is yet; directories are created. Durable as `upload` is.
+
+        A file with a wrong digest is fetched a second time, then CheckpointDamaged is raised. After an error complete
+        files stay, torn ones do not. Raises StorageFull when the local disk is.
+        """
+        fetch.download(self._engine, wanted, beat)
+
+    def check(
+        self, wanted: Sequence[Wanted], *, beat: Callable[[], None] = _no_beat
+    ) -> list[CheckpointDamaged | FileMissing]:
+        """Read every byte of the files and compare size and digest; the result has one error for each bad file.
+
+        Raises what keeps the files from being read, AccessDenied for instance.
+        """
+        return fetch.check(self._engine, wanted, beat)
+
+    def read(self, ranges: Sequence[RangeRead], *, beat: Callable[[], None] = _no_beat) -> None:
+        """Fill the views of all ranges, and check every stretch that has a digest.
+
+        A stretch with a wrong digest is read a second time, then CheckpointDamaged is raised. The views may hold
+        anything after an error. Raises ValueError when the checks of a range do not cover it.
+        """
+        reads.read(self._engine, ranges, beat)
+
+    def close(self) -> None:
+        """End the threads and give the buffers back."""
+        self._engine.pool.close()
+        self._engine.scratch.close()

@@ -1,0 +1,78 @@
+"""What every operation of a transfer works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ckptstore.config import RetryConfig, TransferConfig
+from ckptstore.errors import AccessDenied, StorageError, StorageFull
+from ckptstore.retry import retrying
+from ckptstore.storage.base import HasLocalFiles, Storage, WritesParts
+from ckptstore.transfer.pool import Pool, Run
+from ckptstore.transfer.scratch import Scratch
+
+T = TypeVar("T")
+
+STEP_BYTES = 1 << 20
+"""What is hashed at once, so that it is still in the processor's cache when it is used next."""
+TASK_BYTES = 16 << 20
+"""What a thread does without asking for more work."""
+_REQUEST_BYTES = 16 << 20
+"""The largest single read from a storage on a network."""
+_MAX_BATCH_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A storage, and the means to move bytes."""
+
+    storage: Storage
+    config: TransferConfig
+    retry: RetryConfig
+    rank: int
+    pool: Pool
+    scratch: Scratch
+    is_local: bool = field(init=False)
+    """Whether a request costs microseconds, not a round trip."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_local", isinstance(self.storage, HasLocalFiles))
+
+    @property
+    def request_bytes(self) -> int:
+        """The most that one read asks for."""
+        return STEP_BYTES if self.is_local else _REQUEST_BYTES
+
+    def part_bytes(self, size_bytes: int) -> int | None:
+        """The part size of a file of that size; None where it is written in one call."""
+        if not isinstance(self.storage, WritesParts):
+            return None
+        part_bytes = self.storage.part_bytes(size_bytes)
+        return part_bytes if size_bytes > part_bytes else None
+
+    def request(self, run: Run, what: str, call: Callable[[], T]) -> T:
+        """Call with retries, unless the operation has failed meanwhile."""
+
+        def checked() -> T:
+            run.check()
+            return call()
+
+        return retrying(self.retry, what, checked)
+
+    def batches(self, sizes_bytes: list[int]) -> list[slice]:
+        """How small files, given by their sizes, are dealt to tasks."""
+        most = max(1, min(_MAX_BATCH_FILES, len(sizes_bytes) // (4 * self.config.num_threads)))
+        found, start, total = [], 0, 0
+        for index, size_bytes in enumerate(sizes_bytes):
+            if index > start and (index - start >= most or total + size_bytes > TASK_BYTES):
+                found.append(slice(start, index))
+                start, total = index, 0
+            total += size_bytes
+        return [*found, slice(start, len(sizes_bytes))] if sizes_bytes else []
+
+
+def is_worth_writing_anew(error: BaseException) -> bool:
+    """Whether a file whose last step failed may come through when it is written from the beginning."""
+    return isinstance(error, StorageError) and not isinstance(error, StorageFull | AccessDenied)

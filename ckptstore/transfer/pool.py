@@ -1,0 +1,138 @@
+"""The threads of a transfer, and the end of its operations: nothing runs on after `run` has returned or raised."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+_TICK_SECONDS = 0.2
+"""How often a waiting caller looks for progress."""
+_IDLE_SECONDS = 10.0
+"""How long a thread waits for more work before it ends."""
+
+
+class Stopped(Exception):
+    """Another task of the same operation failed, or the operation was given up."""
+
+
+class Run:
+    """One operation: its tasks, what they have moved, and the first error."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = deque(tasks)
+        self.running = 0
+        self.ended = threading.Event()
+        self.stopped = threading.Event()
+        self.error: BaseException | None = None
+        self.moved_bytes = 0
+        """Grows while bytes move. Counted without a lock: good as a sign of life, not as a sum."""
+
+    def check(self) -> None:
+        """Raise Stopped when there is no reason to go on. Tasks call it often."""
+        if self.stopped.is_set():
+            raise Stopped
+
+    def execute(self, task: Task) -> None:
+        """Do one task; its error stops all others."""
+        try:
+            self.check()
+            task(self)
+        except Stopped:
+            pass
+        except BaseException as error:  # raised again by the thread that waits
+            if self.error is None:
+                self.error = error
+            self.stopped.set()
+
+
+Task = Callable[[Run], None]
+
+
+class Pool:
+    """Up to `num_threads` threads, started when there is work, gone when there is none for a while.
+
+    Operations that run at once share the threads in turns.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._changed = threading.Condition()
+        self._runs: deque[Run] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+
+    def run(self, tasks: Sequence[Task], beat: Callable[[], None]) -> None:
+        """Do all tasks, in their order as far as threads allow, and call `beat` while bytes move.
+
+        Raises the first error of a task. When this returns or raises, also for KeyboardInterrupt, no task is running.
+        """
+        run = Run(tasks)
+        if len(tasks) > 1:
+            self._share(run, beat)
+        else:
+            for task in tasks:
+                run.execute(task)
+        beat()
+        if run.error is not None:
+            raise run.error
+
+    def close(self) -> None:
+        """End the threads. The pool is not used afterwards."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            threads = tuple(self._threads)
+        for thread in threads:
+            thread.join()
+
+    def _share(self, run: Run, beat: Callable[[], None]) -> None:
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the transfer is closed")
+            self._runs.append(run)
+            for _ in range(min(len(run.tasks), self._num_threads) - len(self._threads)):
+                thread = threading.Thread(target=self._work, name=f"ckptstore-{len(self._threads)}", daemon=True)
+                self._threads.add(thread)
+                thread.start()
+            self._changed.notify_all()
+        try:
+            seen = 0
+            while not run.ended.wait(_TICK_SECONDS):
+                if run.moved_bytes != seen:
+                    seen = run.moved_bytes
+                    beat()
+        finally:
+            run.stopped.set()
+            run.ended.wait()
+
+    def _work(self) -> None:
+        me = threading.current_thread()
+        while True:
+            with self._changed:
+                run, task = self._next()
+                if run is None or task is None:
+                    self._threads.discard(me)
+                    return
+            run.execute(task)
+            del task
+            with self._changed:
+                run.running -= 1
+                if not run.running and not run.tasks:
+                    run.ended.set()
+            del run
+
+    def _next(self) -> tuple[Run, Task] | tuple[None, None]:
+        """A task of the run whose turn it is; None when there was none for long. The caller holds the lock."""
+        while not self._closed:
+            while self._runs:
+                run = self._runs[0]
+                self._runs.rotate(-1)
+                if not run.tasks:
+                    self._runs.remove(run)
+                    continue
+                run.running += 1
+                return run, run.tasks.popleft()
+            if not self._changed.wait(_IDLE_SECONDS) and not self._runs:
+                break
+        return None, None

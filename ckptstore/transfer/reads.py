@@ -1,0 +1,118 @@
+"""From a storage straight into memory that exists: parallel over ranges and inside them, each byte checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from ckptstore.digest import crc32c, to_hex
+from ckptstore.errors import CheckpointDamaged, CkptstoreError
+from ckptstore.transfer.engine import TASK_BYTES, Engine
+from ckptstore.transfer.pool import Run, Task
+from ckptstore.transfer.values import RangeRead
+
+_MAX_BATCH_RANGES = 256
+
+
+def read(engine: Engine, ranges: Sequence[RangeRead], beat: Callable[[], None]) -> None:
+    """Fill the views of all ranges. See `Transfer.read`."""
+    for item in ranges:
+        covered_bytes = sum(size for size, _ in item.checks)
+        if item.checks and covered_bytes != item.size_bytes:
+            raise ValueError(f"the checks of {item.key} cover {covered_bytes} bytes of {item.size_bytes}")
+    task_bytes = TASK_BYTES if engine.is_local else engine.request_bytes
+    most = _MAX_BATCH_RANGES if engine.is_local else 1
+    tasks: list[Task] = []
+    batch: list[RangeRead] = []
+    batch_bytes = 0
+    for item in ranges:
+        for piece in split(item, task_bytes):
+            size_bytes = piece.size_bytes
+            if batch and (len(batch) >= most or batch_bytes + size_bytes > task_bytes):
+                tasks.append(partial(_read_all, engine, batch))
+                batch, batch_bytes = [], 0
+            batch.append(piece)
+            batch_bytes += size_bytes
+    if batch:
+        tasks.append(partial(_read_all, engine, batch))
+    engine.pool.run(tasks, beat)
+
+
+def split(item: RangeRead, most_bytes: int) -> Iterator[RangeRead]:
+    """The same range in pieces of at most that size, cut between checks; a check that is larger stays whole."""
+    if item.size_bytes <= most_bytes:
+        if item.size_bytes:
+            yield item
+        return
+    sizes = [size for size, _ in item.checks] or [
+        min(most_bytes, item.size_bytes - start) for start in range(0, item.size_bytes, most_bytes)
+    ]
+    views = _Cursor(item.views)
+    offset, first, total = item.offset, 0, 0
+    for index, size_bytes in enumerate(sizes):
+        if index > first and total + size_bytes > most_bytes:
+            yield RangeRead(item.key, offset, views.take(total), item.checks[first:index], item.version)
+            offset, first, total = offset + total, index, 0
+        total += size_bytes
+    yield RangeRead(item.key, offset, views.take(total), item.checks[first:], item.version)
+
+
+class _Cursor:
+    """Views as one stretch of bytes that is taken piece by piece."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self._index = 0
+        self._at = 0
+
+    def take(self, size_bytes: int) -> tuple[memoryview, ...]:
+        """The next bytes, without a copy."""
+        found: list[memoryview] = []
+        while size_bytes:
+            view = self._views[self._index][self._at : self._at + size_bytes]
+            self._at += len(view)
+            size_bytes -= len(view)
+            if self._at == len(self._views[self._index]):
+                self._index, self._at = self._index + 1, 0
+            if view:
+                found.append(view)
+        return tuple(found)
+
+
+def _read_all(engine: Engine, pieces: Sequence[RangeRead], run: Run) -> None:
+    for item in pieces:
+        for piece in split(item, engine.request_bytes):
+            run.check()
+            try:
+                _read_checked(engine, piece, run)
+            except CkptstoreError as error:
+                raise error.at(file=piece.key) from None
+            run.moved_bytes += piece.size_bytes
+
+
+def _read_checked(engine: Engine, piece: RangeRead, run: Run) -> None:
+    """One request. Bytes that are not those expected are read a second time: they may have flipped on their way."""
+    request = partial(engine.storage.read_into, piece.key, piece.offset, piece.views, version=piece.version)
+    for is_last in (False, True):
+        engine.request(run, f"read {piece.key}", request)
+        wrong = _first_wrong(piece)
+        if wrong is None:
+            return
+        if is_last:
+            raise wrong
+
+
+def _first_wrong(piece: RangeRead) -> CheckpointDamaged | None:
+    views, offset = _Cursor(piece.views), piece.offset
+    for size_bytes, expected in piece.checks:
+        found = 0
+        for view in views.take(size_bytes):
+            found = crc32c(view, found)
+        if found != expected:
+            return CheckpointDamaged(
+                f"{piece.key} is damaged in the {size_bytes:,} bytes from {offset:,} on: CRC32C {to_hex(expected)} is "
+                f"expected, {to_hex(found)} is found",
+                file=piece.key,
+            )
+        offset += size_bytes
+    return None
