@@ -1,0 +1,197 @@
+"""Storages that break one clause each; the contract suite must fail for every one. Run by test_contract_strict.py."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from ckptstore.errors import CheckpointDamaged, FileMissing, StorageError
+from ckptstore.storage.base import CopiesInside, CreatesExclusively, StoredFile, WritesParts
+from ckptstore.storage.memory import MemoryStorage
+from ckptstore.testing.storage_contract import StorageContract
+
+
+class _OnMemory(StorageContract):
+    powers = frozenset({CreatesExclusively, WritesParts, CopiesInside})
+    travels = False
+    num_listed_files = 1100
+    broken: Callable[[str], Any] = MemoryStorage
+
+    @pytest.fixture
+    def storage(self) -> Any:
+        self.place = f"memory://{uuid.uuid4().hex}"
+        return type(self).broken(self.place)
+
+    def raw_write(self, key: str, data: bytes) -> None:
+        MemoryStorage(self.place).write(key, [memoryview(data)])
+
+    def raw_read(self, key: str) -> bytes:
+        return MemoryStorage(self.place).read(key)
+
+
+class TestSound(_OnMemory):
+    """The one that must pass."""
+
+
+class TestLosesAPower(_OnMemory):
+    class broken(MemoryStorage):
+        copy = None  # type: ignore[assignment]
+
+
+class TestHasAnUndeclaredPower(_OnMemory):
+    powers = frozenset({CreatesExclusively, WritesParts})
+
+
+class TestShowsASecret(_OnMemory):
+    secrets = frozenset({"memory"})
+
+
+class TestCreateOverwrites(_OnMemory):
+    class broken(MemoryStorage):
+        def create(self, key: str, data: bytes) -> bool:
+            created = super().create(key, data)
+            if not created:
+                self.write(key, [memoryview(data)])
+            return created
+
+
+class TestCreateLooksThenWrites(_OnMemory):
+    class broken(MemoryStorage):
+        def create(self, key: str, data: bytes) -> bool:
+            try:
+                self.stat(key)
+            except FileMissing:
+                time.sleep(0.001)
+                self.write(key, [memoryview(data)])
+                return True
+            return False
+
+
+class TestCreateShowsAPart(_OnMemory):
+    class broken(MemoryStorage):
+        def create(self, key: str, data: bytes) -> bool:
+            created = super().create(key, data[:10])
+            if created:
+                time.sleep(0.001)
+                self.write(key, [memoryview(data)])
+            return created
+
+
+class TestAppends(_OnMemory):
+    class broken(MemoryStorage):
+        def write(self, key: str, views: Sequence[memoryview]) -> None:
+            try:
+                old = self.read(key)
+            except FileMissing:
+                old = b""
+            super().write(key, [*views, memoryview(old)[sum(map(len, views)) :]])
+
+
+class TestKeepsViews(_OnMemory):
+    class broken(MemoryStorage):
+        def write(self, key: str, views: Sequence[memoryview]) -> None:
+            self.kept = list(views)
+            super().write(key, views)
+
+
+class TestFillsHolesWithZeros(_OnMemory):
+    class broken(MemoryStorage):
+        def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
+            self.stat(key)
+            try:
+                super().read_into(key, offset, views, version=version)
+            except CheckpointDamaged:
+                if version is not None:
+                    raise
+
+
+class TestIgnoresVersions(_OnMemory):
+    class broken(MemoryStorage):
+        def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
+            super().read_into(key, offset, views)
+
+
+class TestListsDirectories(_OnMemory):
+    class broken(MemoryStorage):
+        def list(self, prefix: str) -> Iterator[StoredFile]:
+            found = list(super().list(""))
+            return iter([file for file in found if not prefix or f"{file.key}/".startswith(f"{prefix.rstrip('/')}/")])
+
+
+class TestListsOnePage(_OnMemory):
+    class broken(MemoryStorage):
+        def list(self, prefix: str) -> Iterator[StoredFile]:
+            return iter([*super().list(prefix)][:1000])
+
+
+class TestUnquotesNames(_OnMemory):
+    class broken(MemoryStorage):
+        def read(self, key: str) -> bytes:
+            return super().read(key.replace("+", " "))
+
+
+class TestDeleteNeedsTheFile(_OnMemory):
+    class broken(MemoryStorage):
+        def delete(self, keys: Sequence[str]) -> None:
+            for key in keys:
+                self.stat(key)
+            super().delete(keys)
+
+
+class TestDeletesOneBatch(_OnMemory):
+    class broken(MemoryStorage):
+        def delete(self, keys: Sequence[str]) -> None:
+            super().delete(keys[:1000])
+
+
+class TestDeletesPrefixes(_OnMemory):
+    class broken(MemoryStorage):
+        def delete(self, keys: Sequence[str]) -> None:
+            super().delete([file.key for key in set(keys) for file in [*self.list(key)]])
+
+
+class TestRaisesPlainErrors(_OnMemory):
+    class broken(MemoryStorage):
+        def stat(self, key: str) -> StoredFile:
+            try:
+                return super().stat(key)
+            except FileMissing:
+                raise StorageError(f"no {key}") from None
+
+
+class TestAbortLeavesParts(_OnMemory):
+    class broken(MemoryStorage):
+        def open_parts(self, key: str, size_bytes: int) -> Any:
+            writer = super().open_parts(key, size_bytes)
+            writer.abort = lambda: self.write(key, [])  # type: ignore[method-assign]
+            return writer
+
+
+class TestCopyIsALink(_OnMemory):
+    class broken(MemoryStorage):
+        def copy(self, source_key: str, key: str) -> None:
+            self.links = {**getattr(self, "links", {}), key: source_key}
+            super().copy(source_key, key)
+
+        def write(self, key: str, views: Sequence[memoryview]) -> None:
+            super().write(key, views)
+            for name, source in getattr(self, "links", {}).items():
+                if source == key:
+                    super().copy(key, name)
+
+
+class TestStartsClocksAnew(_OnMemory):
+    class broken(MemoryStorage):
+        def stat(self, key: str) -> StoredFile:
+            found = super().stat(key)
+            return StoredFile(found.key, found.size_bytes, time.monotonic(), found.version)
+
+
+class TestTravelsByAccident(_OnMemory):
+    class broken(MemoryStorage):
+        def __reduce__(self) -> Any:
+            return MemoryStorage, (self.uri,)

@@ -1,0 +1,26 @@
+"""The contract suite finds storages that break the contract: each of `broken_storages` fails, the sound one passes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from pathlib import Path
+
+BROKEN = Path(__file__).with_name("broken_storages.py")
+
+
+def test_every_broken_storage_fails(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", f"--junitxml={report}", f"--basetemp={tmp_path}/base"]
+    ended = subprocess.run([*command, str(BROKEN)], capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    failed: dict[str, list[str]] = defaultdict(list)
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = case.attrib["classname"].rpartition(".")[2]
+        failed[name] += [case.attrib["name"]] if case.find("failure") is not None else []
+        assert case.find("error") is None, (name, case.attrib["name"])
+    assert len(failed) > 15
+    assert failed.pop("TestSound") == []
+    assert [name for name, tests in failed.items() if not tests] == []
