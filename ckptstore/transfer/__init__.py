@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptstore.config import RetryConfig, TransferConfig
-from ckptstore.errors import CheckpointDamaged, FileMissing
 from ckptstore.plan import PlannedFile
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import fetch, reads
@@ -18,9 +17,9 @@ from ckptstore.transfer.engine import Engine
 from ckptstore.transfer.pool import Pool
 from ckptstore.transfer.scratch import Scratch
 from ckptstore.transfer.upload import upload
-from ckptstore.transfer.values import RangeRead, Stored, Wanted
+from ckptstore.transfer.values import Checked, RangeRead, Stored, Wanted
 
-__all__ = ["RangeRead", "Stored", "Transfer", "Wanted"]
+__all__ = ["Checked", "RangeRead", "Stored", "Transfer", "Wanted"]
 
 
 def _no_beat() -> None:
@@ -64,8 +63,8 @@ class Transfer:
 
     def check(
         self, wanted: Sequence[Wanted], *, beat: Callable[[], None] = _no_beat
-    ) -> list[CheckpointDamaged | FileMissing]:
-        """Read every byte of the files and compare size and digest; the result has one error for each bad file.
+    ) -> list[Checked]:
+        """Read every byte of the files and compare size and digest; the result has the order of the files.
 
         Raises what keeps the files from being read, AccessDenied for instance.
         """

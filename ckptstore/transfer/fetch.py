@@ -13,7 +13,7 @@ from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.storage.local_parts import NewFile, make_durable
 from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine
 from ckptstore.transfer.pool import Run, Task
-from ckptstore.transfer.values import Wanted
+from ckptstore.transfer.values import Checked, Wanted
 
 Damage = CheckpointDamaged | FileMissing
 
@@ -34,11 +34,11 @@ def download(engine: Engine, wanted: Sequence[tuple[Wanted, Path]], beat: Callab
         beat()
 
 
-def check(engine: Engine, wanted: Sequence[Wanted], beat: Callable[[], None]) -> list[Damage]:
+def check(engine: Engine, wanted: Sequence[Wanted], beat: Callable[[], None]) -> list[Checked]:
     """Read files to the end. See `Transfer.check`."""
     fetches = [_ToNowhere(engine, item) for item in wanted]
     _fetch(engine, fetches, beat)
-    return [fetch.damage for fetch in fetches if fetch.damage]
+    return [Checked(fetch.wanted, fetch.found_crc32c, fetch.damage) for fetch in fetches]
 
 
 def _fetch(engine: Engine, fetches: Sequence[_Fetch], beat: Callable[[], None]) -> None:
@@ -84,6 +84,7 @@ class _Fetch:
     def __init__(self, engine: Engine, wanted: Wanted) -> None:
         self.wanted = wanted
         self.damage: Damage | None = None
+        self.found_crc32c: int | None = None
         self._engine = engine
         self._digest = FileDigest()
         self._lock = threading.Lock()
@@ -146,10 +147,13 @@ class _Fetch:
                 run.moved_bytes += len(view)
 
     def _compare(self) -> None:
-        if not self.damage and (found := self._digest.crc32c()) != self.wanted.crc32c:
+        if self.damage:
+            return
+        expected, found = self.wanted.crc32c, self._digest.crc32c()
+        self.found_crc32c = found
+        if expected is not None and found != expected:
             self.damage = CheckpointDamaged(
-                f"{self.wanted.key} is damaged: CRC32C {to_hex(self.wanted.crc32c)} is expected, "
-                f"{to_hex(found)} is found",
+                f"{self.wanted.key} is damaged: CRC32C {to_hex(expected)} is expected, {to_hex(found)} is found",
                 file=self.wanted.key,
             )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckptstore.errors import CheckpointDamaged, FileMissing
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -24,7 +26,19 @@ class Wanted:
 
     key: str
     size_bytes: int
-    crc32c: int
+    crc32c: int | None
+    """None where no digest is known, so that the size is all that can be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found where a file was wanted."""
+
+    wanted: Wanted
+    crc32c: int | None
+    """Of the bytes found; None where they could not be read to the end."""
+    damage: CheckpointDamaged | FileMissing | None
+    """What is wrong, None if nothing."""
 
 
 @dataclass(frozen=True, slots=True)
