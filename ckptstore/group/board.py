@@ -76,7 +76,8 @@ class Seat:
             f"Two processes take part as rank {self.rank} of the job start {self.start_token!r}: "
             f"{message.by} (world size {self.world_size}) and {whose}",
             ranks=(self.rank,),
-            hint="Give a start_token that is new for every start of the job, and each rank to one process; close a store before opening it again",
+            hint="Give a start_token that is new for every start of the job, and each rank to one process; "
+            "close a store before opening it again",
         )
 
     def take(self) -> None:
@@ -117,3 +118,12 @@ class Seated:
     def start_token(self) -> str:
         """See `Group.start_token`."""
         return self._seat.start_token
+
+    @start_token.setter
+    def start_token(self, token: str) -> None:
+        self._seat.start_token = token
+
+    @property
+    def rank_timeout_seconds(self) -> float:
+        """How long a rank may give no sign of life."""
+        return self._seat.rank_timeout_seconds

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CkptstoreError, FileMissing, GroupMissing, InvalidInput, StoreNotShared
@@ -49,9 +49,12 @@ def _group_for(given: object, *, storage: Storage, config: StoreConfig) -> Group
         return _torch_group(None, config) if torch is not None else _alone()
     if torch is not None and isinstance(given, torch.distributed.ProcessGroup):
         return _torch_group(given, config)
-    if isinstance(given, Group):
-        return given
-    raise InvalidInput(f"group is a {type(given).__name__}, it must be a ProcessGroup of torch or a StorageGroup")
+    if callable(getattr(given, "exchange", None)):
+        return cast(Group, given)
+    raise InvalidInput(
+        f"group is a {type(given).__name__}, it must be a StorageGroup or a ProcessGroup of torch",
+        hint="A process that is no member of a process group takes no part in its store",
+    )
 
 
 def _torch_group(process_group: Any, config: StoreConfig) -> Group:

@@ -132,7 +132,7 @@ class Lane(Seated):
     def _await(self, keys: Mapping[int, str], tag: str) -> tuple[dict[int, Message], RankFailed | None]:
         """The messages of these ranks, and an error about those that will not come."""
         board, rank_of = self._seat.board, {key: rank for rank, key in keys.items()}
-        watch = Watch(keys, timeout_seconds=self._seat.rank_timeout_seconds)
+        watch = Watch(keys, timeout_seconds=self.rank_timeout_seconds)
         pace = Pace(shortest_seconds=board.shortest_poll_seconds, longest_seconds=board.longest_poll_seconds)
         messages: dict[int, Message] = {}
         while watch.awaited:
@@ -177,7 +177,7 @@ class Lane(Seated):
         if left := watch.left():
             return RankFailed(f"{spoken(left).capitalize()} left the group before {tag!r}", ranks=left)
         if silent := watch.silent():
-            seconds = self._seat.rank_timeout_seconds
+            seconds = self.rank_timeout_seconds
             return RankTimeout(
                 f"{spoken(silent).capitalize()} gave no sign of life for {seconds:g} s in {tag!r}",
                 ranks=silent,
@@ -200,7 +200,7 @@ class Lane(Seated):
     def have_all_left(self) -> bool:
         """Whether every rank has left, waiting a few seconds for it; less when some may be dead."""
         board, keys = self._seat.board, [self._life_key(rank) for rank in range(self.world_size)]
-        patience_seconds = min(self._seat.rank_timeout_seconds, 1.0 if self._is_broken else _FAREWELL_SECONDS)
+        patience_seconds = min(self.rank_timeout_seconds, 1.0 if self._is_broken else _FAREWELL_SECONDS)
         until = time.monotonic() + patience_seconds
         pace = Pace(shortest_seconds=board.shortest_poll_seconds, longest_seconds=board.longest_poll_seconds)
         while True:

@@ -76,7 +76,7 @@ class StorageGroup:
 class StorageBoard:
     """A `Board` below one prefix of a storage."""
 
-    shortest_poll_seconds = 0.02
+    shortest_poll_seconds = 0.005
 
     def __init__(self, storage: Storage, *, start_token: str, world_size: int, retry: RetryConfig) -> None:
         self._storage = storage

@@ -1,0 +1,241 @@
+"""A board in the key-value store of torch.distributed, for ranks that have met there.
+
+No collective of the training's process group is used once the group is open, so it works beside NCCL and on any
+thread. The store takes at most 8 MiB in one value: larger posts are cut in parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ckptstore.errors import CkptstoreError, GroupMissing, InvalidInput, RankTimeout
+from ckptstore.group.base import LEADER, new_start_token
+from ckptstore.group.board_group import BoardGroup
+from ckptstore.group.caller import Caller
+from ckptstore.group.life import LEFT
+from ckptstore.torch_private import cloned, default_store
+
+logger = logging.getLogger("ckptstore.group")
+
+T = TypeVar("T")
+
+_INLINE_BYTES = 1 << 20
+_PART_BYTES = 4 << 20
+_PLAIN, _CUT = b"=", b"/"
+_FETCHED_AT_ONCE = 64
+_POSTS_KEY = "posts"
+_LAST_SIGN = 1 << 40
+_LEAST_GLOO_SECONDS = 60.0
+
+_opened: Counter[str] = Counter()
+"""How many groups were opened over each process group: the same on all its ranks, and part of every key."""
+
+
+class TorchGroup(BoardGroup):
+    """The ranks of a process group. `process_group` is a gloo group of its own for the same ranks."""
+
+    process_group: Any = None
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        super().close()
+        process_group, self.process_group = self.process_group, None
+        if process_group is not None and dist.is_initialized():
+            try:
+                dist.destroy_process_group(process_group)
+            except (RuntimeError, ValueError, AssertionError) as error:
+                logger.debug("the gloo group stays: %s", error)
+
+
+def open_torch_group(process_group: Any = None, *, rank_timeout_seconds: float, node: str | None = None) -> TorchGroup:
+    """Open a group over a process group, or over all ranks. Collective among its members alone.
+
+    Raises GroupMissing when torch.distributed has no key-value store here or no gloo group can be made.
+    """
+    if dist.get_rank(process_group) < 0:
+        raise InvalidInput("This process is not a member of the process group that was given as group")
+    store = default_store()
+    if store is None:
+        raise GroupMissing(
+            f"torch.distributed with the back-end {dist.get_backend(process_group)!r} has no key-value store",
+            hint="Give group=StorageGroup(rank, world_size, start_token)",
+        )
+    group = _meet(process_group, store, rank_timeout_seconds=rank_timeout_seconds, node=node)
+    try:
+        group.start_token = group.exchange(
+            "open the group", lambda beat: b"", lambda answers, beat: new_start_token().encode()
+        ).decode()
+        group.process_group = _gloo_group(group, process_group)
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
+def _meet(process_group: Any, store: Any, *, rank_timeout_seconds: float, node: str | None) -> TorchGroup:
+    over: Any = process_group or dist.group.WORLD
+    name = str(over.group_name)
+    _opened[name] += 1
+    has_leader_zero = dist.get_process_group_ranks(process_group)[LEADER] == 0
+    board = TorchBoard(
+        store,
+        prefix=f"ckptstore/{name}/{_opened[name]}",
+        world_size=dist.get_world_size(process_group),
+        timeout_seconds=rank_timeout_seconds,
+        server_ranks=(LEADER,) if has_leader_zero else (),
+    )
+    return TorchGroup(
+        board,
+        rank=dist.get_rank(process_group),
+        world_size=dist.get_world_size(process_group),
+        rank_timeout_seconds=rank_timeout_seconds,
+        node=node,
+    )
+
+
+def _gloo_group(group: TorchGroup, process_group: Any) -> Any:
+    """A gloo group for the same ranks; an error on one of them is an error on all."""
+    made: list[Any] = []
+    fault: Exception | None = None
+    try:
+        made.append(
+            dist.new_group(
+                dist.get_process_group_ranks(process_group),
+                timeout=timedelta(seconds=max(group.rank_timeout_seconds, _LEAST_GLOO_SECONDS)),
+                backend="gloo",
+                use_local_synchronization=process_group is not None,  # the others are not asked
+            )
+        )
+    except Exception as error:
+        fault = error
+
+    def report(beat: Callable[[], None]) -> bytes:
+        if fault is not None:
+            raise GroupMissing(
+                f"No gloo group could be made on {group.node}: {type(fault).__name__}: {fault}",
+                hint="GLOO_SOCKET_IFNAME names the network interface; or give group=StorageGroup(rank, world_size, "
+                "start_token)",
+            ) from fault
+        return b""
+
+    group.exchange("make a gloo group", report, lambda answers, beat: b"")
+    return made[0]
+
+
+class TorchBoard:
+    """A `Board` below one prefix of a key-value store of torch."""
+
+    hint = "Look for its process and its log"
+    shortest_poll_seconds = 0.001
+
+    def __init__(
+        self, store: Any, *, prefix: str, world_size: int, timeout_seconds: float, server_ranks: tuple[int, ...]
+    ) -> None:
+        """`server_ranks` are the ranks that are lost when the store cannot be reached any more."""
+        self.longest_poll_seconds = max(0.1, world_size / 4096)  # all ranks together: some 4,000 requests a second
+        self._server_ranks = server_ranks
+        self._caller = Caller(timeout_seconds=timeout_seconds)
+        self._store: Any = dist.PrefixStore(  # type: ignore[attr-defined]
+            prefix, self._request(lambda: cloned(store))
+        )
+        self._scanned: dict[str, int] = {}
+        self._parts: dict[str, list[str]] = {}
+
+    def post(self, key: str, data: bytes) -> bytes | None:
+        """See `Board.post`."""
+        value = self._cut(key, data)
+        there = self._request(lambda: self._store.compare_set(key, "", value))
+        if there != value:
+            return self._whole(key, there)
+        self._request(lambda: self._store.add(_POSTS_KEY, 1))
+        return None
+
+    def _cut(self, key: str, data: bytes) -> bytes:
+        if len(data) <= _INLINE_BYTES:
+            return _PLAIN + data
+        name = f"{key}.{hashlib.sha256(data).hexdigest()[:16]}"
+        parts = [f"{name}.{start}" for start in range(0, len(data), _PART_BYTES)]
+        for index, part in enumerate(parts):
+            piece = data[index * _PART_BYTES : (index + 1) * _PART_BYTES]
+            self._request(lambda part=part, piece=piece: self._store.set(part, piece))  # type: ignore[misc]
+        self._parts[key] = parts
+        return _CUT + "\n".join(parts).encode()
+
+    def _whole(self, key: str, value: bytes) -> bytes:
+        if value[:1] == _PLAIN:
+            return value[1:]
+        self._parts[key] = value[1:].decode().split("\n")
+        return b"".join(self._get(self._parts[key]))
+
+    def _get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of keys that are known to be there; asked for one that is not, the store would wait."""
+        return self._request(lambda: self._store.multi_get(list(keys)))
+
+    def fetch(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """See `Board.fetch`."""
+        there = self._present(list(keys))
+        found: dict[str, bytes] = {}
+        for start in range(0, len(there), _FETCHED_AT_ONCE):
+            some = there[start : start + _FETCHED_AT_ONCE]
+            found.update({key: self._whole(key, value) for key, value in zip(some, self._get(some), strict=True)})
+        return found
+
+    def _present(self, keys: list[str]) -> list[str]:
+        """One request while nothing new has been posted, however many keys there are."""
+        if not keys or self._request(lambda: self._store.check(keys)):
+            return keys
+        if len(keys) == 1:
+            return []
+        scope = keys[0].rpartition(".")[0]
+        num_posts = self._request(lambda: self._store.add(_POSTS_KEY, 0))
+        if self._scanned.get(scope) == num_posts:
+            return []
+        there = self._request(lambda: [key for key in keys if self._store.check([key])])
+        self._scanned = {scope: num_posts}
+        return there
+
+    def give_sign(self, key: str, *, last: bool = False) -> None:
+        """See `Board.give_sign`."""
+        self._request(lambda: self._store.add(key, _LAST_SIGN if last else 1))
+
+    def signs(self, keys: Sequence[str]) -> Mapping[str, Hashable]:
+        """See `Board.signs`."""
+        counts = self._request(lambda: {key: self._store.add(key, 0) for key in keys})
+        return {key: LEFT if count >= _LAST_SIGN else count for key, count in counts.items() if count}
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """See `Board.remove`."""
+        doomed = [name for key in keys for name in (key, *self._parts.pop(key, ()))]
+
+        def delete() -> None:
+            for name in doomed:
+                self._store.delete_key(name)
+
+        self._caller.later(delete)
+
+    def close(self, *, emptied: bool) -> None:
+        """See `Board.close`."""
+        if emptied:
+            self._caller.later(lambda: self._store.delete_key(_POSTS_KEY))
+        self._caller.close()
+
+    def _request(self, request: Callable[[], T]) -> T:
+        try:
+            return self._caller.call(request)
+        except CkptstoreError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise RankTimeout(
+                f"The key-value store of torch.distributed is not reached any more: {reason}",
+                ranks=self._server_ranks,
+                committed=None,
+                hint="It is served by the process with rank 0 of the job, or by torchrun on its node: look there",
+            ) from error
