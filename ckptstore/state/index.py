@@ -1,0 +1,323 @@
+"""The tensor index of a checkpoint: all ranks' parts, joined by putting their bytes one after another. Pure.
+
+`tensors.index` is the parts, a directory of where each lies with its CRC32C, and a footer; so a rank can read the
+footer, the directory and its own part alone. `TensorIndex` answers which chunks of which file hold a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckptstore.digest import crc32c
+from ckptstore.encoding import FORMAT_VERSION
+from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
+from ckptstore.state.boxes import Box
+from ckptstore.state.part import BESIDE_VALUE, DTYPE_NAMES, PER_RANK, Part, Regions
+
+INDEX_NAME = "tensors.index"
+"""The name of the file; one for each checkpoint."""
+
+_ENTRY = np.dtype([("offset", "<u8"), ("size_bytes", "<u8"), ("crc32c", "<u4"), ("rank", "<u4")])
+_FOOTER = struct.Struct("<8s4I")
+_FOOTER_MAGIC = b"CKPTTIXE"
+FOOTER_BYTES = _FOOTER.size
+
+
+def join_parts(parts: Sequence[bytes]) -> bytes:
+    """The joined index: one part for each rank, in the order of ranks."""
+    entries = np.zeros(len(parts), _ENTRY)
+    sizes = [len(part) for part in parts]
+    entries["offset"] = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    entries["size_bytes"], entries["rank"] = sizes, range(len(parts))
+    entries["crc32c"] = [crc32c(part) for part in parts]
+    directory = entries.tobytes()
+    return b"".join([*parts, directory, _FOOTER.pack(_FOOTER_MAGIC, FORMAT_VERSION, len(parts), crc32c(directory), 0)])
+
+
+class PartPlace(NamedTuple):
+    """Where a rank's part lies in the joined index."""
+
+    offset: int
+    size_bytes: int
+    crc32c: int
+
+
+def directory_bytes(footer: bytes | memoryview, *, file: str = INDEX_NAME) -> int:
+    """The size of the directory, which lies right before the footer, the last `FOOTER_BYTES` of the file."""
+    if len(footer) != FOOTER_BYTES or bytes(footer[:8]) != _FOOTER_MAGIC:
+        raise CheckpointDamaged(f"{file} has no footer", file=file)
+    _, version, count, _, _ = _FOOTER.unpack(footer)
+    if version > FORMAT_VERSION:
+        raise UnsupportedVersion(f"{file} has version {version}", file=file, hint="Upgrade ckptstore to read it")
+    return int(count) * _ENTRY.itemsize
+
+
+def places(directory: bytes | memoryview, footer: bytes | memoryview, size_bytes: int, *, file: str) -> list[PartPlace]:
+    """Where each rank's part lies in an index of that size."""
+    if len(directory) != directory_bytes(footer, file=file) or crc32c(directory) != _FOOTER.unpack(footer)[3]:
+        raise CheckpointDamaged(f"{file} has a damaged directory", file=file)
+    entries = np.frombuffer(directory, _ENTRY)
+    ends = np.cumsum(entries["size_bytes"])
+    starts = ends - entries["size_bytes"]
+    total = int(ends[-1]) if len(ends) else 0
+    if (entries["offset"] != starts).any() or total + len(directory) + FOOTER_BYTES != size_bytes:
+        raise CheckpointDamaged(f"{file} has a directory that does not fit its parts", file=file)
+    if (entries["rank"] != np.arange(len(entries))).any():
+        raise CheckpointDamaged(f"{file} has parts that are not in the order of ranks", file=file)
+    return [PartPlace(int(entry["offset"]), int(entry["size_bytes"]), int(entry["crc32c"])) for entry in entries]
+
+
+def split_parts(data: bytes | memoryview, *, file: str = INDEX_NAME) -> list[memoryview]:
+    """The parts of a joined index that is in memory, each against its digest."""
+    view = memoryview(data)
+    footer = view[max(0, len(view) - FOOTER_BYTES) :]
+    entries = directory_bytes(footer, file=file)
+    directory = view[max(0, len(view) - FOOTER_BYTES - entries) : len(view) - FOOTER_BYTES]
+    parts = []
+    for rank, place in enumerate(places(directory, footer, len(view), file=file)):
+        part = view[place.offset : place.offset + place.size_bytes]
+        if crc32c(part) != place.crc32c:
+            raise CheckpointDamaged(f"{file} has a damaged part of rank {rank}", file=file)
+        parts.append(part)
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """What is known of a tensor, wherever its bytes are."""
+
+    fqn: str
+    dtype: str
+    """torch's name without the module: "float32"."""
+    shape: tuple[int, ...]
+    per_rank: bool
+    beside_value: bool
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, in a file."""
+
+    file: int
+    offset: int
+    """Of the payload, in the file."""
+    box: Box
+    region: int
+
+
+class TensorIndex:
+    """The parts of all ranks, or of some."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self.parts = tuple(parts)
+        self.files: tuple[str, ...] = tuple(dict.fromkeys(name for part in self.parts for name in part.files))
+        self._row_of: dict[tuple[str, int], int] = {}
+        self._rows: list[tuple[Part, int]] = []
+        rows_of_parts = self._merge_rows()
+        self._join_columns(rows_of_parts)
+
+    @staticmethod
+    def decode(data: bytes | memoryview, *, file: str = INDEX_NAME) -> TensorIndex:
+        """The index of a whole `tensors.index`."""
+        return TensorIndex(Part.decode(part, file=file) for part in split_parts(data, file=file))
+
+    def _merge_rows(self) -> list[np.ndarray[Any, Any]]:
+        """One row for each tensor; a tensor that differs between ranks has one for each rank that has it."""
+        known: dict[tuple[int, bytes, bytes, bytes], np.ndarray[Any, Any]] = {}
+        found = []
+        for part in self.parts:
+            key = (id(part.names), part.dtype.tobytes(), part.flags.tobytes(), _shapes(part))
+            rows = known.get(key)
+            if rows is None:
+                rows = np.array([self._row(part, row) for row in range(len(part.names))], np.int64)
+            if not (part.flags & PER_RANK).any():
+                known[key] = rows
+            found.append(rows)
+        return found
+
+    def _row(self, part: Part, row: int) -> int:
+        fqn = part.names[row]
+        key = (fqn, part.rank if part.flags[row] & PER_RANK else -1)
+        known = self._row_of.setdefault(key, len(self._rows))
+        if known == len(self._rows):
+            self._rows.append((part, row))
+        elif self._entry(known) != _entry_of(part, row):
+            raise CheckpointDamaged(f"ranks {self._rows[known][0].rank} and {part.rank} disagree on the tensor {fqn}")
+        return known
+
+    def _join_columns(self, rows_of_parts: list[np.ndarray[Any, Any]]) -> None:
+        number_of = {name: number for number, name in enumerate(self.files)}
+        files, numbers, chunks, regions, crcs, region_base, block_base = [], [], [], [], [], 0, 0
+        number_base = 0
+        for part, rows in zip(self.parts, rows_of_parts, strict=True):
+            file_numbers = np.array([number_of[name] for name in part.files] or [0], np.int64)
+            chunk_rows = rows[part.chunk_tensor] if len(rows) else np.zeros(0, np.int64)
+            columns = (chunk_rows, file_numbers[part.chunk_file], part.chunk_offset)
+            chunks.append((*columns, part.chunk_box.astype(np.int64) + number_base, part.chunk_region + region_base))
+            numbers.append(part.numbers.astype(np.int64))
+            held = part.regions
+            regions.append(
+                (file_numbers[held.file], held.offset, held.size_bytes, held.first_block.astype(np.int64) + block_base)
+            )
+            crcs.append(part.crcs)
+            files.append(len(part.files))
+            region_base, block_base = region_base + len(held.offset), block_base + len(part.crcs)
+            number_base += len(part.numbers)
+        self._numbers = _joined(numbers)
+        row, file, offset, box, region = (_joined([columns[i] for columns in chunks]) for i in range(5))
+        order = np.argsort(row, kind="stable")
+        self._file, self._offset, self._box, self._region = file[order], offset[order], box[order], region[order]
+        self._bounds = np.searchsorted(row[order], np.arange(len(self._rows) + 1))
+        self.regions = Regions(*(_joined([columns[i] for columns in regions]) for i in range(4)))
+        self.crcs = _joined(crcs).astype(np.uint32)
+
+    def _entry(self, row: int) -> TensorEntry:
+        return _entry_of(*self._rows[row])
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks there are in all."""
+        return len(self._offset)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """The tensors by name; of one that differs between ranks, the lowest rank's."""
+        found: dict[str, TensorEntry] = {}
+        for fqn, rank in sorted(self._row_of, key=lambda key: key[1]):
+            if fqn not in found:
+                found[fqn] = self._entry(self._row_of[fqn, rank])
+        return found
+
+    def entry(self, fqn: str, rank: int) -> TensorEntry | None:
+        """The tensor as that rank sees it, None when it is not there."""
+        row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
+        return None if row is None else self._entry(row)
+
+    def ranks_of(self, fqn: str) -> list[int]:
+        """The ranks that have a tensor of that name of their own."""
+        return [part.rank for part in self.parts if (fqn, part.rank) in self._row_of]
+
+    def chunks(self, fqn: str, rank: int, wanted: Box | None = None) -> list[Chunk]:
+        """The chunks of a tensor, as that rank sees it, that share elements with the wanted box, or all."""
+        row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
+        if row is None:
+            return []
+        low, high = int(self._bounds[row]), int(self._bounds[row + 1])
+        part, local = self._rows[row]
+        dims = int(part.ndim[local])
+        place = slice(low, high)
+        boxes = self._numbers[self._box[place][:, None] + np.arange(2 * dims)]
+        offsets, sizes = boxes[:, :dims], boxes[:, dims:]
+        picked: Any = range(high - low)
+        if wanted is not None and high - low > 1 and dims:
+            starts = np.array(wanted.offsets, np.int64)
+            meets = (offsets < starts + np.array(wanted.sizes, np.int64)) & (starts < offsets + sizes)
+            picked = np.flatnonzero(meets.all(axis=1)).tolist()
+        columns = [column[place].tolist() for column in (self._file, self._offset, self._region)]
+        plain = boxes.tolist()
+        return [
+            Chunk(columns[0][i], columns[1][i], Box(tuple(plain[i][:dims]), tuple(plain[i][dims:])), columns[2][i])
+            for i in picked
+        ]
+
+    def check_complete(self) -> None:
+        """Raise CheckpointDamaged, naming the tensors, when chunks do not cover a tensor exactly once."""
+        wrong = [self._entry(row).fqn for row in range(len(self._rows)) if not self._is_covered(row)]
+        if wrong:
+            shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+            raise CheckpointDamaged(f"the chunks of {shown} do not cover the tensor exactly once")
+
+    def _is_covered(self, row: int) -> bool:
+        part, local = self._rows[row]
+        dims, at = int(part.ndim[local]), int(part.shape_at[local])
+        shape = part.numbers[at + dims : at + 2 * dims].astype(np.int64)
+        low, high = int(self._bounds[row]), int(self._bounds[row + 1])
+        boxes = self._numbers[self._box[low:high][:, None] + np.arange(2 * dims)]
+        return _covers(shape, boxes[:, :dims], boxes[:, dims:])
+
+    def check_files(self, sizes_bytes: Mapping[str, int]) -> None:
+        """Raise CheckpointDamaged when a region lies outside its file, or the file is not known."""
+        missing = [name for name in self.files if name not in sizes_bytes]
+        if missing:
+            raise CheckpointDamaged(f"the tensor index names {missing[0]!r}, which the checkpoint has not")
+        limits = np.array([sizes_bytes[name] for name in self.files] or [0], np.int64)
+        ends = self.regions.offset + self.regions.size_bytes
+        beyond = np.flatnonzero(ends > limits[self.regions.file])
+        if len(beyond):
+            name = self.files[int(self.regions.file[beyond[0]])]
+            raise CheckpointDamaged(f"the tensor index has a region beyond the end of {name}", file=name)
+
+    def common_values(self) -> dict[str, Any]:
+        """The JSON of the plain values that are for all ranks, by name."""
+        return dict(pair for part in self.parts if part.common for pair in _values(part.common))
+
+    def own_values(self, rank: int) -> dict[str, Any]:
+        """The JSON of the plain values that are that rank's alone, by name."""
+        return dict(pair for part in self.parts if part.rank == rank and part.own for pair in _values(part.own))
+
+    def value_ranks(self) -> dict[str, list[int]]:
+        """For each plain value that differs between ranks, the ranks that have one."""
+        found: dict[str, list[int]] = {}
+        for part in self.parts:
+            for name, _ in _values(part.own) if part.own else ():
+                found.setdefault(name, []).append(part.rank)
+        return found
+
+
+def _values(text: bytes) -> Iterator[tuple[str, Any]]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise CheckpointDamaged(f"plain values are not valid JSON: {error}") from None
+    if type(values) is not dict:
+        raise CheckpointDamaged("plain values are not a JSON object")
+    return iter(values.items())
+
+
+def _joined(columns: list[Any]) -> np.ndarray[Any, Any]:
+    return np.concatenate(columns) if columns else np.zeros(0, np.int64)
+
+
+def _shapes(part: Part) -> bytes:
+    """The shapes of all tensors of a part, for comparing."""
+    found = []
+    for dims in np.unique(part.ndim):
+        at = part.shape_at[part.ndim == dims].astype(np.int64)
+        found.append(part.numbers[at[:, None] + np.arange(2 * int(dims))].astype(np.int64).tobytes())
+    return b"".join([part.ndim.tobytes(), *found])
+
+
+def _entry_of(part: Part, row: int) -> TensorEntry:
+    dims, at, flags = int(part.ndim[row]), int(part.shape_at[row]), int(part.flags[row])
+    shape = tuple(part.numbers[at + dims : at + 2 * dims].tolist())
+    name = DTYPE_NAMES[part.dtype[row]]
+    return TensorEntry(part.names[row], name, shape, bool(flags & PER_RANK), bool(flags & BESIDE_VALUE))
+
+
+def _covers(shape: Any, offsets: Any, sizes: Any) -> bool:
+    """Whether boxes cover a shape, each element once."""
+    total = int(shape.prod())
+    if int(sizes.prod(axis=1).sum()) != total:
+        return False
+    if len(sizes) <= 1 or total == 0:
+        return True
+    varying = np.flatnonzero((sizes != shape).any(axis=0))
+    if len(varying) == 1:
+        order = np.argsort(offsets[:, varying[0]], kind="stable")
+        starts, lengths = offsets[order, varying[0]], sizes[order, varying[0]]
+        return bool((starts[1:] == starts[:-1] + lengths[:-1]).all())
+    ends = offsets + sizes
+    order = np.argsort(offsets[:, varying[0]], kind="stable")
+    offsets, ends = offsets[order], ends[order]
+    last = np.searchsorted(offsets[:, varying[0]], ends[:, varying[0]])
+    for index in range(len(offsets)):  # only boxes that begin before this one ends can meet it
+        others = slice(index + 1, int(last[index]))
+        if ((offsets[others] < ends[index]) & (offsets[index] < ends[others])).all(axis=1).any():
+            return False
+    return True

@@ -1,0 +1,256 @@
+"""The tensor index comes back as it was written, and one that lies is found out."""
+
+import json
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptstore.digest import BLOCK_BYTES
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersion
+from ckptstore.state import boxes
+from ckptstore.state.boxes import Box
+from ckptstore.state.index import FOOTER_BYTES, TensorIndex, directory_bytes, join_parts, places, split_parts
+from ckptstore.state.part import BESIDE_VALUE, PER_RANK, Part, PartBuilder
+
+SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+def boxes_in(sizes):
+    ranges = [st.tuples(st.integers(0, size - 1), st.integers(1, size)) for size in sizes]
+    return st.tuples(*ranges).map(
+        lambda pairs: Box(
+            tuple(offset for offset, _ in pairs),
+            tuple(min(length, size - offset) for (offset, length), size in zip(pairs, sizes, strict=True)),
+        )
+    )
+
+
+@given(SIZES.flatmap(lambda sizes: st.tuples(st.just(sizes), boxes_in(sizes), boxes_in(sizes))), st.integers(1, 9))
+def test_boxes_agree_with_numpy(drawn, gap):
+    sizes, left, right = drawn
+    elements = numpy.arange(int(numpy.prod(sizes))).reshape(sizes)
+
+    def inside(box):
+        return elements[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
+
+    shared = boxes.overlap(left, right)
+    common = sorted(set(inside(left)) & set(inside(right)))
+    assert (sorted(inside(shared)) if shared else []) == common
+    first, count = boxes.span(left, sizes)
+    assert (first, first + count - 1) == (inside(left).min(), inside(left).max())
+    assert boxes.is_range(left, sizes) == (list(inside(left)) == list(range(first, first + count)))
+    assert boxes.within(boxes.inside(left, right), right) == left
+    pieces = list(boxes.runs(left, sizes, gap))
+    assert numpy.concatenate([inside(piece) for piece in pieces]).tolist() == inside(left).tolist()
+    for piece in pieces:
+        held = inside(piece)
+        assert (numpy.diff(held) <= gap).all()
+
+
+@given(SIZES, st.integers(0, 700), st.integers(0, 700))
+def test_a_range_of_elements_is_cut_into_boxes(sizes, start, stop):
+    volume = int(numpy.prod(sizes))
+    start, stop = min(start, volume), min(stop, volume)
+    elements = numpy.arange(volume).reshape(sizes)
+    found = []
+    for box in boxes.boxes_of_range(sizes, start, stop):
+        assert boxes.is_range(box, sizes)
+        found += (
+            elements[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))].reshape(-1).tolist()
+        )
+    assert found == list(range(start, stop))
+
+
+@given(SIZES, st.integers(1, 1000))
+def test_a_granule_is_a_row_of_some_depth(sizes, most):
+    rows = [int(numpy.prod(sizes[depth:])) for depth in range(len(sizes) + 1)]
+    assert boxes.granule(sizes, most) in rows
+    assert boxes.granule(sizes, most) <= most
+
+
+def sample_part(rank=0, tensors=5, flags=0):
+    """Rows of float32 tensors, a slab and a large payload, as a rank of two would write them."""
+    builder = PartBuilder(rank)
+    builder.add_file(f"state-rank={rank:05d}-00.distcp", [b"slab", b"big0big1"])
+    builder.add_slab(0, 1000 * tensors)
+    for number in range(tensors):
+        row = builder.add_tensor(f"t{number}", "float32", (8, 16), flags)
+        builder.add_chunk(row, 1000 * number + 300, Box((4 * rank, 0), (4, 16)))
+    row = builder.add_tensor("big", "uint8", (2, BLOCK_BYTES + 1))
+    builder.add_chunk(row, 8192, Box((rank, 0), (1, BLOCK_BYTES + 1)))
+    tied = builder.add_tensor("tied", "uint8", (2, BLOCK_BYTES + 1))
+    builder.add_chunk(tied, 8192, Box((rank, 0), (1, BLOCK_BYTES + 1)))
+    return builder
+
+
+def encoded(rank=0, **keywords):
+    return sample_part(rank, **keywords).encode(
+        common=json.dumps({"epoch": rank}).encode() if rank == 0 else b"", own=json.dumps({"rng": rank}).encode()
+    )
+
+
+def test_what_was_added_is_found():
+    index = TensorIndex.decode(join_parts([encoded(0), encoded(1)]))
+    assert index.files == ("state-rank=00000-00.distcp", "state-rank=00001-00.distcp")
+    assert list(index.tensors) == ["t0", "t1", "t2", "t3", "t4", "big", "tied"]
+    entry = index.tensors["t3"]
+    assert (entry.dtype, entry.shape, entry.per_rank, entry.beside_value) == ("float32", (8, 16), False, False)
+    assert [chunk[:3] for chunk in index.chunks("t3", 0)] == [
+        (0, 3300, Box((0, 0), (4, 16))),
+        (1, 3300, Box((4, 0), (4, 16))),
+    ]
+    assert [chunk.file for chunk in index.chunks("t3", 0, Box((5, 3), (1, 1)))] == [1]
+    slab, big = index.chunks("t3", 0)[1].region, index.chunks("big", 0)[1].region
+    assert index.chunks("tied", 0)[1].region == big
+    assert (index.regions.offset[big], index.regions.size_bytes[big]) == (8192, BLOCK_BYTES + 1)
+    assert (index.regions.offset[slab], index.regions.size_bytes[slab]) == (0, 5000)
+    first = index.regions.first_block[big]
+    assert index.crcs[first : first + 2].tobytes() == b"big0big1"
+    index.check_complete()
+    index.check_files(dict.fromkeys(index.files, 8192 + BLOCK_BYTES + 1))
+    assert index.common_values() == {"epoch": 0}
+    assert index.own_values(1) == {"rng": 1}
+    assert index.value_ranks() == {"rng": [0, 1]}
+
+
+def test_tensors_that_differ_are_found_by_rank():
+    index = TensorIndex.decode(join_parts([encoded(0, flags=PER_RANK), encoded(1, flags=PER_RANK | BESIDE_VALUE)]))
+    assert [chunk.file for chunk in index.chunks("t0", 1)] == [1]
+    assert index.chunks("t0", 2) == []
+    assert index.ranks_of("t0") == [0, 1]
+    assert index.tensors["t0"].per_rank
+    assert index.entry("t0", 1).beside_value
+    assert index.entry("t0", 7) is None
+
+
+def test_one_part_is_found_without_the_others():
+    parts = [encoded(rank, tensors=rank + 1) for rank in range(3)]
+    joined = join_parts(parts)
+    footer = joined[-FOOTER_BYTES:]
+    directory = joined[-FOOTER_BYTES - directory_bytes(footer) : -FOOTER_BYTES]
+    place = places(directory, footer, len(joined), file="f")[1]
+    assert joined[place.offset : place.offset + place.size_bytes] == parts[1]
+    assert [bytes(part) for part in split_parts(joined)] == parts
+
+
+def test_shapes_that_differ_between_ranks_are_damage():
+    builder = PartBuilder(1)
+    builder.add_file("f", [])
+    builder.add_tensor("t0", "float32", (8, 17))
+    with pytest.raises(CheckpointDamaged, match="ranks 0 and 1 disagree on the tensor t0"):
+        TensorIndex.decode(join_parts([encoded(0), builder.encode()]))
+
+
+@given(st.data())
+def test_holes_and_overlaps_are_found(data):
+    shape = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
+    cuts = [sorted({0, size, *data.draw(st.sets(st.integers(0, size)))}) for size in shape]
+    grid = [
+        Box((a, c), (b - a, d - c))
+        for a, b in zip(cuts[0], cuts[0][1:], strict=False)
+        for c, d in zip(cuts[1], cuts[1][1:], strict=False)
+    ]
+
+    def index_of(held):
+        builder = PartBuilder(0)
+        builder.add_file("f", [b"crc."])
+        builder.add_slab(0, 1 << 16)
+        row = builder.add_tensor("t", "uint8", shape)
+        for number, box in enumerate(data.draw(st.permutations(held))):
+            builder.add_chunk(row, number * 50, box)
+        return TensorIndex.decode(join_parts([builder.encode()]))
+
+    index_of(grid).check_complete()
+    with pytest.raises(CheckpointDamaged, match="exactly once"):
+        index_of(grid[1:]).check_complete()
+    with pytest.raises(CheckpointDamaged, match="exactly once"):
+        index_of([*grid, grid[0]]).check_complete()
+    if len(grid) > 1 and grid[0].volume == grid[1].volume:
+        with pytest.raises(CheckpointDamaged, match="exactly once"):
+            index_of([grid[0], grid[0], *grid[2:]]).check_complete()
+
+
+@settings(max_examples=400)
+@given(st.integers(0, 10_000), st.integers(0, 255), st.integers(0, 60))
+def test_flipped_and_torn_parts_are_damage_or_harmless(position, value, torn):
+    data = bytearray(encoded(1))
+    data[position % len(data)] = value
+    for candidate in (bytes(data), bytes(data[: len(data) - torn])):
+        try:
+            index = TensorIndex([Part.decode(candidate, file="f")])
+            index.check_files(dict.fromkeys(index.files, 1 << 30))
+            for fqn in index.tensors:
+                index.chunks(fqn, 1)
+        except CkptstoreError:
+            continue
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_a_flip_anywhere_in_the_joined_index_is_found(position, mask):
+    data = bytearray(join_parts([encoded(0), encoded(1)]))
+    data[position % (len(data) - 4)] ^= mask  # the last four bytes are reserved
+    with pytest.raises((CheckpointDamaged, UnsupportedVersion)):
+        TensorIndex.decode(bytes(data))
+
+
+def test_what_is_larger_than_its_file_is_found():
+    index = TensorIndex.decode(join_parts([encoded(0)]))
+    with pytest.raises(CheckpointDamaged, match="beyond the end"):
+        index.check_files(dict.fromkeys(index.files, 8192))
+    with pytest.raises(CheckpointDamaged, match="has not"):
+        index.check_files({})
+
+
+def test_a_newer_version_says_so():
+    part = bytearray(encoded(0))
+    part[8] = 2
+    with pytest.raises(UnsupportedVersion):
+        Part.decode(bytes(part), file="f")
+
+
+def test_deflated_bombs_are_refused():
+    part = bytearray(encoded(0))
+    part[8 + 32 + 40 : 8 + 32 + 48] = (1 << 40).to_bytes(8, "little")
+    with pytest.raises(CheckpointDamaged, match="longer than"):
+        Part.decode(bytes(part), file="f")
+
+
+def llama(rank, *, ranks, layers):
+    """The part of a rank that holds an equal share of the rows of a Llama-shaped state."""
+    builder = PartBuilder(rank)
+    shapes = {
+        "attention.wq.weight": (4096, 4096),
+        "attention.wk.weight": (1024, 4096),
+        "attention.wo.weight": (4096, 4096),
+        "feed_forward.w1.weight": (14336, 4096),
+        "feed_forward.w2.weight": (4096, 14336),
+    }
+    shapes = {name: (rows * ranks // 8, columns) for name, (rows, columns) in shapes.items()}
+    tensors = [(f"model.layers.{layer}.{name}", shape) for layer in range(layers) for name, shape in shapes.items()]
+    blocks = [-(-rows * columns * 4 // ranks // BLOCK_BYTES) for _, (rows, columns) in tensors]
+    builder.add_file(f"state-rank={rank:05d}-00.distcp", [b"crc!" * count for count in blocks])
+    offset = 4096
+    for fqn, (rows, columns) in tensors:
+        share = rows // ranks
+        builder.add_chunk(
+            builder.add_tensor(fqn, "float32", (rows, columns)), offset, Box((rank * share, 0), (share, columns))
+        )
+        offset += share * columns * 4 + 4096
+    return builder.encode(), sum(blocks)
+
+
+def test_a_chunk_costs_at_most_32_bytes_beside_its_digests():
+    part, blocks = llama(3, ranks=8, layers=200)
+    assert (len(part) - 4 * blocks) / 1000 <= 32
+
+
+@pytest.mark.slow
+def test_a_thousand_ranks_are_joined_and_looked_up():
+    index = TensorIndex.decode(join_parts([llama(rank, ranks=1024, layers=200)[0] for rank in range(1024)]))
+    index.check_complete()
+    assert index.num_chunks == 1_024_000
+    (chunk,) = index.chunks("model.layers.7.attention.wq.weight", 0, Box((512 * 77, 0), (512, 4096)))
+    assert index.files[chunk.file] == "state-rank=00077-00.distcp"
