@@ -19,7 +19,6 @@ from ckptstore.errors import (
     StoreFenced,
     UnsupportedVersion,
 )
-from ckptstore.ranges import Numbers, decode_sequence, encode_sequence
 from ckptstore.records import (
     EMPTY,
     Change,
@@ -27,6 +26,7 @@ from ckptstore.records import (
     Claim,
     Commit,
     Noop,
+    Numbers,
     Pin,
     Record,
     Remove,
@@ -34,6 +34,7 @@ from ckptstore.records import (
     Unpin,
     apply,
 )
+from ckptstore.records.ranges import decode_sequence, encode_sequence
 
 CLAIM = Claim("token", 2)
 
@@ -99,6 +100,7 @@ def test_numbers_are_a_set(numbers: set[int], others: set[int], more: int) -> No
     one = Numbers(numbers)
     assert one == numbers
     assert list(one) == sorted(numbers)
+    assert list(reversed(one)) == sorted(numbers, reverse=True)
     assert len(one) == len(numbers)
     assert one.highest == max(numbers, default=None)
     assert (more in one) == (more in numbers)

@@ -30,6 +30,11 @@ class Run(NamedTuple):
         """The last number of the run."""
         return self.first + (self.length - 1) * self.stride
 
+    @property
+    def reversed(self) -> Run:
+        """The same numbers from the last to the first."""
+        return Run(self.last, self.length, -self.stride)
+
     def __str__(self) -> str:
         if self.length == 1:
             return str(self.first)
@@ -179,6 +184,9 @@ class Numbers(Set[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(_expand(self._runs))
+
+    def __reversed__(self) -> Iterator[int]:
+        return _expand(run.reversed for run in reversed(self._runs))
 
     def __len__(self) -> int:
         return sum(run.length for run in self._runs)

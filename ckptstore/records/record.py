@@ -1,7 +1,5 @@
 """Records: the numbered objects of the log, one change each and the state after it (format-v1, "The log"). Pure.
 
-The values that a record carries, and the rules between them, are in `ckptstore.changes`; both are imported from here.
-
 How large a state gets: live numbers are written as arithmetic runs of about 12 characters, so a history without
 retention, or with a regular one, stays far below 4 KiB however long it is. An irregular set of numbers is bounded by
 nothing but its entropy: it is packed, at one to two characters a number, which keeps some 2,000 checkpoints live at
@@ -11,12 +9,16 @@ breaks above that; the records are larger.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
-from ckptstore.changes import (
+from ckptstore.encoding import FORMAT_VERSION, dump_json, load_object
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, UnsupportedVersion
+from ckptstore.layout import record_key
+from ckptstore.records.changes import (
     EMPTY,
     Change,
     CheckpointEntry,
@@ -29,26 +31,7 @@ from ckptstore.changes import (
     Unpin,
     apply,
 )
-from ckptstore.encoding import FORMAT_VERSION, dump_json, load_object
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, UnsupportedVersion
-from ckptstore.layout import record_key
-from ckptstore.manifest import sha256_of
-from ckptstore.ranges import Numbers, decode_sequence, encode_sequence
-
-__all__ = [
-    "EMPTY",
-    "Change",
-    "CheckpointEntry",
-    "Claim",
-    "Commit",
-    "Noop",
-    "Pin",
-    "Record",
-    "Remove",
-    "StoreState",
-    "Unpin",
-    "apply",
-]
+from ckptstore.records.ranges import Numbers, decode_sequence, encode_sequence
 
 _KINDS: Mapping[str, type[Change]] = {
     "claim": Claim,
@@ -114,12 +97,14 @@ class Record:
     @cached_property
     def sha256(self) -> str:
         """Of the exact bytes, hexadecimal: what the next record carries as `previous`."""
-        return sha256_of(self.encode())
+        return hashlib.sha256(self.encode()).hexdigest()
 
     def encode(self) -> bytes:
         """The record as bytes: those it was read from, if it was read."""
-        if self.stored is not None:
-            return self.stored
+        return self._encoded if self.stored is None else self.stored
+
+    @cached_property
+    def _encoded(self) -> bytes:
         kind = next(name for name, cls in _KINDS.items() if isinstance(self.change, cls))
         return dump_json(
             {
@@ -146,7 +131,7 @@ class Record:
         value = load_object(data, file=record_key(number))
         try:
             value.pop("version")
-            if value.pop("number") != number:
+            if _integer(value.pop("number")) != number or number < 1:
                 raise ValueError("it carries another number")
             kind, encoded_state = _text(value.pop("kind")), value.pop("state")
             if kind not in _KINDS:

@@ -1,7 +1,7 @@
 """The state of a store and the changes that lead from one to the next: a small machine over pure values.
 
 `apply` holds every rule about what may happen to a store: who may still write, what may be trashed and what may be
-dropped. Nothing here knows of storages, clocks or files; `ckptstore.records` puts changes into records, and
+dropped. Nothing here knows of storages, clocks or files; `ckptstore.records.record` puts changes into records, and
 `ckptstore.log` puts records into a storage.
 """
 
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric, InvalidStep, StoreFenced
 from ckptstore.layout import MAX_STEP, Attempt
-from ckptstore.manifest import Kind
-from ckptstore.ranges import Numbers
+from ckptstore.records.ranges import Numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,7 @@ class CheckpointEntry:
     """The name of its directory below `checkpoints/`."""
     manifest_sha256: str
     """Of the manifest's exact bytes, hexadecimal."""
-    kind: Kind
+    kind: Literal["directory", "state"]
     world_size: int
     size_bytes: int
     """Of all files, the manifest apart."""

@@ -1,0 +1,13 @@
+"""The log: the one place where the truth about a store is written, one numbered record after another.
+
+    record = log.append(lambda newest: Pin((7,)))      # decides on the newest state until its record is the next one
+    newest = log.newest()                              # that record says what the store holds
+
+A record is created if absent, never changed and never removed, and no number is left out: so the newest one is found
+by probing upwards from any known number, and who creates number n + 1 has decided on the state of n. Everything that a
+store promises rests on this atomic create; the rules between two states are in `ckptstore.records`.
+"""
+
+from ckptstore.log.writer import Log
+
+__all__ = ["Log"]

@@ -1,0 +1,215 @@
+"""Reading the log: the newest record in few requests, any others in parallel, the storage's clock."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from ckptstore.config import RetryConfig
+from ckptstore.errors import (
+    AccessDenied,
+    CheckpointDamaged,
+    CkptstoreError,
+    FileMissing,
+    StorageError,
+    UnsupportedVersion,
+)
+from ckptstore.layout import HINT_KEY, PROBE_PREFIX, record_key
+from ckptstore.log.hint import Hint
+from ckptstore.records import Record
+from ckptstore.retry import retrying
+from ckptstore.storage.base import CreatesExclusively, Storage
+
+logger = logging.getLogger("ckptstore")
+
+T = TypeVar("T")
+Probed = Record | CheckpointDamaged | UnsupportedVersion | None
+"""What is at a number: a record, something that cannot be read as one, or nothing."""
+
+_MAX_CACHED = 100_000
+
+
+class LogReader:
+    """The reading half of a `Log`. It needs no claim and blocks nobody; what was read is cached, for records never
+    change. Safe for threads.
+    """
+
+    def __init__(self, storage: Storage, *, retry: RetryConfig, num_threads: int = 32) -> None:
+        self._storage = storage
+        self._retry = retry
+        self._num_threads = num_threads
+        self._lock = threading.Lock()
+        self._cache: dict[int, Record] = {}
+        self._times: dict[int, float] = {}
+        self._own: Record | None = None
+        """The newest record that was read from the log itself, or written; not one that only a hint told of."""
+        self._fork: str | None = None
+        """What shows that the log has two histories, if anything does."""
+
+    def newest(self) -> Record | None:
+        """The newest record, None in an empty log: no older than the newest one when this was called.
+
+        Costs two requests when the hint is fresh: the hint, and a probe of the next number; one when this process has
+        read the newest record before. Otherwise it probes upwards in growing steps and halves, so a hint that is
+        missing, torn or behind costs some requests and nothing else. A hint that is ahead of the log, or of another
+        log (a store that other tools copied in the wrong order), is believed here: whoever opens that checkpoint finds
+        its manifest missing, and whoever writes finds the hint wrong and mends it.
+
+        Raises CheckpointDamaged when the newest record cannot be read, UnsupportedVersion when it is from a newer
+        version, StorageError when the storage fails for longer than retries last.
+        """
+        return self._find()[0]
+
+    def latest(self) -> Record | None:
+        """The record of the latest live checkpoint, None when there is none. As `newest`, in as many requests."""
+        newest, hint = self._find()
+        number = newest.state.latest if newest else None
+        if newest is None or number is None:
+            return None
+        if number == newest.number:
+            return newest
+        if hint is not None and hint.latest is not None and hint.latest.number == number:
+            return hint.latest
+        return self.records([number])[0]
+
+    def records(self, numbers: Iterable[int]) -> list[Record]:
+        """These records, in the order given; read in parallel, or taken from the cache.
+
+        Raises CheckpointDamaged for a record that is missing or cannot be read.
+        """
+        wanted = list(numbers)
+        missing = [number for number in dict.fromkeys(wanted) if number not in self._cache]
+        read = dict(zip(missing, self._in_parallel(self._read, missing), strict=True))
+        return [read.get(number) or self._read(number) for number in wanted]
+
+    def record_time(self, number: int) -> float:
+        """When a record was written, in seconds since the epoch by the storage's clock. Cached."""
+        if number not in self._times:
+            key = record_key(number)
+            self._times[number] = self._retrying(f"stat {key}", lambda: self._storage.stat(key)).modified_seconds
+        return self._times[number]
+
+    def store_now_seconds(self) -> float:
+        """What the storage's clock says, in seconds since the epoch: a small file is written, and its time read.
+
+        Where this process may not write, it is the time of the newest record, 0.0 in an empty log: never later than
+        now, so that nothing looks older than it is.
+        """
+        key = f"{PROBE_PREFIX}clock-{uuid.uuid4().hex}"
+        try:
+            self._retrying(f"write {key}", lambda: self._storage.write(key, [memoryview(b"{}")]))
+            return self._retrying(f"stat {key}", lambda: self._storage.stat(key)).modified_seconds
+        except AccessDenied:
+            newest = self.newest()
+            return self.record_time(newest.number) if newest else 0.0
+        finally:
+            self._best_effort(f"delete {key}", lambda: self._storage.delete([key]))
+
+    # Finding the newest record
+
+    def _find(self) -> tuple[Record | None, Hint | None]:
+        """The newest record, and the hint if it was read."""
+        known = self._own
+        if known is not None:
+            after = self._probe(known.number + 1)
+            if after is None:
+                return known, None
+            known = after if isinstance(after, Record) else known
+        hint = self._read_hint()
+        if hint is not None and (known is None or hint.newest.number > known.number):
+            known = hint.newest
+        return self._gallop(known), hint
+
+    def _gallop(self, known: Record | None) -> Record | None:
+        """The newest record, looked for above one that is known to exist."""
+        top, newest = self._find_top(known)
+        if isinstance(newest, CheckpointDamaged) and not isinstance(self._storage, CreatesExclusively):
+            # A torn write of the single writer: nothing counts that was not written whole.
+            newest = self._probe(top - 1) if top > 1 else None
+        if isinstance(newest, CkptstoreError):
+            raise newest
+        return newest
+
+    def _find_top(self, known: Record | None) -> tuple[int, Probed]:
+        """The highest number that is taken, and what is there. Numbers have no gaps, so halving finds it."""
+        low, newest, step = known.number if known else 0, known, 1
+        found: Probed = newest
+        while (probed := self._probe(low + step)) is not None:
+            low, found, step = low + step, probed, 2 * step
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            probed = self._probe(middle)
+            low, high, found = (low, middle, found) if probed is None else (middle, high, probed)
+        return low, found
+
+    def _read_hint(self) -> Hint | None:
+        try:
+            return Hint.decode(self._retrying(f"read {HINT_KEY}", lambda: self._storage.read(HINT_KEY)))
+        except StorageError:
+            return None
+
+    # Single records
+
+    def _read(self, number: int) -> Record:
+        found = self._probe(number)
+        if found is None:
+            key = record_key(number)
+            raise CheckpointDamaged(f"{key} is missing, and no record is ever removed from a log", file=key)
+        if isinstance(found, CkptstoreError):
+            raise found
+        return found
+
+    def _probe(self, number: int) -> Probed:
+        """What is at a number, from the cache or the storage."""
+        cached = self._cache.get(number)
+        if cached is not None:
+            return cached
+        found = self._retrying(f"read {record_key(number)}", lambda: self._fetch(number))
+        return self._remember(found) if isinstance(found, Record) else found
+
+    def _fetch(self, number: int) -> Probed:
+        """The same in one request, past the cache and without retries."""
+        key = record_key(number)
+        try:
+            return Record.decode(self._storage.read(key), number)
+        except FileMissing:
+            return None
+        except (CheckpointDamaged, UnsupportedVersion) as error:
+            return error
+        except AccessDenied as error:
+            raise AccessDenied(
+                f"The storage denies reading {key}, which perhaps only does not exist yet: {error.message}",
+                file=key,
+                hint="Object stores answer so for a missing object to whoever may not list: allow it (s3:ListBucket)",
+            ) from error
+
+    def _remember(self, record: Record) -> Record:
+        with self._lock:
+            cached = self._cache.setdefault(record.number, record)
+            if cached.sha256 != record.sha256:
+                self._fork = f"{record_key(record.number)} has changed since this process first read it"
+            if self._own is None or record.number > self._own.number:
+                self._own = record
+            if len(self._cache) > _MAX_CACHED:
+                del self._cache[next(iter(self._cache))]
+        return record
+
+    def _in_parallel(self, read: Callable[[int], T], numbers: list[int]) -> list[T]:
+        if len(numbers) < 2 or self._num_threads < 2:
+            return [read(number) for number in numbers]
+        with ThreadPoolExecutor(min(self._num_threads, len(numbers)), "ckptstore-log") as pool:
+            return list(pool.map(read, numbers))
+
+    def _retrying(self, what: str, request: Callable[[], T]) -> T:
+        return retrying(self._retry, what, request)
+
+    def _best_effort(self, what: str, request: Callable[[], object]) -> None:
+        try:
+            request()
+        except CkptstoreError as error:
+            logger.debug("%s failed, which does no harm: %s", what, error)

@@ -1,0 +1,267 @@
+"""Writing the log: a decision on the newest state becomes the next record, or nothing happens at all."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from itertools import pairwise
+from threading import RLock
+
+from ckptstore.config import RetryConfig
+from ckptstore.errors import (
+    AccessDenied,
+    CheckpointDamaged,
+    CkptstoreError,
+    InvalidInput,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+    StoreForked,
+)
+from ckptstore.layout import HINT_KEY, record_key
+from ckptstore.log.chain import link_problem, record_problem
+from ckptstore.log.hint import Hint
+from ckptstore.log.reader import LogReader, Probed
+from ckptstore.records import Change, Noop, Record
+from ckptstore.storage.base import CreatesExclusively, Persists, Storage
+
+_CHECKED_LINKS = 64
+_BATCH_RECORDS = 1000
+
+Decide = Callable[[Record | None], Change | None]
+
+
+class Log(LogReader):
+    """The log of one store, for one process and all its threads."""
+
+    def __init__(
+        self, storage: Storage, *, retry: RetryConfig, single_writer: bool = False, num_threads: int = 32
+    ) -> None:
+        """`single_writer` promises, for a storage that cannot create-if-absent, that no second process ever writes.
+
+        Such a storage may still lose records when the promise is broken, or when a write of a process that died arrives
+        late; the chain of digests shows it, and writing ends with StoreForked.
+        """
+        super().__init__(storage, retry=retry, num_threads=num_threads)
+        self._single_writer = single_writer
+        self._appending = RLock()  # a decision may append something of its own first
+        self._linked = 0
+        """Up to which record the chain has been checked."""
+
+    def append(self, decide: Decide) -> Record | None:
+        """Write the record of the change that `decide` makes of the newest record, and return it.
+
+        `decide` gets the newest record, None in an empty log, and is called again whenever somebody else was faster.
+        What it raises passes through and nothing is written; where it returns None nothing is written, and None is
+        returned. A returned record is in the log, once, right behind the record that `decide` saw last.
+
+        An error whose `committed` is False says that the change is not in the log and never will be. With None that is
+        not known, for the storage failed and then could not be asked: read the log before trying again, and remove
+        nothing that the change names. With True it is in the log, but the disk does not confirm it. An exception that
+        is no CkptstoreError (KeyboardInterrupt) leaves it unknown too.
+
+        Raises what `decide` and `apply` raise; StoreForked when the chain of the newest 64 records does not hold;
+        InvalidInput when the storage cannot create-if-absent and nobody promised to be the single writer;
+        CheckpointDamaged, UnsupportedVersion and StorageError as `newest` does.
+        """
+        if not isinstance(self._storage, CreatesExclusively) and not self._single_writer:
+            raise InvalidInput(
+                f"{self._storage.uri} cannot create a file only where there is none, so writers could overwrite each"
+                " other's records",
+                hint="If no second process ever writes to this store, say so with single_writer=True",
+            )
+        with self._appending:
+            failures = 0
+            while True:
+                newest = self._newest_checked()
+                change = decide(newest)
+                if change is None:
+                    return None
+                record = Record.following(newest, change, write_id=uuid.uuid4().hex, created_at=time.time())
+                try:
+                    landed = self._remember(self._put(record, newest))
+                except StorageUnavailable as error:
+                    failures += 1
+                    if error.committed is not False or failures >= self._retry.retry_attempts:
+                        raise
+                    continue
+                if landed.write_id == record.write_id:
+                    self._write_hint(landed)
+                    return landed
+
+    def verify_chain(self) -> list[str]:
+        """Read the whole log, past the cache, and return what is wrong with it, in words; nothing if all is well.
+
+        Every record is checked against the digest of the one before it, and its state against what its change makes of
+        the state before. Raises StorageError when the storage fails for longer than retries last.
+        """
+        top, _ = self._find_top(None)
+        problems: list[str] = []
+        before: Record | None = None
+
+        def read(number: int) -> Probed:
+            return self._retrying(f"read {record_key(number)}", lambda: self._fetch(number))
+
+        for start in range(1, top + 1, _BATCH_RECORDS):
+            numbers = list(range(start, min(start + _BATCH_RECORDS, top + 1)))
+            for number, found in zip(numbers, self._in_parallel(read, numbers), strict=True):
+                problems += record_problem(number, before, found)
+                before = found if isinstance(found, Record) else None
+        return problems
+
+    # The chain
+
+    def _newest_checked(self) -> Record | None:
+        """The newest record, read from the log itself whatever a hint says, and the links that lead to it checked."""
+        if self._own is None:
+            hint = self._read_hint()
+            if hint is not None:
+                self._probe(hint.newest.number)  # where it exists, the search begins there
+        newest = self._gallop(self._own)
+        if newest is not None and newest.number != self._linked:
+            self._check_links(newest)
+        if self._fork is not None:
+            raise StoreForked(
+                f"The log of {self._storage.uri} does not hold together: {self._fork}",
+                hint="It can still be read: copy what you need to a new store with `ckptstore cp`",
+            )
+        return newest
+
+    def _check_links(self, newest: Record) -> None:
+        first = max(1, self._linked, newest.number - _CHECKED_LINKS)
+        try:
+            chain: list[Record | None] = [*self.records(range(first, newest.number)), newest]
+        except CheckpointDamaged as error:
+            self._fork = error.message
+            return
+        if first == 1:
+            chain.insert(0, None)
+        problems = [text for before, record in pairwise(chain) if record and (text := link_problem(before, record))]
+        if problems:
+            self._fork = problems[0]
+        self._linked = newest.number
+
+    # Putting one record
+
+    def _put(self, record: Record, newest: Record | None) -> Record:
+        """Try to make it the next record, and return the one that is there now, whosever it is.
+
+        An error with `committed` False means that the record is not there and never will be.
+        """
+        if not isinstance(self._storage, CreatesExclusively):
+            return self._put_alone(record)
+        key = record_key(record.number)
+        try:
+            created = self._storage.create(key, record.encode())
+        except StorageError as failure:
+            return self._settle(self._storage, record, newest, failure)
+        if created:
+            return record
+        try:
+            # Not always a lost race: below this, a client may have repeated a create of ours whose reply was lost.
+            return self._retrying(f"read {key} back", lambda: self._read_back(record.number))
+        except CkptstoreError as error:
+            raise _unknown(record, error) from error
+
+    def _settle(
+        self, storage: CreatesExclusively, record: Record, newest: Record | None, failure: StorageError
+    ) -> Record:
+        """A create failed, and may have had its effect, or have it later: find out, and take the number if it is free.
+
+        Only one of two creates can win: once anything else is there, the record stays out for ever. A storage that
+        refused (no permission, no space) has answered, so a free number is proof enough.
+        """
+        key = record_key(record.number)
+        refused = isinstance(failure, AccessDenied | StorageFull)
+
+        def settle() -> Record | None:
+            found = self._fetch(record.number)
+            if isinstance(found, CkptstoreError):
+                raise found
+            if found is not None or refused:
+                return found
+            noop = Record.following(newest, Noop(), write_id=uuid.uuid4().hex, created_at=time.time())
+            return noop if storage.create(key, noop.encode()) else self._read_back(record.number)
+
+        try:
+            landed = self._retrying(f"settle {key}", settle)
+        except CkptstoreError as error:
+            raise _unknown(record, error) from failure
+        if landed is not None and landed.write_id == record.write_id:
+            self._confirm(record)
+            return landed
+        if landed is not None:
+            self._remember(landed)
+        failure.committed = False
+        raise failure
+
+    def _confirm(self, record: Record) -> None:
+        """A create failed and yet took effect: on a disk it may have failed at the very last, at becoming durable."""
+        if isinstance(self._storage, Persists):
+            try:
+                self._storage.persist([record_key(record.number)])
+            except StorageError as error:
+                error.committed = True
+                raise
+
+    def _put_alone(self, record: Record) -> Record:
+        """The same for a single writer without create-if-absent: write where nothing is, and read it back.
+
+        It is the same bytes in every try: should an earlier one arrive late, it changes nothing.
+        """
+        storage, key, view = self._storage, record_key(record.number), memoryview(record.encode())
+        failures: list[StorageError] = []
+
+        def write() -> Record:
+            found = self._fetch(record.number)
+            on_disk = isinstance(storage, Persists)
+            if isinstance(found, Record) and (found.write_id != record.write_id or not on_disk):
+                return found
+            try:
+                storage.write(key, [view])
+                if isinstance(storage, Persists):  # after a failed fsync the file is written anew
+                    storage.persist([key])
+            except StorageError as error:
+                failures.append(error)
+                found = self._fetch(record.number)
+                if isinstance(found, Record) and not on_disk:
+                    return found
+                raise
+            return self._read_back(record.number)
+
+        try:
+            return self._retrying(f"write {key}", write)
+        except CkptstoreError as error:
+            if error in failures and all(isinstance(failure, AccessDenied | StorageFull) for failure in failures):
+                raise
+            raise _unknown(record, error) from error
+
+    def _read_back(self, number: int) -> Record:
+        found = self._fetch(number)
+        if isinstance(found, Record):
+            return found
+        key = record_key(number)
+        raise found or StorageUnavailable(f"{key} exists, and cannot be read", file=key)
+
+    def _write_hint(self, record: Record) -> None:
+        """Best effort, and not when a newer record is known. A hint that claims more than the log has is mended."""
+        if self._own is not None and self._own.number > record.number:
+            return
+
+        def write() -> None:
+            number = record.state.latest
+            latest = None if number is None else record if number == record.number else self.records([number])[0]
+            self._storage.write(HINT_KEY, [memoryview(Hint(record, latest).encode())])
+
+        self._best_effort(f"writing {HINT_KEY}", write)
+
+
+def _unknown(record: Record, error: CkptstoreError) -> CkptstoreError:
+    key = record_key(record.number)
+    return type(error)(
+        f"It is not known whether {key} was written, for the storage failed again when it was asked: {error.message}",
+        file=key,
+        hint="Read the log before trying again; until then, keep the files that the record would name",
+        committed=None,
+    )
