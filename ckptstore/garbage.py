@@ -17,7 +17,7 @@ from ckptstore.log import Log
 from ckptstore.manifest import Manifest
 from ckptstore.prune import delete_attempt
 from ckptstore.records import Claim, Record
-from ckptstore.storage.base import CreatesExclusively, FindsUnfinished, Storage
+from ckptstore.storage.base import CreatesExclusively, FindsUnfinished, HasLocalFiles, Storage
 
 ENDED_SECONDS = 3600.0
 """Ranks that talk through the storage leave something there far more often than this."""
@@ -76,6 +76,8 @@ def _find(log: Log, storage: Storage, newest: Record, store_id: str, *, below_ep
         sizes[directory] += file.size_bytes
         if name == MANIFEST_NAME:
             manifests.add(directory)
+    for directory in _directories(storage):
+        sizes.setdefault(directory, 0)
     for directory in sorted(sizes.keys() - named):
         reason = _why_left(storage, directory, below_epoch, store_id, has_manifest=directory in manifests)
         if reason is None:
@@ -89,6 +91,16 @@ def _find(log: Log, storage: Storage, newest: Record, store_id: str, *, below_ep
                 found.unfinished.append(key)
     found.exchanges.extend(_ended_exchanges(log, storage))
     return found
+
+
+def _directories(storage: Storage) -> list[str]:
+    """On a disk: what lies below the root of checkpoints, empty directories too, which no listing shows."""
+    if not isinstance(storage, HasLocalFiles):
+        return []
+    try:
+        return [path.name for path in storage.local_path(CHECKPOINT_PREFIX.rstrip("/")).iterdir() if path.is_dir()]
+    except OSError:
+        return []
 
 
 def _why_left(storage: Storage, directory: str, below_epoch: int, store_id: str, *, has_manifest: bool) -> str | None:

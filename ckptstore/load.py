@@ -42,8 +42,8 @@ class CheckpointFiles:
         """Where the files lie."""
         return f"{self.storage.uri.rstrip('/')}/{self.prefix}".rstrip("/")
 
-    def read_manifest(self) -> tuple[Manifest, str]:
-        """The manifest and the SHA-256 of its bytes.
+    def read_manifest(self) -> tuple[Manifest, bytes]:
+        """The manifest, and its bytes as they are stored.
 
         Raises CheckpointGone when it is not there, CheckpointDamaged when it is not the one that was committed.
         """
@@ -61,7 +61,7 @@ class CheckpointFiles:
                 step=self.record.entry.step,
                 file=MANIFEST_NAME,
             )
-        return Manifest.decode(data, file=key), digest
+        return Manifest.decode(data, file=key), data
 
     def check_complete(self, manifest: Manifest) -> None:
         """Raise CheckpointDamaged unless every file is there with its size. One listing."""
@@ -94,7 +94,7 @@ def open_directory(files: CheckpointFiles) -> Iterator[Path]:
     On a disk it is the real one, under a lease. Else it is a copy that all processes of this node share: downloaded
     once, every byte checked.
     """
-    manifest, digest = files.read_manifest()
+    manifest, data = files.read_manifest()
     if isinstance(files.storage, HasLocalFiles):
         if files.record is None:
             yield files.storage.local_path(files.prefix.rstrip("/"))
@@ -106,10 +106,11 @@ def open_directory(files: CheckpointFiles) -> Iterator[Path]:
 
     def download(path: Path) -> None:
         _download(files, manifest, manifest.files, path)
-        (path / MANIFEST_NAME).write_bytes(manifest.encode())
+        (path / MANIFEST_NAME).write_bytes(data)
 
     cache = NodeCache(files.config.cache)
-    with cache.fetch_once(digest, step=manifest.step, size_bytes=manifest.size_bytes, download=download) as path:
+    size_bytes = manifest.size_bytes + len(data)
+    with cache.fetch_once(sha256_of(data), step=manifest.step, size_bytes=size_bytes, download=download) as path:
         yield path
 
 

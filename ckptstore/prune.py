@@ -123,4 +123,4 @@ def delete_attempt(storage: Storage, attempt: str) -> None:
     storage.delete([prefix + MANIFEST_NAME])
     storage.delete([file.key for file in storage.list(prefix)])
     if isinstance(storage, HasLocalFiles):
-        storage.remove_directories(prefix)
+        storage.remove_directories(prefix.rstrip("/"))

@@ -212,6 +212,6 @@ def _remove_own_files(job: Job, attempt: Attempt) -> None:
     try:
         job.storage.delete([file.key for file in job.storage.list(attempt.prefix)])
         if isinstance(job.storage, HasLocalFiles):
-            job.storage.remove_directories(attempt.prefix)
+            job.storage.remove_directories(attempt.prefix.rstrip("/"))
     except CkptstoreError as error:
         logger.warning("what step %d left could not be removed: %s", attempt.step, error)

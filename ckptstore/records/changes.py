@@ -61,6 +61,8 @@ class Claim:
     start_token: str
     """Equal on all ranks of one start of a job, new for every start."""
     world_size: int
+    above_epoch: int = 0
+    """The epoch lies above this one too: a copy of a store goes on above the epochs in the names of what it copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ def apply(state: StoreState, number: int, change: Change) -> StoreState:
         case Claim():
             if change.world_size < 1 or not change.start_token:
                 raise InvalidInput(f"A claim needs a start token and a world size above 0, and this is {change!r}")
-            return replace(state, epoch=state.epoch + 1, resume_from=state.latest)
+            return replace(state, epoch=max(state.epoch, change.above_epoch) + 1, resume_from=state.latest)
         case Commit():
             _check_epoch(state, change.entry.epoch)
             return _commit(state, number, change)

@@ -192,7 +192,8 @@ def _object(value: Any) -> dict[str, Any]:
 def _change_to_json(change: Change) -> dict[str, Any]:
     match change:
         case Claim():
-            return {"start_token": change.start_token, "world_size": change.world_size}
+            above = {"above_epoch": change.above_epoch} if change.above_epoch else {}
+            return {"start_token": change.start_token, "world_size": change.world_size, **above}
         case Commit():
             return {
                 "checkpoint": _entry_to_json(change.entry),
@@ -219,7 +220,8 @@ def _change_from_json(kind: str, value: dict[str, Any], *, limit: int) -> Change
 
     match kind:
         case "claim":
-            return Claim(_text(value["start_token"]), _integer(value["world_size"]))
+            above_epoch = _integer(value.get("above_epoch", 0))
+            return Claim(_text(value["start_token"]), _integer(value["world_size"]), above_epoch)
         case "checkpoint":
             reasons = {int(number): _text(reason) for number, reason in value["reasons"].items()}
             return Commit(_entry_from_json(value["checkpoint"], limit), numbers("replaces"), numbers("drops"), reasons)
