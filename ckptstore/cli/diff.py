@@ -1,0 +1,121 @@
+"""`ckptstore diff`: how two checkpoints differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.cli.options import as_json, storage_option
+from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_size
+from ckptstore.cli.targets import opened_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that is not the same in both; None where it is missing."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileDifference:
+    """One file that is not the same in both."""
+
+    name: str
+    change: str
+    a_bytes: int | None
+    b_bytes: int | None
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@storage_option
+@as_json
+def command(a: str, b: str, storage_options: dict[str, Any], as_json: bool) -> None:
+    """Compare two checkpoints: files, metrics, metadata. A and B are TARGETs, of the same store or of two.
+
+    Files are compared by name, size and CRC32C; no payload is read.
+    """
+    with opened_checkpoint(a, storage_options) as first, opened_checkpoint(b, storage_options) as second:
+        files = file_differences(first, second)
+        metrics = differences(first.metrics, second.metrics)
+        metadata = differences(flat(first.metadata), flat(second.metadata))
+        num_equal = len(first.files) - sum(item.a_bytes is not None for item in files)
+        if as_json:
+            print_json(
+                a=checkpoint_json(first),
+                b=checkpoint_json(second),
+                num_equal_files=num_equal,
+                files=[
+                    {"name": item.name, "change": item.change, "a_bytes": item.a_bytes, "b_bytes": item.b_bytes}
+                    for item in files
+                ],
+                metrics=[{"name": item.name, "a": item.a, "b": item.b} for item in metrics],
+                metadata=[{"name": item.name, "a": item.a, "b": item.b} for item in metadata],
+            )
+            return
+        click.echo(f"a: step {first.step}, {show_size(first.size_bytes)}, {first.uri}")
+        click.echo(f"b: step {second.step}, {show_size(second.size_bytes)}, {second.uri}")
+        _echo("file", [(item.name, item.change, _size(item.a_bytes), _size(item.b_bytes)) for item in files])
+        click.echo(f"{num_equal} files are equal")
+        _echo("metric", [(item.name, "", _text(item.a), _text(item.b)) for item in metrics])
+        _echo("metadata", [(item.name, "", _text(item.a), _text(item.b)) for item in metadata])
+
+
+def file_differences(first: Checkpoint, second: Checkpoint) -> list[FileDifference]:
+    """What is in one only, or differs in size or digest; by name."""
+    ours, theirs = ({file.name: file for file in checkpoint.files} for checkpoint in (first, second))
+    found = []
+    for name in sorted(ours.keys() | theirs.keys()):
+        one, other = ours.get(name), theirs.get(name)
+        if one and other and (one.size_bytes, one.crc32c) == (other.size_bytes, other.crc32c):
+            continue
+        change = "added" if one is None else "removed" if other is None else "changed"
+        found.append(
+            FileDifference(
+                name=name,
+                change=change,
+                a_bytes=one.size_bytes if one else None,
+                b_bytes=other.size_bytes if other else None,
+            )
+        )
+    return found
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
+    """What the two mappings do not share; two NaN are equal."""
+    names = sorted(first.keys() | second.keys())
+    pairs = [Difference(name, first.get(name), second.get(name)) for name in names]
+    return [item for item in pairs if repr(item.a) != repr(item.b)]
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping with paths for keys: {"a": {"b": 1}} is {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for name, item in value.items():
+        if isinstance(item, Mapping) and item:
+            found |= flat(item, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = item
+    return found
+
+
+def _echo(what: str, rows: list[tuple[str, str, str, str]]) -> None:
+    if rows:
+        echo_table((what, "", "a", "b"), rows)
+
+
+def _size(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else show_size(size_bytes)
+
+
+def _text(value: Any) -> str:
+    text = "" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

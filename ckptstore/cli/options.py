@@ -1,0 +1,66 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ckptstore.errors import InvalidInput
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _remember(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
+    ctx.find_root().ensure_object(dict)["as_json"] = value  # errors are printed by the root
+    return value
+
+
+as_json = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    is_eager=True,
+    callback=_remember,
+    help="Print one JSON object, also for an error.",
+)
+dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+
+
+def storage_option(function: F) -> F:
+    """`--storage-option KEY=VALUE`, any number of times, as the dict `storage_options`."""
+    return click.option(
+        "--storage-option",
+        "storage_options",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=lambda _ctx, _param, values: parse_storage_options(values),
+        help="For the storage's client, in fsspec's names; A.B=VALUE for one inside A, KEY:=JSON for other than text. "
+        "Never shown, but visible to others in the list of processes: the environment is a better place for secrets.",
+    )(function)
+
+
+def parse_storage_options(texts: tuple[str, ...]) -> dict[str, Any]:
+    """The options as a nested dict. Raises InvalidInput, which names the key and never the value."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.rstrip(":"):
+            raise InvalidInput("--storage-option takes KEY=VALUE")
+        *outer, key = name.rstrip(":").split(".")
+        inner = options
+        for part in outer:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise InvalidInput(f"--storage-option {name} is inside {part}, which is text")
+        inner[key] = _parse(name, value) if name.endswith(":") else value
+    return options
+
+
+def _parse(name: str, value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise InvalidInput(f"--storage-option {name}= takes JSON, and the value is not JSON") from None

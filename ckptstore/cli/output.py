@@ -1,0 +1,90 @@
+"""How commands speak: one JSON object, or lines for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.encoding import dump_json
+from ckptstore.terminal import is_terminal, print_table
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def print_json(**fields: Any) -> None:
+    """Print one JSON object, with the version of its schema. A float that JSON lacks is written as the format has it."""
+    click.echo(json.dumps(json.loads(dump_json({"version": 1, **fields}, what="the output")), indent=2))
+
+
+def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What every command says of a checkpoint."""
+    return {
+        "step": checkpoint.step,
+        "number": checkpoint.number,
+        "kind": checkpoint.kind,
+        "created_at": checkpoint.created_at,
+        "world_size": checkpoint.world_size,
+        "size_bytes": checkpoint.size_bytes,
+        "metrics": checkpoint.metrics,
+        "uri": checkpoint.uri,
+    }
+
+
+def echo_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows below headers, aligned; a column of numbers to the right."""
+    right = [all(_is_number(row[index]) for row in rows) for index, _ in enumerate(headers)]
+    if is_terminal(sys.stdout):
+        print_table(headers, rows, right=right)
+        return
+    widths = [max(len(row[index]) for row in [headers, *rows]) for index, _ in enumerate(headers)]
+    for row in [headers, *rows]:
+        cells = [
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(row, widths, right, strict=True)
+        ]
+        click.echo("  ".join(cells).rstrip())
+
+
+def _is_number(cell: str) -> bool:
+    return cell[:1].isdigit() or cell == ""
+
+
+def echo_fields(fields: Mapping[str, str]) -> None:
+    """Print names and values, one to a line."""
+    width = max(map(len, fields), default=0)
+    for name, value in fields.items():
+        click.echo(f"{name.ljust(width)}  {value}".rstrip())
+
+
+def show_size(size_bytes: int) -> str:
+    """Bytes for people: "17.3 MiB"."""
+    size, unit = float(size_bytes), UNITS[0]
+    for unit in UNITS:
+        if size < 1024 or unit == UNITS[-1]:
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def show_time(seconds: float) -> str:
+    """A time for people, in UTC: "2026-11-20 12:00:05"."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def show_duration(seconds: float) -> str:
+    """A duration for people: "59 min"."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def show_metrics(metrics: Mapping[str, float]) -> str:
+    """Metrics for people: "loss=0.25 accuracy=0.9"."""
+    return " ".join(f"{name}={value:.6g}" for name, value in metrics.items())

@@ -1,0 +1,88 @@
+"""From what is written on the command line to a store or a checkpoint.
+
+There is one form: URI for a store or for a checkpoint directory that lies on its own, URI@STEP or URI@latest for a
+checkpoint of a store. Only digits or "latest" after the last "@" are taken for a step, so that "abfs://box@account..."
+stays a URI; the store "runs/try@3" is written "runs/try@3@latest".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import InvalidInput, NoUsableCheckpoint, StoreMissing
+from ckptstore.identity import read_identity
+from ckptstore.layout import MANIFEST_NAME
+from ckptstore.store import CheckpointStore, open_store
+
+_TARGET = re.compile(r"(.+)@(\d+|latest)")
+LATEST = "latest"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the command line names."""
+
+    uri: str
+    step: int | str | None
+    """A step, "latest", or None where only a URI was given."""
+
+
+def parse_target(text: str) -> Target:
+    """Read URI, URI@STEP or URI@latest."""
+    match = _TARGET.fullmatch(text)
+    if match is None:
+        return Target(text, None)
+    return Target(match[1], LATEST if match[2] == LATEST else int(match[2]))
+
+
+@contextmanager
+def opened_store(uri: str, storage_options: Mapping[str, Any], **keywords: Any) -> Iterator[CheckpointStore]:
+    """The store at a URI. Raises StoreMissing when there is none."""
+    if parse_target(uri).step is not None:
+        raise InvalidInput(f"{uri} names a checkpoint, and this command takes a store")
+    with open_store(uri, storage_options=storage_options, **keywords) as store:
+        if read_identity(store._job.storage) is None:
+            raise StoreMissing(f"There is no store at {store.uri}")
+        yield store
+
+
+@contextmanager
+def opened_step(text: str, storage_options: Mapping[str, Any]) -> Iterator[tuple[CheckpointStore, int]]:
+    """The store and the step of URI@STEP. Raises InvalidInput when no step is given."""
+    target = parse_target(text)
+    if target.step is None:
+        raise InvalidInput(f"{text} names no checkpoint", hint="Write STORE@STEP or STORE@latest")
+    with opened_store(target.uri, storage_options) as store:
+        yield store, _checkpoint(store, target.step).step
+
+
+@contextmanager
+def opened_checkpoint(text: str, storage_options: Mapping[str, Any]) -> Iterator[Checkpoint]:
+    """The checkpoint that TARGET names; of a store alone its latest one."""
+    target = parse_target(text)
+    if target.step is None and is_checkpoint(target.uri, storage_options):
+        yield Checkpoint.from_uri(target.uri, storage_options=storage_options)
+        return
+    with opened_store(target.uri, storage_options) as store:
+        yield _checkpoint(store, target.step)
+
+
+def is_checkpoint(uri: str, storage_options: Mapping[str, Any]) -> bool:
+    """Whether the URI is a checkpoint directory, and not a store."""
+    with open_store(uri, storage_options=storage_options) as store:
+        storage = store._job.storage
+        return any(file.key == MANIFEST_NAME for file in storage.list(MANIFEST_NAME))
+
+
+def _checkpoint(store: CheckpointStore, step: int | str | None) -> Checkpoint:
+    if isinstance(step, int):
+        return store[step]
+    checkpoint = store.latest()
+    if checkpoint is None:
+        raise NoUsableCheckpoint(f"There is no checkpoint in {store.uri}")
+    return checkpoint

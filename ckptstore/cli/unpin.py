@@ -1,0 +1,25 @@
+"""`ckptstore unpin`: give a checkpoint back to retention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckptstore.cli.options import as_json, storage_option
+from ckptstore.cli.output import print_json
+from ckptstore.cli.targets import opened_step
+
+
+@click.command()
+@click.argument("target")
+@storage_option
+@as_json
+def command(target: str, storage_options: dict[str, Any], as_json: bool) -> None:
+    """Give the checkpoint STORE@STEP back to retention."""
+    with opened_step(target, storage_options) as (store, step):
+        store.unpin(step)
+        if as_json:
+            print_json(uri=store.uri, step=step, is_pinned=False)
+        else:
+            click.echo(f"step {step} is not pinned")

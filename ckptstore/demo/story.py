@@ -1,0 +1,180 @@
+"""The story that the demo tells: train, die in the middle of an upload, resume, end with the same loss curve."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptstore import InvalidInput, open_store
+from ckptstore.demo.launch import Ended, run_job
+from ckptstore.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, parse_record_key
+from ckptstore.storage.open import open_storage
+
+TOLERANCE = 1e-6
+"""The largest relative difference between two losses that count as the same."""
+
+
+class DemoFailed(Exception):
+    """Something in the demo was not as it has to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One way to train, and where its stores go."""
+
+    title: str
+    root: str
+    num_ranks: int
+    arguments: tuple[str, ...]
+    epochs: int
+    directory: Path
+    """For the reports of rank 0."""
+
+    @property
+    def store(self) -> str:
+        """The store that survives a crash."""
+        return f"{self.root}/crashed"
+
+
+def tell(root: str | None, *, num_ranks: int, width: int, epochs: int) -> None:
+    """Run the demo and print it. Raises DemoFailed when anything is not as it has to be."""
+    started = time.monotonic()
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-demo-")))
+        place = (root or str(directory / "stores")).rstrip("/")
+        if root is not None:
+            _require_empty(root)
+        _shout(f"ResNet-18 of width {width} on 1,437 handwritten digits: {num_ranks} processes,")
+        _shout(f"{epochs} epochs, AdamW, a checkpoint from all ranks after each. Stores: {place}")
+        for name, title, flags in (
+            ("ddp", "DDP: every rank holds the whole model", ()),
+            ("sharded", "FSDP2: every rank holds a part of every tensor", ("--sharded",)),
+        ):
+            scene = Scene(
+                title=title,
+                root=f"{place}/{name}",
+                num_ranks=num_ranks,
+                arguments=("--width", str(width), "--epochs", str(epochs), *flags),
+                epochs=epochs,
+                directory=Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-demo-"))),
+            )
+            _play(scene)
+    seconds = time.monotonic() - started
+    _shout(f"\nThe demo took {seconds:.0f} s; both jobs ended as if nothing had happened.")
+
+
+def _require_empty(root: str) -> None:
+    storage = open_storage(root)
+    first = next(iter(storage.list("")), None)
+    storage.close()
+    if first is not None:
+        raise InvalidInput(f"{root} is not empty: it holds {first.key}", hint="Give the demo a place of its own")
+
+
+def _play(scene: Scene) -> None:
+    _shout(f"\n{scene.title}")
+
+    _head("1. Without interruption")
+    _require_success(_train(scene, f"{scene.root}/reference", report="reference"))
+
+    kill_rank, kill_step = scene.num_ranks - 1, scene.epochs
+    _head(f"2. Again, and rank {kill_rank} gets SIGKILL in the middle of its upload of step {kill_step}")
+    ended = _train(scene, scene.store, "--kill-rank", str(kill_rank), "--kill-step", str(kill_step), report="killed")
+    if (ended.failed_rank, ended.signal) != (kill_rank, signal.SIGKILL):
+        raise DemoFailed(f"rank {kill_rank} was to die by SIGKILL, and rank {ended.failed_rank} ended first")
+    _say(f"rank {kill_rank} died by SIGKILL; the other ranks were ended, as a launcher does")
+    _show_torn(scene, kill_step)
+
+    _head("3. The job starts again")
+    _require_success(_train(scene, scene.store, report="resumed"))
+    _compare(scene)
+
+    _head("4. What is left")
+    for arguments in (
+        ("ls", scene.store),
+        ("gc", scene.store),
+        ("prune", "--grace", "0", scene.store),
+        ("verify", "--all", scene.store),
+    ):
+        _command(*arguments)
+
+
+def _train(scene: Scene, store: str, *arguments: str, report: str) -> Ended:
+    path = scene.directory / f"{report}.json"
+    return run_job(scene.num_ranks, ("--store", store, "--report", str(path), *scene.arguments, *arguments), tell=_say)
+
+
+def _require_success(ended: Ended) -> None:
+    if ended.failed_rank is not None:
+        how = "failed" if ended.signal is None else f"died by {ended.signal.name}"
+        raise DemoFailed(f"rank {ended.failed_rank} {how}; what it printed is above")
+
+
+def _show_torn(scene: Scene, kill_step: int) -> None:
+    """Say what the crash left, and show that nobody sees it."""
+    storage = open_storage(scene.store)
+    sizes: Counter[str] = Counter()
+    complete, num_records = set(), 0
+    for file in storage.list(""):
+        num_records += parse_record_key(file.key) is not None
+        if file.key.startswith(CHECKPOINT_PREFIX):
+            attempt, _, name = file.key.removeprefix(CHECKPOINT_PREFIX).partition("/")
+            sizes[attempt] += file.size_bytes
+            complete |= {attempt} if name == MANIFEST_NAME else set()
+    storage.close()
+    for attempt in sorted(sizes.keys() - complete):
+        _say(
+            f"left behind: {attempt} with {sizes[attempt]:,} bytes, no manifest, and none of {num_records} log records"
+        )
+    with open_store(scene.store) as store:
+        steps = [checkpoint.step for checkpoint in store]
+        latest = store.latest()
+    if latest is None or latest.step != kill_step - 1 or kill_step in steps:
+        raise DemoFailed(f"after the crash the store shows the steps {steps}, and step {kill_step} was torn")
+    _say(f"the torn attempt is invisible: the store holds the steps {steps}, the latest is {latest.step}")
+
+
+def _compare(scene: Scene) -> None:
+    reference, resumed = (
+        json.loads((scene.directory / f"{name}.json").read_text()) for name in ("reference", "resumed")
+    )
+    if len(reference) != len(resumed):
+        raise DemoFailed(f"{len(resumed)} losses after the resume, {len(reference)} without interruption")
+    worst = max(abs(a - b) / abs(a) for a, b in zip(reference, resumed, strict=True))
+    _say(f"{len(reference)} losses, from {reference[0]:.4f} to {reference[-1]:.4f}; largest relative difference to the")
+    _say(f"run without interruption: {worst:.1e} ({TOLERANCE:.0e} is allowed)")
+    if not worst <= TOLERANCE:
+        raise DemoFailed("the loss curve after the resume is another one")
+
+
+def _command(*arguments: str) -> None:
+    """Run a command of ckptstore as a user would."""
+    _say(f"$ ckptstore {shlex.join(arguments)}")
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptstore.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    for line in done.stdout.splitlines():
+        _say(line)
+    if done.returncode:
+        raise DemoFailed(f"ckptstore {arguments[0]} failed with exit code {done.returncode}")
+
+
+def _head(text: str) -> None:
+    _shout(f"\n {text}")
+
+
+def _say(text: str) -> None:
+    print(f"   {text}", flush=True)
+
+
+def _shout(text: str) -> None:
+    print(f"\033[1m{text}\033[0m" if sys.stdout.isatty() else text, flush=True)

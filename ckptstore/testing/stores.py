@@ -1,0 +1,29 @@
+"""A store with faults: the same store, with a hook around every call of its storage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckptstore.log import Log
+from ckptstore.store import CheckpointStore
+from ckptstore.testing.wrapped import Hook, wrap
+from ckptstore.transfer import Transfer
+
+
+def with_faults(store: CheckpointStore, hook: Hook) -> CheckpointStore:
+    """The store with `hook` called around every call of its storage; use it in place of `store`, before any save.
+
+        store = with_faults(open_store(uri), KillAt("write_part checkpoints/*", when="during"))
+
+    Closing it closes both.
+    """
+    job, config = store._job, store._job.config
+    storage = wrap(job.storage, hook)
+    return CheckpointStore(
+        replace(
+            job,
+            storage=storage,
+            log=Log(storage, retry=config.retry, single_writer=config.single_writer),
+            transfer=Transfer(storage, config=config.transfer, retry=config.retry),
+        )
+    )
