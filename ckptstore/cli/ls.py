@@ -9,6 +9,7 @@ import click
 from ckptstore.cli.options import as_json, storage_option
 from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_metrics, show_size, show_time
 from ckptstore.cli.targets import opened_store
+from ckptstore.log import Log
 from ckptstore.store import Entry
 
 HEADERS = ("number", "step", "created (UTC)", "ranks", "size", "metrics", "marks")
@@ -25,8 +26,8 @@ def command(store: str, storage_options: dict[str, Any], as_json: bool) -> None:
     is counted below, until its grace period is over.
     """
     with opened_store(store, storage_options) as opened:
-        entries, trashed = opened.entries(), opened.trash()
-        trash_bytes = sum(item.size_bytes for item in trashed)
+        entries, trashed = opened.entries(), trashed_sizes(opened._job.log)
+        trash_bytes = sum(trashed)
         if as_json:
             print_json(
                 uri=opened.uri,
@@ -40,6 +41,12 @@ def command(store: str, storage_options: dict[str, Any], as_json: bool) -> None:
             click.echo("no checkpoints")
         if trashed:
             click.echo(f"{len(trashed)} more in the trash, {show_size(trash_bytes)}; `ckptstore prune` deletes them")
+
+
+def trashed_sizes(log: Log) -> list[int]:
+    """The bytes of each checkpoint in the trash. `store.trash()` says more, but has to write to learn the time."""
+    newest = log.newest()
+    return [record.entry.size_bytes for record in log.records(sorted(newest.state.trash))] if newest else []
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:

@@ -18,7 +18,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def print_json(**fields: Any) -> None:
-    """Print one JSON object, with the version of its schema. A float that JSON lacks is written as the format has it."""
+    """Print one JSON object, with the version of its schema; a float that JSON lacks as in the store format."""
     click.echo(json.dumps(json.loads(dump_json({"version": 1, **fields}, what="the output")), indent=2))
 
 

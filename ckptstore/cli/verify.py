@@ -19,9 +19,7 @@ from ckptstore.verify import VerifyReport, parse_sample
 
 @click.command()
 @click.argument("target")
-@click.option(
-    "--sample", metavar="SHARE", help="Read a random share of the files, such as 5%; sizes are checked of all."
-)
+@click.option("--sample", metavar="SHARE", help="Read a random share of the files, such as 5%; sizes of all.")
 @click.option("--all", "every", is_flag=True, help="Verify every checkpoint of a store, not its latest alone.")
 @storage_option
 @as_json
@@ -29,33 +27,37 @@ def command(target: str, sample: str | None, every: bool, storage_options: dict[
     """Check every byte of TARGET against its digests. Of a store alone, its latest checkpoint.
 
     Missing, truncated, flipped, swapped and extra files are named, and the exit code is that of checkpoint-damaged.
+    With --sample, presence and size are still checked of every file. With --all, the log of the store is checked too.
     """
     parse_sample(sample)
     reports = []
-    with _chosen(target, every, storage_options) as checkpoints:
+    with _chosen(target, every, storage_options) as (checkpoints, log_problems):
         for checkpoint in checkpoints:
             with progress(f"step {checkpoint.step}", shown=False if as_json else None):
                 report = checkpoint.verify(sample)
             reports.append((checkpoint, report))
             if not as_json:
                 _echo(checkpoint, report)
+    is_ok = not log_problems and all(report.ok for _, report in reports)
     if as_json:
-        print_json(
-            ok=all(report.ok for _, report in reports),
-            reports=[_to_json(checkpoint, report) for checkpoint, report in reports],
-        )
-    if not all(report.ok for _, report in reports):
+        whole = [_to_json(checkpoint, report) for checkpoint, report in reports]
+        print_json(ok=is_ok, reports=whole, log_problems=log_problems)
+    else:
+        for problem in log_problems:
+            click.echo(f"log: {problem}")
+    if not is_ok:
         raise click.exceptions.Exit(CheckpointDamaged.exit_code)
 
 
 @contextmanager
-def _chosen(target: str, every: bool, storage_options: dict[str, Any]) -> Iterator[list[Checkpoint]]:
+def _chosen(target: str, every: bool, storage_options: dict[str, Any]) -> Iterator[tuple[list[Checkpoint], list[str]]]:
+    """The checkpoints to verify, and what is wrong with the log where that is asked for too."""
     if every:
         with opened_store(target, storage_options) as store:
-            yield list(store)
+            yield list(store), store._job.log.verify_chain()
     else:
         with opened_checkpoint(target, storage_options) as checkpoint:
-            yield [checkpoint]
+            yield [checkpoint], []
 
 
 def _echo(checkpoint: Checkpoint, report: VerifyReport) -> None:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a training job as processes, as a launcher such as torchrun does: when one dies, all are ended."""
+"""Starts the ranks of a training job as processes, as torchrun does: when one dies, all are ended."""
 
 from __future__ import annotations
 
