@@ -12,19 +12,18 @@ from ckptstore.identity import read_or_create_identity
 from ckptstore.job import Job
 from ckptstore.layout import MANIFEST_NAME, Attempt
 from ckptstore.manifest import Manifest, Receipt, sha256_of, sorted_receipts
-from ckptstore.naming import Agreement
 from ckptstore.records import CheckpointEntry, Commit, Record
 from ckptstore.request import Request
 from ckptstore.retention import Candidate, decide
+from ckptstore.shard import Contents
 from ckptstore.storage.base import CreatesExclusively, HasLocalFiles, Persists
 
 logger = logging.getLogger("ckptstore")
 
 
-def commit(
-    job: Job, request: Request, agreement: Agreement, attempt: Attempt, receipts: Sequence[Receipt], beat: Beat
-) -> Record:
-    _check_stored(job, attempt, receipts)
+def commit(job: Job, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> Record:
+    """Publish what is stored, as the next record of the log; retention decides in the same step."""
+    _check_stored(job, attempt, contents.receipts)
     beat()
     manifest = Manifest(
         store_id=read_or_create_identity(job.storage),
@@ -34,13 +33,13 @@ def commit(
         kind=request.kind,
         world_size=job.group.world_size,
         created_at=time.time(),
-        files=tuple(sorted_receipts(receipts)),
-        directories=agreement.directories,
+        files=tuple(sorted_receipts(contents.receipts)),
+        directories=tuple(contents.directories),
         metrics=request.metrics,
         metadata=request.metadata,
     )
     data = manifest.encode()
-    _write_manifest(job, attempt, agreement, data)
+    _write_manifest(job, attempt, contents.directories, data)
     beat()
     entry = CheckpointEntry(
         step=manifest.step,
@@ -53,6 +52,7 @@ def commit(
         num_files=len(manifest.files),
         world_size=manifest.world_size,
         created_at=manifest.created_at,
+        bases=tuple(contents.bases),
     )
     record = job.log.append(lambda newest: _change(job, newest, entry))
     assert record is not None  # a commit is always written, or an error raised
@@ -98,10 +98,10 @@ def _check_stored(job: Job, attempt: Attempt, receipts: Sequence[Receipt]) -> No
         )
 
 
-def _write_manifest(job: Job, attempt: Attempt, agreement: Agreement, data: bytes) -> None:
+def _write_manifest(job: Job, attempt: Attempt, directories: Sequence[str], data: bytes) -> None:
     key = attempt.key(MANIFEST_NAME)
     if isinstance(job.storage, HasLocalFiles):
-        for name in agreement.directories:
+        for name in directories:
             job.storage.make_directory(attempt.key(name))
     if not isinstance(job.storage, CreatesExclusively):
         job.storage.write(key, [memoryview(data)])
@@ -110,4 +110,4 @@ def _write_manifest(job: Job, attempt: Attempt, agreement: Agreement, data: byte
     if isinstance(job.storage, Persists):
         job.storage.seal([key])
         if job.config.transfer.durable:
-            job.storage.persist([key, *(attempt.key(name) for name in agreement.directories)])
+            job.storage.persist([key, *(attempt.key(name) for name in directories)])

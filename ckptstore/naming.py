@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, get_args
 
-from ckptstore.errors import InvalidInput, InvalidName, InvalidSource, InvalidStep
+from ckptstore.errors import InvalidInput, InvalidName, InvalidSource
 from ckptstore.layout import check_collisions, check_name, ranked_name
 
 Suffix = Literal["auto", "always", "never"]
@@ -20,11 +20,9 @@ Suffix = Literal["auto", "always", "never"]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one rank wants to save, and how."""
+    """What one rank brings."""
 
-    step: int
-    options: Mapping[str, Any]
-    """What must be the same on all ranks: kind, suffix, exists and the like."""
+    suffix: Suffix
     names: Sequence[str] = ()
     directories: Sequence[str] = ()
     """Those without a file in them."""
@@ -35,7 +33,7 @@ class Offer:
 
     def to_json(self) -> list[Any]:
         """The offer as JSON, for the leader."""
-        fields = [self.step, dict(self.options), list(self.names), list(self.directories), dict(self.shared)]
+        fields = [self.suffix, list(self.names), list(self.directories), dict(self.shared)]
         return [*fields, self.size_bytes]
 
     @staticmethod
@@ -79,11 +77,10 @@ class Agreement:
 def agree(offers: Sequence[Offer]) -> Agreement:
     """Join the offers of all ranks, in rank order.
 
-    Raises InvalidStep or InvalidInput when ranks ask for different things, InvalidName for a collision or a name that
-    is too long with its suffix, InvalidSource when a shared file differs between ranks.
+    The options are those of rank 0; the story has checked that all ranks ask for the same. Raises InvalidName for a
+    collision or a name that is too long with its suffix, InvalidSource when a shared file differs between ranks.
     """
-    _check_same_request(offers)
-    suffix: Suffix = offers[0].options.get("suffix", "auto")
+    suffix = offers[0].suffix
     if suffix not in get_args(Suffix):
         raise InvalidInput(f"suffix is {suffix!r}, it is one of {', '.join(get_args(Suffix))}")
     shared = _agree_on_shared(offers)
@@ -114,19 +111,6 @@ def agree(offers: Sequence[Offer]) -> Agreement:
 def _without_files(directories: Sequence[str], stored: Sequence[str]) -> list[str]:
     parents = {name[:index] for name in stored for index, char in enumerate(name) if char == "/"}
     return [name for name in directories if name not in parents]
-
-
-def _check_same_request(offers: Sequence[Offer]) -> None:
-    for rank, offer in enumerate(offers):
-        if offer.step != offers[0].step:
-            raise InvalidStep(f"rank {rank} saves step {offer.step}, rank 0 step {offers[0].step}", ranks=(0, rank))
-        if offer.options != offers[0].options:
-            names = sorted(
-                name
-                for name in {*offer.options, *offers[0].options}
-                if offer.options.get(name) != offers[0].options.get(name)
-            )
-            raise InvalidInput(f"rank {rank} and rank 0 give different values for {', '.join(names)}", ranks=(0, rank))
 
 
 def _agree_on_shared(offers: Sequence[Offer]) -> dict[str, int]:

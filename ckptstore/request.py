@@ -27,9 +27,9 @@ class Request:
 
     @staticmethod
     def of(
+        *,
         step: Any,
         kind: Kind,
-        *,
         metrics: Mapping[str, Any] | None,
         metadata: Mapping[str, Any] | None,
         exists: str,

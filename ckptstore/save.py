@@ -1,92 +1,58 @@
-"""The save story, top to bottom: agree on names, move the bytes, commit in one atomic step."""
+"""The save story, top to bottom: agree on what moves where, move the bytes, commit in one atomic step."""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Sequence
 
 from ckptstore.commit import commit
-from ckptstore.directories import Directory, scan, sha256_of_files
-from ckptstore.errors import CkptstoreError, RankTimeout, StepExists, StorageError, StorageFull
-from ckptstore.events import CheckpointCommitted, SaveFailed, SaveStarted, emit
+from ckptstore.errors import (
+    CkptstoreError,
+    InvalidInput,
+    InvalidStep,
+    RankTimeout,
+    StepExists,
+    StorageError,
+    StorageFull,
+)
+from ckptstore.events import CheckpointCommitted, SaveFailed, emit
 from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.layout import Attempt
-from ckptstore.manifest import Receipt
-from ckptstore.naming import Agreement, Offer, agree
-from ckptstore.plan import PlannedFile
 from ckptstore.prune import empty_trash, prune
 from ckptstore.records import Record
 from ckptstore.request import Request
 from ckptstore.retention import check_required
-from ckptstore.sources import FileSource
+from ckptstore.shard import Shard
 from ckptstore.storage.base import HasLocalFiles, Persists
 
 logger = logging.getLogger("ckptstore")
 
 
-def save_directory(
-    job: Job,
-    step: Any,
-    directory: Any,
-    *,
-    suffix: str,
-    shared: Collection[str],
-    link: bool,
-    **request_fields: Any,
-) -> Record:
-    """Save the files of every rank's directory as one checkpoint. Collective; returns the record of the commit."""
-    found: list[Directory] = []
+def save(job: Job, shard: Shard) -> Record:
+    """Save the shards of all ranks as one checkpoint. Collective; returns the record of the commit.
 
-    def offer() -> tuple[Request, Offer]:
-        names = sorted(shared)
-        request = Request.of(step, "directory", suffix=suffix, shared=names, link=link, **request_fields)
-        found.append(scan(directory))
-        size_bytes = 0 if link else found[0].size_bytes
-        digests = sha256_of_files(found[0], names)
-        return request, Offer(request.step, request.options, list(found[0].files), found[0].empty, digests, size_bytes)
-
-    def work(attempt: Attempt, agreement: Agreement, beat: Beat) -> list[Receipt]:
-        named = {
-            name: stored
-            for name in found[0].files
-            if (stored := agreement.stored_name(name, job.group.rank)) is not None
-        }
-        return store_files(job, attempt, found[0].files, named, link=link, beat=beat)
-
-    return save(job, offer, work)
-
-
-def save(
-    job: Job,
-    offer: Callable[[], tuple[Request, Offer]],
-    work: Callable[[Attempt, Agreement, Beat], list[Receipt]],
-) -> Record:
-    """The story of every save.
-
-    `offer` says what this rank has; it may raise. `work` stores this rank's files and returns their receipts. Any
-    error on any rank before the commit is raised on all ranks, and what was written is removed.
+    Any error on any rank before the commit is raised on all ranks, and what was written is removed.
     """
     started = time.monotonic()
-    request, agreement, attempt = _agree(job, offer)
+    request, attempt, told = _agree(job, shard)
     try:
-        record = _store_and_commit(job, request, agreement, attempt, work)
+        record = _store_and_commit(job, shard, request, attempt, told)
     except CkptstoreError as error:
         error.at(step=request.step)
         emit(SaveFailed(step=request.step, rank=job.group.rank, error=str(error)))
         if error.committed is False:
-            _remove_own_files(job, attempt)
+            _remove_files(job, attempt)
         raise
-    seconds = time.monotonic() - started
     emit(
         CheckpointCommitted(
             step=request.step,
             number=record.number,
             rank=job.group.rank,
             size_bytes=record.entry.size_bytes,
-            seconds=seconds,
+            seconds=time.monotonic() - started,
         )
     )
     if job.is_leader:
@@ -94,30 +60,41 @@ def save(
     return record
 
 
-def _agree(job: Job, offer: Callable[[], tuple[Request, Offer]]) -> tuple[Request, Agreement, Attempt]:
-    """One exchange before any byte moves: who brings which names, who owns the store, is there room."""
-    mine: list[Request] = []
+def _agree(job: Job, shard: Shard) -> tuple[Request, Attempt, bytes]:
+    """One exchange before any byte moves: who has what, who owns the store, is there room."""
+    asked: list[Request] = []
 
-    def work(_beat: Beat) -> Any:
-        request, offered = offer()
-        mine.append(request)
-        return offered.to_json()
+    def describe(_beat: Beat) -> bytes:
+        request, description = shard.describe()
+        asked.append(request)
+        return _packed({"step": request.step, "options": dict(request.options)}, description)
 
-    def join(parts: list[Any], _beat: Beat) -> Any:
-        agreement = agree([Offer.from_json(part) for part in parts])
-        request = mine[0]
-        check_required(job.policy, request.metrics, missing=job.missing)
+    def agree(parts: list[bytes], _beat: Beat) -> bytes:
+        heads, descriptions = zip(*(_unpacked(part) for part in parts), strict=True)
+        _check_same_request(heads)
+        agreed = shard.agree(descriptions)
+        check_required(job.policy, asked[0].metrics, missing=job.missing)
         newest = job.claim(job.log.newest() if job.epoch is not None else None)
-        if request.options["exists"] == "error":
-            _refuse_existing(job, newest, request.step)
-        _check_room(job, agreement.size_bytes)
-        return {**job.claimed(), "agreement": agreement.to_json()}
+        if asked[0].options["exists"] == "error":
+            _refuse_existing(job, newest, asked[0].step)
+        _check_room(job, agreed.size_bytes)
+        return _packed(job.claimed(), agreed.told)
 
-    told = job.exchange("names", work, join)
-    job.join_claim(told)
+    claimed, told = _unpacked(job.group.exchange("save", describe, agree))
+    job.join_claim(claimed)
     assert job.epoch is not None  # the leader has just claimed
-    attempt = job.next_attempt(mine[0].step, job.epoch)
-    return mine[0], Agreement.from_json(told["agreement"]), attempt
+    return asked[0], job.next_attempt(asked[0].step, job.epoch), told
+
+
+def _check_same_request(heads: Sequence[dict[str, object]]) -> None:
+    first = heads[0]
+    for rank, head in enumerate(heads):
+        if head["step"] != first["step"]:
+            raise InvalidStep(f"rank {rank} saves step {head['step']}, rank 0 step {first['step']}", ranks=(0, rank))
+        if head["options"] != first["options"]:
+            raise InvalidInput(
+                f"rank {rank} asks for {head['options']}, rank 0 for {first['options']}", ranks=(0, rank)
+            )
 
 
 def _refuse_existing(job: Job, newest: Record, step: int) -> None:
@@ -138,32 +115,22 @@ def _check_room(job: Job, needed_bytes: int) -> None:
         )
 
 
-def _store_and_commit(
-    job: Job,
-    request: Request,
-    agreement: Agreement,
-    attempt: Attempt,
-    work: Callable[[Attempt, Agreement, Beat], list[Receipt]],
-) -> Record:
-    """The second exchange: every rank stores its files; with all receipts the leader commits."""
+def _store_and_commit(job: Job, shard: Shard, request: Request, attempt: Attempt, told: bytes) -> Record:
+    """The second exchange: every rank stores its files; when all have, the leader commits."""
 
-    def store(beat: Beat) -> Any:
-        return [receipt.to_json() for receipt in work(attempt, agreement, beat)]
-
-    def publish(parts: list[Any], beat: Beat) -> Any:
-        receipts = [Receipt.from_json(entry) for part in parts for entry in part]
-        record = commit(job, request, agreement, attempt, receipts, beat)
-        return [record.number, record.encode().decode()]
+    def publish(stored: list[bytes], beat: Beat) -> bytes:
+        record = commit(job, request, attempt, shard.join(attempt, stored, beat), beat)
+        return _packed({"number": record.number}, record.encode())
 
     try:
-        number, text = job.exchange("receipts", store, publish)
+        answer = job.group.exchange("receipts", lambda beat: shard.store(attempt, told, beat), publish)
     except RankTimeout as error:
-        record = _committed_after_all(job, attempt) if 0 in error.ranks else None
+        record = _committed_after_all(job, attempt) if error.committed is None else None
         if record is None:
-            error.committed = None if 0 in error.ranks else False
             raise
         return record
-    return Record.decode(text.encode(), number)
+    head, data = _unpacked(answer)
+    return Record.decode(data, head["number"])
 
 
 def _committed_after_all(job: Job, attempt: Attempt) -> Record | None:
@@ -176,38 +143,7 @@ def _committed_after_all(job: Job, attempt: Attempt) -> Record | None:
     return next((record for record in found if record.entry.attempt == str(attempt)), None)
 
 
-def store_files(
-    job: Job,
-    attempt: Attempt,
-    sources: Mapping[str, FileSource],
-    named: Mapping[str, str],
-    *,
-    link: bool,
-    beat: Beat,
-) -> list[Receipt]:
-    """Store files under their agreed names (`named`: own name -> stored name) and return the receipts."""
-    rank = job.group.rank
-    left, receipts = dict(named), []
-    if link and isinstance(job.storage, HasLocalFiles):
-        for name, stored in named.items():
-            if job.storage.link(sources[name].path, attempt.key(stored)):
-                size_bytes = sources[name].size_bytes
-                receipts.append(Receipt(stored, size_bytes, None, rank, name if name != stored else None))
-                del left[name]
-        if isinstance(job.storage, Persists) and job.config.transfer.durable:
-            job.storage.persist([attempt.key(receipt.name) for receipt in receipts])
-    files = [PlannedFile(attempt.key(stored), sources[name]) for name, stored in left.items()]
-    size_bytes = sum(file.source.size_bytes for file in files)
-    emit(SaveStarted(step=attempt.step, attempt=str(attempt), rank=rank, num_files=len(files), size_bytes=size_bytes))
-    for (name, stored), done in zip(left.items(), job.transfer.upload(files, beat=beat), strict=True):
-        original = name if name != stored else None
-        receipts.append(Receipt(stored, done.size_bytes, done.crc32c, rank, original, done.version))
-    if isinstance(job.storage, Persists):
-        job.storage.seal([file.key for file in files])
-    return receipts
-
-
-def _remove_own_files(job: Job, attempt: Attempt) -> None:
+def _remove_files(job: Job, attempt: Attempt) -> None:
     """After a failure: nothing of the attempt is referred to, so everything of it may go. Best effort."""
     try:
         job.storage.delete([file.key for file in job.storage.list(attempt.prefix)])
@@ -215,3 +151,12 @@ def _remove_own_files(job: Job, attempt: Attempt) -> None:
             job.storage.remove_directories(attempt.prefix.rstrip("/"))
     except CkptstoreError as error:
         logger.warning("what step %d left could not be removed: %s", attempt.step, error)
+
+
+def _packed(head: object, body: bytes) -> bytes:
+    return json.dumps(head).encode() + b"\n" + body
+
+
+def _unpacked(data: bytes) -> tuple[dict[str, int], bytes]:
+    head, _, body = data.partition(b"\n")
+    return json.loads(head), body

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import StoreConfig, TransferConfig
+from ckptstore.directory_shard import DirectoryShard
 from ckptstore.errors import CheckpointGone, InvalidInput, StoreMissing
 from ckptstore.garbage import Garbage, collect_garbage
 from ckptstore.identity import read_identity
@@ -21,7 +22,7 @@ from ckptstore.records import Change, Pin, Record, Remove, Unpin
 from ckptstore.request import check_step
 from ckptstore.resume import resume
 from ckptstore.retention import KeepAll, Mode, Policy, ranked
-from ckptstore.save import save_directory
+from ckptstore.save import save
 from ckptstore.storage.open import open_storage
 from ckptstore.transfer import Transfer
 
@@ -144,7 +145,7 @@ class CheckpointStore:
         Raises InvalidInput and its kin before anything is written, SourceChanged, StorageError, RankFailed,
         RankTimeout, StoreFenced.
         """
-        record = save_directory(
+        shard = DirectoryShard(
             self._job,
             step,
             path,
@@ -155,7 +156,7 @@ class CheckpointStore:
             shared=shared,
             link=link,
         )
-        return self._checkpoint(record)
+        return self._checkpoint(save(self._job, shard))
 
     def resume(self) -> Checkpoint | None:
         """Claim the store for this job, and return the newest checkpoint that is whole. Collective.

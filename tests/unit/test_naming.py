@@ -6,14 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.errors import InvalidInput, InvalidName, InvalidSource, InvalidStep
+from ckptstore.errors import InvalidInput, InvalidName, InvalidSource
 from ckptstore.naming import Agreement, Offer, agree
 
-OPTIONS = {"kind": "directory", "suffix": "auto"}
 
-
-def offers(*names: list[str], **fields: object) -> list[Offer]:
-    return [Offer(3, {**OPTIONS, **fields}, found) for found in names]
+def offers(*names: list[str], suffix: str = "auto") -> list[Offer]:
+    return [Offer(suffix, found) for found in names]  # type: ignore[arg-type]
 
 
 def stored(agreement: Agreement, offered: list[Offer]) -> list[list[str | None]]:
@@ -41,23 +39,16 @@ def test_always_and_never() -> None:
 def test_shared_files_are_stored_once_by_the_lowest_rank_that_has_them() -> None:
     same = {"config.json": [2, "ab" * 32]}
     offered = [
-        Offer(3, OPTIONS, ["m"], shared={}),
-        Offer(3, OPTIONS, ["config.json", "m"], shared=same),
-        Offer(3, OPTIONS, ["config.json"], shared=same),
+        Offer("auto", ["m"], shared={}),
+        Offer("auto", ["config.json", "m"], shared=same),
+        Offer("auto", ["config.json"], shared=same),
     ]
     agreement = Agreement.from_json(agree(offered).to_json())
     assert stored(agreement, offered) == [["m-rank=00000"], ["config.json", "m-rank=00001"], [None]]
-    differs = Offer(3, OPTIONS, ["config.json"], shared={"config.json": [2, "cd" * 32]})
+    differs = Offer("auto", ["config.json"], shared={"config.json": [2, "cd" * 32]})
     with pytest.raises(InvalidSource, match=r"rank 1 .* rank 3") as caught:
         agree([*offered, differs])
     assert caught.value.file == "config.json"
-
-
-def test_ranks_must_ask_for_the_same() -> None:
-    with pytest.raises(InvalidStep, match="rank 1 saves step 4, rank 0 step 3"):
-        agree([Offer(3, OPTIONS), Offer(4, OPTIONS)])
-    with pytest.raises(InvalidInput, match="different values for suffix"):
-        agree([Offer(3, OPTIONS), Offer(3, {**OPTIONS, "suffix": "never"})])
 
 
 @pytest.mark.parametrize(
@@ -76,10 +67,10 @@ def test_collisions_are_found_after_naming(names: tuple[list[str], list[str]]) -
 
 
 def test_empty_directories_may_meet_other_ranks_files() -> None:
-    offered = [Offer(3, OPTIONS, ["logs/a"], []), Offer(3, OPTIONS, [], ["logs", "empty"])]
+    offered = [Offer("auto", ["logs/a"], []), Offer("auto", [], ["logs", "empty"])]
     assert agree(offered).directories == ("empty", "logs")
     with pytest.raises(InvalidName):
-        agree([Offer(3, OPTIONS, ["logs"], []), Offer(3, OPTIONS, [], ["logs"])])
+        agree([Offer("auto", ["logs"], []), Offer("auto", [], ["logs"])])
 
 
 names = st.lists(st.sampled_from(["a", "b.pt", "c/d.bin", "c/e", "f.tar.gz", ".hidden"]), unique=True)

@@ -1,0 +1,98 @@
+"""The shard of a directory checkpoint: one rank's files, under names that all ranks agree on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ckptstore.directories import Directory, scan, sha256_of_files
+from ckptstore.events import SaveStarted, emit
+from ckptstore.group import Beat
+from ckptstore.job import Job
+from ckptstore.layout import Attempt
+from ckptstore.manifest import Receipt
+from ckptstore.naming import Agreement, Offer, agree
+from ckptstore.plan import PlannedFile
+from ckptstore.request import Request
+from ckptstore.shard import Agreed, Contents
+from ckptstore.storage.base import HasLocalFiles, Persists
+
+
+class DirectoryShard:
+    """See `ckptstore.shard.Shard`."""
+
+    def __init__(
+        self,
+        job: Job,
+        step: Any,
+        directory: Any,
+        *,
+        suffix: str,
+        shared: Collection[str],
+        link: bool,
+        **asked: Any,
+    ) -> None:
+        self._job = job
+        self._directory = directory
+        self._asked = {"step": step, "suffix": suffix, "shared": sorted(shared), "link": link, **asked}
+        self._found = Directory()
+        self._agreement: Agreement | None = None
+
+    def describe(self) -> tuple[Request, bytes]:
+        request = Request.of(kind="directory", **self._asked)
+        found = self._found = scan(self._directory)
+        digests = sha256_of_files(found, self._asked["shared"])
+        size_bytes = 0 if self._asked["link"] else found.size_bytes
+        offer = Offer(self._asked["suffix"], list(found.files), found.empty, digests, size_bytes)
+        return request, json.dumps(offer.to_json()).encode()
+
+    def agree(self, descriptions: Sequence[bytes]) -> Agreed:
+        self._agreement = agree([Offer.from_json(json.loads(text)) for text in descriptions])
+        return Agreed(json.dumps(self._agreement.to_json()).encode(), self._agreement.size_bytes)
+
+    def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
+        agreement, rank = Agreement.from_json(json.loads(told)), self._job.group.rank
+        names = {
+            name: stored for name in self._found.files if (stored := agreement.stored_name(name, rank)) is not None
+        }
+        receipts = self._link(attempt, names) if self._asked["link"] else []
+        for receipt in receipts:
+            del names[receipt.original_name or receipt.name]
+        receipts += self._upload(attempt, names, beat)
+        return json.dumps([receipt.to_json() for receipt in receipts]).encode()
+
+    def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
+        assert self._agreement is not None  # the leader agreed before
+        receipts = [Receipt.from_json(entry) for text in stored for entry in json.loads(text)]
+        beat()
+        return Contents(receipts, self._agreement.directories)
+
+    def _link(self, attempt: Attempt, names: dict[str, str]) -> list[Receipt]:
+        """Other names for the files of this rank, as far as the disk can; nothing of them is read."""
+        storage = self._job.storage
+        if not isinstance(storage, HasLocalFiles):
+            return []
+        receipts = [
+            Receipt(stored, source.size_bytes, None, self._job.group.rank, name if name != stored else None)
+            for name, stored in names.items()
+            if storage.link((source := self._found.files[name]).path, attempt.key(stored))
+        ]
+        if isinstance(storage, Persists):
+            storage.persist([attempt.key(receipt.name) for receipt in receipts])
+        return receipts
+
+    def _upload(self, attempt: Attempt, names: dict[str, str], beat: Beat) -> list[Receipt]:
+        storage, rank = self._job.storage, self._job.group.rank
+        files = [PlannedFile(attempt.key(stored), self._found.files[name]) for name, stored in names.items()]
+        size_bytes = sum(file.source.size_bytes for file in files)
+        emit(
+            SaveStarted(step=attempt.step, attempt=str(attempt), rank=rank, num_files=len(files), size_bytes=size_bytes)
+        )
+        done = self._job.transfer.upload(files, beat=beat)
+        if isinstance(storage, Persists):
+            storage.seal([file.key for file in files])
+        return [
+            Receipt(stored, file.size_bytes, file.crc32c, rank, name if name != stored else None, file.version)
+            for (name, stored), file in zip(names.items(), done, strict=True)
+        ]
