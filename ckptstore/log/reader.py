@@ -46,7 +46,9 @@ class LogReader:
         self._cache: dict[int, Record] = {}
         self._times: dict[int, float] = {}
         self._own: Record | None = None
-        """The newest record that was read from the log itself, or written; not one that only a hint told of."""
+        """The record with the highest number of all that were read from the log itself, or written."""
+        self._tip: Record | None = None
+        """What was found to be the newest record, unless only a hint told of it."""
         self._fork: str | None = None
         """What shows that the log has two histories, if anything does."""
 
@@ -113,7 +115,7 @@ class LogReader:
 
     def _find(self) -> tuple[Record | None, Hint | None]:
         """The newest record, and the hint if it was read."""
-        known = self._own
+        known = self._tip
         if known is not None:
             after = self._probe(known.number + 1)
             if after is None:
@@ -122,7 +124,9 @@ class LogReader:
         hint = self._read_hint()
         if hint is not None and (known is None or hint.newest.number > known.number):
             known = hint.newest
-        return self._gallop(known), hint
+        newest = self._gallop(known)
+        self._tip = newest if newest is None or newest.number in self._cache else None
+        return newest, hint
 
     def _gallop(self, known: Record | None) -> Record | None:
         """The newest record, looked for above one that is known to exist."""

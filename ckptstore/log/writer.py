@@ -87,6 +87,7 @@ class Log(LogReader):
                         raise
                     continue
                 if landed.write_id == record.write_id:
+                    self._tip = landed
                     self._write_hint(landed)
                     return landed
 
@@ -114,11 +115,11 @@ class Log(LogReader):
 
     def _newest_checked(self) -> Record | None:
         """The newest record, read from the log itself whatever a hint says, and the links that lead to it checked."""
-        if self._own is None:
+        if not self._linked:
             hint = self._read_hint()
             if hint is not None:
                 self._probe(hint.newest.number)  # where it exists, the search begins there
-        newest = self._gallop(self._own)
+        self._tip = newest = self._gallop(self._own)
         if newest is not None and newest.number != self._linked:
             self._check_links(newest)
         if self._fork is not None:

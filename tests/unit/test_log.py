@@ -1,0 +1,870 @@
+"""The log over a storage: what it costs to find the newest record, and what becomes of a write that goes wrong."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from ckptstore.config import RetryConfig
+from ckptstore.errors import (
+    AccessDenied,
+    CheckpointDamaged,
+    InvalidInput,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+    StoreFenced,
+    StoreForked,
+    UnsupportedVersion,
+)
+from ckptstore.identity import (
+    KEPT_BY_RAY,
+    read_identity,
+    read_or_create_identity,
+    read_or_create_store_json,
+    read_store_json,
+    write_identity,
+)
+from ckptstore.layout import HINT_KEY, STORE_KEY, record_key
+from ckptstore.log import Log
+from ckptstore.log.hint import Hint
+from ckptstore.records import Change, CheckpointEntry, Claim, Commit, Noop, Pin, Record, Remove
+from ckptstore.storage.base import Storage, StoredFile
+from ckptstore.storage.memory import MemoryStorage
+from ckptstore.testing.faults import Call, CountCalls, FailAt, TearAt, combine, wrap
+
+ONCE = RetryConfig(retry_attempts=1)
+QUICK = RetryConfig(retry_attempts=5, retry_wait_initial_seconds=1e-6)
+CLAIM = Claim("token", 1)
+
+
+class BareStorage:
+    """A storage with the seven verbs and no power, over another one."""
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+        self.uri = inner.uri
+        self.write = inner.write
+        self.read = inner.read
+        self.read_into = inner.read_into
+        self.stat = inner.stat
+        self.delete = inner.delete
+        self.close = inner.close
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        return self.inner.list(prefix)
+
+
+def new_storage() -> MemoryStorage:
+    return MemoryStorage(f"memory://{uuid.uuid4().hex}")
+
+
+def commit(step: int, epoch: int = 1) -> Commit:
+    return Commit(
+        CheckpointEntry(
+            step=step,
+            epoch=epoch,
+            attempt=f"step-{step:010d}-e{epoch:04d}-0123abcd",
+            manifest_sha256="ab" * 32,
+            kind="directory",
+            world_size=1,
+            size_bytes=1,
+            num_files=1,
+            created_at=1.0,
+        )
+    )
+
+
+def fill(storage: Storage, count: int) -> Log:
+    """A log with `count` records: a claim, then checkpoints."""
+    log = Log(storage, retry=ONCE)
+    for number in range(1, count + 1):
+        log.append(lambda _, number=number: CLAIM if number == 1 else commit(number))  # type: ignore[misc]
+    return log
+
+
+def numbers_in(storage: Storage) -> list[int]:
+    return sorted(int(file.key[4:14]) for file in storage.list("log/"))
+
+
+def counted(storage: Storage) -> tuple[Storage, CountCalls]:
+    counts = CountCalls()
+    return wrap(storage, counts), counts
+
+
+# Finding the newest record
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 63, 64, 65, 500])
+def test_a_fresh_hint_costs_two_requests(count: int) -> None:
+    storage = new_storage()
+    fill(storage, count)
+    reading, counts = counted(storage)
+    newest = Log(reading, retry=ONCE).newest()
+    assert newest
+    assert newest.number == count
+    assert counts.total == 2
+    counts.clear()
+    latest = Log(reading, retry=ONCE).latest()
+    assert (latest.number if latest else 1) == count
+    assert counts.total == 2
+
+
+def test_latest_costs_two_requests_when_other_records_came_after_it() -> None:
+    storage = new_storage()
+    log = fill(storage, 5)
+    log.append(lambda _: Pin((3,)))
+    log.append(lambda _: Remove(trash=(2,)))
+    reading, counts = counted(storage)
+    latest = Log(reading, retry=ONCE).latest()
+    assert latest
+    assert latest.number == 5
+    assert counts.total == 2
+
+
+def test_a_second_look_costs_one_request() -> None:
+    storage = new_storage()
+    fill(storage, 9)
+    reading, counts = counted(storage)
+    log = Log(reading, retry=ONCE)
+    log.append(lambda _: None)
+    counts.clear()
+    for _ in range(3):
+        assert log.newest()
+    assert counts.total == 3
+
+
+@pytest.mark.parametrize("count", [*range(12), 100, 129, 1000])
+@pytest.mark.parametrize("behind", [None, 1, 7])
+def test_galloping_finds_the_newest_in_few_requests(count: int, behind: int | None) -> None:
+    storage = new_storage()
+    fill(storage, count)
+    if behind is None:
+        storage.delete([HINT_KEY])
+    elif count > behind:
+        storage.write(HINT_KEY, [memoryview(hint_of(storage, count - behind).encode())])
+    reading, counts = counted(storage)
+    newest = Log(reading, retry=ONCE).newest()
+    assert (newest.number if newest else 0) == count
+    distance = count if behind is None else min(behind, count)
+    assert counts.total <= 2 + 2 * (distance.bit_length() + 1)
+
+
+def hint_of(storage: Storage, number: int) -> Hint:
+    record = Record.decode(storage.read(record_key(number)), number)
+    return Hint(record, record if record.state.latest == number else None)
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        b"",
+        b"{",
+        b'{"version":1}',
+        b'{"version":1,"number":3,"newest":"x"}',
+        b'{"version":1,"number":"3","newest":"{}"}',
+        b'{"version":1,"number":3,"newest":7}',
+        b'{"version":2}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_hint_that_is_none_is_passed_over(hint: bytes) -> None:
+    storage = new_storage()
+    fill(storage, 6)
+    storage.write(HINT_KEY, [memoryview(hint)])
+    latest = Log(storage, retry=ONCE).latest()
+    assert latest
+    assert latest.number == 6
+
+
+def test_a_torn_hint_is_passed_over() -> None:
+    storage = new_storage()
+    fill(storage, 6)
+    data = storage.read(HINT_KEY)
+    for cut in range(0, len(data), 50):
+        storage.write(HINT_KEY, [memoryview(data[:cut])])
+        newest = Log(storage, retry=ONCE).newest()
+        assert newest
+        assert newest.number == 6
+
+
+def test_a_hint_ahead_of_the_log_deceives_no_writer_and_is_mended() -> None:
+    storage = new_storage()
+    fill(storage, 9)
+    storage.delete([record_key(number) for number in (6, 7, 8, 9)])  # a copy that is not complete
+    believed = Log(storage, retry=ONCE).newest()
+    assert believed
+    assert believed.number == 9
+    record = Log(storage, retry=ONCE).append(lambda _: Pin((2,)))
+    assert record
+    assert record.number == 6
+    newest = Log(storage, retry=ONCE).newest()
+    assert newest
+    assert newest.write_id == record.write_id
+
+
+def test_a_hint_of_another_log_deceives_no_writer() -> None:
+    storage, other = new_storage(), new_storage()
+    fill(storage, 4)
+    fill(other, 4)
+    storage.write(HINT_KEY, [memoryview(other.read(HINT_KEY))])
+    record = Log(storage, retry=ONCE).append(lambda _: Noop())
+    assert record
+    assert Log(storage, retry=ONCE).verify_chain() == []
+
+
+def test_a_hint_that_cannot_be_written_fails_nothing() -> None:
+    storage = new_storage()
+    log = Log(wrap(storage, FailAt(f"write {HINT_KEY}", AccessDenied("no"), times=None)), retry=ONCE)
+    assert log.append(lambda _: CLAIM)
+    assert log.append(lambda _: commit(1))
+    newest = Log(storage, retry=ONCE).newest()
+    assert newest
+    assert newest.number == 2
+
+
+def test_an_empty_log() -> None:
+    log = Log(new_storage(), retry=ONCE)
+    assert log.newest() is None
+    assert log.latest() is None
+    assert log.records([]) == []
+    assert log.verify_chain() == []
+
+
+def test_nothing_live_has_no_latest() -> None:
+    storage = new_storage()
+    fill(storage, 1)
+    assert Log(storage, retry=ONCE).latest() is None
+
+
+def test_a_denied_probe_says_that_the_permission_to_list_may_be_missing() -> None:
+    storage = wrap(new_storage(), FailAt("read log/*", AccessDenied("403"), times=None))
+    for log in (Log(storage, retry=ONCE), Log(storage, retry=QUICK)):
+        with pytest.raises(AccessDenied, match="s3:ListBucket"):
+            log.newest()
+        with pytest.raises(AccessDenied, match="s3:ListBucket") as caught:
+            log.append(lambda _: CLAIM)
+        assert caught.value.committed is False
+
+
+def test_records_are_read_once_and_in_the_order_asked_for() -> None:
+    storage = new_storage()
+    fill(storage, 50)
+    reading, counts = counted(storage)
+    log = Log(reading, retry=ONCE)
+    assert [record.number for record in log.records([9, 3, 3, 40])] == [9, 3, 3, 40]
+    assert counts.total == 3
+    assert [record.number for record in log.records(range(1, 51))] == list(range(1, 51))
+    assert counts.total == 50
+
+
+def test_a_record_that_is_missing_or_garbage_is_damaged() -> None:
+    storage = new_storage()
+    fill(storage, 5)
+    storage.delete([record_key(2)])
+    storage.write(record_key(3), [memoryview(b"garbage")])
+    log = Log(storage, retry=ONCE)
+    for number in (2, 3):
+        with pytest.raises(CheckpointDamaged, match=record_key(number).replace(".", r"\.")):
+            log.records([1, number])
+    newest = log.newest()
+    assert newest
+    assert newest.number == 5
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+def test_a_damaged_newest_record_is_never_passed_over(count: int) -> None:
+    storage = new_storage()
+    fill(storage, count)
+    data = storage.read(record_key(count))
+    storage.write(record_key(count), [memoryview(data[: len(data) // 2])])
+    storage.delete([HINT_KEY])
+    with pytest.raises(CheckpointDamaged):
+        Log(storage, retry=ONCE).newest()
+    with pytest.raises(CheckpointDamaged):
+        Log(storage, retry=ONCE).append(lambda _: Noop())
+    assert numbers_in(storage) == list(range(1, count + 1))
+
+
+def test_a_newest_record_of_a_newer_version_is_refused() -> None:
+    storage = new_storage()
+    fill(storage, 3)
+    value = json.loads(storage.read(record_key(3)))
+    storage.write(record_key(3), [memoryview(json.dumps({**value, "version": 2}).encode())])
+    storage.delete([HINT_KEY])
+    for use in (lambda log: log.newest(), lambda log: log.append(lambda _: Noop())):
+        with pytest.raises(UnsupportedVersion, match="Upgrade"):
+            use(Log(storage, retry=ONCE))
+
+
+def test_reads_are_tried_again() -> None:
+    storage = new_storage()
+    fill(storage, 3)
+    flaky = FailAt(lambda call: call.verb == "read", times=3)
+    newest = Log(wrap(storage, flaky), retry=QUICK).newest()
+    assert newest
+    assert newest.number == 3
+    assert flaky.struck == 3
+
+
+# The storage's clock
+
+
+def test_the_clock_is_the_storages() -> None:
+    storage = new_storage()
+    log = fill(storage, 2)
+    written = log.record_time(2)
+    assert written == storage.stat(record_key(2)).modified_seconds
+    storage.advance_clock(5000.0)
+    assert log.store_now_seconds() - written >= 5000.0
+    assert [file.key for file in storage.list("probe/")] == []
+
+
+def test_the_clock_of_a_reader_is_never_ahead() -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    storage.advance_clock(5000.0)
+    reading = Log(wrap(storage, FailAt("write *", AccessDenied("read only"), times=None)), retry=ONCE)
+    assert reading.store_now_seconds() == reading.record_time(2)
+
+
+# Appending
+
+
+def test_a_decision_of_none_writes_nothing() -> None:
+    storage = new_storage()
+    log = Log(storage, retry=ONCE)
+    assert log.append(lambda _: None) is None
+    assert list(storage.list("")) == []
+
+
+def test_what_a_decision_raises_passes_through() -> None:
+    storage = new_storage()
+    fill(storage, 2)
+
+    def decide(newest: Record | None) -> Change:
+        raise KeyError(newest.number if newest else 0)
+
+    with pytest.raises(KeyError, match="2"):
+        Log(storage, retry=ONCE).append(decide)
+    assert numbers_in(storage) == [1, 2]
+
+
+def test_an_older_job_is_fenced_whatever_it_does() -> None:
+    storage = new_storage()
+    older, newer = Log(storage, retry=ONCE), Log(storage, retry=ONCE)
+    older.append(lambda _: Claim("older", 1))
+    older.append(lambda _: commit(1))
+    newer.append(lambda _: Claim("newer", 1))
+    for change in (commit(2), Remove(trash=(2,), epoch=1), Pin((2,), epoch=1)):
+        with pytest.raises(StoreFenced) as caught:
+            older.append(lambda _, change=change: change)  # type: ignore[misc]
+        assert caught.value.committed is False
+    assert numbers_in(storage) == [1, 2, 3]
+    assert older.append(lambda _: Pin((2,)))  # a command line carries no epoch
+
+
+def test_a_lost_race_is_decided_anew() -> None:
+    storage = new_storage()
+    log, rival = fill(storage, 2), Log(storage, retry=ONCE)
+    seen: list[int] = []
+
+    def decide(newest: Record | None) -> Change:
+        assert newest
+        seen.append(newest.number)
+        if len(seen) < 3:
+            rival.append(lambda _: Noop())
+        return commit(5)
+
+    record = log.append(decide)
+    assert seen == [2, 3, 4]
+    assert record
+    assert record.number == 5
+    assert log.verify_chain() == []
+
+
+def test_a_decision_may_append_something_first() -> None:
+    storage = new_storage()
+    log = Log(storage, retry=ONCE)
+    claimed: list[Record | None] = []
+
+    def decide(newest: Record | None) -> Change:
+        if not claimed:
+            claimed.append(log.append(lambda _: CLAIM))
+            return Noop()  # decided on what is no longer the newest record: it is asked again
+        return commit(1)
+
+    record = log.append(decide)
+    assert record
+    assert record.number == 2
+    assert record.state.live == {2}
+
+
+def test_threads_of_one_log_and_of_many_write_one_chain() -> None:
+    storage = new_storage()
+    shared = fill(storage, 1)
+    logs = [shared, shared, Log(storage, retry=ONCE), Log(storage, retry=ONCE)]
+    found: list[int] = []
+
+    def work(log: Log, thread: int) -> None:
+        for step in range(100 * thread, 100 * thread + 25):
+            record = log.append(lambda _, step=step: commit(step))  # type: ignore[misc]
+            assert record
+            found.append(record.number)
+
+    threads = [threading.Thread(target=work, args=(log, index)) for index, log in enumerate(logs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == list(range(2, 102))
+    assert shared.verify_chain() == []
+    newest = Log(storage, retry=ONCE).newest()
+    assert newest
+    assert newest.state.live == set(range(2, 102))
+
+
+# Creates that go wrong
+
+
+def appended(storage: Storage, hook: Callable[[Call], None], retry: RetryConfig = QUICK) -> Record | None:
+    return Log(wrap(storage, hook), retry=retry).append(lambda _: commit(7))
+
+
+@pytest.mark.parametrize("retry", [ONCE, QUICK], ids=["once", "quick"])
+@pytest.mark.parametrize("error", [StorageUnavailable("reset"), StorageError("odd"), StorageFull("full")], ids=str)
+def test_a_lost_reply_is_settled_by_reading_back(retry: RetryConfig, error: StorageError) -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    record = appended(storage, FailAt("create log/*", error, effect="after"), retry)
+    assert record
+    assert record.number == 3
+    assert numbers_in(storage) == [1, 2, 3]
+    assert Log(storage, retry=ONCE).verify_chain() == []
+
+
+def test_a_create_that_had_no_effect_is_replaced_by_a_noop_and_tried_again() -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    record = appended(storage, FailAt("create log/*"))
+    assert record
+    assert record.number == 4
+    assert isinstance(Log(storage, retry=ONCE).records([3])[0].change, Noop)
+
+
+def test_without_retries_a_settled_failure_is_final() -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    with pytest.raises(StorageUnavailable) as caught:
+        appended(storage, FailAt("create log/*"), ONCE)
+    assert caught.value.committed is False
+    assert isinstance(Log(storage, retry=ONCE).records([3])[0].change, Noop)
+
+
+class OnlyNoops(MemoryStorage):
+    """Records other than no-ops never arrive."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        if b'"kind":"noop"' not in data:
+            raise StorageUnavailable("timed out")
+        return super().create(key, data)
+
+
+def test_failures_that_are_settled_each_time_end_after_the_tries() -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    with pytest.raises(StorageUnavailable, match="timed out") as caught:
+        Log(OnlyNoops(storage.uri), retry=QUICK).append(lambda _: commit(7))
+    assert caught.value.committed is False
+    assert numbers_in(storage) == list(range(1, 3 + QUICK.retry_attempts))
+    assert Log(storage, retry=ONCE).verify_chain() == []
+
+
+@pytest.mark.parametrize("error", [AccessDenied("read only"), StorageFull("no space")], ids=str)
+def test_a_storage_that_refuses_has_answered(error: StorageError) -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    with pytest.raises(type(error), match=str(error)) as caught:
+        appended(storage, FailAt("create log/*", error, times=None))
+    assert caught.value.committed is False
+    assert numbers_in(storage) == [1, 2]
+
+
+@pytest.mark.parametrize("effect", ["before", "after"])
+def test_what_cannot_be_settled_is_unknown(effect: str) -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    down = combine(FailAt("create *", effect=effect, times=None), FailAt("read log/*03.json", skip=1, times=None))  # type: ignore[arg-type]
+    with pytest.raises(StorageUnavailable, match=r"not known whether log/0000000003.json was written") as caught:
+        appended(storage, down)
+    assert caught.value.committed is None
+    assert numbers_in(storage) == ([1, 2, 3] if effect == "after" else [1, 2])
+
+
+def test_a_noop_whose_own_reply_is_lost_settles_too() -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    record = appended(
+        storage, combine(FailAt("create log/*", times=1), FailAt("create log/*", effect="after", times=1))
+    )
+    assert record
+    assert record.number == 4
+    assert Log(storage, retry=ONCE).verify_chain() == []
+
+
+class Late(MemoryStorage):
+    """The first create times out and arrives later: just before the next create, or just after it."""
+
+    def __init__(self, uri: str, *, arrives: str) -> None:
+        super().__init__(uri)
+        self.arrives = arrives
+        self.delayed: tuple[str, bytes] | None = None
+        self.creates = 0
+
+    def create(self, key: str, data: bytes) -> bool:
+        self.creates += 1
+        if self.creates == 1:
+            self.delayed = (key, data)
+            raise StorageUnavailable("timed out")
+        if self.creates == 2 and self.delayed and self.arrives == "before":
+            super().create(*self.delayed)
+        created = super().create(key, data)
+        if self.creates == 2 and self.delayed and self.arrives == "after":
+            assert not super().create(*self.delayed)
+        return created
+
+
+@pytest.mark.parametrize(("arrives", "number"), [("before", 3), ("after", 4)])
+def test_a_create_that_arrives_late_is_in_the_log_once_or_never(arrives: str, number: int) -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    record = Log(Late(storage.uri, arrives=arrives), retry=QUICK).append(lambda _: commit(7))
+    assert record
+    assert record.number == number
+    log = Log(storage, retry=ONCE)
+    assert log.verify_chain() == []
+    changes = [type(found.change) for found in log.records(numbers_in(storage))]
+    assert changes == ([Claim, Commit, Commit] if arrives == "before" else [Claim, Commit, Noop, Commit])
+
+
+class RepeatsCreates(MemoryStorage):
+    """A client that repeats a create whose reply was lost, and reports the conflict with itself."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        super().create(key, data)
+        return super().create(key, data)
+
+
+def test_a_conflict_with_oneself_is_no_conflict() -> None:
+    storage = RepeatsCreates(new_storage().uri)
+    log = Log(storage, retry=ONCE)
+    assert log.append(lambda _: CLAIM)
+    record = log.append(lambda _: commit(1))
+    assert record
+    assert record.number == 2
+    assert numbers_in(storage) == [1, 2]
+
+
+def test_an_interrupt_leaves_the_log_usable() -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    for effect in ("before", "after"):
+        interrupt = FailAt("create log/*", KeyboardInterrupt(), effect=effect)  # type: ignore[arg-type]
+        log = Log(wrap(storage, interrupt), retry=ONCE)
+        with pytest.raises(KeyboardInterrupt):
+            log.append(lambda _: commit(7))
+        assert log.append(lambda _: commit(8))
+    assert Log(storage, retry=ONCE).verify_chain() == []
+
+
+class Disk(MemoryStorage):
+    """A storage with `Persists`, which says how often it was asked."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri)
+        self.persisted: list[str] = []
+        self.failures = 0
+
+    def persist(self, keys: Sequence[str]) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise StorageError("fsync failed")
+        self.persisted += keys
+
+    def seal(self, keys: Sequence[str]) -> None:
+        raise AssertionError("records need no seal")
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_on_a_disk_a_record_that_landed_with_an_error_is_made_durable(failures: int) -> None:
+    disk = Disk(new_storage().uri)
+    fill(disk, 2)
+    disk.failures = failures
+    log = Log(wrap(disk, FailAt("create log/*", effect="after")), retry=QUICK)
+    if failures:
+        with pytest.raises(StorageError, match="fsync failed") as caught:
+            log.append(lambda _: commit(7))
+        assert caught.value.committed is True
+    else:
+        assert log.append(lambda _: commit(7))
+        assert disk.persisted == [record_key(3)]
+    assert numbers_in(disk) == [1, 2, 3]
+
+
+# Forks
+
+
+def change_record(storage: Storage, number: int) -> None:
+    """Give a record other bytes, still a valid record."""
+    value = json.loads(storage.read(record_key(number)))
+    storage.write(record_key(number), [memoryview(json.dumps({**value, "created_at": 7.0}).encode())])
+
+
+@pytest.mark.parametrize("number", [1, 4, 8])
+def test_a_broken_chain_can_be_read_and_not_written(number: int) -> None:
+    storage = new_storage()
+    fill(storage, 9)
+    change_record(storage, number)
+    log = Log(storage, retry=ONCE)
+    newest = log.newest()
+    assert newest
+    assert newest.number == 9
+    assert log.records([number])
+    for _ in range(2):
+        with pytest.raises(StoreForked, match="ckptstore cp") as caught:
+            log.append(lambda _: Noop())
+        assert caught.value.committed is False
+    assert numbers_in(storage) == list(range(1, 10))
+    (problem,) = log.verify_chain()
+    assert record_key(number + 1) in problem
+
+
+def test_the_newest_64_links_are_checked_before_the_first_write() -> None:
+    storage = new_storage()
+    fill(storage, 100)
+    change_record(storage, 36)
+    with pytest.raises(StoreForked):
+        Log(storage, retry=ONCE).append(lambda _: Noop())
+    change_record(storage, 20)
+    other = new_storage()
+    fill(other, 100)
+    change_record(other, 30)
+    assert Log(other, retry=ONCE).append(lambda _: Noop())
+    assert len(Log(other, retry=ONCE).verify_chain()) == 1
+
+
+@pytest.mark.parametrize("broken", ["removed", "garbage"])
+def test_a_hole_in_the_chain_is_a_fork_to_a_writer(broken: str) -> None:
+    storage = new_storage()
+    fill(storage, 9)
+    if broken == "removed":
+        storage.delete([record_key(5)])
+    else:
+        storage.write(record_key(5), [memoryview(b"garbage")])
+    log = Log(storage, retry=ONCE)
+    assert log.newest()
+    with pytest.raises(StoreForked, match="log/0000000005"):
+        log.append(lambda _: Noop())
+    assert record_key(5) in log.verify_chain()[0]
+
+
+def test_a_first_record_that_follows_on_another_is_a_fork() -> None:
+    storage, other = new_storage(), new_storage()
+    fill(other, 2)
+    value = json.loads(other.read(record_key(2)))
+    storage.write(record_key(1), [memoryview(json.dumps({**value, "number": 1}).encode())])
+    with pytest.raises(StoreForked):
+        Log(storage, retry=ONCE).append(lambda _: Noop())
+
+
+def test_records_of_another_history_behind_what_was_seen_are_a_fork() -> None:
+    storage = new_storage()
+    log = fill(storage, 3)
+    change_record(storage, 3)
+    Log(storage, retry=ONCE).append(lambda _: Noop())
+    with pytest.raises(StoreForked):
+        log.append(lambda _: Noop())
+    assert numbers_in(storage) == [1, 2, 3, 4]
+
+
+def test_the_chain_check_also_follows_the_rules() -> None:
+    storage = new_storage()
+    log = fill(storage, 3)
+    newest = log.newest()
+    assert newest
+    value = json.loads(Record.following(newest, Noop(), write_id="x", created_at=0.0).encode())
+    value["state"]["live"] = "2"
+    assert storage.create(record_key(4), json.dumps(value).encode())
+    assert Log(storage, retry=ONCE).verify_chain() == [
+        "log/0000000004.json has a state that its change does not lead to"
+    ]
+    log.append(lambda _: Noop())
+    bad = json.loads(storage.read(record_key(5)))
+    bad |= {"kind": "pin", "change": {"numbers": "3", "epoch": None}}
+    storage.write(record_key(5), [memoryview(json.dumps(bad).encode())])
+    assert "breaks a rule" in Log(storage, retry=ONCE).verify_chain()[1]
+
+
+# Without create-if-absent
+
+
+def test_without_create_if_absent_a_promise_is_needed() -> None:
+    storage = new_storage()
+    with pytest.raises(InvalidInput, match="single_writer=True"):
+        Log(BareStorage(storage), retry=ONCE).append(lambda _: CLAIM)
+    assert list(storage.list("")) == []
+    assert Log(BareStorage(storage), retry=ONCE).newest() is None
+
+
+def test_a_single_writer_writes_and_reads_back() -> None:
+    storage = new_storage()
+    log = Log(BareStorage(storage), retry=ONCE, single_writer=True)
+    for number in range(1, 8):
+        assert log.append(lambda _, number=number: CLAIM if number == 1 else commit(number))  # type: ignore[misc]
+    assert log.verify_chain() == []
+    assert numbers_in(storage) == list(range(1, 8))
+
+
+@pytest.mark.parametrize("effect", ["before", "after"])
+def test_a_single_writer_repeats_the_same_bytes(effect: str) -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    counts = CountCalls()
+    flaky = combine(counts, FailAt("write log/*", effect=effect, times=2))  # type: ignore[arg-type]
+    log = Log(wrap(BareStorage(storage), flaky), retry=QUICK, single_writer=True)
+    record = log.append(lambda _: commit(7))
+    assert record
+    assert record.number == 3
+    assert Log(storage, retry=ONCE).verify_chain() == []
+    written = [call for call in counts.calls if call.verb == "write" and call.key.startswith("log/")]
+    assert len(written) == (3 if effect == "before" else 1)
+
+
+def test_a_torn_write_of_a_single_writer_counts_as_not_there() -> None:
+    storage = new_storage()
+    fill(storage, 4)
+    crash = TearAt("write log/*", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        Log(wrap(BareStorage(storage), crash), retry=ONCE, single_writer=True).append(lambda _: commit(7))
+    assert numbers_in(storage) == [1, 2, 3, 4, 5]
+    for hint in (True, False):
+        if not hint:
+            storage.delete([HINT_KEY])
+        newest = Log(BareStorage(storage), retry=ONCE).newest()
+        assert newest
+        assert newest.number == 4
+    record = Log(BareStorage(storage), retry=ONCE, single_writer=True).append(lambda _: commit(8))
+    assert record
+    assert record.number == 5
+    assert Log(storage, retry=ONCE).verify_chain() == []
+
+
+@pytest.mark.parametrize("error", [AccessDenied("read only"), StorageFull("no space")], ids=str)
+def test_a_single_writer_that_is_refused_has_written_nothing(error: StorageError) -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    refused = wrap(BareStorage(storage), FailAt("write log/*", error, times=None))
+    with pytest.raises(type(error)) as caught:
+        Log(refused, retry=QUICK, single_writer=True).append(lambda _: commit(7))
+    assert caught.value.committed is False
+
+
+def test_a_single_writer_that_cannot_read_back_does_not_know() -> None:
+    storage = new_storage()
+    fill(storage, 2)
+    down = combine(FailAt("write log/*", effect="after", times=None), FailAt("read log/*03.json", skip=2, times=None))
+    with pytest.raises(StorageUnavailable) as caught:
+        Log(wrap(BareStorage(storage), down), retry=QUICK, single_writer=True).append(lambda _: commit(7))
+    assert caught.value.committed is None
+
+
+def test_an_undurable_write_of_a_single_writer_is_written_anew() -> None:
+    disk = Disk(new_storage().uri)
+    fill(disk, 2)
+
+    class BareDisk(BareStorage):
+        persist, seal, free_bytes = disk.persist, disk.seal, disk.free_bytes
+
+    disk.failures = 1
+    with pytest.raises(StorageError, match="fsync failed") as caught:
+        Log(BareDisk(disk), retry=ONCE, single_writer=True).append(lambda _: commit(7))
+    assert caught.value.committed is None
+    counts = CountCalls()
+    assert Log(wrap(BareDisk(disk), counts), retry=ONCE, single_writer=True).append(lambda _: commit(8))
+    assert counts.counts["persist"] == 1
+
+
+# Who a store is
+
+
+def test_an_identity_is_created_once() -> None:
+    storage = new_storage()
+    assert read_identity(storage) is None
+    store_id = read_or_create_identity(storage)
+    assert len(store_id) == 32
+    assert read_or_create_identity(storage) == read_identity(storage) == store_id
+    assert write_identity(storage, "ff" * 16) == store_id
+    assert write_identity(new_storage(), "ff" * 16) == "ff" * 16
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("effect", ["before", "after"])
+def test_an_identity_survives_lost_replies(bare: bool, effect: str) -> None:
+    storage = new_storage()
+    inner: Storage = BareStorage(storage) if bare else storage
+    flaky = FailAt(lambda call: call.verb in ("create", "write"), effect=effect, times=2)  # type: ignore[arg-type]
+    found = read_or_create_store_json(wrap(inner, flaky), retry=QUICK)
+    stored = read_store_json(storage)
+    assert stored
+    assert stored.store_id == found.store_id
+
+
+def test_starters_at_the_same_time_agree_on_the_identity() -> None:
+    storage = new_storage()
+    found: list[str] = []
+    start = threading.Barrier(8)
+
+    def work() -> None:
+        start.wait()
+        found.append(read_or_create_identity(storage))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+
+
+def test_a_root_that_ray_keeps_gets_no_log() -> None:
+    storage = new_storage()
+    read_or_create_store_json(storage, kept_by=KEPT_BY_RAY)
+    with pytest.raises(InvalidInput, match="kept by ray"):
+        read_or_create_identity(storage)
+
+
+def test_unknown_fields_of_an_identity_are_kept() -> None:
+    storage = new_storage()
+    store_id = read_or_create_identity(storage)
+    value = json.loads(storage.read(STORE_KEY))
+    storage.write(STORE_KEY, [memoryview(json.dumps({**value, "later": 1}).encode())])
+    found = read_store_json(storage)
+    assert found
+    assert found.store_id == store_id
+    assert json.loads(found.encode())["later"] == 1
+
+
+@pytest.mark.parametrize("data", [b"{}", b'{"version":1}', b'{"version":1,"store_id":"","kept_by":"x","created_at":1}'])
+def test_an_identity_that_is_none_is_damaged(data: bytes) -> None:
+    storage = new_storage()
+    storage.write(STORE_KEY, [memoryview(data)])
+    with pytest.raises(CheckpointDamaged, match=r"store\.json"):
+        read_or_create_identity(storage)
