@@ -150,8 +150,8 @@ def _compare(scene: Scene) -> None:
     if len(reference) != len(resumed):
         raise DemoFailed(f"{len(resumed)} losses after the resume, {len(reference)} without interruption")
     worst = max(abs(a - b) / abs(a) for a, b in zip(reference, resumed, strict=True))
-    _say(f"{len(reference)} losses, from {reference[0]:.4f} to {reference[-1]:.4f}; largest relative difference to the")
-    _say(f"run without interruption: {worst:.1e} ({TOLERANCE:.0e} is allowed)")
+    _say(f"the loss curve has {len(reference)} steps, from {reference[0]:.4f} to {reference[-1]:.4f};")
+    _say(f"it differs from the one without interruption by {worst:.1e} at most ({TOLERANCE:.0e} is allowed)")
     if not worst <= TOLERANCE:
         raise DemoFailed("the loss curve after the resume is another one")
 

@@ -9,6 +9,7 @@ import logging
 import math
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptstore import Checkpoint, CheckpointStore, KeepBest, KeepLatest, open_store
 from ckptstore.demo.model import Digits, ResNet18, load_digits
+from ckptstore.events import (
+    CheckpointCommitted,
+    CheckpointSkipped,
+    Event,
+    PruneFailed,
+    RequestRetried,
+    SaveFailed,
+    listening,
+)
 from ckptstore.testing import KillAt
 from ckptstore.testing.stores import with_faults
 
@@ -205,16 +215,27 @@ def run(options: Options) -> None:
         options.report.write_text(json.dumps(trainer.losses))
 
 
+def show(event: Event) -> None:
+    """Print what the user of a training job wants to see."""
+    if isinstance(event, CheckpointCommitted):
+        size_mb, seconds = event.size_bytes / 1e6, event.seconds
+        print(f"committed step {event.step}: {size_mb:.1f} MB from all ranks in {seconds:.2f} s", flush=True)
+    elif isinstance(event, CheckpointSkipped | SaveFailed | PruneFailed | RequestRetried):
+        print(event, flush=True)
+
+
 def main() -> None:
     """Be one rank."""
     options = parse_options()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    if dist.get_rank() == 0:
-        logging.getLogger("ckptstore").setLevel(logging.INFO)
+    is_first = dist.get_rank() == 0
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: not hasattr(record, "event"))  # `show` prints those that matter here
+    logging.basicConfig(format="%(message)s", level=logging.INFO if is_first else logging.WARNING, handlers=[handler])
     try:
-        run(options)
+        with listening(show) if is_first else nullcontext():
+            run(options)
     finally:
         dist.destroy_process_group()
 
