@@ -34,3 +34,54 @@ def cloned(store: Any) -> Any:
         return store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):
         return store
+
+
+def canonical_names(root: Any, name: str) -> tuple[str, ...]:
+    """The names, free of what wrappers put in, of a parameter or buffer that `root` calls `name`.
+
+    There are several for the flat parameter of FSDP1. They are the ones that torch.distributed.checkpoint.state_dict
+    uses.
+    """
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    return tuple(sorted(_get_fqns(root, name)))
+
+
+def convert_tensors(module: Any, chosen: Any, convert: Any) -> None:
+    """Replace the contents of those parameters and buffers of a module that `chosen` picks by what `convert` makes.
+
+    Parameters stay the same objects, so that an optimizer goes on with them and tied ones stay tied; plain
+    `Module.to_empty` breaks both. Inner modules come first, since FSDP2 looks at its parameters after each one. Modules
+    of which none is chosen are left alone: tensors in use cannot always be swapped.
+    """
+    import torch
+
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for inner in reversed(list(module.modules())):
+            own = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
+            if any(map(chosen, own)) or isinstance(inner, _fsdp2_class()):
+                inner._apply(lambda tensor: convert(tensor) if chosen(tensor) else tensor, recurse=False)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _fsdp2_class() -> type:
+    from torch.distributed.fsdp import FSDPModule
+
+    return FSDPModule
+
+
+def non_persistent_buffers(module: Any) -> list[str]:
+    """The names of the buffers that are not part of a state."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, inner in module.named_modules()
+        for name in sorted(inner._non_persistent_buffers_set)
+        if inner._buffers.get(name) is not None
+    ]
+
+
+STEP_HOOK_NAMES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Where an optimizer keeps the user's hooks around `step`."""

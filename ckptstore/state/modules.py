@@ -119,15 +119,17 @@ def materialise(key: str, module: torch.nn.Module, device: torch.device | None) 
         )
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device or _device_of(tensor)) if tensor.is_meta else tensor
+        return torch.empty_like(tensor, device=device or _device_of(tensor))
 
     kept = {id(tensor) for _, tensor in named if not tensor.is_meta}
-    convert_tensors(module, allocate)
+    convert_tensors(module, lambda tensor: tensor.is_meta, allocate)
     made = [tensor for tensor in [*module.parameters(), *module.buffers()] if id(tensor) not in kept]
 
     def release() -> None:
         ids = set(map(id, made))
-        convert_tensors(module, lambda tensor: torch.empty_like(tensor, device="meta") if id(tensor) in ids else tensor)
+        convert_tensors(
+            module, lambda tensor: id(tensor) in ids, lambda tensor: torch.empty_like(tensor, device="meta")
+        )
 
     return release
 
@@ -167,13 +169,12 @@ def _live_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _shows(item: torch.Tensor, live: torch.Tensor) -> bool:
     """Whether a tensor is a view of all of `live`, so that what was read into it is there already."""
     if isinstance(item, DTensor) and isinstance(live, DTensor):
-        return _memory(item.to_local()) == _memory(live.detach().to_local())
-    return type(item) in (torch.Tensor, torch.nn.Parameter) and _memory(item) == _memory(live)
+        return _memory(item.to_local()) == _memory(live.to_local())
+    is_plain = type(item) in (torch.Tensor, torch.nn.Parameter) and not isinstance(live, DTensor)
+    return is_plain and _memory(item) == _memory(live)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if isinstance(tensor, DTensor):
-        return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 

@@ -64,7 +64,7 @@ def kind_of(item: Any) -> Kind | None:
     return Kind.STATEFUL if all(map(callable, methods)) else None
 
 
-def units_of(state: Mapping[str, Any]) -> list[Unit]:
+def units_of(state: Any) -> list[Unit]:
     """Take a state apart, in its own order.
 
     Raises InvalidState when it is not a mapping with text as keys, contains itself, or when a key begins with another
