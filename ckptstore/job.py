@@ -103,8 +103,7 @@ class Job:
     def next_attempt(self, step: int, epoch: int) -> Attempt:
         """The directory of the next save. It follows from what all ranks know, so a restarted rank cannot mix in."""
         self.num_saves += 1
-        seed = f"{self.group.start_token}:{self.num_saves}".encode()
-        return Attempt(step, epoch, hashlib.sha256(seed).hexdigest()[:8])
+        return attempt_of(self.group.start_token, num_saves=self.num_saves, step=step, epoch=epoch)
 
     def candidates(self, newest: Record | None) -> list[Candidate]:
         """The live checkpoints, as retention sees them."""
@@ -135,6 +134,11 @@ class Job:
             self._group.close()
         self.transfer.close()
         self.storage.close()
+
+
+def attempt_of(start_token: str, *, num_saves: int, step: int, epoch: int) -> Attempt:
+    """The attempt that a job makes with its n-th save."""
+    return Attempt(step, epoch, hashlib.sha256(f"{start_token}:{num_saves}".encode()).hexdigest()[:8])
 
 
 def candidates(log: Log, newest: Record | None) -> list[Candidate]:
