@@ -31,7 +31,7 @@ logger = logging.getLogger("ckptstore.group")
 
 T = TypeVar("T")
 
-_TOKEN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TOKEN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _NUM_THREADS = 16
 _SIGN_SIZES = 61
 _LAST_SIGN_BYTES = 64
@@ -42,8 +42,9 @@ _LAST_SIGN_BYTES = 64
 class StorageGroup:
     """Ranks that reach each other through the store alone: give it to `open_store(group=...)` on every rank.
 
-    `start_token` is equal on all ranks and new for every start of the job: 1 to 64 letters, digits, ".", "_" or "-".
-    A scheduler's job id with its restart count will do. `node` names the host; found out when it is not given.
+    `start_token` is equal on all ranks and new for every start of the job: 1 to 64 letters, digits, "_", "-" or ".",
+    the first no ".". A scheduler's job id with its restart count will do. `node` names the host; found out when it is
+    not given.
     """
 
     rank: int
@@ -58,7 +59,8 @@ class StorageGroup:
             raise InvalidInput(f"rank is {self.rank!r}, it must be an integer from 0 to {self.world_size - 1}")
         if type(self.start_token) is not str or not _TOKEN.fullmatch(self.start_token):
             raise InvalidInput(
-                f"start_token is {self.start_token!r}, it must be 1 to 64 letters, digits, '.', '_' or '-'"
+                f"start_token is {self.start_token!r}, it must be 1 to 64 letters, digits, '_', '-' or '.', the "
+                "first no '.'"
             )
 
     def open(self, storage: Storage, *, rank_timeout_seconds: float, retry: RetryConfig) -> BoardGroup:

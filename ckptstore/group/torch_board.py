@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ckptstore.errors import CkptstoreError, GroupMissing, InvalidInput, RankTimeout
+from ckptstore.errors import GroupMissing, InvalidInput, RankTimeout
 from ckptstore.group.base import LEADER, new_start_token
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.caller import Caller
@@ -229,12 +229,10 @@ class TorchBoard:
     def _request(self, request: Callable[[], T]) -> T:
         try:
             return self._caller.call(request)
-        except CkptstoreError:
-            raise
-        except (RuntimeError, TimeoutError) as error:
-            reason = str(error).partition("\n")[0] or type(error).__name__
+        except (RuntimeError, TimeoutError) as error:  # torch's errors are RuntimeErrors
+            self._caller.give_up(str(error).partition("\n")[0] or type(error).__name__)
             raise RankTimeout(
-                f"The key-value store of torch.distributed is not reached any more: {reason}",
+                f"The key-value store of torch.distributed is not reached any more: {self._caller.given_up}",
                 ranks=self._server_ranks,
                 committed=None,
                 hint="It is served by the process with rank 0 of the job, or by torchrun on its node: look there",

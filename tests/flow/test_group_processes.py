@@ -1,0 +1,249 @@
+"""The same scenes with real processes as ranks: through a directory, and through torch.distributed with gloo."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ckptstore.config import RetryConfig, StoreConfig
+from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageFull
+from ckptstore.group import Group, StorageGroup, check_shared, find_group
+from ckptstore.storage.local import LocalStorage
+from ckptstore.testing import run_ranks
+
+PATIENCE_SECONDS = 100.0
+SHORT_SECONDS = 3.0
+"""Long enough that a busy machine does not take a living process for dead."""
+BIG_BYTES = 20 << 20
+
+
+def nothing(beat: Callable[[], None]) -> bytes:
+    return b""
+
+
+def joined(answers: list[bytes], beat: Callable[[], None]) -> bytes:
+    return b",".join(answers)
+
+
+def error_of(function: Callable[[], Any]) -> tuple[type, tuple[int, ...], str] | Any:
+    """What of an error all ranks must have alike; what was returned, if nothing was raised."""
+    try:
+        return function()
+    except CkptstoreError as error:
+        return type(error), error.ranks, str(error)
+
+
+def scenes(group: Group) -> dict[str, Any]:
+    """Everything that a group survives, as this rank saw it."""
+    rank, seen = group.rank, {}
+
+    def failing(*failed: int) -> Callable[[Callable[[], None]], bytes]:
+        def work(beat: Callable[[], None]) -> bytes:
+            if rank in failed:
+                raise StorageFull(f"no space for rank {rank}", step=7)
+            return b""
+
+        return work
+
+    def refuse(answers: list[bytes], beat: Callable[[], None]) -> bytes:
+        raise ValueError("the join fails")
+
+    seen["token"] = group.start_token
+    seen["answers"] = [group.exchange(f"call {n}", lambda beat: b"%d" % rank, joined) for n in range(10)]
+    seen["one fails"] = error_of(lambda: group.exchange("one fails", failing(2), joined))
+    seen["three fail"] = error_of(lambda: group.exchange("three fail", failing(1, 2, 3), joined))
+    seen["join fails"] = error_of(lambda: group.exchange("join fails", nothing, refuse))
+    seen["mismatch"] = error_of(lambda: group.exchange("save" if rank < 3 else "load", nothing, joined))
+    big = group.exchange("big", lambda beat: bytes([rank]) * BIG_BYTES, lambda answers, beat: b"".join(answers[1:3]))
+    seen["big"] = hashlib.sha256(big).hexdigest()
+    seen["lane"] = group.lane("background").exchange("lane", lambda beat: b"%d" % rank, joined)
+    return seen
+
+
+def check_scenes(seen: list[dict[str, Any]]) -> None:
+    assert seen == [seen[0]] * 4
+    scene = seen[0]
+    assert scene["answers"] == [b"0,1,2,3"] * 10
+    kind, ranks, text = scene["one fails"]
+    assert (kind, ranks) == (StorageFull, (2,))
+    assert "no space for rank 2 (step 7, rank 2)" in text
+    kind, ranks, text = scene["three fail"]
+    assert (kind, ranks) == (StorageFull, (1, 2, 3))
+    assert "no space for rank 1 [ranks 2-3 failed too] (step 7, rank 1)" in text
+    kind, _, text = scene["join fails"]
+    assert kind is RankFailed
+    assert "ValueError: the join fails" in text
+    kind, ranks, text = scene["mismatch"]
+    assert (kind, ranks) == (InvalidInput, (0, 3))
+    assert "rank 0 calls 'save', rank 3 'load'" in text
+    assert scene["big"] == hashlib.sha256(b"\1" * BIG_BYTES + b"\2" * BIG_BYTES).hexdigest()
+    assert scene["lane"] == b"0,1,2,3"
+
+
+def deaths(group: Group, root: Path) -> list[Any]:
+    """A slow rank lives; then rank 2 dies inside its work, then the leader."""
+
+    def slow(beat: Callable[[], None]) -> bytes:
+        until = time.monotonic() + (1.5 * SHORT_SECONDS if group.rank == 1 else 0)
+        while time.monotonic() < until:
+            beat()
+            time.sleep(0.05)
+        return b""
+
+    def die(victim: int, *, after: Callable[[], bool]) -> Callable[[Callable[[], None]], bytes]:
+        def work(beat: Callable[[], None]) -> bytes:
+            while group.rank == victim:
+                if after():
+                    os.kill(os.getpid(), signal.SIGKILL)
+                beat()
+                time.sleep(0.05)
+            return b""
+
+        return work
+
+    def others_know() -> bool:
+        return all((root / f"rank {rank} knows").exists() for rank in (1, 3))
+
+    ends = [
+        error_of(lambda: group.exchange("slow", slow, joined)),
+        error_of(lambda: group.exchange("rank 2 dies", die(2, after=lambda: True), joined)),
+    ]
+    (root / f"rank {group.rank} knows").touch()
+    return [*ends, error_of(lambda: group.exchange("the leader dies", die(0, after=others_know), joined))]
+
+
+def check_deaths(seen: list[Any]) -> None:
+    """What ranks 1 and 3 saw of the deaths of 2 and 0."""
+    assert [seen[0], seen[2]] == [None, None]
+    for slow, second, leader in (seen[1], seen[3]):
+        assert slow == b",,,"
+        assert second[:2] == (RankTimeout, (2,))
+        assert "Rank 2 gave no sign of life for 3 s in 'rank 2 dies'" in second[2]
+        assert leader[:2] == (RankTimeout, (0,))
+
+
+def through_a_directory(root: Path) -> tuple[dict[str, Any], list[str]]:
+    storage = LocalStorage(root)
+    rank = int(os.environ["RANK"])
+    group = find_group(
+        StorageGroup(rank, 4, "first-start"),
+        storage=storage,
+        config=StoreConfig(rank_timeout_seconds=PATIENCE_SECONDS),
+    )
+    check_shared(group, storage)
+    seen = scenes(group)
+    group.close()
+    return seen, [file.key for file in storage.list("")] if rank == 0 else []
+
+
+def test_ranks_agree_through_a_directory(tmp_path: Path) -> None:
+    ends = run_ranks(4, through_a_directory, tmp_path / "store")
+    check_scenes([seen for seen, _ in ends])
+    assert ends[0][1] == []  # what was posted is gone
+
+
+def deaths_through_a_directory(root: Path) -> list[Any]:
+    given = StorageGroup(int(os.environ["RANK"]), 4, "first-start")
+    group = given.open(LocalStorage(root), rank_timeout_seconds=SHORT_SECONDS, retry=RetryConfig())
+    return deaths(group, root)
+
+
+def test_dead_ranks_are_named_through_a_directory(tmp_path: Path) -> None:
+    check_deaths(run_ranks(4, deaths_through_a_directory, tmp_path / "store", expect_killed=[0, 2]))
+
+
+def through_torch(root: Path) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    storage = LocalStorage(root)
+    patient = StoreConfig(rank_timeout_seconds=PATIENCE_SECONDS)
+    group = find_group(None, storage=storage, config=patient)
+    check_shared(group, storage)
+    seen: dict[str, Any] = scenes(group)
+    seen["gloo sum"] = summed(1, over=group.process_group)
+    seen["beside training"] = beside_training(group)
+    seen["pair"] = in_a_pair(storage, patient)
+    keys = [our_keys()]
+    dist.barrier()
+    group.close()
+    dist.barrier()
+    keys.append(our_keys())
+    everybody: list[Any] = [None] * 4
+    dist.all_gather_object(everybody, (seen, [len(some) for some in keys]))
+    hasty = find_group(None, storage=storage, config=StoreConfig(rank_timeout_seconds=SHORT_SECONDS))
+    ends = deaths(hasty, root)
+    hasty.close()
+    return everybody, ends
+
+
+def summed(value: float, over: Any = None) -> float:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor([float(value)])
+    dist.all_reduce(tensor, group=over)
+    return tensor.item()
+
+
+def our_keys() -> list[str]:
+    from ckptstore.torch_private import default_store
+
+    return [key for key in default_store().list_keys() if "ckptstore/" in key]
+
+
+def beside_training(group: Group) -> list[bytes]:
+    """Exchanges on a thread, while the main thread goes on with collectives of the training's own group."""
+    trained = threading.Event()
+    results: list[bytes] = []
+
+    def work(beat: Callable[[], None]) -> bytes:
+        assert trained.wait(PATIENCE_SECONDS)
+        return b"%d" % group.rank
+
+    def run() -> None:
+        results.extend(group.exchange(f"background {n}", work, joined) for n in range(20))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    num_sums, num_alive = 0, 4.0
+    while num_alive:
+        num_sums += 1
+        if num_sums == 20:
+            trained.set()
+        num_alive = summed(thread.is_alive())
+    return results
+
+
+def in_a_pair(storage: LocalStorage, config: StoreConfig) -> Any:
+    """A store of two of the four ranks: the others do not take part at all."""
+    import torch.distributed as dist
+
+    pair = dist.new_group([1, 3])
+    if dist.get_rank() not in (1, 3):
+        return error_of(lambda: find_group(pair, storage=storage, config=config))[0]
+    group = find_group(pair, storage=storage, config=config)
+    told = group.exchange("pair", lambda beat: b"%d" % dist.get_rank(), joined)
+    result = group.rank, group.world_size, told, summed(1, over=group.process_group)
+    group.close()
+    return result
+
+
+def test_ranks_agree_through_torch_and_dead_ones_are_named(tmp_path: Path) -> None:
+    ends = run_ranks(4, through_torch, tmp_path / "store", expect_killed=[0, 2])
+    everybody = ends[1][0]
+    pairs = [seen.pop("pair") for seen, _ in everybody]
+    check_scenes([seen for seen, _ in everybody])
+    assert everybody[0][0]["gloo sum"] == 4
+    assert everybody[0][0]["beside training"] == [b"0,1,2,3"] * 20
+    assert pairs == [InvalidInput, (0, 2, b"1,3", 2), InvalidInput, (1, 2, b"1,3", 2)]
+    for num_open, num_left in (keys for _, keys in everybody):
+        assert 0 < num_open < 30  # the last call of each lane, signs of life and claims, not all of the calls
+        assert num_left == 0
+    check_deaths([end and end[1] for end in ends])

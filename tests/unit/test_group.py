@@ -1,0 +1,613 @@
+"""The exchange, its messages, signs of life and the choice of a group, with threads as ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.config import RetryConfig, StoreConfig
+from ckptstore.errors import (
+    AccessDenied,
+    CkptstoreError,
+    GroupMissing,
+    InvalidInput,
+    InvalidStep,
+    RankFailed,
+    RankTimeout,
+    StorageFull,
+    StorageUnavailable,
+    StoreNotShared,
+)
+from ckptstore.group import BoardGroup, SoloGroup, StorageGroup, check_shared, find_group, leftover_prefixes
+from ckptstore.group.base import Beat, spoken, this_node
+from ckptstore.group.message import Message, first_error
+from ckptstore.storage.base import CreatesExclusively, Storage
+from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.memory import MemoryStorage
+from ckptstore.testing import CountCalls, FailAt, wrap
+
+RETRY = RetryConfig(retry_attempts=3, retry_wait_initial_seconds=0.01)
+
+
+def in_threads(n: int, function: Callable[[int], Any]) -> list[Any]:
+    """What the function returns for each rank, or the exception that it raises."""
+    ends: list[Any] = [None] * n
+
+    def run(rank: int) -> None:
+        try:
+            ends[rank] = function(rank)
+        except BaseException as error:
+            ends[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), f"a rank hangs; so far: {ends}"
+    return ends
+
+
+def opened(storage: Storage, rank: int, size: int, *, timeout_seconds: float = 60, token: str = "start") -> BoardGroup:
+    group = StorageGroup(rank, size, token, node=f"node{rank}")
+    return group.open(storage, rank_timeout_seconds=timeout_seconds, retry=RETRY)
+
+
+def together(
+    storage: Storage, size: int, script: Callable[[BoardGroup], Any], *, timeout_seconds: float = 60
+) -> list[Any]:
+    """Run the script as every rank of a group, and close it."""
+
+    def run(rank: int) -> Any:
+        group = opened(storage, rank, size, timeout_seconds=timeout_seconds)
+        try:
+            return script(group)
+        finally:
+            group.close()
+
+    return in_threads(size, run)
+
+
+def named(group: BoardGroup) -> Callable[[Beat], bytes]:
+    return lambda beat: b"rank %d" % group.rank
+
+
+def joined(answers: list[bytes], beat: Beat) -> bytes:
+    return b", ".join(answers)
+
+
+class PlainStorage:
+    """Only the seven verbs: a storage without create-if-absent."""
+
+    def __init__(self, inner: Storage) -> None:
+        self.uri, self.write, self.read, self.read_into = inner.uri, inner.write, inner.read, inner.read_into
+        self.stat, self.list, self.delete, self.close = inner.stat, inner.list, inner.delete, inner.close
+
+
+@pytest.fixture(params=["local", "memory", "plain"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "local":
+        return LocalStorage(tmp_path / "store")
+    memory = MemoryStorage(f"memory://{tmp_path.name}")
+    if request.param == "memory":
+        return memory
+    plain = PlainStorage(memory)
+    assert not isinstance(plain, CreatesExclusively)
+    return plain
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> MemoryStorage:
+    return MemoryStorage(f"memory://{tmp_path.name}")
+
+
+def test_every_rank_gets_what_the_leader_joined_in_rank_order(storage: Storage) -> None:
+    def script(group: BoardGroup) -> list[bytes]:
+        results = [group.exchange("first", named(group), joined)]
+        results += [group.exchange(f"call {n}", lambda beat, n=n: bytes([n]) * group.rank, joined) for n in range(5)]
+        return results
+
+    ends = together(storage, 4, script)
+    assert ends[0] == [
+        b"rank 0, rank 1, rank 2, rank 3",
+        *(b", ".join(bytes([n]) * r for r in range(4)) for n in range(5)),
+    ]
+    assert ends == [ends[0]] * 4
+
+
+def test_a_closed_group_leaves_nothing_in_the_storage(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "store")
+    counted = CountCalls()
+
+    def script(group: BoardGroup) -> int:
+        for n in range(6):
+            group.exchange(f"call {n}", named(group), joined)
+        group.lane("background").exchange("save", named(group), joined)
+        return len(list(storage.list("group/start/")))
+
+    ends = together(wrap(storage, counted), 3, script)
+    assert max(ends) > 0  # the messages did lie there
+    assert max(ends) < 3 + 3 * 4 + 4, "messages of finished exchanges pile up"
+    assert list(storage.list("")) == []
+    assert not (tmp_path / "store" / "group" / "start").exists()
+    assert counted.counts["create"] == 3 + 7 * 3  # a claim for each rank, one message for each rank and exchange
+
+
+@pytest.mark.parametrize("failing", [{0}, {2}, {1, 3}, {0, 1, 2, 3}])
+def test_a_failure_of_work_is_the_same_error_on_every_rank(memory: MemoryStorage, failing: set[int]) -> None:
+    own: dict[int, StorageFull] = {}
+
+    def work(rank: int) -> bytes:
+        if rank in failing:
+            own[rank] = StorageFull(f"no space on {rank}", step=12, file=f"shard-{rank}", hint="Free some")
+            raise own[rank]
+        return b""
+
+    def never(answers: list[bytes], beat: Beat) -> bytes:
+        raise AssertionError("join runs although a rank failed")
+
+    ends = together(memory, 4, lambda group: group.exchange("save", lambda beat: work(group.rank), never))
+    first = min(failing)
+    for rank, error in enumerate(ends):
+        assert type(error) is StorageFull
+        assert (error.rank, error.step, error.file, error.hint) == (first, 12, f"shard-{first}", "Free some")
+        assert error.ranks == tuple(sorted(failing))
+        assert error.committed is False
+        assert error.__cause__ is own.get(rank)
+    others = sorted(failing - {first})
+    assert str(ends[0]) == str(ends[3])
+    assert (spoken(others) in str(ends[0])) if others else ("failed too" not in str(ends[0]))
+
+
+def test_a_foreign_error_is_a_rank_failed_with_its_cause_where_it_happened(memory: MemoryStorage) -> None:
+    def script(group: BoardGroup) -> bytes:
+        return group.exchange("save", lambda beat: bytes([1 // (2 - group.rank)]), joined)
+
+    ends = together(memory, 3, script)
+    assert [type(error) for error in ends] == [RankFailed] * 3
+    assert all("ZeroDivisionError" in str(error) and error.rank == 2 for error in ends)
+    assert [type(error.__cause__) for error in ends] == [type(None), type(None), ZeroDivisionError]
+
+
+def test_a_failure_of_join_reaches_every_rank(memory: MemoryStorage) -> None:
+    def join(answers: list[bytes], beat: Beat) -> bytes:
+        raise StorageUnavailable("the record", committed=None)
+
+    ends = together(memory, 3, lambda group: group.exchange("commit", named(group), join))
+    assert [type(error) for error in ends] == [StorageUnavailable] * 3
+    assert [(error.committed, error.rank) for error in ends] == [(None, 0)] * 3
+
+    def broken(answers: list[bytes], beat: Beat) -> bytes:
+        raise KeyError("bug")
+
+    ends = together(memory, 3, lambda group: group.exchange("commit", named(group), broken))
+    assert [(type(error), error.committed) for error in ends] == [(RankFailed, None)] * 3  # it may have committed
+
+
+def test_the_group_goes_on_after_an_error(memory: MemoryStorage) -> None:
+    def script(group: BoardGroup) -> bytes:
+        with pytest.raises(InvalidStep):
+            group.exchange("save", lambda beat: check(group.rank), joined)
+        return group.exchange("save again", named(group), joined)
+
+    def check(rank: int) -> bytes:
+        if rank == 1:
+            raise InvalidStep("step -1")
+        return b""
+
+    assert together(memory, 2, script) == [b"rank 0, rank 1"] * 2
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interrupted_rank_tells_the_others_and_goes(memory: MemoryStorage, interrupted: int) -> None:
+    def work(rank: int) -> bytes:
+        if rank == interrupted:
+            raise KeyboardInterrupt
+        return b""
+
+    ends = together(memory, 3, lambda group: group.exchange("save", lambda beat: work(group.rank), joined))
+    assert type(ends[interrupted]) is KeyboardInterrupt
+    others = [error for rank, error in enumerate(ends) if rank != interrupted]
+    assert [(type(error), error.rank) for error in others] == [(RankFailed, interrupted)] * 2
+    assert "KeyboardInterrupt" in str(others[0])
+
+
+def test_ranks_that_call_different_things_are_told_so(memory: MemoryStorage) -> None:
+    def script(group: BoardGroup) -> bytes:
+        return group.exchange("save 12" if group.rank != 2 else "load", named(group), joined)
+
+    for error in together(memory, 3, script):
+        assert type(error) is InvalidInput
+        assert error.ranks == (0, 2)
+        assert "rank 0 calls 'save 12'" in str(error)
+        assert "rank 2 'load'" in str(error)
+
+
+def test_ranks_with_different_world_sizes_are_told_so(memory: MemoryStorage) -> None:
+    def run(rank: int) -> bytes:
+        return opened(memory, rank, 4 if rank == 0 else 2).exchange("save", lambda beat: b"", joined)
+
+    for error in in_threads(2, run):
+        assert type(error) is InvalidInput
+        assert "world size 4" in str(error)
+        assert "world size 2" in str(error)
+
+
+def test_two_processes_that_hold_one_rank_are_both_named(storage: Storage) -> None:
+    first, second = (opened(storage, 1, 2) for _ in range(2))
+    leader = threading.Thread(target=lambda: opened(storage, 0, 2).exchange("save", lambda beat: b"", joined))
+    leader.start()
+    assert first.exchange("save", lambda beat: b"mine", joined) == b", mine"
+    leader.join()
+    with pytest.raises(InvalidInput, match="rank 1 of the job start 'start'") as caught:
+        second.exchange("save", lambda beat: b"mine", joined)
+    assert str(caught.value).count("process ") == 2
+    assert "start_token" in (caught.value.hint or "")
+
+
+def test_a_start_token_used_by_a_dead_job_is_refused_on_every_rank(storage: Storage) -> None:
+    def first_start(rank: int) -> bytes:
+        return opened(storage, rank, 2).exchange("save", lambda beat: b"", joined)
+
+    assert in_threads(2, first_start) == [b", "] * 2  # never closed
+    for error in in_threads(2, first_start):
+        assert type(error) is InvalidInput
+        assert "Two processes take part" in str(error)
+
+
+def test_a_silent_rank_is_named_to_all_others(memory: MemoryStorage) -> None:
+    def run(rank: int) -> Any:
+        if rank in (1, 3):
+            return None
+        return opened(memory, rank, 4, timeout_seconds=1).exchange("save 12", lambda beat: b"", joined)
+
+    ends = in_threads(4, run)
+    for error in (ends[0], ends[2]):
+        assert type(error) is RankTimeout
+        assert error.ranks == (1, 3)
+        assert "Ranks 1 and 3" in str(error)
+        assert "'save 12'" in str(error)
+        assert memory.uri in str(error)
+
+
+def test_a_silent_leader_is_named_and_leaves_the_outcome_unknown(memory: MemoryStorage) -> None:
+    with pytest.raises(RankTimeout) as caught:
+        opened(memory, 1, 2, timeout_seconds=0.5).exchange("save", lambda beat: b"", joined)
+    assert caught.value.ranks == (0,)
+    assert caught.value.committed is None
+
+
+def test_an_error_is_worth_more_than_a_silence(memory: MemoryStorage) -> None:
+    def fail(beat: Beat) -> bytes:
+        raise StorageFull("no space")
+
+    def run(rank: int) -> Any:
+        return None if rank == 1 else opened(memory, rank, 3, timeout_seconds=1).exchange("save", fail, joined)
+
+    ends = in_threads(3, run)
+    assert [type(ends[0]), type(ends[2])] == [StorageFull] * 2
+    assert ends[2].ranks == (0, 1, 2)
+    assert "Rank 1 gave no sign of life" in str(ends[2])
+
+
+def test_a_slow_rank_that_gives_signs_is_waited_for(memory: MemoryStorage) -> None:
+    def slow(beat: Beat) -> bytes:
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            beat()
+            time.sleep(0.02)
+        return b"done"
+
+    def script(group: BoardGroup) -> list[bytes]:
+        follower = group.exchange("slow follower", slow if group.rank == 1 else lambda beat: b"", joined)
+        return [follower, group.exchange("slow join", lambda beat: b"", lambda answers, beat: slow(beat))]
+
+    assert together(memory, 3, script, timeout_seconds=2) == [[b", done, ", b"done"]] * 3
+
+
+def test_a_rank_that_has_left_is_not_waited_for(memory: MemoryStorage) -> None:
+    def run(rank: int) -> Any:
+        group = opened(memory, rank, 2, timeout_seconds=8)
+        group.exchange("first", lambda beat: b"", joined)
+        if rank == 1:
+            group.close()
+            return None
+        return group.exchange("second", lambda beat: b"", joined)
+
+    error = in_threads(2, run)[0]
+    assert type(error) is RankFailed  # at once: not a RankTimeout
+    assert error.ranks == (1,)
+    assert "Rank 1 left the group" in str(error)
+
+
+def test_lanes_keep_orders_of_their_own(memory: MemoryStorage) -> None:
+    inside = threading.Barrier(2)
+
+    def script(group: BoardGroup) -> list[bytes]:
+        results: list[bytes] = [b"", b""]
+
+        def upload(beat: Beat) -> bytes:
+            inside.wait(60)  # both ranks are in the background save while the main lane goes on
+            inside.wait(60)
+            return b"uploaded"
+
+        def in_background() -> None:
+            results[1] = group.lane("background").exchange("save", upload, joined)
+
+        thread = threading.Thread(target=in_background)
+        thread.start()
+        inside.wait(60)
+        results[0] = b"; ".join(group.exchange(f"load {n}", named(group), joined) for n in range(3))
+        inside.wait(60)
+        thread.join(60)
+        return results
+
+    inside = threading.Barrier(4)
+    assert together(memory, 2, script) == [[b"; ".join([b"rank 0, rank 1"] * 3), b"uploaded, uploaded"]] * 2
+
+
+def test_an_exchange_inside_an_exchange_is_an_error_and_no_hang(memory: MemoryStorage) -> None:
+    def script(group: BoardGroup) -> bytes:
+        return group.exchange("outer", lambda beat: group.exchange("inner", lambda beat: b"", joined), joined)
+
+    for error in together(memory, 2, script):
+        assert type(error) is RankFailed
+        assert "inside the work or join" in str(error)
+
+
+def test_requests_are_tried_again_and_a_lost_reply_is_settled(memory: MemoryStorage) -> None:
+    faults = [
+        FailAt("create *.00001", effect="after"),  # rank 1's answer is there, its reply is lost
+        FailAt("create *.result"),
+        FailAt("list *"),
+    ]
+    storage: Storage = memory
+    for fault in faults:
+        storage = wrap(storage, fault)
+    ends = together(storage, 3, lambda group: group.exchange("save", named(group), joined))
+    assert ends == [b"rank 0, rank 1, rank 2"] * 3
+    assert [fault.struck for fault in faults] == [1, 1, 1]
+
+
+def test_a_message_that_is_seen_half_written_is_read_again(tmp_path: Path) -> None:
+    plain = PlainStorage(MemoryStorage(f"memory://{tmp_path.name}"))
+    half = Message(tag="save", rank=1, world_size=2, by="rank 1's process", payload=b"rank 1").encode()
+    plain.write("group/start/00000001.00001", [memoryview(half[: len(half) // 2])])
+    leader: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: leader.append(opened(plain, 0, 2).exchange("save", lambda beat: b"rank 0", joined))
+    )
+    thread.start()
+    time.sleep(0.2)
+    assert not leader
+    plain.write("group/start/00000001.00001", [memoryview(half)])
+    thread.join(60)
+    assert leader == [b"rank 0, rank 1"]
+
+
+def test_a_storage_that_refuses_is_told_on_the_rank_and_the_others_do_not_hang(memory: MemoryStorage) -> None:
+    refusing = wrap(memory, FailAt("create *.00001", error=AccessDenied("no"), skip=1, times=None))
+
+    def run(rank: int) -> Any:
+        return opened(refusing, rank, 2, timeout_seconds=1).exchange("save", lambda beat: b"", joined)
+
+    ends = in_threads(2, run)
+    assert type(ends[1]) is AccessDenied
+    assert type(ends[0]) is RankTimeout
+    assert ends[0].ranks == (1,)
+
+
+def test_a_wait_costs_few_requests(memory: MemoryStorage) -> None:
+    counted = CountCalls()
+
+    def script(group: BoardGroup) -> bytes:
+        return group.exchange("save", lambda beat: time.sleep(2 * group.rank) or b"", joined)
+
+    together(wrap(memory, counted), 2, script)
+    assert counted.counts["list"] + counted.counts["read"] < 100
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_the_leader_reads_each_answer_once(memory: MemoryStorage, size: int) -> None:
+    counted = CountCalls()
+    storage = wrap(memory, counted)
+    for rank in range(1, size):
+        message = Message(tag="save", rank=rank, world_size=size, by=f"process of {rank}", payload=b"%d" % rank)
+        memory.write(f"group/start/00000001.{rank:05d}", [memoryview(message.encode())])
+    leader = opened(storage, 0, size)
+    assert leader.exchange("save", lambda beat: b"0", joined) == b", ".join(b"%d" % rank for rank in range(size))
+    assert counted.counts["read"] == size - 1
+    assert counted.counts["list"] == 1
+
+
+def test_leftovers_of_dead_jobs_are_found(memory: MemoryStorage) -> None:
+    for token in ("dead-1", "dead-2", "alive"):
+        opened(memory, 0, 1, token=token).exchange("save", lambda beat: b"", joined)
+    assert leftover_prefixes(memory, {"alive"}) == ["group/dead-1/", "group/dead-2/"]
+    assert leftover_prefixes(memory, {"alive", "dead-1", "dead-2", "unknown"}) == []
+
+
+def test_a_root_that_is_not_shared_names_the_nodes(memory: MemoryStorage, tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "a", tmp_path / "b", tmp_path / "b"]
+
+    def run(rank: int) -> None:
+        check_shared(opened(memory, rank, 4), LocalStorage(roots[rank]))
+
+    for error in in_threads(4, run):
+        assert type(error) is StoreNotShared
+        assert error.ranks == (2, 3)
+        assert "node2, node3" in str(error)
+        assert "node0 (rank 0)" in str(error)
+    assert [file.key for root in roots for file in LocalStorage(root).list("")] == []
+
+
+def test_a_shared_root_passes_and_keeps_nothing_of_the_probe(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "store")
+    assert together(storage, 3, lambda group: check_shared(group, storage)) == [None] * 3
+    assert list(storage.list("")) == []
+
+
+def test_alone_the_root_is_not_probed(memory: MemoryStorage) -> None:
+    counted = CountCalls()
+    check_shared(SoloGroup(), wrap(memory, counted))
+    assert counted.total == 0
+
+
+def test_a_process_alone_joins_its_own_answer() -> None:
+    group = SoloGroup()
+    assert (group.rank, group.world_size) == (0, 1)
+    assert group.exchange("save", lambda beat: b"x", lambda answers, beat: answers[0] + b"y") == b"xy"
+    assert group.lane("background") is group
+    with pytest.raises(ZeroDivisionError):
+        group.exchange("save", lambda beat: bytes([1 // 0]), joined)
+    assert SoloGroup().start_token != group.start_token
+    assert group.node == this_node()
+
+
+class TestFindGroup:
+    def find(self, given: object, storage: Storage) -> Any:
+        return find_group(given, storage=storage, config=StoreConfig(rank_timeout_seconds=7))
+
+    def test_alone(self, memory: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert isinstance(self.find(None, memory), SoloGroup)
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        assert isinstance(self.find(None, memory), SoloGroup)
+
+    def test_several_processes_without_a_way_between_them(
+        self, memory: MemoryStorage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        with pytest.raises(GroupMissing, match="WORLD_SIZE is 4") as caught:
+            self.find(None, memory)
+        assert "init_process_group" in str(caught.value)
+        assert "group=" in str(caught.value)
+
+    def test_a_storage_group(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        group = self.find(StorageGroup(1, 4, "job-7.2", node="rack1"), LocalStorage(tmp_path))
+        assert (group.rank, group.world_size, group.start_token, group.node) == (1, 4, "job-7.2", "rack1")
+        assert group.rank_timeout_seconds == 7
+        assert list(tmp_path.iterdir()) == []
+        alone = self.find(StorageGroup(0, 1, "job-7.2", node="rack1"), LocalStorage(tmp_path))
+        assert isinstance(alone, SoloGroup)
+        assert (alone.start_token, alone.node) == ("job-7.2", "rack1")
+
+    def test_a_group_at_work_is_taken_as_it_is(self, memory: MemoryStorage) -> None:
+        group = opened(memory, 1, 2)
+        assert self.find(group, memory) is group
+
+    def test_memory_is_refused_for_several_processes(self, memory: MemoryStorage) -> None:
+        with pytest.raises(InvalidInput, match="memory of one process, and this job has 2"):
+            self.find(StorageGroup(0, 2, "t"), memory)
+
+    @pytest.mark.parametrize("given", ["gloo", 3, object(), -100])
+    def test_anything_else_is_refused(self, memory: MemoryStorage, given: object) -> None:
+        with pytest.raises(InvalidInput, match="StorageGroup or a ProcessGroup"):
+            self.find(given, memory)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "token"),
+    [
+        (2, 2, "t"),
+        (-1, 2, "t"),
+        (True, 2, "t"),
+        (0.0, 2, "t"),
+        (0, 0, "t"),
+        (0, "2", "t"),
+        (0, 2, ""),
+        (0, 2, "a/b"),
+        (0, 2, "a b"),
+        (0, 2, "t" * 65),
+        (0, 2, "t\n"),
+        (0, 2, None),
+        (0, 2, "."),
+        (0, 2, ".."),
+    ],
+)
+def test_a_storage_group_that_makes_no_sense_is_refused(rank: Any, size: Any, token: Any) -> None:
+    with pytest.raises(InvalidInput):
+        StorageGroup(rank, size, token)
+
+
+def test_importing_and_finding_a_group_loads_no_torch() -> None:
+    code = """
+import sys
+from ckptstore.group import find_group, StorageGroup
+from ckptstore.config import StoreConfig
+from ckptstore.storage.local import LocalStorage
+find_group(None, storage=LocalStorage("/nowhere"), config=StoreConfig())
+find_group(StorageGroup(0, 2, "t"), storage=LocalStorage("/nowhere"), config=StoreConfig())
+loaded = {"torch", "numpy", "tenacity", "fsspec"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+texts = st.text(max_size=20)
+messages = st.builds(
+    Message,
+    tag=texts,
+    rank=st.integers(0, 10**5),
+    world_size=st.integers(1, 10**5),
+    by=texts,
+    payload=st.binary(max_size=200),
+    error=st.none() | st.just(StorageFull("no space", step=3).to_wire()),
+)
+
+
+@given(messages, st.data())
+def test_a_message_survives_the_wire_and_a_torn_or_damaged_one_is_none(message: Message, data: st.DataObject) -> None:
+    wire = message.encode()
+    assert Message.decode(wire) == message
+    length = data.draw(st.integers(0, len(wire) - 1))
+    assert Message.decode(wire[:length]) is None
+    if message.payload:
+        position = len(wire) - len(message.payload) + data.draw(st.integers(0, len(message.payload) - 1))
+        damaged = bytearray(wire)
+        damaged[position] ^= 1 << data.draw(st.integers(0, 7))
+        assert Message.decode(bytes(damaged)) is None
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_are_no_message(data: bytes) -> None:
+    assert Message.decode(data) is None
+    assert Message.decode(data + b"\n" + data) is None
+
+
+def test_a_message_of_a_newer_version_is_refused() -> None:
+    wire = Message(tag="t", rank=0, world_size=1, by="me").encode().replace(b'"version": 1', b'"version": 2')
+    with pytest.raises(CkptstoreError, match="one version of ckptstore"):
+        Message.decode(wire)
+
+
+def test_no_error_without_a_failure() -> None:
+    well = Message(tag="t", rank=0, world_size=2, by="me")
+    assert first_error({0: well, 1: well}) is None
+    lost = RankTimeout("Rank 1 gave no sign", ranks=(1,))
+    assert first_error({0: well}, lost=lost) == lost.to_wire()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([3, 3], "rank 3"),
+        ([5, 3], "ranks 3 and 5"),
+        ([0, 1, 2], "ranks 0-2"),
+        ([12, 0, 1, 9, 13], "ranks 0-1, 9 and 12-13"),
+        (range(1024), "ranks 0-1023"),
+        (range(0, 60, 2), "ranks " + ", ".join(str(n) for n in range(0, 40, 2)) + " and 10 more"),
+    ],
+)
+def test_ranks_are_spoken(ranks: list[int], text: str) -> None:
+    assert spoken(list(ranks)) == text
