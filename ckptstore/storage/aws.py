@@ -1,0 +1,150 @@
+"""S3 through botocore, SDK of s3fs: the calls that the engines make on S3 by themselves. The only importer of botocore.
+
+Requests run on the calling thread, not on s3fs' one event loop: sockets send from views and the interpreter lock is
+free meanwhile. The body of an upload carries its CRC32C, which the server checks, and is not signed as well (SHA-256
+would cost more than the transfer); without that checksum it is signed over plain HTTP.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ckptstore import digest
+from ckptstore.errors import AccessDenied, CkptstoreError, StorageError, StorageUnavailable
+from ckptstore.storage import foreign
+from ckptstore.storage.options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment, Location
+
+_MAX_CONNECTIONS = 64
+
+
+class Connection:
+    """A botocore client made from the options of s3fs, in the process that uses it, when it is first used."""
+
+    def __init__(self, location: Location, options: Mapping[str, Any], environ: Environment) -> None:
+        self.bucket = location.container
+        self._options = {name: value for name, value in options.items() if value is not None}
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._rebuilt = False
+        config = self._options.get("config_kwargs") or {}
+        when = config.get("request_checksum_calculation") or environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "")
+        self.sends_checksum = str(when).lower() != "when_required"
+        self.put_options: dict[str, Any] = dict(self._options.get("s3_additional_kwargs") or {})
+        self.every: dict[str, Any] = {"Bucket": self.bucket}
+        if self._options.get("requester_pays"):
+            self.every["RequestPayer"] = "requester"
+
+    @property
+    def client(self) -> Any:
+        """The client; safe for threads."""
+        with self._lock:
+            if self._client is None:
+                self._client = self._connect()
+            return self._client
+
+    def close(self) -> None:
+        """Give back the connections."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+
+    @contextmanager
+    def seam(self, what: str, key: str) -> Iterator[None]:
+        """Turns foreign errors into ours."""
+        try:
+            yield
+        except CkptstoreError:
+            raise
+        except Exception as error:
+            raise self._translated(error, what=what, key=key) from error
+
+    def _connect(self) -> Any:
+        import botocore
+        import botocore.handlers
+        import botocore.session
+        from botocore.config import Config
+
+        options = self._options
+        client_options = dict(options.get("client_kwargs") or {})
+        config = {
+            "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+            "read_timeout": READ_TIMEOUT_SECONDS,
+            "max_pool_connections": _MAX_CONNECTIONS,
+            "request_checksum_calculation": "when_required",  # ours goes along as a value of its own
+            "response_checksum_validation": "when_required",
+            **(options.get("config_kwargs") or {}),
+        }
+        config["retries"] = {"total_max_attempts": 1}  # there is one layer of retries, above
+        endpoint = options.get("endpoint_url") or client_options.pop("endpoint_url", None)
+        is_plain = str(endpoint or "").startswith("http://")
+        s3 = {"payload_signing_enabled": is_plain and not self.sends_checksum, **config.get("s3", {})}
+        config["s3"] = s3
+        credentials = {
+            "aws_access_key_id": options.get("key") or options.get("username"),
+            "aws_secret_access_key": options.get("secret") or options.get("password"),
+            "aws_session_token": options.get("token"),
+        }
+        if options.get("anon"):
+            config["signature_version"] = botocore.UNSIGNED
+            credentials = {}
+        session = botocore.session.Session(profile=options.get("profile"))
+        client = session.create_client(
+            "s3",
+            endpoint_url=endpoint,
+            config=Config(**config),
+            **{"use_ssl": options.get("use_ssl", True), **credentials, **client_options},
+        )
+        # "Expect: 100-continue" would cost every part one more round trip.
+        client.meta.events.unregister("before-call.s3", botocore.handlers.add_expect_header)
+        return client
+
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+        import http.client
+
+        from botocore import exceptions
+
+        if isinstance(error, exceptions.ClientError):
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            code = str(error.response.get("Error", {}).get("Code", ""))
+            code = "" if code.isdigit() else code
+            if code in foreign.EXPIRED_CODES and self._rebuild():
+                return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
+            return foreign.from_status(status, code, key=key, what=what)
+        if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
+            return AccessDenied(f"{what}: {error}", file=key, hint="Set AWS credentials; see docs/how-to/s3.md")
+        broken = (
+            exceptions.HTTPClientError,
+            exceptions.IncompleteReadError,
+            exceptions.FlexibleChecksumError,
+            http.client.HTTPException,
+            OSError,
+        )
+        if isinstance(error, broken) or type(error).__module__.startswith("urllib3"):
+            return StorageUnavailable(f"{what}: {type(error).__name__}", file=key)
+        return StorageError(f"{what}: {type(error).__name__}: {error}", file=key)
+
+    def _rebuild(self) -> bool:
+        """Forget the client, so that credentials are looked up anew; once, until a request has gone through."""
+        with self._lock:
+            if self._rebuilt:
+                return False
+            self._rebuilt, self._client = True, None
+            return True
+
+    def succeeded(self) -> None:
+        """A request went through."""
+        self._rebuilt = False
+
+
+def crc32c_header(views: Sequence[memoryview]) -> str:
+    """The CRC32C of the views as S3 writes it."""
+    value = 0
+    for view in views:
+        value = digest.crc32c(view, value)
+    return base64.b64encode(struct.pack(">I", value)).decode()

@@ -1,0 +1,115 @@
+"""What all object stores share about bytes: views as a body to send, views to fill, part sizes. Pure."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+
+from ckptstore.errors import CheckpointDamaged, StorageUnavailable
+
+PIECE_BYTES = 1 << 20
+"""What goes to or comes from a socket in one call: large enough to cost nothing, small enough for the cache."""
+PART_BYTES = 16 << 20
+_MAX_PARTS = 9_000
+"""The limit of S3 and GCS is 10,000."""
+_MIB = 1 << 20
+
+
+def total_bytes(views: Iterable[memoryview]) -> int:
+    """The bytes of all views."""
+    return sum(len(view) for view in views)
+
+
+def part_bytes(size_bytes: int) -> int:
+    """The part size for a file: 16 MiB, and more where the number of parts would meet the limit."""
+    return max(PART_BYTES, -(-size_bytes // _MAX_PARTS // _MIB) * _MIB)
+
+
+class ViewsBody(io.RawIOBase):
+    """Views as a file that an HTTP client sends: it can be rewound, and nothing is copied.
+
+    `read` gives a view of at most 1 MiB, whatever is asked for; HTTP clients send what they get.
+    """
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self._size_bytes = total_bytes(views)
+        self._position = self._index = self._offset = 0
+
+    def __len__(self) -> int:
+        return self._size_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """To the begin or the end; nothing else is needed to measure and to send again."""
+        if (offset, whence) == (0, io.SEEK_SET):
+            self._rewind()
+        elif (offset, whence) == (0, io.SEEK_END):
+            self._position, self._index = self._size_bytes, len(self._views)
+        elif whence != io.SEEK_SET or offset != self._position:
+            raise io.UnsupportedOperation("seek")
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        while self._index < len(self._views):
+            view = self._views[self._index][self._offset : self._offset + PIECE_BYTES]
+            if view:
+                self._offset += len(view)
+                self._position += len(view)
+                return view  # type: ignore[return-value]  # any buffer is sent as it is
+            self._index, self._offset = self._index + 1, 0
+        return b""
+
+    def _rewind(self) -> None:
+        self._position = self._index = self._offset = 0
+
+
+class Filling:
+    """Views that are filled, one after another, by whatever chunks come in."""
+
+    def __init__(self, views: Sequence[memoryview], *, key: str) -> None:
+        self._views = [view for view in views if len(view)]
+        self._key = key
+        self._index = 0
+        self._offset = 0
+        self.missing_bytes = total_bytes(views)
+
+    def next(self) -> memoryview:
+        """Where the next bytes go, at most 1 MiB. Say afterwards how many came, with `advance`."""
+        view = self._views[self._index]
+        return view[self._offset : self._offset + PIECE_BYTES]
+
+    def advance(self, size_bytes: int) -> None:
+        """So many bytes were written into what `next` gave."""
+        self._offset += size_bytes
+        self.missing_bytes -= size_bytes
+        if self._offset == len(self._views[self._index]):
+            self._index, self._offset = self._index + 1, 0
+
+    def take(self, chunk: bytes | memoryview) -> None:
+        """Copy a chunk. One that is too long is an error: the answer is not what was asked for."""
+        source = memoryview(chunk)
+        if len(source) > self.missing_bytes:
+            raise StorageUnavailable("The answer is longer than the range that was asked for", file=self._key)
+        while source:
+            view = self._views[self._index]
+            count = min(len(source), len(view) - self._offset)
+            view[self._offset : self._offset + count] = source[:count]
+            source = source[count:]
+            self.advance(count)
+
+    def end(self, *, file_bytes: int | None, end_offset: int) -> None:
+        """Raise unless all views are full: damaged when the file is too short, else the answer was cut short."""
+        if not self.missing_bytes:
+            return
+        if file_bytes is not None and file_bytes < end_offset:
+            raise CheckpointDamaged(f"The file has {file_bytes} bytes, {end_offset} were expected", file=self._key)
+        raise StorageUnavailable(f"The answer broke off, {self.missing_bytes} bytes are missing", file=self._key)

@@ -1,0 +1,352 @@
+"""Object stores through obstore (Rust's object_store): off the interpreter lock, one copy in, none out.
+
+Over plain HTTP the payload is not signed: each body carries a CRC64NVME, which S3 checks, and SHA-256 would cost more
+than the transfer. `options` says which of fsspec's options obstore can express. obstore retries nothing by itself,
+with one exception: where it cuts an upload into parts (`feed`), only it can send a part again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+from ckptstore.config import RetryConfig
+from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
+from ckptstore.storage import chains, foreign
+from ckptstore.storage.aws import Connection
+from ckptstore.storage.aws_files import S3Files
+from ckptstore.storage.base import PartWriter, ProcessBound, Storage, StoredFile
+from ckptstore.storage.bodies import Filling, part_bytes
+from ckptstore.storage.feed import Feed
+from ckptstore.storage.options import CannotExpress, Location, ObstoreConfig, for_obstore
+
+_LIST_FILES = 1000
+_DELETE_THREADS = 16
+_STREAM_BYTES = 256 << 10
+"""The least that is handed over at once: it stays in the cache until it is copied, and its memory is reused."""
+_PARTS_IN_FLIGHT = 64
+"""Not a limit: the callers' threads are."""
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+
+
+def understands(uri: str, storage_options: Mapping[str, Any] | None) -> str | None:
+    """Why obstore cannot serve the URI with these options; None when it can."""
+    try:
+        config = for_obstore(uri, storage_options, os.environ)
+    except CannotExpress as reason:
+        return str(reason)
+    if config.profile and config.chain and not chains.installed("s3"):
+        return "obstore does not read AWS profiles, and botocore, which does, is not installed"
+    return None
+
+
+def open_fast(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """The storage at an s3, gs or az URI. Connects when it is first used.
+
+    Raises CannotExpress, a ValueError, for options that obstore does not have.
+    """
+    config = for_obstore(uri, storage_options, os.environ)
+    options = dict(storage_options or {})
+    if config.location.kind == "s3" and chains.installed("s3"):
+        return FastS3Storage(uri, options, config)
+    return FastStorage(uri, options, config)
+
+
+class FastStorage(ProcessBound):
+    """Files below a prefix of a bucket or container."""
+
+    def __init__(self, uri: str, options: Mapping[str, Any], config: ObstoreConfig) -> None:
+        super().__init__()
+        self._opened_as = (uri, dict(options))
+        self._config = config
+        self._lock = threading.Lock()
+        self._stores: dict[bool, Any] = {}
+        self._rebuilt = False
+
+    @property
+    def uri(self) -> str:
+        return self._config.location.uri
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.uri!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_fast, self._opened_as
+
+    def write(self, key: str, views: Sequence[memoryview]) -> None:
+        with self._seam("write", key):
+            self._put(key, views)
+
+    def create(self, key: str, data: bytes) -> bool:
+        import obstore.exceptions
+
+        try:
+            with self._seam("create", key):
+                self._put(key, [memoryview(data)], mode="create")
+        except CkptstoreError as error:
+            if not isinstance(error.__cause__, obstore.exceptions.AlreadyExistsError):
+                raise
+            if self._config.location.kind == "s3" and _status_of(error.__cause__) == 409:
+                raise  # two creates met, and this one was refused; the other one may have been as well
+            return False
+        return True
+
+    def _put(
+        self, key: str, views: Sequence[memoryview], *, mode: Literal["create", "overwrite"] = "overwrite"
+    ) -> None:
+        import obstore
+
+        views = [view for view in views if len(view)]
+        body = views[0] if len(views) == 1 else (views or b"")
+        obstore.put(self._store(), self._full(key), body, mode=mode, use_multipart=False)
+
+    def read(self, key: str) -> bytes:
+        import obstore
+
+        with self._seam("read", key):
+            return bytes(obstore.get(self._store(), self._full(key)).bytes())
+
+    def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
+        import obstore
+        import obstore.exceptions
+
+        filling = Filling(views, key=key)
+        if not filling.missing_bytes:
+            return
+        end = offset + filling.missing_bytes
+        options: Any = {"range": (offset, end), **self._pin(version)}
+        try:
+            with self._seam("read", key):
+                answer = obstore.get(self._store(), self._full(key), options=options)
+                for chunk in answer.stream(min_chunk_size=_STREAM_BYTES):
+                    filling.take(chunk)
+        except StorageError as error:
+            if isinstance(error.__cause__, obstore.exceptions.PreconditionError):
+                raise foreign.other_version(key) from error
+            raise
+        filling.end(file_bytes=answer.meta["size"], end_offset=end)
+
+    def _pin(self, version: str | None) -> dict[str, str]:
+        return {"if_match": version} if version else {}
+
+    def stat(self, key: str) -> StoredFile:
+        import obstore
+
+        with self._seam("stat", key):
+            return _stored(key, obstore.head(self._store(), self._full(key)))
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        import obstore
+
+        full = self._full(prefix)
+        directory, slash, _ = full.rpartition("/")  # obstore lists whole directories
+        cut = len(self._full(""))
+        with self._seam("list", prefix):
+            pages = iter(obstore.list(self._store(), prefix=f"{directory}{slash}", chunk_size=_LIST_FILES))
+        while True:
+            with self._seam("list", prefix):
+                page = next(pages, None)
+            if page is None:
+                return
+            for item in page:
+                if item["path"].startswith(full):
+                    yield _stored(item["path"][cut:], item)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        import obstore
+
+        if not keys:
+            return
+        paths = [self._full(key) for key in dict.fromkeys(keys)]
+        try:
+            with self._seam("delete", keys[0]):
+                obstore.delete(self._store(), paths)
+        except FileMissing:  # not on S3: one that is missing ends the batch
+            with ThreadPoolExecutor(min(_DELETE_THREADS, len(paths))) as pool:
+                list(pool.map(self._delete_one, paths))
+
+    def _delete_one(self, path: str) -> None:
+        import obstore
+
+        with suppress(FileMissing), self._seam("delete", path):
+            obstore.delete(self._store(), path)
+
+    def copy(self, source_key: str, key: str) -> None:
+        import obstore
+
+        with self._seam("copy", source_key):
+            obstore.copy(self._store(), self._full(source_key), self._full(key))
+
+    def part_bytes(self, size_bytes: int) -> int:
+        return part_bytes(size_bytes)
+
+    def open_parts(self, key: str, size_bytes: int) -> PartWriter:
+        self.check_process()
+        return Feed(partial(self._upload, key, part_bytes(size_bytes)), key=key, size_bytes=size_bytes)
+
+    def _upload(self, key: str, chunk_bytes: int, buffers: Iterator[memoryview]) -> None:
+        import obstore
+
+        with self._seam("upload", key):
+            obstore.put(
+                self._store(retries=True),
+                self._full(key),
+                buffers,
+                use_multipart=True,
+                chunk_size=chunk_bytes,
+                max_concurrency=_PARTS_IN_FLIGHT,
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            self._stores.clear()
+
+    def _full(self, key: str) -> str:
+        return self._config.location.full_key(key)
+
+    def _store(self, *, retries: bool = False) -> Any:
+        self.check_process()
+        with self._lock:
+            if retries not in self._stores:
+                self._stores[retries] = _connect(self._config, retries=retries)
+            return self._stores[retries]
+
+    @contextmanager
+    def _seam(self, what: str, key: str) -> Iterator[None]:
+        """Turns foreign errors into ours."""
+        try:
+            yield
+        except CkptstoreError:
+            raise
+        except Exception as error:
+            raise self._translated(error, what=f"{what} {self.uri}", key=key) from error
+        else:
+            self._rebuilt = False
+
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+        import obstore.exceptions as foreign_errors
+
+        text = str(error)
+        code = (_CODE.findall(text) or [""])[0]
+        status = _status_of(error)
+        if code in foreign.EXPIRED_CODES and self._rebuild():
+            return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
+        if isinstance(error, FileNotFoundError):
+            return foreign.from_status(404, code, key=key, what=what)
+        if isinstance(error, foreign_errors.PermissionDeniedError | foreign_errors.UnauthenticatedError):
+            return foreign.from_status(status or 403, code, key=key, what=what)
+        if isinstance(error, foreign_errors.AlreadyExistsError):
+            return foreign.from_status(409, code, key=key, what=what)
+        if isinstance(error, foreign_errors.GenericError):
+            if status is None and _is_about_credentials(text):
+                return AccessDenied(f"{what}: no usable credentials were found", file=key)
+            return foreign.from_status(status, code, key=key, what=what)
+        return StorageError(f"{what}: {type(error).__name__} {status or ''} {code}".rstrip(), file=key)
+
+    def _rebuild(self) -> bool:
+        """Forget the clients, so that credentials are looked up anew; once, until a request has gone through."""
+        with self._lock:
+            if self._rebuilt:
+                return False
+            self._rebuilt = True
+            self._stores.clear()
+            return True
+
+
+class FastS3Storage(FastStorage):
+    """S3, where parts are sent one by one through botocore, and unfinished uploads are found: obstore can neither."""
+
+    def __init__(self, uri: str, options: Mapping[str, Any], config: ObstoreConfig) -> None:
+        super().__init__(uri, options, config)
+        names = {"profile": config.profile, **options}
+        self._files = S3Files(config.location, Connection(config.location, names, os.environ))
+
+    def open_parts(self, key: str, size_bytes: int) -> PartWriter:
+        return self._files.open_parts(key, size_bytes)
+
+    def copy(self, source_key: str, key: str) -> None:
+        self._files.copy(source_key, key)
+
+    def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
+        """(key, upload id) of every unfinished upload below the prefix."""
+        return self._files.unfinished(prefix)
+
+    def abort_unfinished(self, key: str, upload_id: str) -> None:
+        """Drop one; no error if it is gone."""
+        self._files.abort_unfinished(key, upload_id)
+
+    def close(self) -> None:
+        super().close()
+        self._files.close()
+
+
+def _connect(config: ObstoreConfig, *, retries: bool) -> Any:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    location, options = config.location, dict(config.config)
+    if location.kind == "s3" and not config.region_known:
+        options["region"] = _region(location, config)
+    if config.chain and location.kind and chains.installed(location.kind):
+        provider = chains.provider(location.kind, profile=config.profile)
+        if provider is not None:
+            options["credential_provider"] = provider
+    store = {"s3": S3Store, "gcs": GCSStore, "azure": AzureStore}[location.kind or "s3"]
+    retry: dict[str, Any] = {"max_retries": 0}
+    if retries:
+        ours = RetryConfig.from_env()
+        retry = {
+            "max_retries": ours.retry_attempts - 1,
+            "retry_timeout": timedelta(seconds=ours.retry_deadline_seconds),
+            "backoff": {
+                "init_backoff": timedelta(seconds=ours.retry_wait_initial_seconds),
+                "max_backoff": timedelta(seconds=ours.retry_wait_max_seconds),
+                "base": 2,
+            },
+        }
+    return store(location.container, client_options=config.client, retry_config=retry, **options)
+
+
+def _region(location: Location, config: ObstoreConfig) -> str:
+    """The region of a bucket: from the AWS configuration, else by asking S3, which tells everybody."""
+    if chains.installed("s3"):
+        region = chains.aws_region(config.profile)
+        if region:
+            return region
+    return bucket_region(location.container) or "us-east-1"
+
+
+def bucket_region(bucket: str, endpoint_url: str = "https://s3.amazonaws.com") -> str | None:
+    """Where a bucket lies, None when S3 does not say. Needs no credentials: a refusal carries it too."""
+    request = urllib.request.Request(f"{endpoint_url}/{bucket}", method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return str(answer.headers["x-amz-bucket-region"] or "") or None
+    except urllib.error.HTTPError as refusal:
+        with refusal:
+            return refusal.headers["x-amz-bucket-region"]
+    except OSError:
+        return None
+
+
+def _stored(key: str, meta: Mapping[str, Any]) -> StoredFile:
+    return StoredFile(key, meta["size"], meta["last_modified"].timestamp(), meta["e_tag"])
+
+
+def _status_of(error: BaseException | None) -> int | None:
+    match = _STATUS.search(str(error))
+    return int(match[1]) if match else None
+
+
+def _is_about_credentials(text: str) -> bool:
+    return "redential" in text or "token" in text

@@ -1,0 +1,76 @@
+"""Foreign errors become ours by type and status, here for all object stores, so that both engines agree. Pure.
+
+    404                        FileMissing
+    401, 403                   AccessDenied
+    416                        CheckpointDamaged (the file ends before the range begins)
+    507, QuotaExceeded         StorageFull
+    408, 409, 429, 5xx, none   StorageUnavailable: throttled, in conflict, broken off; worth another try
+    any other                  StorageError
+
+Only the status and the store's own code go into a message: a URL may carry a signature or a token.
+"""
+
+from __future__ import annotations
+
+from ckptstore.errors import (
+    AccessDenied,
+    CheckpointDamaged,
+    CkptstoreError,
+    FileMissing,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+)
+
+EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
+"""What S3 answers, with 400 or 403, when credentials have run out: new ones may work."""
+
+_FULL_CODES = frozenset({"QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull", "EntityQuotaExceeded"})
+_BUSY_CODES = frozenset(
+    {
+        "BadDigest",
+        "IncompleteBody",
+        "RequestTimeout",
+        "ServerBusy",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "XAmzContentSHA256Mismatch",
+    }
+)
+"""Answered with a 400 by some stores, though the same request may go through later: the body was damaged or late."""
+
+
+def from_status(status: int | None, code: str, *, key: str, what: str) -> CkptstoreError:
+    """The error for an HTTP status (None: there was no answer) and the store's own code for it."""
+    shown = " ".join(str(part) for part in (status, code) if part) or "no answer"
+    message = f"{what}: {shown}"
+    if status == 404:
+        if code in ("NoSuchBucket", "ContainerNotFound"):
+            return StorageError(f"{what}: the bucket or container does not exist", file=key)
+        return FileMissing(f"{what}: it is not there", file=key)
+    if status == 507 or code in _FULL_CODES:
+        return StorageFull(message, file=key)
+    if status in (401, 403):
+        return AccessDenied(message, file=key, hint=_hint(status, code))
+    if status == 416:
+        return CheckpointDamaged(f"{what}: the file ends before the range begins", file=key)
+    is_temporary = status is None or status in (408, 409, 429) or (status >= 500 and status != 501)
+    if is_temporary or code in _BUSY_CODES:
+        return StorageUnavailable(message, file=key)
+    return StorageError(message, file=key)
+
+
+def _hint(status: int, code: str) -> str:
+    if code in ("RequestTimeTooSkewed",):
+        return "The clock of this machine is wrong"
+    if code in EXPIRED_CODES:
+        return "The credentials have expired, and new ones were not found"
+    if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed") or status == 401:
+        return "Check the credentials"
+    return "Check the permissions; without the one to list the bucket, S3 also answers 403 for a file that is not there"
+
+
+def other_version(key: str) -> CheckpointDamaged:
+    """The error of a pinned read of a file that was replaced."""
+    return CheckpointDamaged("The file is not the one that was recorded: it has another version", file=key)

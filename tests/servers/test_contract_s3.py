@@ -1,0 +1,57 @@
+"""The storage contract on S3, with both engines: the project's own server, and moto's."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, ClassVar
+
+import pytest
+
+from ckptstore.storage.base import CopiesInside, CreatesExclusively, FindsUnfinished, WritesParts
+from ckptstore.storage.open import open_storage
+from ckptstore.testing import StorageContract
+from ckptstore.testing.s3_server import S3Server
+
+numbers = itertools.count()
+
+
+class S3Contract(StorageContract):
+    """Raw access goes through boto3."""
+
+    powers = (CreatesExclusively, WritesParts, CopiesInside, FindsUnfinished)
+    secrets = ("testsecret",)
+    engine: ClassVar[str]
+
+    @pytest.fixture
+    def storage(self, server_options: dict[str, Any]) -> Any:
+        import boto3
+
+        self.prefix = f"run {next(numbers)}/x"
+        names = {"aws_access_key_id": server_options["key"], "aws_secret_access_key": server_options["secret"]}
+        self.raw = boto3.client("s3", endpoint_url=server_options["endpoint_url"], region_name="us-east-1", **names)
+        storage = open_storage(f"s3://test/{self.prefix}", storage_options=server_options, engine=self.engine)
+        yield storage
+        storage.close()
+        self.raw.close()
+
+    def raw_write(self, key: str, data: bytes) -> None:
+        self.raw.put_object(Bucket="test", Key=f"{self.prefix}/{key}", Body=data)
+
+    def raw_read(self, key: str) -> bytes:
+        answer = self.raw.get_object(Bucket="test", Key=f"{self.prefix}/{key}")
+        with answer["Body"] as body:
+            return bytes(body.read())
+
+
+class OnOwnServer:
+    @pytest.fixture
+    def server_options(self, fast_s3: S3Server) -> dict[str, Any]:
+        return fast_s3.storage_options
+
+
+class TestObstoreOnOwnServer(OnOwnServer, S3Contract):
+    engine = "obstore"
+
+
+class TestFsspecOnOwnServer(OnOwnServer, S3Contract):
+    engine = "fsspec"
