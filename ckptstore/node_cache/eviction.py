@@ -1,0 +1,115 @@
+"""What goes from the node cache, and when: copies that nobody has read for long, then the least recently used ones
+until the rest fits its budget, or until a download has room. A copy that somebody reads always stays."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptstore.config import CacheConfig
+from ckptstore.errors import CacheError, StorageFull
+from ckptstore.node_cache import leases
+from ckptstore.node_cache.place import Place
+
+KEY = re.compile(r"[0-9a-f]{64}")
+
+_SPARE_FRACTION = 0.02
+_SPARE_BYTES = 64 << 20
+"""What a download needs beyond the bytes of its files: blocks that are not full, directories, and air to breathe."""
+
+
+_OTHERS_SECONDS = 60.0
+"""How long a download without room waits for another process that is evicting."""
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Copy:
+    used_seconds: float
+    size_bytes: int
+    key: str
+
+
+def make_room(place: Place, *, size_bytes: int, step: int) -> None:
+    """Return when a download of that size fits, after evicting what it takes. Raises StorageFull naming the bytes."""
+    needed_bytes = int(size_bytes * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
+    deadline = time.monotonic() + _OTHERS_SECONDS
+    while (free_bytes := place.free_bytes()) < needed_bytes:
+        with place.using(), _one_at_a_time(place) as ours:
+            removed = ours and any(remove(place, copy.key) for copy in _unread(place))
+        if (ours and not removed) or time.monotonic() > deadline:
+            raise StorageFull(
+                f"The node cache {place.root} needs {needed_bytes:,} bytes for a copy of {size_bytes:,} bytes, "
+                f"{free_bytes:,} bytes are free",
+                step=step,
+                hint="Make room, or set CKPTSTORE_CACHE_DIR to a larger disk of this node",
+            )
+        if not ours:
+            time.sleep(_POLL_SECONDS)
+
+
+def evict(place: Place, config: CacheConfig) -> None:
+    """Remove what is over the idle time or the budget. Best effort: what fails now is tried again next time."""
+    with contextlib.suppress(OSError, CacheError), _one_at_a_time(place) as ours:
+        copies = _unread(place) if ours else []
+        now = time.time()
+        total_bytes = sum(copy.size_bytes for copy in copies)
+        budget_bytes = config.cache_budget_bytes or (place.free_bytes() + total_bytes) // 2
+        for copy in copies:
+            idle = now - copy.used_seconds > config.cache_idle_seconds
+            if (idle or total_bytes > budget_bytes) and remove(place, copy.key):
+                total_bytes -= copy.size_bytes
+
+
+def remove(place: Place, key: str) -> bool:
+    """Remove a copy unless somebody reads it; say whether it is gone."""
+    with leases.private_directory(place) as private:
+        with leases.excluding_readers(place, key) as unread:
+            if not unread:
+                return False
+            move_away(place.copy(key), private)
+        return True  # what is private now goes with the context
+
+
+def move_away(copy: Path, private: Path) -> None:
+    """Take a copy from its place in one step; none there is no error."""
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(copy, private)
+
+
+def _unread(place: Place) -> list[_Copy]:
+    """The copies that nobody reads, the least recently used first."""
+    found = []
+    for path in place.root.iterdir():
+        if not KEY.fullmatch(path.name):
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            with leases.excluding_readers(place, path.name) as unread:
+                if not unread:
+                    continue
+            found.append(_Copy(*leases.last_use(place, path.name), path.name))
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(place: Place) -> Iterator[bool]:
+    """True in one process at a time; two that evict at once would remove more than is needed."""
+    if not place.locks_work:
+        yield False
+        return
+    descriptor = os.open(place.lock("evict"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = True
+        except BlockingIOError:
+            ours = False
+        yield ours
+    finally:
+        os.close(descriptor)

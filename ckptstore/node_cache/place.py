@@ -1,0 +1,182 @@
+"""The directory of the node cache: whether it is safe to use, and what is possible there."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptstore.errors import CacheError, CkptstoreError, StorageFull
+from ckptstore.storage import posix
+
+logger = logging.getLogger("ckptstore")
+
+_NETWORK = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2"}
+    | {"orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"}
+)
+_LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.ext4", "fuse.ntfs-3g", "fuse.overlayfs"})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A checked cache directory."""
+
+    root: Path
+    locks_work: bool
+    """Whether flock keeps others out. If not, every process downloads for itself and nothing is ever evicted."""
+
+    def copy(self, key: str) -> Path:
+        """The finished copy."""
+        return self.root / key
+
+    def lock(self, key: str) -> Path:
+        """The lock of whose turn it is to download."""
+        return self.root / "locks" / f"{key}.lock"
+
+    def holder(self, key: str) -> Path:
+        """Who has the turn, for messages."""
+        return self.root / "locks" / f"{key}.holder"
+
+    def lease(self, name: str) -> Path:
+        """What readers of a copy lock."""
+        return self.root / "leases" / f"{name}.lease"
+
+    def private(self, name: str) -> Path:
+        """A directory that no reader looks at."""
+        return self.root / f".tmp-{name}"
+
+    def private_lease(self, name: str) -> Path:
+        """What the owner of a private directory locks."""
+        return self.root / "leases" / f"tmp-{name}"
+
+    def free_bytes(self) -> int:
+        """How much can still be written. Raises CacheError."""
+        with self.using():
+            return posix.free_bytes(str(self.root))
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """What fails here by the system's word fails as StorageFull or CacheError."""
+        try:
+            yield
+        except CkptstoreError:
+            raise
+        except OSError as error:
+            raise _translate(error, self.root) from error
+
+
+_known: dict[Path, Place] = {}
+"""No mutex: a process that is forked meanwhile would find it locked for ever."""
+
+
+def open_place(cache_dir: Path) -> Place:
+    """The cache directory, created if absent, for this user alone.
+
+    Raises CacheError when it is a symbolic link, belongs to another user, lets others in, or cannot be written. Warns
+    once per process of a file system that other nodes may share, and then keeps the copies of each node apart there.
+    """
+    given = Path(os.path.realpath(cache_dir.parent)) / cache_dir.name
+    try:
+        _make_private(given)
+        place = _known.get(given)
+        kind = "" if place else filesystem_of(given)
+        root = place.root if place else (given / f"node-{socket.gethostname()}" if is_network(kind) else given)
+        for path in (root, root / "locks", root / "leases"):
+            _make_private(path)
+        if place is None:
+            looked_at = Place(root, flock_works(root / "locks"))
+            place = _known.setdefault(given, looked_at)
+            if place is looked_at:
+                _warn(place, kind)
+        return place
+    except CkptstoreError:
+        raise
+    except OSError as error:
+        raise _translate(error, given) from error
+
+
+_HINT = "Set CKPTSTORE_CACHE_DIR to a directory on a disk of this node that belongs to you alone"
+
+
+def _make_private(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        """Then it is looked at."""
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise CacheError(f"The node cache {path} is no directory, or a symbolic link", hint=_HINT)
+    if status.st_uid != os.geteuid():
+        raise CacheError(f"The node cache {path} belongs to user {status.st_uid}, not {os.geteuid()}", hint=_HINT)
+    if status.st_mode & 0o077:
+        mode = f"{stat.S_IMODE(status.st_mode):o}"
+        raise CacheError(f"The node cache {path} has mode {mode} and lets other users in", hint="chmod it to 700")
+
+
+def flock_works(directory: Path) -> bool:
+    """Whether a second lock on one file is refused there: some file systems have no flock, some only pretend."""
+    path = directory / "probe"
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    first, second = os.open(path, flags, 0o600), -1
+    try:
+        second = os.open(path, flags, 0o600)
+        fcntl.flock(first, fcntl.LOCK_SH)  # shared, so that two processes may probe at once
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+    except OSError:
+        return False
+    finally:
+        os.close(first)
+        if second >= 0:
+            os.close(second)
+
+
+def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """The kind of file system that holds an absolute path, "" where the system does not say."""
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    best, kind = -1, ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields, facts = before.split(" "), after.split(" ")
+        if len(fields) < 5 or not facts[0]:
+            continue
+        mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        if len(mount) >= best and path.is_relative_to(mount):  # a later mount on the same point hides the earlier
+            best, kind = len(mount), facts[0]
+    return kind
+
+
+def is_network(kind: str) -> bool:
+    """Whether other nodes may see a file system of that kind."""
+    return kind in _NETWORK or (kind.startswith("fuse") and kind not in _LOCAL_FUSE)
+
+
+def _warn(place: Place, kind: str) -> None:
+    if is_network(kind):
+        logger.warning("The node cache %s lies on %s. %s", place.root, kind, _HINT)
+    if not place.locks_work:
+        logger.warning(
+            "flock does not work in the node cache %s: every process downloads for itself, and nothing is removed. %s",
+            place.root,
+            _HINT,
+        )
+
+
+def _translate(error: OSError, root: Path) -> CkptstoreError:
+    full = posix.translate(error, what=f"Using the node cache {root}", file=str(root), directory=str(root))
+    return full if isinstance(full, StorageFull) else CacheError(f"The node cache {root} fails: {error}", hint=_HINT)

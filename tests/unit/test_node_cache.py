@@ -1,0 +1,469 @@
+"""The node cache inside one process: the directory, hits, failures, eviction, room, threads."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore.config import CacheConfig
+from ckptstore.errors import CacheError, InvalidInput, StorageFull
+from ckptstore.events import DownloadFinished, DownloadStarted, DownloadWaited, Event, listening
+from ckptstore.node_cache import NodeCache, place
+from ckptstore.node_cache.place import filesystem_of, flock_works, is_network, open_place
+
+
+def key_of(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+A, B, C = key_of("a"), key_of("b"), key_of("c")
+
+
+class Downloads:
+    """Counts downloads of two files, and may fail or take its time."""
+
+    def __init__(self, size_bytes: int = 1000, *, fail: Exception | None = None) -> None:
+        self.size_bytes = size_bytes
+        self.fail = fail
+        self.paths: list[Path] = []
+        self.meanwhile: Callable[[Path], None] = lambda path: None
+
+    def __call__(self, path: Path) -> None:
+        assert list(path.iterdir()) == []
+        self.paths.append(path)
+        (path / "deep").mkdir()
+        (path / "deep/model.pt").write_bytes(b"x" * (self.size_bytes - 4))
+        self.meanwhile(path)
+        if self.fail:
+            raise self.fail
+        (path / "last").write_bytes(b"last")
+
+
+def fetch(cache: NodeCache, key: str, download: Downloads, **more: Any) -> Any:
+    return cache.fetch_once(key, step=7, size_bytes=download.size_bytes, download=download, **more)
+
+
+def assert_whole(path: Path, size_bytes: int = 1000) -> None:
+    assert (path / "deep/model.pt").stat().st_size == size_bytes - 4
+    assert (path / "last").read_bytes() == b"last"
+
+
+def copies(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir() if len(path.name) == 64}
+
+
+def assert_tidy(root: Path) -> None:
+    assert not list(root.glob(".tmp-*"))
+    assert not list((root / "leases").glob("tmp-*"))
+
+
+def config_at(root: Path, **more: Any) -> CacheConfig:
+    return CacheConfig(cache_dir=root, **more)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def events() -> Iterator[list[Event]]:
+    seen: list[Event] = []
+    with listening(seen.append):
+        yield seen
+
+
+def test_the_second_reader_hits(root: Path, events: list[Event]) -> None:
+    cache, download = NodeCache(config_at(root)), Downloads()
+    assert not root.exists(), "nothing is touched before the first fetch"
+    for _ in range(3):
+        with fetch(cache, A, download) as path:
+            assert path == root / A
+            assert_whole(path)
+    with fetch(NodeCache(config_at(root)), A, download) as path:
+        assert_whole(path)
+    with fetch(cache, B, download) as path:
+        assert path == root / B
+    assert len(download.paths) == 2
+    assert copies(root) == {A, B}
+    assert_tidy(root)
+    assert [type(event) for event in events] == [DownloadStarted, DownloadFinished] * 2
+    assert [event.size_bytes for event in events if isinstance(event, DownloadFinished)] == [1000, 1000]
+
+
+def test_a_copy_is_private_and_read_only(root: Path) -> None:
+    with fetch(NodeCache(config_at(root)), A, Downloads()) as path:
+        assert (path / "deep/model.pt").stat().st_mode & 0o222 == 0
+    for directory in (root, root / "locks", root / "leases", root / A):
+        assert directory.stat().st_mode & 0o077 == 0
+
+
+def test_nothing_is_seen_before_it_is_whole(root: Path) -> None:
+    download = Downloads()
+    download.meanwhile = lambda path: seen.append((copies(root), path.name[:5]))
+    seen: list[tuple[set[str], str]] = []
+    with fetch(NodeCache(config_at(root)), A, download):
+        assert seen == [(set(), ".tmp-")]
+
+
+def test_nested_fetches_and_two_objects(root: Path) -> None:
+    download, one, two = Downloads(), NodeCache(config_at(root)), NodeCache(config_at(root))
+    with fetch(one, A, download) as outer, fetch(two, A, download) as inner, fetch(one, B, download):
+        assert outer == inner
+    assert len(download.paths) == 2
+
+
+def test_a_download_may_fetch_another_key(root: Path) -> None:
+    cache, inner, outer = NodeCache(config_at(root)), Downloads(), Downloads()
+
+    def fetch_inner(path: Path) -> None:
+        with fetch(cache, B, inner) as other:
+            assert_whole(other)
+
+    outer.meanwhile = fetch_inner
+    with fetch(cache, A, outer) as path:
+        assert_whole(path)
+    assert copies(root) == {A, B}
+
+
+def test_a_failed_download_leaves_nothing_and_the_next_one_works(root: Path) -> None:
+    cache = NodeCache(config_at(root))
+    for error in (RuntimeError("broken"), OSError(5, "input/output")):
+        with pytest.raises(type(error)) as caught, fetch(cache, A, Downloads(fail=error)):
+            pytest.fail("there is nothing to read")
+        assert caught.value is error
+        assert copies(root) == set()
+        assert_tidy(root)
+    with fetch(cache, A, Downloads()) as path:
+        assert_whole(path)
+
+
+def test_an_error_of_the_reader_is_his_own(root: Path) -> None:
+    cache = NodeCache(config_at(root))
+    with pytest.raises(ZeroDivisionError), fetch(cache, A, Downloads()):
+        raise ZeroDivisionError
+    assert copies(root) == {A}
+
+
+def test_threads_share_one_download(root: Path, events: list[Event]) -> None:
+    download, start = Downloads(), threading.Barrier(8)
+    download.meanwhile = lambda path: time.sleep(0.2)
+
+    def read(worker: int) -> None:
+        cache = NodeCache(config_at(root))
+        start.wait()
+        with fetch(cache, A, download) as path:
+            assert_whole(path)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, range(8)))
+    assert len(download.paths) == 1
+    waited = [event for event in events if isinstance(event, DownloadWaited)]
+    assert len(waited) == 7
+    assert {event.holder.split(" on ")[0] for event in waited} == {f"process {os.getpid()}"}
+
+
+def test_threads_take_over_from_one_that_fails(root: Path) -> None:
+    start, calls = threading.Barrier(4), []
+
+    def download(path: Path) -> None:
+        calls.append(path)
+        time.sleep(0.05)
+        if len(calls) < 3:
+            raise RuntimeError("broken")
+        (path / "f").write_bytes(b"1")
+
+    def read(worker: int) -> bool:
+        start.wait()
+        try:
+            with NodeCache(config_at(root)).fetch_once(A, step=1, size_bytes=1, download=download) as path:
+                return (path / "f").read_bytes() == b"1"
+        except RuntimeError:
+            return False
+
+    with ThreadPoolExecutor(4) as pool:
+        ends = list(pool.map(read, range(4)))
+    assert (ends.count(True), ends.count(False), len(calls)) == (2, 2, 3)
+
+
+def test_past_its_deadline_a_waiter_downloads_for_itself(root: Path, events: list[Event]) -> None:
+    slow, fast = Downloads(), Downloads()
+    begun, go_on = threading.Event(), threading.Event()
+    slow.meanwhile = lambda path: (begun.set(), go_on.wait(60))
+    inodes: list[int] = []
+
+    def read_slowly() -> None:
+        with fetch(NodeCache(config_at(root)), A, slow) as path:
+            inodes.append((path / "last").stat().st_ino)
+
+    thread = threading.Thread(target=read_slowly)
+    thread.start()
+    begun.wait(60)
+    with fetch(NodeCache(config_at(root, cache_wait_seconds=0.1)), A, fast) as path:
+        inodes.append((path / "last").stat().st_ino)
+        go_on.set()
+        thread.join(60)
+        assert_whole(path)
+    assert (len(slow.paths), len(fast.paths)) == (1, 1)
+    assert inodes[0] == inodes[1], "the loser uses the copy of the winner"
+    assert_tidy(root)
+    assert [event for event in events if isinstance(event, DownloadWaited)]
+
+
+def test_a_copy_that_the_check_refuses_is_downloaded_anew(root: Path) -> None:
+    cache, download = NodeCache(config_at(root)), Downloads()
+    looked: list[Path] = []
+
+    def check(path: Path) -> bool:
+        looked.append(path)
+        return (path / "last").exists()
+
+    with fetch(cache, A, download, check=check):
+        assert looked == [], "a fresh download is not looked at again"
+    with fetch(cache, A, download, check=check):
+        assert looked
+    (root / A / "last").unlink()
+    with fetch(cache, A, download, check=check) as path:
+        assert_whole(path)
+    assert len(download.paths) == 2
+    assert_tidy(root)
+    shutil.rmtree(root / A)
+    with fetch(cache, A, download) as path:
+        assert_whole(path)
+
+
+def test_an_idle_copy_goes(root: Path) -> None:
+    cache = NodeCache(config_at(root, cache_idle_seconds=3600))
+    for key in (A, B):
+        with fetch(cache, key, Downloads()):
+            pass
+    for key, age_seconds in ((A, 4000), (B, 3000)):
+        os.utime(root / "leases" / f"{key}.lease", (0, time.time() - age_seconds))
+    with fetch(cache, C, Downloads()):
+        assert copies(root) == {B, C}
+    assert_tidy(root)
+
+
+def test_the_budget_holds_for_what_nobody_reads(root: Path) -> None:
+    cache = NodeCache(config_at(root, cache_budget_bytes=2500))
+    with fetch(cache, A, Downloads()), fetch(cache, B, Downloads()), fetch(cache, C, Downloads()):
+        assert copies(root) == {A, B, C}, "what is read does not count"
+    assert copies(root) == {A, B}, "C was released first"
+    with fetch(cache, B, Downloads()):
+        pass
+    with fetch(cache, C, Downloads()):
+        pass
+    assert copies(root) == {B, C}, "the least recently used one goes"
+    with fetch(NodeCache(config_at(root, cache_budget_bytes=999)), A, Downloads()):
+        pass
+    assert copies(root) == set()
+    assert_tidy(root)
+
+
+def test_a_size_that_is_unknown_is_measured(root: Path) -> None:
+    cache = NodeCache(config_at(root, cache_budget_bytes=2500))
+    with fetch(cache, A, Downloads(1000)):
+        pass
+    (root / "leases" / f"{A}.lease").write_text("")
+    with fetch(cache, B, Downloads(2000)):
+        pass
+    assert copies(root) == {B}
+
+
+def test_a_copy_that_is_read_stays_whatever_happens(root: Path) -> None:
+    cache = NodeCache(config_at(root, cache_budget_bytes=1, cache_idle_seconds=1e-9))
+    with fetch(cache, A, Downloads()) as outer:
+        with fetch(cache, A, Downloads()):
+            pass
+        with fetch(cache, B, Downloads()):
+            pass
+        assert copies(root) == {A}
+        assert_whole(outer)
+    assert copies(root) == set()
+
+
+def test_what_a_dead_process_left_is_swept(root: Path) -> None:
+    cache = NodeCache(config_at(root))
+    with fetch(cache, A, Downloads()):
+        pass
+    for name in ("1-dead", "2-no-lease"):
+        (root / f".tmp-{name}/deep").mkdir(parents=True)
+        (root / f".tmp-{name}/deep/file").write_bytes(b"x")
+    (root / "leases/tmp-1-dead").touch()
+    (root / "leases/tmp-3-no-directory").touch()
+    (root / ".tmp-4-alive").mkdir()
+    with open(root / "leases/tmp-4-alive", "w") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        with fetch(cache, A, Downloads()):
+            pass
+        assert [path.name for path in root.glob(".tmp-*")] == [".tmp-4-alive"]
+        assert [path.name for path in (root / "leases").glob("tmp-*")] == ["tmp-4-alive"]
+    with fetch(cache, A, Downloads()):
+        pass
+    assert_tidy(root)
+
+
+def test_a_full_disk_is_found_before_the_download(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    download = Downloads(10**18)
+    with (
+        pytest.raises(StorageFull, match=r"needs 1,020,000,000,067,108,864 bytes .* bytes are free .*step 7"),
+        fetch(NodeCache(config_at(root)), A, download),
+    ):
+        pytest.fail("there is no room")
+    assert download.paths == []
+    assert_tidy(root)
+
+
+def test_idle_copies_make_room_for_a_download(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = NodeCache(config_at(root, cache_budget_bytes=1 << 40))
+    for key in (A, B):
+        with fetch(cache, key, Downloads()):
+            pass
+    free_bytes = {2: 64 << 20, 1: (64 << 20) + 1100, 0: 1 << 30}
+    monkeypatch.setattr(place.posix, "free_bytes", lambda directory: free_bytes[len(copies(root))])
+    with fetch(cache, C, Downloads()) as path:
+        assert_whole(path)
+        assert copies(root) == {B, C}, "the least recently used one goes, and no more than is needed"
+
+
+def test_a_key_is_a_digest(root: Path) -> None:
+    for key in ("", "../x", A.upper(), A + "/"):
+        with pytest.raises(InvalidInput, match="SHA-256"), fetch(NodeCache(config_at(root)), key, Downloads()):
+            pass
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_directory_that_lets_others_in_is_refused(root: Path, mode: int) -> None:
+    root.mkdir()
+    root.chmod(mode)
+    with pytest.raises(CacheError, match=f"mode {mode:o}"), fetch(NodeCache(config_at(root)), A, Downloads()):
+        pass
+
+
+def test_a_link_or_a_file_is_refused(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    root.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CacheError, match="symbolic link"), fetch(NodeCache(config_at(root)), A, Downloads()):
+        pass
+    root.unlink()
+    root.write_bytes(b"")
+    with pytest.raises(CacheError, match="no directory"), fetch(NodeCache(config_at(root)), A, Downloads()):
+        pass
+    with pytest.raises(CacheError), fetch(NodeCache(config_at(root / "below")), A, Downloads()):
+        pass
+
+
+def test_a_directory_of_another_user_is_refused(root: Path) -> None:
+    root.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.chown(root, 12345, 12345)
+        with (
+            pytest.raises(CacheError, match="belongs to user 12345"),
+            fetch(NodeCache(config_at(root)), A, Downloads()),
+        ):
+            pass
+    else:
+        with pytest.raises(CacheError), fetch(NodeCache(config_at(Path("/proc/1"))), A, Downloads()):
+            pass
+
+
+def test_where_flock_does_not_work_everybody_downloads_for_himself(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(place, "flock_works", lambda directory: False)
+    cache, download = NodeCache(config_at(root, cache_budget_bytes=1)), Downloads()
+    start = threading.Barrier(3)
+    download.meanwhile = lambda path: start.wait(60)
+
+    def read(worker: int) -> int:
+        with fetch(cache, A, download) as path:
+            assert_whole(path)
+            return (path / "last").stat().st_ino
+
+    with ThreadPoolExecutor(3) as pool:
+        inodes = set(pool.map(read, range(3)))
+    assert len(download.paths) == 3
+    assert len(inodes) == 1, "one rename wins"
+    assert not list(root.glob(".tmp-*"))
+    with fetch(cache, A, download):
+        assert len(download.paths) == 3, "late readers hit"
+    assert copies(root) == {A}, "nothing is removed where readers cannot be seen"
+    assert sum("flock does not work" in record.message for record in caplog.records) == 1
+
+
+def test_a_shared_file_system_is_warned_about_and_keeps_nodes_apart(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(place, "filesystem_of", lambda path: "nfs4")
+    for _ in range(2):
+        with fetch(NodeCache(config_at(root)), A, Downloads()) as path:
+            assert path.parent == root / f"node-{place.socket.gethostname()}"
+    assert sum("lies on nfs4" in record.message for record in caplog.records) == 1
+
+
+def test_flock_is_tried_and_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flock_works(tmp_path)
+
+    def missing(descriptor: int, kind: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    for pretended in (lambda descriptor, kind: None, missing):
+        monkeypatch.setattr(place.fcntl, "flock", pretended)
+        assert not flock_works(tmp_path)
+
+
+def test_the_file_system_is_found(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "22 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n"
+        "30 22 0:30 / /scratch rw shared:1 - lustre mgs:/scratch rw\n"
+        "31 30 0:31 / /scratch/my\\040disk rw shared:1 master:2 - xfs /dev/vdb rw\n"
+        "32 22 0:32 / /home rw - nfs4 server:/home rw\n"
+        "33 22 0:33 / /home rw - tmpfs tmpfs rw\n"
+        "broken\n"
+    )
+    found = {
+        path: filesystem_of(Path(path), mounts)
+        for path in ("/tmp/x", "/scratch", "/scratch/a", "/scratch2", "/scratch/my disk/cache", "/home/me")
+    }
+    assert list(found.values()) == ["ext4", "lustre", "lustre", "ext4", "xfs", "tmpfs"]
+    assert filesystem_of(tmp_path, tmp_path / "missing") == ""
+    assert filesystem_of(tmp_path) != ""
+    kinds = ("nfs", "lustre", "fuse.s3fs", "fuse", "cifs", "ext4", "tmpfs", "", "fuse.fuse-overlayfs", "overlay")
+    assert [is_network(kind) for kind in kinds] == [True] * 5 + [False] * 5
+
+
+def test_a_cache_that_cannot_be_written_says_so(root: Path) -> None:
+    with fetch(NodeCache(config_at(root)), A, Downloads()):
+        pass
+    shutil.rmtree(root / "leases")
+    (root / "leases").write_bytes(b"")
+    with pytest.raises(CacheError, match="leases"), fetch(NodeCache(config_at(root)), A, Downloads()):
+        pass
+    assert isinstance(open_place(root.parent / "other").root, Path)
+
+
+def test_filelock_is_loaded_by_the_first_download_only(root: Path) -> None:
+    code = (
+        "import sys, pathlib\n"
+        "from ckptstore.config import CacheConfig\n"
+        "from ckptstore.node_cache import NodeCache\n"
+        f"cache = NodeCache(CacheConfig(cache_dir=pathlib.Path({str(root)!r})))\n"
+        "assert 'filelock' not in sys.modules\n"
+        f"with cache.fetch_once('{A}', step=1, size_bytes=1, download=lambda path: (path / 'f').touch()): pass\n"
+        "assert 'filelock' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
