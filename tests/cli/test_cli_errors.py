@@ -1,0 +1,151 @@
+"""Errors of the command line: a message on stderr, an exit code per class, one JSON object with --json, no secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ckptstore.cli import COMMANDS, main
+from ckptstore.errors import CkptstoreError, all_errors
+
+COMMAND = [sys.executable, "-m", "ckptstore.cli"]
+
+
+def test_a_place_without_a_store_is_told_and_left_alone(run: Any, tmp_path: Path) -> None:
+    for command in ("ls", "latest", "show", "verify", "prune", "gc"):
+        result = run(command, tmp_path / "nothing", code=10)
+        assert result.stderr.startswith("error: There is no store at ")
+        assert result.stdout == ""
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_an_error_in_json_is_one_object_on_stdout(run: Any, run_json: Any, tmp_path: Path, store: Path) -> None:
+    found = run_json("ls", tmp_path / "nothing", code=10)
+    assert found["error"]["code"] == "store-missing"
+    assert run_json("show", f"{store}@99", code=4)["error"]["step"] == 99
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("show", "{store}@99"), 4),
+        (("pin", "{store}@99"), 4),
+        (("pin", "{store}"), 2),
+        (("ls", "{store}@20"), 2),
+        (("best", "{store}", "accuracy"), 5),
+        (("verify", "{store}", "--sample", "0%"), 2),
+        (("prune", "{store}", "--grace", "-1"), 2),
+        (("prune", "{store}", "--keep-best", "loss"), 2),
+        (("ls", "nosuchscheme://x/y"), 2),
+        (("ls", "{store}", "--storage-option", "novalue"), 2),
+        (("cp", "{store}@20", "{store}"), 2),
+        (("diff", "{store}@20", "{store}@99"), 4),
+    ],
+)
+def test_bad_input_has_the_exit_code_of_its_class(run: Any, store: Path, arguments: tuple[str, ...], code: int) -> None:
+    result = run(*(argument.format(store=store) for argument in arguments), code=code)
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("arguments", [("nosuchcommand",), ("ls",), ("ls", "a", "--nosuchoption"), ("best", "a")])
+def test_wrong_usage_is_exit_code_2(run: Any, arguments: tuple[str, ...]) -> None:
+    assert "Usage:" in run(*arguments, code=2).stderr
+
+
+@pytest.mark.parametrize("cls", all_errors().values())
+def test_every_error_class_ends_with_its_exit_code(
+    cls: type[CkptstoreError], run_json: Any, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object) -> None:
+        raise cls("it broke", step=7, hint="Mend it")
+
+    monkeypatch.setattr("ckptstore.store.CheckpointStore.latest", fail)
+    error = run_json("latest", store, code=cls.exit_code)["error"]
+    assert (error["code"], error["message"], error["step"], error["hint"]) == (cls.code, "it broke", 7, "Mend it")
+
+
+def test_an_interrupt_ends_with_130(run: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckptstore.store.CheckpointStore.latest", interrupt)
+    assert run("latest", store, code=130).stderr == "interrupted\n"
+
+
+def test_a_storage_option_is_never_shown(run: Any, store: Path, tmp_path: Path) -> None:
+    for arguments in (("ls", store), ("ls", tmp_path / "nothing"), ("ls", "nosuchscheme://x")):
+        options = ("--storage-option", "secret=hunter2", "--json")
+        result = CliRunner().invoke(main, [*map(str, arguments), *options])
+        assert "hunter2" not in result.output
+
+
+def test_every_command_has_help_and_json(run: Any) -> None:
+    listed = run("--help").stdout
+    for name in COMMANDS:
+        assert f"\n  {name} " in listed
+        text = run(name, "--help").stdout
+        assert text.startswith("Usage: main " + name)
+        assert name == "demo" or "--json" in text
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_commands(shell: str) -> None:
+    words = {"COMP_WORDS": "ckptstore ver", "COMP_CWORD": "1" if shell != "fish" else "ver"}
+    environment = {**os.environ, **words, "_CKPTSTORE_COMPLETE": f"{shell}_complete"}
+    done = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=True)
+    assert "verify" in done.stdout
+
+
+def test_the_real_command_keeps_stdout_and_stderr_apart(store: Path, tmp_path: Path) -> None:
+    done = subprocess.run([*COMMAND, "ls", "--json", str(store)], capture_output=True, text=True, check=True)
+    assert len(json.loads(done.stdout)["checkpoints"]) == 2
+    assert done.stderr == ""
+    failed = subprocess.run([*COMMAND, "ls", str(tmp_path / "nothing")], capture_output=True, text=True, check=False)
+    assert (failed.returncode, failed.stdout) == (10, "")
+    assert "There is no store at" in failed.stderr
+
+
+def on_a_terminal(*arguments: str) -> str:
+    """What a command prints when stdout and stderr are a terminal."""
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "160"}
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=follower, stderr=follower, env=environment)
+    os.close(follower)
+    text = b"".join(_chunks(leader)).decode()
+    os.close(leader)
+    assert process.wait() == 0
+    return text
+
+
+def _chunks(descriptor: int) -> Iterator[bytes]:
+    while True:
+        try:
+            chunk = os.read(descriptor, 4096)
+        except OSError:  # how Linux tells that the other end is closed
+            return
+        if not chunk:
+            return
+        yield chunk
+
+
+def test_a_terminal_gets_a_table_with_lines_and_a_bar(store: Path) -> None:
+    assert "───" in on_a_terminal("ls", str(store))
+    assert "step 30" in on_a_terminal("verify", str(store))
+    assert "\x1b[" in on_a_terminal("verify", str(store))
+    assert json.loads(on_a_terminal("verify", "--json", str(store)))["ok"] is True
+
+
+def test_a_pipe_gets_neither(store: Path) -> None:
+    done = subprocess.run([*COMMAND, "verify", str(store)], capture_output=True, text=True, check=True)
+    assert "\x1b[" not in done.stdout + done.stderr
+    assert done.stderr == ""

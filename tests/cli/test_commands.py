@@ -1,0 +1,272 @@
+"""Every command does to a real store what it says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore import Checkpoint, InvalidInput, open_store
+from ckptstore.cli.options import parse_storage_options
+from ckptstore.cli.output import show_duration, show_size
+from ckptstore.cli.prune import parse_policy
+from ckptstore.cli.targets import Target, parse_target
+from ckptstore.retention import KeepBest, KeepEvery, KeepLatest, KeepSince
+
+
+def steps(root: Path) -> list[int]:
+    with open_store(root) as store:
+        return [checkpoint.step for checkpoint in store]
+
+
+def flip(root: Path, step: int, name: str = "model.pt") -> None:
+    """Change one byte of a stored file."""
+    with open_store(root) as store:
+        path = Path(store[step].uri.removeprefix("file://")) / name
+    os.chmod(path, 0o644)
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+
+
+def test_ls_shows_live_checkpoints_and_the_bytes_in_the_trash(run: Any, store: Path) -> None:
+    lines = run("ls", store).stdout.splitlines()
+    assert lines[0].split()[:3] == ["number", "step", "created"]
+    assert [line.split()[1] for line in lines[1:3]] == ["20", "30"]
+    assert "loss=0.25" in lines[1]
+    assert lines[2].endswith("latest")
+    assert lines[3].startswith("1 more in the trash, 2.9 KiB")
+
+
+def test_ls_writes_nothing(run: Any, store: Path) -> None:
+    before = sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*"))
+    run("ls", store)
+    assert sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*")) == before
+
+
+def test_ls_in_json_has_what_protects_a_checkpoint(run: Any, run_json: Any, store: Path) -> None:
+    run("pin", f"{store}@20")
+    found = run_json("ls", store)
+    marks = [(item["step"], item["is_pinned"], item["is_latest"]) for item in found["checkpoints"]]
+    assert marks == [(20, True, False), (30, False, True)]
+    assert found["trash"] == {"count": 1, "size_bytes": 3002}
+
+
+def test_ls_of_an_empty_store(run: Any, run_json: Any, store: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    shutil.copy(store / "store.json", tmp_path / "empty")
+    assert run("ls", tmp_path / "empty").stdout == "no checkpoints\n"
+    assert run_json("ls", tmp_path / "empty")["checkpoints"] == []
+
+
+def test_show_has_metrics_metadata_and_files(run: Any, run_json: Any, store: Path) -> None:
+    text = run("show", f"{store}@20").stdout
+    assert "loss=0.25" in text
+    assert ["metadata.epoch", "20"] in [line.split() for line in text.splitlines()]
+    found = run_json("show", f"{store}@20")
+    assert found["metadata"] == {"epoch": 20, "nested": {"seed": 1}}
+    assert [(item["name"], item["size_bytes"], item["rank"]) for item in found["files"]] == [
+        ("config.json", 2, 0),
+        ("model.pt", 3000, 0),
+    ]
+
+
+def test_show_of_a_store_alone_is_its_latest(run_json: Any, store: Path) -> None:
+    assert run_json("show", store)["checkpoint"]["step"] == 30
+    assert run_json("show", f"{store}@latest")["checkpoint"]["step"] == 30
+
+
+def test_latest_and_best_print_a_uri_that_works(run: Any, store: Path) -> None:
+    for arguments, step in ((("latest", store), 30), (("best", store, "loss"), 20)):
+        uri = run(*arguments).stdout.strip()
+        assert Checkpoint.from_uri(uri).step == step
+    assert run("best", store, "loss", "--mode", "max").stdout != run("best", store, "loss").stdout
+
+
+def test_verify_names_what_is_wrong_and_fails(run: Any, run_json: Any, store: Path) -> None:
+    assert run("verify", store).stdout.startswith("step 30: ok, 2 of 2 files read")
+    flip(store, 20)
+    assert "step 30: ok" in run("verify", store).stdout
+    text = run("verify", "--all", store, code=3).stdout
+    assert "step 20: DAMAGED" in text
+    assert "model.pt: flipped, expected" in text
+    found = run_json("verify", f"{store}@20", code=3)
+    assert found["ok"] is False
+    assert [(item["file"], item["fault"]) for item in found["reports"][0]["problems"]] == [("model.pt", "flipped")]
+
+
+def test_verify_of_a_sample_reads_less(run_json: Any, store: Path) -> None:
+    (report,) = run_json("verify", store, "--sample", "50%")["reports"]
+    assert (report["num_files"], report["num_read"]) == (2, 1)
+
+
+def test_verify_all_checks_the_log(run: Any, store: Path) -> None:
+    record = sorted((store / "log").iterdir())[1]
+    os.chmod(record, 0o644)
+    record.write_text(record.read_text().replace('"created_at":1', '"created_at":2', 1))
+    assert "log: " in run("verify", "--all", store, code=3).stdout
+
+
+def test_verify_of_a_checkpoint_that_lies_on_its_own(run: Any, store: Path, tmp_path: Path) -> None:
+    run("cp", f"{store}@20", tmp_path / "alone")
+    assert run("verify", tmp_path / "alone").stdout.startswith("step 20: ok")
+
+
+def test_diff_names_files_metrics_and_metadata(run: Any, run_json: Any, store: Path) -> None:
+    found = run_json("diff", f"{store}@20", f"{store}@30")
+    assert found["files"] == [{"name": "model.pt", "change": "changed", "a_bytes": 3000, "b_bytes": 3000}]
+    assert found["num_equal_files"] == 1
+    assert found["metrics"] == [{"name": "loss", "a": 0.25, "b": 0.75}]
+    assert found["metadata"] == [{"name": "epoch", "a": 20, "b": 30}]
+    text = run("diff", f"{store}@20", f"{store}@30").stdout
+    assert "1 files are equal" in text
+    assert "model.pt  changed  2.9 KiB  2.9 KiB" in text
+
+
+def test_diff_of_a_checkpoint_with_itself_is_empty(run_json: Any, store: Path) -> None:
+    found = run_json("diff", f"{store}@20", f"{store}@20")
+    assert (found["files"], found["metrics"], found["metadata"], found["num_equal_files"]) == ([], [], [], 2)
+
+
+def test_cp_of_a_checkpoint_is_a_directory_that_stands_alone(run: Any, store: Path, tmp_path: Path) -> None:
+    run("cp", f"{store}@20", tmp_path / "alone")
+    copy = Checkpoint.from_directory(tmp_path / "alone")
+    assert (copy.step, copy.metrics, copy.verify().ok) == (20, {"loss": 0.25}, True)
+
+
+def test_cp_of_a_store_keeps_order_pins_and_bytes(run: Any, run_json: Any, store: Path, tmp_path: Path) -> None:
+    run("pin", f"{store}@20")
+    found = run_json("cp", store, tmp_path / "copy")
+    assert (found["copied_steps"], found["num_copied"], found["copied_bytes"]) == ([20, 30], 4, 6004)
+    assert steps(tmp_path / "copy") == [20, 30]
+    assert "step 20: ok" in run("verify", "--all", tmp_path / "copy").stdout
+    assert run_json("ls", tmp_path / "copy")["checkpoints"][0]["is_pinned"] is True
+
+
+def test_cp_goes_on_where_it_broke_off(run: Any, run_json: Any, store: Path, tmp_path: Path) -> None:
+    run("cp", f"{store}@20", tmp_path / "alone")
+    (tmp_path / "alone/ckptstore.json").unlink()
+    os.chmod(tmp_path / "alone/model.pt", 0o644)
+    (tmp_path / "alone/model.pt").write_bytes(b"torn")
+    found = run_json("cp", f"{store}@20", tmp_path / "alone")
+    assert (found["num_copied"], found["num_found"]) == (1, 1)
+    assert Checkpoint.from_directory(tmp_path / "alone").verify().ok
+    run("cp", store, tmp_path / "copy")
+    assert run_json("cp", store, tmp_path / "copy")["present_steps"] == [20, 30]
+
+
+def test_cp_refuses_what_is_damaged(run: Any, store: Path, tmp_path: Path) -> None:
+    flip(store, 20)
+    run("cp", f"{store}@20", tmp_path / "alone", code=3)
+    run("show", tmp_path / "alone", code=10)
+
+
+def test_pin_protects_and_unpin_gives_back(run: Any, store: Path) -> None:
+    run("pin", f"{store}@20")
+    run("prune", store, "--keep-latest", 1)
+    assert steps(store) == [20, 30]
+    run("unpin", f"{store}@20")
+    run("prune", store, "--keep-latest", 1)
+    assert steps(store) == [30]
+
+
+def test_rollback_makes_an_earlier_checkpoint_the_latest(run: Any, run_json: Any, store: Path) -> None:
+    assert run_json("rollback", f"{store}@20")["trashed_steps"] == [30]
+    assert "/step-0000000020-" in run("latest", store).stdout
+    assert steps(store) == [20]
+
+
+def test_prune_waits_for_the_grace_period(run: Any, run_json: Any, store: Path) -> None:
+    assert "step 10 stays in the trash: its grace period ends in" in run("prune", store).stdout
+    plan = run_json("prune", store, "--grace", 0, "--dry-run")
+    assert [item["step"] for item in plan["removed"]] == [10]
+    assert len(list((store / "checkpoints").iterdir())) == 3
+    assert run_json("prune", store, "--grace", 0)["removed_bytes"] == plan["removed_bytes"] == 3002
+    assert len(list((store / "checkpoints").iterdir())) == 2
+    assert run("prune", store, "--grace", 0).stdout == "nothing to delete\n"
+
+
+def test_prune_applies_a_policy_and_says_why(run: Any, run_json: Any, store: Path) -> None:
+    plan = run_json("prune", store, "--keep-latest", 1, "--dry-run")
+    assert [(item["step"], item["keep"]) for item in plan["verdicts"]] == [(20, False), (30, True)]
+    assert steps(store) == [20, 30]
+    assert "step 20 stays: one of the best 1 by loss (min)" in run("prune", store, "--keep-best", "loss:min:1").stdout
+    assert "step 20 goes to the trash: no rule keeps it" in run("prune", store, "--keep-latest", 1).stdout
+    assert steps(store) == [30]
+
+
+def test_prune_never_takes_the_latest(run: Any, store: Path) -> None:
+    run("prune", store, "--keep-best", "loss:min:1", "--grace", 0)
+    assert steps(store) == [20, 30]
+
+
+def test_gc_leaves_the_attempts_of_a_job_that_may_live(run: Any, run_json: Any, store: Path) -> None:
+    orphan = store / "checkpoints/step-0000000040-e0001-00000000"
+    orphan.mkdir()
+    (orphan / "model.pt").write_bytes(b"torn")
+    assert [item["name"] for item in run_json("gc", store)["left"]] == [f"checkpoints/{orphan.name}"]
+    assert run_json("gc", store, "--claim", "--dry-run")["attempts"] == [{"directory": orphan.name, "size_bytes": 4}]
+    assert orphan.exists()
+    assert f"removed: {orphan.name}, 4 B" in run("gc", store, "--claim").stdout
+    assert not orphan.exists()
+    assert run("gc", store).stdout == "nothing to remove\n"
+    assert steps(store) == [20, 30]
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("runs/a", Target("runs/a", None)),
+        ("runs/a@12", Target("runs/a", 12)),
+        ("s3://b/r@latest", Target("s3://b/r", "latest")),
+        ("abfs://box@account.dfs.core.windows.net/run", Target("abfs://box@account.dfs.core.windows.net/run", None)),
+        ("runs/try@3@latest", Target("runs/try@3", "latest")),
+        ("runs/a@best", Target("runs/a@best", None)),
+        ("@3", Target("@3", None)),
+    ],
+)
+def test_a_target_is_read_in_one_way(text: str, target: Target) -> None:
+    assert parse_target(text) == target
+
+
+def test_policies_are_read_from_options() -> None:
+    policy = parse_policy(keep_latest=2, keep_best=("a:b:max:3",), keep_every=100, keep_since=60.0)
+    assert policy == KeepLatest(2) | KeepBest(3, "a:b", "max") | KeepEvery(steps=100) | KeepSince(60.0)
+    assert parse_policy(keep_latest=None, keep_best=(), keep_every=None, keep_since=None) is None
+
+
+@pytest.mark.parametrize("text", ["loss", "loss:min", "loss:best:3", "loss:min:x", "loss:min:0"])
+def test_a_bad_policy_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput):
+        parse_policy(keep_latest=None, keep_best=(text,), keep_every=None, keep_since=None)
+
+
+def test_storage_options_are_nested_and_typed() -> None:
+    texts = ("key=01", "anon:=true", "client_kwargs.endpoint_url=http://h:1/?a=b", "client_kwargs.verify:=false")
+    assert parse_storage_options(texts) == {
+        "key": "01",
+        "anon": True,
+        "client_kwargs": {"endpoint_url": "http://h:1/?a=b", "verify": False},
+    }
+
+
+@pytest.mark.parametrize("text", ["hunter2", "=hunter2", "secret:=hunter2", ":=hunter2"])
+def test_a_bad_storage_option_is_refused_without_its_value(text: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_storage_options((text,))
+    assert "hunter2" not in str(caught.value)
+
+
+def test_sizes_and_durations_are_for_people() -> None:
+    assert [show_size(size) for size in (0, 1023, 1024, 5 << 20, 3 << 60)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "5.0 MiB",
+        "3072.0 PiB",
+    ]
+    durations = [show_duration(seconds) for seconds in (5, 119, 120, 7200, 400000)]
+    assert durations == ["5 s", "119 s", "2 min", "2 h", "5 days"]

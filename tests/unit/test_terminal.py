@@ -1,0 +1,51 @@
+"""The progress bar: it counts what moves while it is shown, and is not there otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptstore import events
+from ckptstore.events import BytesMoved, FileStored, emit
+from ckptstore.terminal import _Bar, progress
+
+
+class Bar:
+    """Stands for rich's, and remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+
+    def add_task(self, description: str, total: int | None) -> str:
+        return description
+
+    def update(self, task: str, *, completed: int, total: int) -> None:
+        self.told.append((completed, total))
+
+
+def test_the_bar_adds_up_what_moves() -> None:
+    bar: Any = Bar()
+    listener = _Bar(bar, "copy")
+    for size_bytes in (10, 20):
+        listener(BytesMoved(key="a", size_bytes=size_bytes, total_bytes=100))
+    listener(FileStored(key="a", size_bytes=30, seconds=0.1, rank=0))
+    assert bar.told == [(10, 100), (30, 100)]
+
+
+def test_a_second_transfer_does_not_run_over_the_end() -> None:
+    bar: Any = Bar()
+    listener = _Bar(bar, "verify")
+    listener(BytesMoved(key="a", size_bytes=100, total_bytes=100))
+    listener(BytesMoved(key="b", size_bytes=5, total_bytes=50))
+    assert bar.told[-1] == (105, 105)
+
+
+def test_the_bar_listens_only_while_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("copy", shown=False):
+        assert events._listeners == []
+    with progress("copy", shown=True):
+        assert len(events._listeners) == 1
+        emit(BytesMoved(key="a", size_bytes=10, total_bytes=100))
+    assert events._listeners == []
+    assert capsys.readouterr().out == ""
