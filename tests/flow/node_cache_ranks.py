@@ -1,0 +1,234 @@
+"""What the processes of test_node_cache_processes.py run; imports little, so that they start fast."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptstore.config import CacheConfig
+from ckptstore.events import DownloadWaited, Event, listening
+from ckptstore.node_cache import NodeCache
+
+KEY = "ab" * 32
+NUM_FILES = 5
+FILE_BYTES = 200_000
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def content(index: int) -> bytes:
+    return bytes([index + 1]) * FILE_BYTES
+
+
+def note(log: Path, text: str) -> None:
+    """One line for one thing that happened, whole even when several processes write."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(descriptor, f"{text}\n".encode())
+    os.close(descriptor)
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def downloads(log: Path, *, pause_seconds: float = 0.05, at_file: Callable[[int], None] = lambda index: None) -> object:
+    def download(path: Path) -> None:
+        note(log, f"started {rank()}")
+        for index in range(NUM_FILES):
+            at_file(index)
+            (path / f"file-{index}").write_bytes(content(index))
+            time.sleep(pause_seconds)
+        note(log, f"finished {rank()}")
+
+    return download
+
+
+def read_all(path: Path) -> int:
+    found = {item.name: item.read_bytes() for item in path.iterdir()}
+    assert found == {f"file-{index}": content(index) for index in range(NUM_FILES)}
+    return (path / "file-0").stat().st_ino
+
+
+def fetch(root: Path, download: object, **more: object) -> tuple[int, list[DownloadWaited]]:
+    """The inode that was read, and whom this process waited for."""
+    waited: list[DownloadWaited] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, DownloadWaited):
+            waited.append(event)
+
+    cache = NodeCache(CacheConfig(cache_dir=root, **more))  # type: ignore[arg-type]
+    size_bytes = NUM_FILES * FILE_BYTES
+    with listening(listen), cache.fetch_once(KEY, step=3, size_bytes=size_bytes, download=download) as path:  # type: ignore[arg-type]
+        return read_all(path), waited
+
+
+def at_random_delays(root: Path, log: Path) -> int:
+    time.sleep(random.Random(rank()).random() * 0.4)
+    return fetch(root, downloads(log))[0]
+
+
+def first_fails(root: Path, log: Path) -> str:
+    """Rank 0 fails in the middle when all others wait."""
+
+    def fail(index: int) -> None:
+        if rank() == 0 and index == 2:
+            wait_for(lambda: len(log.read_text().splitlines()) == int(os.environ["WORLD_SIZE"]))
+            raise ConnectionError("the network is gone")
+
+    if rank():
+        wait_for(log.exists)
+        note(log, f"waits {rank()}")
+    try:
+        inode, waited = fetch(root, downloads(log, at_file=fail))
+    except ConnectionError as error:
+        return str(error)
+    return f"{inode} waited {len(waited)}"
+
+
+def first_is_killed(root: Path, log: Path) -> tuple[int, list[str]]:
+    """Rank 0 dies in the middle when all others wait."""
+
+    def die(index: int) -> None:
+        if rank() == 0 and index == 2:
+            wait_for(lambda: len(log.read_text().splitlines()) == int(os.environ["WORLD_SIZE"]))
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank():
+        wait_for(log.exists)
+        note(log, f"waits {rank()}")
+    inode, waited = fetch(root, downloads(log, at_file=die))
+    return inode, [event.holder for event in waited]
+
+
+def dies_alone(root: Path, log: Path) -> None:
+    def die(index: int) -> None:
+        if index == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    fetch(root, downloads(log, at_file=die))
+
+
+def dies_reading(root: Path, log: Path) -> None:
+    cache = NodeCache(CacheConfig(cache_dir=root))
+    with cache.fetch_once(KEY, step=3, size_bytes=1, download=downloads(log)):  # type: ignore[arg-type]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watches(root: Path, log: Path) -> int:
+    """The last rank looks at the place of the copy all the time; the others download, each at a time of its own."""
+    if rank() < int(os.environ["WORLD_SIZE"]) - 1:
+        time.sleep(rank() * 0.1)
+        inode = fetch(root, downloads(log))[0]
+        note(log, f"read {rank()}")
+        return inode
+    looks = 0
+    while not log.exists() or log.read_text().count("read") < rank():
+        names = {path.name for path in (root / KEY).iterdir()} if (root / KEY).exists() else None
+        assert names is None or len(names) == NUM_FILES, names
+        looks += names is None
+    return looks
+
+
+def holder_hangs(root: Path, log: Path) -> str:
+    """Rank 0 stops in the middle until the others are done."""
+
+    def hang(index: int) -> None:
+        if rank() == 0 and index == 1:
+            wait_for(lambda: log.read_text().count("read") == int(os.environ["WORLD_SIZE"]) - 1)
+
+    if rank():
+        wait_for(log.exists)
+    inode, _ = fetch(root, downloads(log, at_file=hang), cache_wait_seconds=1800 if rank() == 0 else 0.3)
+    note(log, f"read {rank()}")
+    return str(inode)
+
+
+def reads_while_others_evict(root: Path, log: Path) -> int:
+    """Even ranks read one key again and again, odd ranks others, with a budget that keeps nothing."""
+    config = CacheConfig(cache_dir=root, cache_budget_bytes=1)
+    rounds = 0
+    for turn in range(15):
+        key = KEY if rank() % 2 == 0 else f"{rank():032x}{turn:032x}"
+        download = downloads(log, pause_seconds=0)
+        with NodeCache(config).fetch_once(key, step=3, size_bytes=1, download=download) as path:  # type: ignore[arg-type]
+            for _ in range(5):
+                read_all(path)
+                time.sleep(0.001)
+            rounds += 1
+    return rounds
+
+
+def reads_in_a_forked_worker(root: Path, log: Path) -> str:
+    """A worker that was forked by a reader keeps the copy, as a data loader's does."""
+    config = CacheConfig(cache_dir=root, cache_budget_bytes=1)
+    go_on = os.pipe()
+    with NodeCache(config).fetch_once(KEY, step=3, size_bytes=1, download=downloads(log)) as path:  # type: ignore[arg-type]
+        process_id = os.fork()
+        if process_id == 0:
+            os.read(go_on[0], 1)
+            try:
+                read_all(path)
+                os._exit(7)
+            finally:
+                os._exit(8)
+    other = NodeCache(config).fetch_once("cd" * 32, step=3, size_bytes=1, download=downloads(log))  # type: ignore[arg-type]
+    with other:
+        still_there = path.exists()
+    os.write(go_on[1], b"x")
+    status = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
+    with NodeCache(config).fetch_once("ef" * 32, step=3, size_bytes=1, download=downloads(log)):  # type: ignore[arg-type]
+        return f"{still_there} {status} {path.exists()}"
+
+
+def fills_the_disk(root: Path, log: Path) -> str:
+    from ckptstore.errors import StorageFull
+
+    def download(path: Path) -> None:
+        note(log, f"started {rank()}")
+        with open(path / "file", "wb") as file:
+            while True:
+                file.write(bytes(1 << 20))
+
+    cache = NodeCache(CacheConfig(cache_dir=root))
+    said = []
+    for size_bytes in (1 << 30, 1 << 20):
+        try:
+            with cache.fetch_once(KEY, step=3, size_bytes=size_bytes, download=download):
+                said.append("worked")
+        except StorageFull as error:
+            said.append(f"full: {error}")
+        except OSError as error:
+            said.append(f"errno {error.errno}")
+    return "\n".join(said)
+
+
+def downloads_from(storage_root: Path, root: Path, call: int, when: str) -> int:
+    """Download through the transfer engine, and die at one of its storage calls."""
+    from ckptstore.config import RetryConfig, TransferConfig
+    from ckptstore.digest import crc32c
+    from ckptstore.storage.local import LocalStorage
+    from ckptstore.testing.faults import CountCalls, KillAt, combine, wrap
+    from ckptstore.transfer import Transfer, Wanted
+
+    count = CountCalls()
+    storage = wrap(LocalStorage(storage_root), combine(count, KillAt(call, when=when)))  # type: ignore[arg-type]
+    wanted = [Wanted(f"file-{index}", FILE_BYTES, crc32c(content(index))) for index in range(NUM_FILES)]
+    transfer = Transfer(storage, config=TransferConfig(num_threads=1), retry=RetryConfig())
+
+    def download(path: Path) -> None:
+        transfer.download([(file, path / file.key) for file in wanted])
+
+    fetch(root, download)
+    transfer.close()
+    return count.total
