@@ -114,9 +114,11 @@ def decode_sequence(text: str, *, limit: int) -> list[int]:
 
 
 def _decode_runs(text: str, limit: int) -> list[Run]:
+    if text == "":
+        return []
     if text.startswith("z"):
         return find_runs(_unpack(text, limit))
-    runs = [Run.parse(part) for part in text.split(" ")] if text else []
+    runs = [Run.parse(part) for part in text.split(" ")]
     if sum(run.length for run in runs) > limit or any(max(run.first, run.last) > limit for run in runs):
         raise ValueError(f"there are more numbers than {limit}, or higher ones")
     return runs
