@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.testing.faults import (
@@ -21,6 +22,7 @@ from ckptstore.testing.ranks import RanksFailed, run_ranks
 
 if TYPE_CHECKING:
     from ckptstore.testing.storage_contract import StorageContract
+    from ckptstore.testing.stores import with_faults
 
 __all__ = [
     "Call",
@@ -35,13 +37,16 @@ __all__ = [
     "combine",
     "hook_from_environment",
     "run_ranks",
+    "with_faults",
     "wrap",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "StorageContract":
-        from ckptstore.testing.storage_contract import StorageContract
+_LAZY = {"StorageContract": "storage_contract", "with_faults": "stores"}
+"""Not loaded before they are used: pytest, and everything that a store needs."""
 
-        return StorageContract
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
