@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-TRIED_VERSIONS = ("2.13.0",)
+TRIED_VERSIONS = ("2.10.0", "2.13.0")
 
 
 def default_store() -> Any:
@@ -85,3 +85,10 @@ def non_persistent_buffers(module: Any) -> list[str]:
 
 STEP_HOOK_NAMES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Where an optimizer keeps the user's hooks around `step`."""
+
+
+def is_wrapper(tensor: Any) -> bool:
+    """Whether a tensor is a subclass that keeps its numbers in other tensors (quantised weights, for instance)."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(tensor))

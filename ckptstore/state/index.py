@@ -19,15 +19,17 @@ from ckptstore.digest import crc32c
 from ckptstore.encoding import FORMAT_VERSION
 from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
 from ckptstore.state.boxes import Box
-from ckptstore.state.part import BESIDE_VALUE, DTYPE_NAMES, PER_RANK, Part, Regions
+from ckptstore.state.part import BESIDE_VALUE, DTYPE_NAMES, PER_RANK, Part, Regions, has_common_values
 
 INDEX_NAME = "tensors.index"
 """The name of the file; one for each checkpoint."""
 
-_ENTRY = np.dtype([("offset", "<u8"), ("size_bytes", "<u8"), ("crc32c", "<u4"), ("rank", "<u4")])
+_ENTRY = np.dtype([("offset", "<u8"), ("size_bytes", "<u8"), ("crc32c", "<u4"), ("has_common", "<u4")])
 _FOOTER = struct.Struct("<8s4I")
 _FOOTER_MAGIC = b"CKPTTIXE"
 FOOTER_BYTES = _FOOTER.size
+_LISTED_CHUNKS = 200_000
+"""An index of more chunks stays in columns, to save memory."""
 
 
 def join_parts(parts: Sequence[bytes]) -> bytes:
@@ -35,7 +37,7 @@ def join_parts(parts: Sequence[bytes]) -> bytes:
     entries = np.zeros(len(parts), _ENTRY)
     sizes = [len(part) for part in parts]
     entries["offset"] = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    entries["size_bytes"], entries["rank"] = sizes, range(len(parts))
+    entries["size_bytes"], entries["has_common"] = sizes, [has_common_values(part) for part in parts]
     entries["crc32c"] = [crc32c(part) for part in parts]
     directory = entries.tobytes()
     return b"".join([*parts, directory, _FOOTER.pack(_FOOTER_MAGIC, FORMAT_VERSION, len(parts), crc32c(directory), 0)])
@@ -47,6 +49,8 @@ class PartPlace(NamedTuple):
     offset: int
     size_bytes: int
     crc32c: int
+    has_common: bool
+    """Whether it has plain values that are for all ranks."""
 
 
 def directory_bytes(footer: bytes | memoryview, *, file: str = INDEX_NAME) -> int:
@@ -69,9 +73,7 @@ def places(directory: bytes | memoryview, footer: bytes | memoryview, size_bytes
     total = int(ends[-1]) if len(ends) else 0
     if (entries["offset"] != starts).any() or total + len(directory) + FOOTER_BYTES != size_bytes:
         raise CheckpointDamaged(f"{file} has a directory that does not fit its parts", file=file)
-    if (entries["rank"] != np.arange(len(entries))).any():
-        raise CheckpointDamaged(f"{file} has parts that are not in the order of ranks", file=file)
-    return [PartPlace(int(entry["offset"]), int(entry["size_bytes"]), int(entry["crc32c"])) for entry in entries]
+    return [PartPlace(offset, size, crc, bool(has_common)) for offset, size, crc, has_common in entries.tolist()]
 
 
 def split_parts(data: bytes | memoryview, *, file: str = INDEX_NAME) -> list[memoryview]:
@@ -174,6 +176,7 @@ class TensorIndex:
         order = np.argsort(row, kind="stable")
         self._file, self._offset, self._box, self._region = file[order], offset[order], box[order], region[order]
         self._bounds = np.searchsorted(row[order], np.arange(len(self._rows) + 1))
+        self._limits: list[int] = self._bounds.tolist()
         self.regions = Regions(*(_joined([columns[i] for columns in regions]) for i in range(4)))
         self.crcs = _joined(crcs).astype(np.uint32)
 
@@ -208,23 +211,45 @@ class TensorIndex:
         row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
         if row is None:
             return []
-        low, high = int(self._bounds[row]), int(self._bounds[row + 1])
+        low, high = self._limits[row], self._limits[row + 1]
         part, local = self._rows[row]
         dims = int(part.ndim[local])
-        place = slice(low, high)
-        boxes = self._numbers[self._box[place][:, None] + np.arange(2 * dims)]
-        offsets, sizes = boxes[:, :dims], boxes[:, dims:]
-        picked: Any = range(high - low)
+        picked: Any = range(low, high)
         if wanted is not None and high - low > 1 and dims:
+            boxes = self._numbers[self._box[low:high][:, None] + np.arange(2 * dims)]
             starts = np.array(wanted.offsets, np.int64)
-            meets = (offsets < starts + np.array(wanted.sizes, np.int64)) & (starts < offsets + sizes)
-            picked = np.flatnonzero(meets.all(axis=1)).tolist()
-        columns = [column[place].tolist() for column in (self._file, self._offset, self._region)]
-        plain = boxes.tolist()
+            meets = (boxes[:, :dims] < starts + np.array(wanted.sizes, np.int64)) & (
+                starts < boxes[:, :dims] + boxes[:, dims:]
+            )
+            picked = (low + np.flatnonzero(meets.all(axis=1))).tolist()
+        if self.num_chunks > _LISTED_CHUNKS:
+            return [self._chunk(index, dims) for index in picked]
+        files, offsets, at, regions, numbers = self._lists
         return [
-            Chunk(columns[0][i], columns[1][i], Box(tuple(plain[i][:dims]), tuple(plain[i][dims:])), columns[2][i])
-            for i in picked
+            Chunk(
+                files[index],
+                offsets[index],
+                Box(
+                    tuple(numbers[at[index] : at[index] + dims]),
+                    tuple(numbers[at[index] + dims : at[index] + 2 * dims]),
+                ),
+                regions[index],
+            )
+            for index in picked
         ]
+
+    def _chunk(self, index: int, dims: int) -> Chunk:
+        at = int(self._box[index])
+        numbers = self._numbers[at : at + 2 * dims].tolist()
+        box = Box(tuple(numbers[:dims]), tuple(numbers[dims:]))
+        return Chunk(int(self._file[index]), int(self._offset[index]), box, int(self._region[index]))
+
+    @cached_property
+    def _lists(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+        """The columns as plain numbers, which are quicker to take one by one."""
+        columns = (self._file, self._offset, self._box, self._region, self._numbers)
+        file, offset, box, region, numbers = (column.tolist() for column in columns)
+        return file, offset, box, region, numbers
 
     def check_complete(self) -> None:
         """Raise CheckpointDamaged, naming the tensors, when chunks do not cover a tensor exactly once."""

@@ -129,6 +129,11 @@ class PartBuilder:
         return b"".join([header, numbers, *(column.tobytes() for column in columns), *deflated])
 
 
+def has_common_values(part: bytes) -> bool:
+    """Whether a part has plain values that are for all ranks."""
+    return bool(_HEADER.unpack_from(part, 0)[14])
+
+
 @dataclass(frozen=True, slots=True)
 class Regions:
     """The stretches whose blocks have digests, in the order of files and offsets."""

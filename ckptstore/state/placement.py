@@ -1,0 +1,140 @@
+"""Which boxes of a distributed tensor a rank has, from its placements. Arithmetic; DTensor and ShardedTensor alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ckptstore.errors import InvalidState
+from ckptstore.state.boxes import Box, whole
+
+Runs = list[tuple[int, int]]
+"""(first index, length) of what a rank has along one dimension, in the order in which it has it."""
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, and the memory on this rank that holds it."""
+
+    box: Box
+    tensor: torch.Tensor
+
+
+class Replicas(NamedTuple):
+    """How many ranks have the same pieces of a DTensor, which of them this one is, and what they share."""
+
+    ranks: int
+    position: int
+    mesh: str
+
+
+def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
+    """What this rank holds of a plain or distributed tensor, detached, in memory of its own; nothing for a rank
+    outside of the mesh. Pieces without elements are left out.
+
+    Raises InvalidState for a placement that is neither Shard nor Replicate.
+    """
+    if isinstance(tensor, DTensor):
+        return [piece for piece in _dtensor_pieces(tensor, key) if piece.box.volume]
+    shards = getattr(tensor, "local_shards", None)
+    if shards is not None:
+        return [
+            Piece(Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor.detach())
+            for shard in shards()
+            if shard.tensor.numel()
+        ]
+    return [Piece(whole(tuple(tensor.shape)), tensor.detach())] if tensor.numel() else []
+
+
+def replicas_of(tensor: DTensor) -> Replicas:
+    """Who else has the pieces of a DTensor."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    dims = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+    count, position = 1, 0
+    for dim in dims:
+        size = mesh.size(dim)
+        count, position = count * size, position * size + (coordinate[dim] if coordinate else 0)
+    return Replicas(count, position, f"{mesh.device_type}{tuple(mesh.shape)}{mesh.mesh_dim_names}{dims}")
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether ranks have parts of it: a DTensor or FSDP1's ShardedTensor."""
+    return isinstance(tensor, DTensor) or hasattr(tensor, "local_shards")
+
+
+def shard_runs(runs: Runs, *, shares: int, share: int, split_factor: int = 1) -> Runs:
+    """What one of `shares` ranks gets of a dimension, as `torch.chunk` cuts it.
+
+    With a `split_factor` the dimension is cut into so many chunks first, and the rank gets its share of each: the
+    order in which FSDP2 shards what tensor parallelism has sharded.
+    """
+    length = sum(size for _, size in runs)
+    found: Runs = []
+    for start, stop in _chunks(0, length, split_factor):
+        first, last = list(_chunks(start, stop, shares))[share]
+        found += _taken(runs, first, last)
+    return found
+
+
+def _chunks(start: int, stop: int, count: int) -> Iterator[tuple[int, int]]:
+    size = -(-(stop - start) // count)
+    for index in range(count):
+        yield min(stop, start + index * size), min(stop, start + (index + 1) * size)
+
+
+def _taken(runs: Runs, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """What the positions from `first` to `last` of a sequence of runs are; neighbours are joined."""
+    position = 0
+    for start, size in runs:
+        low, high = max(first, position), min(last, position + size)
+        if low < high:
+            yield start + low - position, high - low
+        position += size
+
+
+def _joined(runs: Runs) -> Runs:
+    found: Runs = []
+    for start, size in runs:
+        if found and sum(found[-1]) == start:
+            found[-1] = found[-1][0], found[-1][1] + size
+        else:
+            found.append((start, size))
+    return found
+
+
+def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    runs: list[Runs] = [[(0, size)] for size in tensor.shape]
+    placements: Sequence[Any] = tensor.placements
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard) and not hasattr(placement, "split_factor"):
+            raise InvalidState(f"{key} has the placement {placement}, which has no numbers to store yet")
+        if coordinate is not None:
+            factor = int(getattr(placement, "split_factor", 1))
+            along: Any = placement.dim
+            runs[along] = shard_runs(runs[along], shares=mesh.size(dim), share=coordinate[dim], split_factor=factor)
+    if coordinate is None:
+        return
+    with torch.no_grad():
+        local = tensor.to_local().detach()
+    runs = [_joined(each) for each in runs]
+    sizes = tuple(sum(size for _, size in each) for each in runs)
+    if sizes != tuple(local.shape):
+        raise InvalidState(f"{key} has the local shape {tuple(local.shape)} where {tensor.placements} give {sizes}")
+    if all(len(each) == 1 for each in runs):
+        yield Piece(Box(tuple(each[0][0] for each in runs), sizes), local)
+        return
+    starts = [[0, *accumulate(size for _, size in each)] for each in runs]
+    for place in product(*(range(len(each)) for each in runs)):
+        box = Box(
+            tuple(each[index][0] for each, index in zip(runs, place, strict=True)),
+            tuple(each[index][1] for each, index in zip(runs, place, strict=True)),
+        )
+        slices = tuple(slice(start[index], start[index + 1]) for start, index in zip(starts, place, strict=True))
+        yield Piece(box, local[slices])

@@ -1,0 +1,185 @@
+"""One rank's files of a state checkpoint: which frame lies where, as sources for the transfer, and the index of it all.
+
+Small tensors lie in a slab at the start of the first file, one frame after another. Each larger one has its payload at
+a multiple of 4,096, so that it can be mapped and read directly. A rank writes several files when there is much to
+write: threads that write one file wait for each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ckptstore.digest import BLOCK_BYTES
+from ckptstore.state.boxes import Box, inside
+from ckptstore.state.describe import Described
+from ckptstore.state.frames import Template, template
+from ckptstore.state.part import PartBuilder
+from ckptstore.state.plan import RankPlan
+from ckptstore.state.segments import Bytes, Segment, SegmentSource, Slab, narrowed, payload_segment
+
+ALIGN_BYTES = 4096
+FILE_BYTES = 4 << 30
+"""No file is planned larger than this, but for one chunk."""
+SHARED_FILE_BYTES = 256 << 20
+"""From so many bytes for each on, a rank writes several files at once."""
+
+
+StockPlace = tuple[str, int, int]
+"""File, offset and length of a plain value as stock readers take it."""
+
+
+@dataclass(slots=True)
+class _Placed:
+    key: str
+    box: Box
+    offset: int
+
+
+@dataclass(slots=True)
+class ShardFile:
+    """One file, before it is written."""
+
+    name: str
+    segments: list[Segment] = field(default_factory=list)
+    regions: list[tuple[int, int]] = field(default_factory=list)
+    placed: list[_Placed] = field(default_factory=list)
+    slab_bytes: int = 0
+    size_bytes: int = 0
+
+    def add(self, segment: Segment) -> None:
+        """Put a segment at the end."""
+        self.segments.append(segment)
+        self.size_bytes += segment.size_bytes
+
+    def add_slab(self, keys: Sequence[tuple[str, Box]], slab: Slab) -> None:
+        """Begin with small tensors."""
+        offset = 0
+        for (key, box), made, end in zip(keys, slab.templates, slab.ends, strict=True):
+            self.placed.append(_Placed(key, box, offset + len(made.header)))
+            offset = end
+        self.slab_bytes = slab.size_bytes
+        self.regions.append((0, slab.size_bytes))
+        self.add(slab)
+
+    def add_large(self, key: str, box: Box, made: Template, tensor: torch.Tensor) -> None:
+        """One tensor, its payload aligned."""
+        gap = -(self.size_bytes + len(made.header)) % ALIGN_BYTES
+        self.add(Bytes(bytes(gap) + made.header))
+        self.placed.append(_Placed(key, box, self.size_bytes))
+        self.regions.append((self.size_bytes, made.payload_bytes))
+        self.add(payload_segment(tensor))
+        self.add(Bytes(made.trailer))
+
+    def source(self) -> SegmentSource:
+        """What is to be written."""
+        return SegmentSource.of(self.segments, self.regions)
+
+
+class ShardFiles:
+    """What one rank writes, laid out."""
+
+    def __init__(self, described: Described, plan: RankPlan, *, rank: int, num_files: int = 1) -> None:
+        """`num_files` is how many files may be written at once."""
+        self._described = described
+        self._plan = plan
+        self._rank = rank
+        self.stock: dict[str, StockPlace] = {}
+        """Where plain values lie for stock readers."""
+        small, large = self._sorted_writes()
+        names = _names(rank, sum(made.size_bytes for _, _, made, _ in [*small, *large]), num_files)
+        self.files = [ShardFile(name) for name in names]
+        if small:
+            slab = Slab.of([made for _, _, made, _ in small], [tensor for _, _, _, tensor in small])
+            self.files[0].add_slab([(key, box) for key, box, _, _ in small], slab)
+        share = -(-sum(made.size_bytes for _, _, made, _ in large) // max(1, len(self.files)))
+        at, filled = 0, 0
+        for key, box, made, tensor in large:
+            if filled + made.size_bytes // 2 > share and at + 1 < len(self.files):
+                at, filled = at + 1, 0
+            self.files[at].add_large(key, box, made, tensor)
+            filled += made.size_bytes
+
+    def _sorted_writes(self) -> tuple[list[_Frame], list[_Frame]]:
+        small: list[_Frame] = []
+        large: list[_Frame] = []
+        items, memory = self._described.items, self._described.memory
+        for write in self._plan.writes:
+            item = items[write.item]
+            tensor = memory[item.key][write.held]
+            held = item.boxes[write.held]
+            if write.box != held:
+                tensor = narrowed(tensor, inside(write.box, held))
+            made = template(tensor.dtype, write.box.sizes)
+            (small if made.payload_bytes < BLOCK_BYTES else large).append((item.key, write.box, made, tensor))
+        return small, large
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+    def add_stock_values(self, frames: Mapping[str, bytes]) -> None:
+        """Put plain values, framed, behind the tensors of the last file; equal ones once."""
+        if not frames:
+            return
+        if not self.files:
+            self.files = [ShardFile(_name(self._rank, 0))]
+        file, known = self.files[-1], dict[bytes, int]()
+        for key, frame in frames.items():
+            if frame not in known:
+                known[frame] = file.size_bytes
+                file.add(Bytes(frame))
+            self.stock[key] = file.name, known[frame], len(frame)
+
+    def sources(self) -> list[tuple[str, SegmentSource]]:
+        """Name and source of each file."""
+        return [(file.name, file.source()) for file in self.files]
+
+    def index_part(self, block_crcs: Sequence[Sequence[bytes]]) -> bytes:
+        """This rank's part of the tensor index, from the digests of each file's regions."""
+        described, plan = self._described, self._plan
+        builder = PartBuilder(self._rank)
+        items = {item.key: item for item in described.items}
+
+        def rows_of(key: str) -> list[int]:
+            found = []
+            for name in (key, *plan.ties.get(key, ())):
+                item = items[name]
+                found.append(builder.add_tensor(name, item.dtype, item.shape, plan.flags.get(name, 0)))
+            return found
+
+        for file, crcs in zip(self.files, block_crcs, strict=True):
+            builder.add_file(file.name, crcs)
+            if file.slab_bytes:
+                builder.add_slab(0, file.slab_bytes)
+            for placed in file.placed:
+                for row in rows_of(placed.key):
+                    builder.add_chunk(row, placed.offset, placed.box)
+        for number in plan.empty:
+            rows_of(described.items[number].key)
+        return builder.encode(common=self._values(plan.common), own=self._values(plan.own))
+
+    def _values(self, keys: Sequence[str]) -> bytes:
+        """The JSON object of some plain values; their texts are JSON already."""
+        if not keys:
+            return b""
+        pairs = (f"{json.dumps(key)}:{self._described.values[key]}" for key in keys)
+        return f"{{{','.join(pairs)}}}".encode()
+
+
+_Frame = tuple[str, Box, Template, torch.Tensor]
+
+
+def _names(rank: int, size_bytes: int, num_files: int) -> list[str]:
+    if not size_bytes:
+        return []
+    count = max(-(-size_bytes // FILE_BYTES), min(num_files, size_bytes // SHARED_FILE_BYTES), 1)
+    return [_name(rank, number) for number in range(count)]
+
+
+def _name(rank: int, number: int) -> str:
+    return f"state-rank={rank:05d}-{number:02d}.distcp"
