@@ -58,6 +58,7 @@ class Seat:
         self.start_token = start_token or new_start_token()
         self.node = node or this_node()
         self.is_taken = False
+        self.is_closed = False
         self._by = this_process(self.node)
         self._lock = threading.Lock()
 
@@ -83,6 +84,8 @@ class Seat:
     def take(self) -> None:
         """Claim the rank for this process, before its first exchange: a token used twice is found out here."""
         with self._lock:
+            if self.is_closed:
+                raise InvalidInput("The group is closed: its store was closed before this call")
             if not self.is_taken:
                 self.post(self.member_key(self.rank), self.message("member"))
                 self.is_taken = True

@@ -65,5 +65,5 @@ class BoardGroup(Seated):
                     self._seat.board.remove([*members, *(key for lane in lanes for key in lane.all_keys())])
         except CkptstoreError as error:
             logger.warning("rank %d could not take leave of its group: %s", self.rank, error)
-        self._seat.is_taken = False
+        self._seat.is_taken, self._seat.is_closed = False, True
         self._seat.board.close(emptied=emptied)

@@ -151,7 +151,8 @@ class Lane(Seated):
             if lost := self._lost(watch, tag):  # after the fetch: who answered and died has answered
                 return messages, lost
             if watch.awaited:
-                self._beat()  # whoever waits is alive, and some may be waiting for this rank
+                if self.rank == LEADER:
+                    self._beat()  # the others wait for this rank, which is alive
                 time.sleep(pace.seconds())
         return messages, None
 

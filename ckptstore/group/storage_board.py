@@ -32,7 +32,7 @@ logger = logging.getLogger("ckptstore.group")
 T = TypeVar("T")
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
-_NUM_THREADS = 16
+_NUM_THREADS = 32
 _SIGN_SIZES = 61
 _LAST_SIGN_BYTES = 64
 """Larger than any other sign, so that one that is seen half-written is not taken for it."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,20 @@ def test_a_closed_group_leaves_nothing_in_the_storage(tmp_path: Path) -> None:
     assert list(storage.list("")) == []
     assert not (tmp_path / "store" / "group" / "start").exists()
     assert counted.counts["create"] == 3 + 7 * 3  # a claim for each rank, one message for each rank and exchange
+
+
+def test_a_closed_group_is_not_used_again(memory: MemoryStorage) -> None:
+    def script(group: BoardGroup) -> BoardGroup:
+        group.exchange("save", named(group), joined)
+        return group
+
+    for group in together(memory, 2, script):
+        group.close()
+        with pytest.raises(InvalidInput, match="closed"):
+            group.exchange("save", named(group), joined)
+        with pytest.raises(InvalidInput, match="closed"):
+            group.lane("background").exchange("save", named(group), joined)
+    assert list(memory.list("")) == []
 
 
 @pytest.mark.parametrize("failing", [{0}, {2}, {1, 3}, {0, 1, 2, 3}])
@@ -427,6 +442,18 @@ def test_the_leader_reads_each_answer_once(memory: MemoryStorage, size: int) -> 
     assert leader.exchange("save", lambda beat: b"0", joined) == b", ".join(b"%d" % rank for rank in range(size))
     assert counted.counts["read"] == size - 1
     assert counted.counts["list"] == 1
+
+
+def test_followers_that_wait_write_nothing(memory: MemoryStorage) -> None:
+    counted = CountCalls()
+
+    def script(group: BoardGroup) -> bytes:
+        return group.exchange("save", lambda beat: time.sleep(1.0 if group.rank == 2 else 0) or b"", joined)
+
+    together(wrap(memory, counted), 4, script, timeout_seconds=3)
+    signs = Counter(call.key for call in counted.calls if call.verb == "write")
+    assert signs["group/start/life.00000"] > 1  # the leader's signs, for those that wait for it, and its farewell
+    assert [signs[f"group/start/life.{rank:05d}"] for rank in (1, 2, 3)] == [1, 1, 1]
 
 
 def test_leftovers_of_dead_jobs_are_found(memory: MemoryStorage) -> None:
