@@ -6,7 +6,7 @@ Where the state has tensors in it they are filled in place, and the checkpoint m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,13 +70,10 @@ class Contents:
             return _with_leaves(self._current, self._path, self._loaded)
         if saved is None:
             return self._loaded.get(self._key)
-        return map_tensors(saved, self._path, lambda _, leaf: self._resolve(leaf))
-
-    def _resolve(self, leaf: Any) -> Any:
-        return self._loaded[leaf.key] if isinstance(leaf, TensorRef) else leaf
+        return map_tensors(saved, self._path, lambda key, leaf: self._loaded.get(key, leaf))
 
     def _match_whole(self, saved: Any) -> None:
-        keys = set(references_in(saved))
+        keys = _places_of_tensors(saved, self._path)
         self._matching.placed(self._key)
         free = not self._own or not self._fixed
         complete = True
@@ -95,21 +92,23 @@ class Contents:
 
     def _match_leaves(self, *, tensors: bool = True) -> None:
         """Fill what has a counterpart under its own key, as in checkpoints of stock DCP, and leave the rest."""
-        if tensors:
-            for key, leaf in self._own.items():
-                self._take(key, leaf)
         values = self._matching.saved.values
         inside = _leaves_by_key(values[self._key], self._path) if self._key in values else values
         plain = map_tensors(self._current, self._path, lambda _, leaf: leaf_tensor(leaf))
         wanted = [join_path(path) for path, _ in stock_leaves(plain, self._path)]
+        in_one_piece = _held_by(wanted, self._own)
+        pieces = set(in_one_piece.values())
         for key in wanted or ([] if self._own else [self._key]):
             if not self._matching.includes(key):
                 continue
             if key in inside and key not in self._matching.saved.skipped:
                 self._loaded[key] = inside[key]
                 self._matching.placed(key)
-            else:
+            elif key not in pieces:
                 self._matching.miss(key, "a plain value")
+        for key, leaf in self._own.items() if tensors else ():
+            if in_one_piece.get(key) not in self._loaded:
+                self._take(key, leaf)
 
     def _take(self, key: str, leaf: Any) -> bool:
         tensor = leaf_tensor(leaf)
@@ -203,6 +202,31 @@ def same_random_numbers() -> Iterator[None]:
 def leaf_tensor(leaf: Any) -> Any:
     """The tensor in a leaf, marked or not."""
     return leaf.tensor if isinstance(leaf, Replicated) else leaf
+
+
+def _places_of_tensors(value: Any, path: Path) -> set[str]:
+    """The keys of the places where references stand. A reference's own key may be that of another place."""
+    places: set[str] = set()
+
+    def note(key: str, leaf: Any) -> Any:
+        if isinstance(leaf, TensorRef):
+            places.add(key)
+        return leaf
+
+    map_tensors(value, path, note)
+    return places
+
+
+def _held_by(wholes: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
+    """Which keys are below one of some others: tensors in tuples, which stock DCP keeps in one piece."""
+    found, present = {}, set(wholes)
+    for key in keys:
+        above = key.rpartition(".")[0]
+        while above and above not in present:
+            above = above.rpartition(".")[0]
+        if above:
+            found[key] = above
+    return found
 
 
 def _leaves_by_key(value: Any, path: Path) -> dict[str, Any]:

@@ -125,14 +125,15 @@ class OptimizerLoad:
             split = split_name(name, self._owners)
             if split is not None:
                 set_flat(state[id(self._owners[split[1]])], split[2], value)
+        found = dict(self._optimizer.state)
+        self._optimizer.state.clear()
         for parameter in self._parameters:
-            wanted, present = state[id(parameter)], self._optimizer.state.get(parameter, {})
+            wanted, present = state[id(parameter)], found.get(parameter, {})
             for name, item in wanted.items():
                 if not isinstance(item, torch.Tensor) or not _agrees(present.get(name), item):
                     present[name] = item
             if wanted:
                 self._optimizer.state[parameter] = present
-        self._drop_empty()
 
     def _drop_empty(self) -> None:
         for parameter in self._parameters:

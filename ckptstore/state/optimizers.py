@@ -10,6 +10,7 @@ The settings of a parameter group without parameters are not stored: there is no
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.flatten import FlatState, Path, TensorEntry, join_path
@@ -112,7 +112,7 @@ def collect_optimizer(
 ) -> None:
     """Take an optimizer into a flat state. The state of a parameter that DDP keeps equal is equal itself."""
     equal: set[str] = set()
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+    if not _is_partial(optimizer):
         equal = {name for item in parameters_of(optimizer) if id(item) in same.parameters for name in scope.of(item)}
     for name, item in read_optimizer(join_path(path), optimizer, scope).items():
         if isinstance(item, torch.Tensor):
@@ -164,6 +164,12 @@ def as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.param_groups = groups
         if optimizer.state is empty:
             optimizer.state = state
+
+
+def _is_partial(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each rank has the state of some parameters only, though DDP has them all on each rank."""
+    loaded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # importing it is slow and warns
+    return loaded is not None and isinstance(optimizer, loaded.ZeroRedundancyOptimizer)
 
 
 def _names(root: torch.nn.Module, wanted: Iterable[int]) -> dict[int, tuple[str, ...]]:

@@ -1,0 +1,438 @@
+"""Optimizers of one process: names, state that is not there yet, exact settings, unchanged training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from carrier import Carried, bits, training, unchanged_by
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, OneCycleLR, SequentialLR, StepLR
+
+from ckptstore.errors import InvalidState, StateMismatch
+from ckptstore.state.apply import begin_load, collect
+from ckptstore.state.matching import Mismatch
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda items: torch.optim.AdamW(items, lr=0.02),
+    "adamw-amsgrad-foreach": lambda items: torch.optim.AdamW(items, lr=0.02, amsgrad=True, foreach=True),
+    "adam-fused": lambda items: torch.optim.Adam(items, lr=0.02, fused=True),
+    "adam-tensor-lr": lambda items: torch.optim.Adam(items, lr=torch.tensor(0.02), foreach=False),
+    "sgd": lambda items: torch.optim.SGD(items, lr=0.02),
+    "sgd-momentum": lambda items: torch.optim.SGD(items, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adagrad": lambda items: torch.optim.Adagrad(items, lr=0.02),
+    "adadelta": torch.optim.Adadelta,
+    "adafactor": torch.optim.Adafactor,
+    "asgd": torch.optim.ASGD,
+    "rmsprop": lambda items: torch.optim.RMSprop(items, centered=True, momentum=0.5),
+    "rprop": torch.optim.Rprop,
+    "radam": torch.optim.RAdam,
+    "nadam": torch.optim.NAdam,
+}
+
+
+class Run:
+    """A model, its optimizer and scheduler, and the steps of a training."""
+
+    def __init__(
+        self, make: Callable[[Any], torch.optim.Optimizer], schedule: Callable[[Any], LRScheduler] | None = None
+    ) -> None:
+        torch.manual_seed(3)
+        self.model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
+        self.optimizer = make(self.model.parameters())
+        self.scheduler = schedule(self.optimizer) if schedule else None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": self.model, "optim": self.optimizer, "rng": torch.get_rng_state()}
+        return state if self.scheduler is None else {**state, "sched": self.scheduler}
+
+    def steps(self, count: int) -> list[Any]:
+        seen = []
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            loss = self.model(torch.randn(5, 4)).square().sum()
+            loss.backward()
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+            seen.append(loss.item())
+        return [
+            seen,
+            [bits(parameter) for parameter in self.model.parameters()],
+            bits(dict(self.model.named_buffers())),
+        ]
+
+
+def resumed(make: Callable[[Any], torch.optim.Optimizer], carried: Carried, **keywords: Any) -> Run:
+    run = Run(make, **keywords)
+    torch.manual_seed(99)
+    state = run.state
+    assert carried.load(state) == Mismatch()
+    torch.set_rng_state(state["rng"])
+    return run
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_resumed_training_is_the_uninterrupted_one_and_saving_changes_nothing(name: str, steps: int) -> None:
+    run, undisturbed = Run(OPTIMIZERS[name]), Run(OPTIMIZERS[name])
+    torch.manual_seed(5)
+    run.steps(steps)
+    carried = unchanged_by(lambda: Carried(run.state), *training(run.model, run.optimizer))
+    curve = run.steps(3)
+
+    torch.manual_seed(5)
+    undisturbed.steps(steps)
+    assert undisturbed.steps(3) == curve
+
+    again = resumed(OPTIMIZERS[name], carried)
+    assert bits(groups(again.optimizer)) == bits([carried_group(carried)])
+    assert again.steps(3) == curve
+
+
+def groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: item for key, item in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def carried_group(carried: Carried) -> dict[str, Any]:
+    prefix = "optim.param_groups.0.weight."
+    found = {}
+    for key in carried.flat.paths:
+        if key.startswith(prefix):
+            tensor = carried.tensors.get(carried.flat.aliases.get(key, key))
+            found[key.removeprefix(prefix)] = carried.saved.values.get(key, tensor)
+    return found
+
+
+SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
+    "one-cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, 50),
+    "multi-step": lambda optimizer: MultiStepLR(optimizer, [1, 3]),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    "sequential": lambda optimizer: SequentialLR(optimizer, [StepLR(optimizer, 1), StepLR(optimizer, 2)], [2]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_go_on_after_their_optimizer(name: str) -> None:
+    make, schedule = OPTIMIZERS["sgd-momentum"], SCHEDULERS[name]
+    run = Run(make, schedule)
+    run.steps(3)
+    carried = Carried(run.state)
+    again = resumed(make, carried, schedule=schedule)
+    assert bits(groups(again.optimizer)) == bits(groups(run.optimizer))
+    assert again.scheduler is not None
+    assert run.scheduler is not None
+    assert again.scheduler.get_last_lr() == run.scheduler.get_last_lr()
+    assert run.steps(3)[0] != []
+    torch.set_rng_state(carried.tensors["rng"])
+    assert again.steps(3) == resumed(make, carried, schedule=schedule).steps(3)
+
+
+def test_keys_are_flat_and_one_per_item() -> None:
+    run = Run(OPTIMIZERS["adamw"])
+    run.steps(1)
+    flat = collect(run.state)
+    assert "optim.state.0.weight.exp_avg" in flat.tensors
+    assert flat.paths["optim.state.0.weight.exp_avg"] == ("optim", "state.0.weight.exp_avg")
+    assert flat.values["optim.param_groups.3.bias.betas"] == (0.9, 0.999)
+    exp_avg = run.optimizer.state[run.model[0].weight]["exp_avg"]
+    assert flat.tensors["optim.state.0.weight.exp_avg"].tensor.data_ptr() == exp_avg.data_ptr()
+
+
+def test_an_optimizer_that_has_not_stepped_is_stored_empty_also_with_gradients_pending() -> None:
+    run = Run(OPTIMIZERS["adamw"])
+    for prepare in (lambda: None, lambda: run.model(torch.randn(3, 4)).sum().backward()):
+        prepare()
+        flat = unchanged_by(lambda: collect(run.state), *training(run.model, run.optimizer))
+        assert not run.optimizer.state
+        assert not [key for key in flat.tensors if key.startswith("optim.")]
+        assert flat.values["optim.param_groups.0.weight.lr"] == 0.02
+
+
+def test_an_empty_optimizer_resets_one_that_has_stepped() -> None:
+    carried = Carried(Run(OPTIMIZERS["adamw"]).state)
+    run = Run(OPTIMIZERS["adamw"])
+    run.steps(2)
+    carried.load(run.state)
+    assert dict(run.optimizer.state) == {}
+
+
+def test_parameters_without_state_keep_none_and_frozen_ones_keep_theirs() -> None:
+    run = Run(OPTIMIZERS["adamw"])
+    run.steps(1)
+    del run.optimizer.state[run.model[3].bias]
+    carried = Carried(run.state)
+    for stepped in (False, True):
+        other = Run(OPTIMIZERS["adamw"])
+        if stepped:
+            other.steps(2)
+        other.model[0].weight.requires_grad_(False)
+        carried.load(other.state)
+        assert other.model[3].bias not in other.optimizer.state
+        assert len(other.optimizer.state) == 5
+        assert bits(list(other.optimizer.state.values())) == bits(list(run.optimizer.state.values()))
+
+
+class Careless(torch.optim.SGD):
+    """An optimizer that changes everything that it can reach."""
+
+    def step(self, closure: Any = None) -> None:
+        torch.rand(1)
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["row"] = torch.zeros(parameter.shape[0], dtype=torch.float64)
+                    state.setdefault("nested", {1: {"x": torch.zeros(2)}, "count": 0})["count"] += 1
+                    with torch.no_grad():
+                        parameter.add_(1)
+
+
+def test_creating_state_changes_nothing_else() -> None:
+    source = Run(Careless)
+    source.optimizer.step()
+    source.steps(1)
+    carried = Carried({"model": source.model, "optim": source.optimizer})
+    run = Run(Careless)
+    run.optimizer.param_groups[0]["count"] = 7
+    calls: list[int] = []
+    run.optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    run.optimizer.register_step_post_hook(lambda *_: calls.append(2))
+    with torch.no_grad():
+        run.model[0].weight[0, :2] = torch.tensor([-0.0, float("inf")])
+    run.model(torch.randn(5, 4)).sum().backward()
+    gradients = [parameter.grad for parameter in run.model.parameters()]
+    looks = [*training(run.model, run.optimizer)[:2], *training(run.model, run.optimizer)[3:]]
+    loading = unchanged_by(lambda: begin_load({"model": run.model, "optim": run.optimizer}, carried.saved), *looks)
+    assert all(parameter.grad is before for parameter, before in zip(run.model.parameters(), gradients, strict=True))
+    assert len(run.optimizer.state) == 6
+    assert calls == []
+    loading.abandon()
+    assert dict(run.optimizer.state) == {}
+
+    carried.load({"model": run.model, "optim": run.optimizer})
+    assert bits(list(run.optimizer.state.values())) == bits(list(source.optimizer.state.values()))
+    assert run.optimizer.param_groups[0]["count"] == source.optimizer.param_groups[0]["count"]
+
+
+def test_state_in_another_precision_than_its_parameter_stays_exact() -> None:
+    def half() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(3, 3).bfloat16()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+
+    model, optimizer = half()
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.rand(parameter.shape),
+            "exp_avg_sq": torch.rand(parameter.shape),
+        }
+    carried = Carried({"m": model, "o": optimizer})
+    again, other = half()
+    for parameter in again.parameters():
+        other.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros(parameter.shape),
+            "exp_avg_sq": torch.zeros(parameter.shape),
+        }
+    carried.load({"m": again, "o": other})
+    assert bits(list(other.state.values())) == bits(list(optimizer.state.values()))
+
+
+def test_settings_come_back_exactly_with_those_of_the_user_and_of_each_group() -> None:
+    def make(**more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": model[0].parameters(), "lr": torch.tensor(0.5, dtype=torch.float64), **more},
+                {"params": [], "lr": 5.0},
+                {"params": model[1].parameters(), "weight_decay": 0, "betas": (0.5, 0.6)},
+            ],
+            foreach=False,
+        )
+        return model, optimizer
+
+    model, optimizer = make(name="first", tags=["a", ("b", 1)], initial_lr=0.25)
+    carried = Carried({"model": model, "optim": optimizer})
+    again, other = make()
+    held, groups_held = other.param_groups[0]["lr"], list(other.param_groups)
+    carried.load({"model": again, "optim": other})
+    expected = groups(optimizer)
+    assert bits([dict(sorted(group.items())) for group in groups(other)]) == bits(
+        [dict(sorted(group.items())) for group in expected]
+    )
+    assert type(other.param_groups[2]["weight_decay"]) is int
+    assert other.param_groups[0]["lr"] is held
+    assert all(group is before for group, before in zip(other.param_groups, groups_held, strict=True))
+    assert [len(group["params"]) for group in other.param_groups] == [2, 0, 2]
+    plain, float_lr = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), None
+    float_lr = torch.optim.AdamW([{"params": plain[0].parameters()}, {"params": plain[1].parameters()}], foreach=False)
+    carried.load({"model": plain, "optim": float_lr})
+    assert bits(float_lr.param_groups[0]["lr"]) == bits(torch.tensor(0.5, dtype=torch.float64))
+    assert float_lr.param_groups[1]["lr"] == 0.001
+
+
+def test_groups_cut_differently_are_a_mismatch() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    apart = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters(), "lr": 0.25}]
+    carried = Carried({"model": model, "optim": torch.optim.SGD(apart)})
+    with pytest.raises(StateMismatch, match=r"optim\.param_groups\.1\.bias\.lr is 0\.25 in the checkpoint, and other"):
+        carried.load({"model": model, "optim": torch.optim.SGD(model.parameters(), lr=1.0)})
+
+
+def test_a_checkpoint_of_an_older_release_gets_what_the_class_fills_in() -> None:
+    run = Run(OPTIMIZERS["adamw"])
+    run.steps(1)
+    carried = Carried(run.state)
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"):
+        del carried.saved.values[f"optim.param_groups.{name}.decoupled_weight_decay"]
+        carried.saved.values[f"optim.state.{name}.step"] = 1
+        del carried.saved.tensors[f"optim.state.{name}.step"]
+    other = Run(OPTIMIZERS["adamw"])
+    carried.load(other.state)
+    assert other.optimizer.param_groups[0]["decoupled_weight_decay"] is True
+    assert bits(list(other.optimizer.state.values())) == bits(list(run.optimizer.state.values()))
+
+
+def test_state_without_a_place_and_places_without_state_are_a_mismatch_and_leave_the_optimizer() -> None:
+    momentum, plain = Run(OPTIMIZERS["sgd-momentum"]), Run(OPTIMIZERS["sgd"])
+    momentum.steps(1)
+    with pytest.raises(StateMismatch, match=r"without a place in the state: optim\.state\.0\.bias\.momentum_buffer"):
+        Carried(momentum.state).load(plain.state)
+    adam, amsgrad = Run(OPTIMIZERS["adamw"]), Run(OPTIMIZERS["adamw-amsgrad-foreach"])
+    adam.steps(1)
+    with pytest.raises(StateMismatch, match=r"6 missing in the checkpoint: optim\.state\.0\.bias\.max_exp_avg_sq"):
+        Carried(adam.state).load(amsgrad.state)
+    assert dict(amsgrad.optimizer.state) == {}
+    with pytest.raises(StateMismatch, match=r"missing in the checkpoint: .*optim\.param_groups\.0\.bias\.betas"):
+        Carried(plain.state).load(adam.state)
+    assert len(adam.optimizer.state) == 6
+    assert Carried(momentum.state).load(plain.state, strict=False).unexpected
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def test_an_optimizer_that_cannot_create_its_state_is_named() -> None:
+    run = Run(OPTIMIZERS["sgd-momentum"])
+    run.steps(1)
+    other = Run(lambda items: NeedsClosure(items, lr=0.1, momentum=0.9))
+    with pytest.raises(StateMismatch, match=r"optimizer at 'optim' cannot create its state.*closure.*step once"):
+        Carried(run.state).load(other.state)
+    assert dict(other.optimizer.state) == {}
+
+
+def test_an_optimizer_over_two_modules_has_their_keys_in_its_names() -> None:
+    def make() -> dict[str, Any]:
+        first, second = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1), nn.Linear(2, 2))
+        both = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=0.1)
+        single = torch.optim.SGD(second[1].parameters(), lr=0.3, momentum=0.9)
+        return {"gan": {"d.x": first, "g": second}, "both": both, "single": single}
+
+    state = make()
+    for module in state["gan"].values():
+        for parameter in module.parameters():
+            parameter.grad = torch.rand_like(parameter)
+    state["both"].step()
+    state["single"].step()
+    carried = Carried(state)
+    assert "both.state.gan.d.x.weight.exp_avg" in carried.tensors
+    assert "both.state.gan.g.0.bias.exp_avg" in carried.tensors
+    assert "single.state.1.weight.momentum_buffer" in carried.tensors
+    other = make()
+    carried.load(other)
+    for name in ("both", "single"):
+        assert bits(list(other[name].state.values())) == bits(list(state[name].state.values()))
+        assert groups(other[name]) == groups(state[name])
+
+
+def test_a_parameter_that_no_module_owns_is_named_by_group_and_index() -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias, nn.Parameter(torch.ones(4))]}])
+    with pytest.raises(InvalidState, match=r"'o'.*parameter 1 of group 1 \(shape \[4\]\).*after the module is wrapped"):
+        collect({"m": model, "o": optimizer})
+    with pytest.raises(InvalidState, match="Put the module into the state as well"):
+        collect({"o": optimizer})
+
+
+def test_the_first_module_that_owns_all_parameters_names_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), momentum=0.9)
+    flat = collect({"optim": optimizer, "whole": model, "part": model[0]})
+    assert "optim.param_groups.0.weight.lr" in flat.values
+
+
+def test_tied_weights_have_one_state() -> None:
+    def make() -> dict[str, Any]:
+        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+        model["b"].weight = model["a"].weight
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return {"model": model, "optim": optimizer}
+
+    state = make()
+    state["model"]["b"](state["model"]["a"](torch.rand(2, 3))).sum().backward()
+    state["optim"].step()
+    carried = Carried(state)
+    assert [key for key in carried.tensors if key.endswith("exp_avg")] == [
+        "optim.state.a.weight.exp_avg",
+        "optim.state.a.bias.exp_avg",
+        "optim.state.b.bias.exp_avg",
+    ]
+    other = make()
+    carried.load(other)
+    assert bits(list(other["optim"].state.values())) == bits(list(state["optim"].state.values()))
+
+
+def test_only_the_optimizer_or_a_part_of_it_can_be_loaded() -> None:
+    run = Run(OPTIMIZERS["adamw"])
+    run.steps(2)
+    carried = Carried(run.state)
+    other = Run(OPTIMIZERS["adamw"])
+    other.optimizer.param_groups[0]["lr"] = 7.0
+    before = bits(dict(other.model.state_dict()))
+    assert carried.load(other.state, include="optim.state.0.*") == Mismatch()
+    assert bits(dict(other.model.state_dict())) == before
+    assert set(other.optimizer.state) == set(other.model[0].parameters())
+    weight = other.optimizer.state[other.model[0].weight]
+    assert bits(weight) == bits(run.optimizer.state[run.model[0].weight])
+    assert other.optimizer.param_groups[0]["lr"] == 7.0
+    assert carried.load(other.state, include="model.*") == Mismatch()
+    assert len(other.optimizer.state) == 2
+    assert carried.load(other.state, include="optim.*") == Mismatch()
+    assert bits(list(other.optimizer.state.values())) == bits(list(run.optimizer.state.values()))
+    assert other.optimizer.param_groups[0]["lr"] == 0.02
+
+
+class Hooked(torch.optim.AdamW):
+    """Sees the loads, as optimizers that keep more than torch knows of do."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.loaded = getattr(self, "loaded", 0) + 1
+
+
+def test_the_optimizers_own_load_runs() -> None:
+    run, other = Run(Hooked), Run(Hooked)
+    run.steps(1)
+    Carried(run.state).load(other.state)
+    assert other.optimizer.loaded == 1
+
+
+def test_state_that_torch_cannot_flatten_is_refused_with_the_optimizers_key() -> None:
+    run = Run(torch.optim.LBFGS)
+
+    def closure() -> float:
+        run.optimizer.zero_grad()
+        loss = run.model(torch.randn(5, 4)).square().sum()
+        loss.backward()
+        return float(loss)
+
+    run.optimizer.step(closure)
+    with pytest.raises(InvalidState, match=r"optimizer at 'optim' cannot be saved.*Flattening"):
+        collect(run.state)
