@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,18 +20,22 @@ BLOCK_BYTES = 1 << 20
 Bytes = bytes | bytearray | memoryview
 
 
-def crc32c(data: Bytes, previous: int = 0) -> int:
-    """The CRC32C of `data`, or of what `previous` is the digest of, followed by `data`."""
+@cache
+def _native() -> tuple[Callable[[Bytes, int], int], Callable[[int, int, int], int]]:
+    """The functions of the C library, loaded by the first use; an import in each call costs as much as 10 KiB do."""
     from awscrt import checksums
 
-    return int(checksums.crc32c(data, previous))
+    return checksums.crc32c, checksums.combine_crc32c
+
+
+def crc32c(data: Bytes, previous: int = 0) -> int:
+    """The CRC32C of `data`, or of what `previous` is the digest of, followed by `data`."""
+    return _native()[0](data, previous)
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
     """The CRC32C of two stretches one after another, from the digest of each and the size of the second."""
-    from awscrt import checksums
-
-    return int(checksums.combine_crc32c(first, second, second_bytes))
+    return _native()[1](first, second, second_bytes)
 
 
 class Segment(NamedTuple):

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
-from ckptstore.errors import SourceChanged
+from ckptstore.errors import InvalidSource, SourceChanged
 
 Read = Callable[[int, int, memoryview], Sequence[memoryview]]
 """`read(offset, size_bytes, scratch)` gives the bytes of a range, in order: in memory that the source owns, or read
@@ -91,36 +91,54 @@ class FileSource:
         status = status or os.stat(path)
         return cls(path, status.st_size, _identity(status))
 
-    @contextmanager
-    def open(self) -> Iterator[Read]:
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise SourceChanged(f"{self.path} could not be opened: {error.strerror}", file=str(self.path)) from error
-        try:
+    def open(self) -> AbstractContextManager[Read]:
+        return _Reading(self)
 
-            def read(offset: int, size_bytes: int, scratch: memoryview) -> Sequence[memoryview]:
-                view, done = scratch[:size_bytes], 0
-                while done < size_bytes:
-                    count = os.preadv(descriptor, [view[done:]], offset + done)
-                    if count == 0:
-                        raise self._changed("ends early")
-                    done += count
-                return [view]
-
-            yield read
-            status = os.fstat(descriptor)
-            if status.st_size != self.size_bytes or _identity(status) != self.identity:
-                raise self._changed("changed")
-        finally:
-            os.close(descriptor)
-
-    def _changed(self, how: str) -> SourceChanged:
+    def changed(self, how: str) -> SourceChanged:
+        """The error for a file that is not what it was."""
         return SourceChanged(
             f"{self.path} {how} while it was read",
             file=str(self.path),
             hint="Write checkpoint files to the end before saving them, and leave them until the save returns",
         )
+
+
+class _Reading:
+    """The open context of a FileSource. A class, because a generator costs as much as reading a small file."""
+
+    __slots__ = ("_descriptor", "_source")
+
+    def __init__(self, source: FileSource) -> None:
+        self._source = source
+
+    def __enter__(self) -> Read:
+        try:
+            self._descriptor = os.open(self._source.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._source.changed(f"could not be opened ({error.strerror})") from error
+        return self._read
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        try:
+            if failure is None:
+                status = os.fstat(self._descriptor)
+                if status.st_size != self._source.size_bytes or _identity(status) != self._source.identity:
+                    raise self._source.changed("changed")
+        finally:
+            os.close(self._descriptor)
+
+    def _read(self, offset: int, size_bytes: int, scratch: memoryview) -> Sequence[memoryview]:
+        view, done = scratch[:size_bytes], 0
+        while done < size_bytes:
+            try:
+                count = os.preadv(self._descriptor, [view[done:] if done else view], offset + done)
+            except OSError as error:
+                path = str(self._source.path)
+                raise InvalidSource(f"{path} could not be read: {error.strerror}", file=path) from error
+            if count == 0:
+                raise self._source.changed("ends early")
+            done += count
+        return [view]
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:

@@ -147,7 +147,7 @@ class LocalStorage:
             return
         left = [key for key in keys if key not in self._flushed]
         with self._translating("Making durable", "" if len(left) > 1 else (left or keys)[0]):
-            flush_files([self._path(key) for key in left])
+            flush_files([f"{self._root}/{key}" for key in left])
             self._flush_directories(keys)
         self._flushed.difference_update(keys)
 
@@ -291,13 +291,13 @@ class LocalStorage:
 
     def _flush_directories(self, keys: Sequence[str]) -> None:
         """fsync every directory from the files to the root, and those above it that this storage created."""
-        left = {os.path.dirname(key) for key in keys}
+        left = {key.rpartition("/")[0] for key in keys}
         done: set[str] = set()
         while left:
             directory = left.pop()
             done.add(directory)
             posix.flush(f"{self._root}/{directory}")
-            if directory and (above := os.path.dirname(directory)) not in done:
+            if directory and (above := directory.rpartition("/")[0]) not in done:
                 left.add(above)
         made = set(self._made_above)
         for path in sorted(made, reverse=True):

@@ -113,7 +113,7 @@ def _left_by_filesystem_flush(paths: Sequence[str]) -> Sequence[str]:
     flushed: dict[int, bool] = {}
     left: list[str] = []
     for path in paths:
-        directory = os.path.dirname(path)
+        directory = path.rpartition("/")[0] or "/"
         device = devices.get(directory)
         if device is None:
             device = devices[directory] = os.stat(directory).st_dev

@@ -61,9 +61,7 @@ class Transfer:
         """
         fetch.download(self._engine, wanted, beat)
 
-    def check(
-        self, wanted: Sequence[Wanted], *, beat: Callable[[], None] = _no_beat
-    ) -> list[Checked]:
+    def check(self, wanted: Sequence[Wanted], *, beat: Callable[[], None] = _no_beat) -> list[Checked]:
         """Read every byte of the files and compare size and digest; the result has the order of the files.
 
         Raises what keeps the files from being read, AccessDenied for instance.

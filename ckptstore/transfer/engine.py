@@ -36,9 +36,12 @@ class Engine:
     scratch: Scratch
     is_local: bool = field(init=False)
     """Whether a request costs microseconds, not a round trip."""
+    parts: WritesParts | None = field(init=False)
+    """The storage, where it writes parts."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # once: to ask a protocol whether an object is an instance takes microseconds
         object.__setattr__(self, "is_local", isinstance(self.storage, HasLocalFiles))
+        object.__setattr__(self, "parts", self.storage if isinstance(self.storage, WritesParts) else None)
 
     @property
     def request_bytes(self) -> int:
@@ -47,9 +50,9 @@ class Engine:
 
     def part_bytes(self, size_bytes: int) -> int | None:
         """The part size of a file of that size; None where it is written in one call."""
-        if not isinstance(self.storage, WritesParts):
+        if self.parts is None:
             return None
-        part_bytes = self.storage.part_bytes(size_bytes)
+        part_bytes = self.parts.part_bytes(size_bytes)
         return part_bytes if size_bytes > part_bytes else None
 
     def request(self, run: Run, what: str, call: Callable[[], T]) -> T:

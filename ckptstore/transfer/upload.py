@@ -12,7 +12,7 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.events import BytesMoved, FileStored, emit, is_heard
 from ckptstore.plan import PlannedFile
 from ckptstore.sources import Read
-from ckptstore.storage.base import PartWriter, Persists, WritesParts
+from ckptstore.storage.base import PartWriter, Persists
 from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine, is_worth_writing_anew
 from ckptstore.transfer.pool import Run, Task
 from ckptstore.transfer.values import Stored
@@ -168,9 +168,8 @@ class _InParts:
     def _opened(self, run: Run) -> PartWriter:
         with self._lock:
             if self._writer is None:
-                storage = self._engine.storage
-                assert isinstance(storage, WritesParts)
-                begin = partial(storage.open_parts, self._key, self._source.size_bytes)
+                assert self._engine.parts is not None
+                begin = partial(self._engine.parts.open_parts, self._key, self._source.size_bytes)
                 self._began = time.monotonic()
                 self._writer = self._engine.request(run, f"begin {self._key}", begin)
             return self._writer
