@@ -20,8 +20,10 @@ from ckptstore.node_cache.place import Place, open_place
 from ckptstore.storage import posix
 from ckptstore.storage.local_parts import flush_files
 
-_POLL_SECONDS = 0.02
-_POLL_MAX_SECONDS = 0.25
+_LOOK_SECONDS = 0.01
+"""How late a waiter sees the copy, at most."""
+_TURN_SECONDS = 0.1
+"""How late a waiter sees that the holder failed, at most."""
 _TELL_SECONDS = 60.0
 _PUBLISH_TRIES = 5
 
@@ -101,23 +103,28 @@ class _Fetch:
     def wait_for(self, turn: _Turn) -> bool:
         """True with the turn to download; False when a copy is there, or when the deadline is past."""
         started = told = time.monotonic()
-        holder, pause_seconds = "", 0.0
+        holder = ""
         with self.place.using():
             while not (ours := turn.take()):
+                holder = _read_holder(self.place.holder(self.key)) or holder or "an unknown process"
                 waited_seconds = time.monotonic() - started
-                if self.is_there() or waited_seconds > self.config.cache_wait_seconds:
+                if self.appears(_TURN_SECONDS) or waited_seconds > self.config.cache_wait_seconds:
                     break
-                holder = _read_holder(self.place.holder(self.key)) or holder
                 if time.monotonic() - told > _TELL_SECONDS:
                     told = time.monotonic()
                     emit(DownloadWaited(step=self.step, holder=holder, seconds=waited_seconds))
-                pause_seconds = min(_POLL_MAX_SECONDS, pause_seconds + _POLL_SECONDS)
-                time.sleep(pause_seconds)
-        if pause_seconds:
+        if holder:
             emit(DownloadWaited(step=self.step, holder=holder, seconds=time.monotonic() - started))
         if ours:
             _write_holder(self.place.holder(self.key))
         return ours
+
+    def appears(self, seconds: float) -> bool:
+        """Look for the copy, which costs much less than to try the lock, until it is there or the time is over."""
+        end = time.monotonic() + seconds
+        while not (there := self.is_there()) and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+        return there
 
     def fetch(self) -> None:
         """Download into a private directory, and give it its name."""
