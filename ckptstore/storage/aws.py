@@ -8,6 +8,7 @@ would cost more than the transfer); without that checksum it is signed over plai
 from __future__ import annotations
 
 import base64
+import functools
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ class Connection:
         self._options = {name: value for name, value in options.items() if value is not None}
         self._lock = threading.Lock()
         self._client: Any = None
-        self._rebuilt = False
+        self._renewal = foreign.Renewal()
         config = self._options.get("config_kwargs") or {}
         when = config.get("request_checksum_calculation") or environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "")
         self.sends_checksum = str(when).lower() != "when_required"
@@ -54,12 +55,16 @@ class Connection:
                 self._client.close()
                 self._client = None
 
+    def succeeded(self) -> None:
+        """A request went through."""
+        self._renewal.succeeded()
+
     @contextmanager
     def seam(self, what: str, key: str) -> Iterator[None]:
         """Turns foreign errors into ours."""
         try:
             yield
-        except CkptstoreError:
+        except (CkptstoreError, foreign.ConditionFailed):
             raise
         except Exception as error:
             raise self._translated(error, what=what, key=key) from error
@@ -94,6 +99,7 @@ class Connection:
             config["signature_version"] = botocore.UNSIGNED
             credentials = {}
         session = botocore.session.Session(profile=options.get("profile"))
+        session.register_component("data_loader", _loader())
         client = session.create_client(
             "s3",
             endpoint_url=endpoint,
@@ -104,7 +110,7 @@ class Connection:
         client.meta.events.unregister("before-call.s3", botocore.handlers.add_expect_header)
         return client
 
-    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
         import http.client
 
         from botocore import exceptions
@@ -113,7 +119,9 @@ class Connection:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             code = str(error.response.get("Error", {}).get("Code", ""))
             code = "" if code.isdigit() else code
-            if code in foreign.EXPIRED_CODES and self._rebuild():
+            if code in foreign.EXPIRED_CODES and self._renewal.begin():
+                with self._lock:
+                    self._client = None
                 return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
             return foreign.from_status(status, code, key=key, what=what)
         if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
@@ -129,17 +137,13 @@ class Connection:
             return StorageUnavailable(f"{what}: {type(error).__name__}", file=key)
         return StorageError(f"{what}: {type(error).__name__}: {error}", file=key)
 
-    def _rebuild(self) -> bool:
-        """Forget the client, so that credentials are looked up anew; once, until a request has gone through."""
-        with self._lock:
-            if self._rebuilt:
-                return False
-            self._rebuilt, self._client = True, None
-            return True
 
-    def succeeded(self) -> None:
-        """A request went through."""
-        self._rebuilt = False
+@functools.cache
+def _loader() -> Any:
+    """What reads the descriptions of services: 0.2 s the first time, nothing for every later client."""
+    from botocore.loaders import create_loader
+
+    return create_loader()
 
 
 def crc32c_header(views: Sequence[memoryview]) -> str:

@@ -54,10 +54,8 @@ class S3Files(ProcessBound):
     def create(self, key: str, data: bytes) -> bool:
         try:
             self._put(key, [memoryview(data)], IfNoneMatch="*")
-        except StorageError as error:
-            if _status_of(error) == 412:
-                return False
-            raise
+        except foreign.ConditionFailed:
+            return False
         return True
 
     def _put(self, key: str, views: Sequence[memoryview], **condition: str) -> None:
@@ -90,10 +88,8 @@ class S3Files(ProcessBound):
         pin = {"IfMatch": version} if version else {}
         try:
             answer = self.call("get_object", file=key, Key=self.full(key), Range=f"bytes={offset}-{end - 1}", **pin)
-        except StorageError as error:
-            if _status_of(error) == 412:
-                raise foreign.other_version(key) from error
-            raise
+        except foreign.ConditionFailed as error:
+            raise foreign.other_version(key) from error
         with self._connection.seam(f"read {self.uri}", key), answer["Body"] as body:
             while filling.missing_bytes:
                 count = body.readinto(filling.next())
@@ -241,18 +237,12 @@ class _Upload:
                 self._files.delete([self._key])
 
 
-def _status_of(error: StorageError) -> int | None:
-    response: dict[str, Any] = getattr(error.__cause__, "response", None) or {}
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return int(status) if status else None
-
-
 def _file_bytes(answer: dict[str, Any]) -> int | None:
     total = str(answer.get("ContentRange", "")).rpartition("/")[2]
     return int(total) if total.isdigit() else None
 
 
-def _refusal(refused: dict[str, Any], *, cut: int) -> CkptstoreError:
+def _refusal(refused: dict[str, Any], *, cut: int) -> CkptstoreError | foreign.ConditionFailed:
     code = str(refused.get("Code", ""))
     status = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503, "ServiceUnavailable": 503}.get(code, 400)
     return foreign.from_status(status, code, key=str(refused.get("Key", ""))[cut:], what="delete")

@@ -1,8 +1,12 @@
 """Object stores through obstore (Rust's object_store): off the interpreter lock, one copy in, none out.
 
-Over plain HTTP the payload is not signed: each body carries a CRC64NVME, which S3 checks, and SHA-256 would cost more
-than the transfer. `options` says which of fsspec's options obstore can express. obstore retries nothing by itself,
-with one exception: where it cuts an upload into parts (`feed`), only it can send a part again.
+Whole files, ranges, listings and deletions go through obstore. It has no call for one part of an upload, none that
+finds unfinished uploads, and fewer ways to find credentials than the SDK of each cloud: those come from the SDK, which
+has to be installed as well (`aws_files`, `gcs`, `azure`, `chains`).
+
+On S3 each body carries a CRC64NVME, which the server checks; it is not signed as well, as SHA-256 would cost more than
+the transfer. Without that checksum a body is signed over plain HTTP. `options` says which of fsspec's options obstore
+can express. obstore retries nothing here.
 """
 
 from __future__ import annotations
@@ -15,26 +19,18 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
-from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
 from ckptstore.storage import chains, foreign
-from ckptstore.storage.aws import Connection
-from ckptstore.storage.aws_files import S3Files
 from ckptstore.storage.base import PartWriter, ProcessBound, Storage, StoredFile
-from ckptstore.storage.bodies import Filling, part_bytes
-from ckptstore.storage.feed import Feed
+from ckptstore.storage.bodies import Filling
 from ckptstore.storage.options import CannotExpress, Location, ObstoreConfig, for_obstore
 
 _LIST_FILES = 1000
 _DELETE_THREADS = 16
 _STREAM_BYTES = 256 << 10
 """The least that is handed over at once: it stays in the cache until it is copied, and its memory is reused."""
-_PARTS_IN_FLIGHT = 64
-"""Not a limit: the callers' threads are."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -46,9 +42,11 @@ def understands(uri: str, storage_options: Mapping[str, Any] | None) -> str | No
         config = for_obstore(uri, storage_options, os.environ)
     except CannotExpress as reason:
         return str(reason)
-    if config.profile and config.chain and not chains.installed("s3"):
-        return "obstore does not read AWS profiles, and botocore, which does, is not installed"
-    return None
+    kind = config.location.kind
+    if kind is None or chains.installed(kind):
+        return None
+    extra = {"s3": "s3", "gcs": "gcs", "azure": "azure"}[kind]
+    return f'parts and credentials need the SDK of that cloud (pip install "ckptstore[{extra},fast]")'
 
 
 def open_fast(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
@@ -57,10 +55,8 @@ def open_fast(uri: str, storage_options: Mapping[str, Any] | None = None) -> Sto
     Raises CannotExpress, a ValueError, for options that obstore does not have.
     """
     config = for_obstore(uri, storage_options, os.environ)
-    options = dict(storage_options or {})
-    if config.location.kind == "s3" and chains.installed("s3"):
-        return FastS3Storage(uri, options, config)
-    return FastStorage(uri, options, config)
+    cls = FastS3Storage if config.location.kind == "s3" else FastStorage
+    return cls(uri, dict(storage_options or {}), config)
 
 
 class FastStorage(ProcessBound):
@@ -71,8 +67,9 @@ class FastStorage(ProcessBound):
         self._opened_as = (uri, dict(options))
         self._config = config
         self._lock = threading.Lock()
-        self._stores: dict[bool, Any] = {}
-        self._rebuilt = False
+        self._files = _files_of(config, options)
+        self._store: Any = None
+        self._renewal = foreign.Renewal()
 
     @property
     def uri(self) -> str:
@@ -109,17 +106,16 @@ class FastStorage(ProcessBound):
 
         views = [view for view in views if len(view)]
         body = views[0] if len(views) == 1 else (views or b"")
-        obstore.put(self._store(), self._full(key), body, mode=mode, use_multipart=False)
+        obstore.put(self._connected(), self._full(key), body, mode=mode, use_multipart=False)
 
     def read(self, key: str) -> bytes:
         import obstore
 
         with self._seam("read", key):
-            return bytes(obstore.get(self._store(), self._full(key)).bytes())
+            return bytes(obstore.get(self._connected(), self._full(key)).bytes())
 
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
         import obstore
-        import obstore.exceptions
 
         filling = Filling(views, key=key)
         if not filling.missing_bytes:
@@ -128,23 +124,46 @@ class FastStorage(ProcessBound):
         options: Any = {"range": (offset, end), **self._pin(version)}
         try:
             with self._seam("read", key):
-                answer = obstore.get(self._store(), self._full(key), options=options)
+                answer = obstore.get(self._connected(), self._full(key), options=options)
                 for chunk in answer.stream(min_chunk_size=_STREAM_BYTES):
                     filling.take(chunk)
-        except StorageError as error:
-            if isinstance(error.__cause__, obstore.exceptions.PreconditionError):
+        except foreign.ConditionFailed as error:
+            raise foreign.other_version(key) from error
+        except FileMissing as error:
+            if version and self._generations and self._exists(key):
                 raise foreign.other_version(key) from error
             raise
         filling.end(file_bytes=answer.meta["size"], end_offset=end)
 
     def _pin(self, version: str | None) -> dict[str, str]:
-        return {"if_match": version} if version else {}
+        if not version:
+            return {}
+        if self._generations:
+            return {"version": version}
+        return {"if_match": f'"{version}"' if self._config.location.kind == "azure" else version}
+
+    @property
+    def _generations(self) -> bool:
+        """Whether a version is a number of its own (GCS), not an ETag."""
+        return self._config.location.kind == "gcs"
+
+    def _exists(self, key: str) -> bool:
+        with suppress(FileMissing):
+            self.stat(key)
+            return True
+        return False
+
+    def _stored(self, key: str, meta: Mapping[str, Any]) -> StoredFile:
+        version = meta["version"] if self._generations else meta["e_tag"]
+        if version and self._config.location.kind == "azure":
+            version = version.strip('"')  # a listing has it without quotes
+        return StoredFile(key, meta["size"], meta["last_modified"].timestamp(), version)
 
     def stat(self, key: str) -> StoredFile:
         import obstore
 
         with self._seam("stat", key):
-            return _stored(key, obstore.head(self._store(), self._full(key)))
+            return self._stored(key, obstore.head(self._connected(), self._full(key)))
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
         import obstore
@@ -153,7 +172,7 @@ class FastStorage(ProcessBound):
         directory, slash, _ = full.rpartition("/")  # obstore lists whole directories
         cut = len(self._full(""))
         with self._seam("list", prefix):
-            pages = iter(obstore.list(self._store(), prefix=f"{directory}{slash}", chunk_size=_LIST_FILES))
+            pages = iter(obstore.list(self._connected(), prefix=f"{directory}{slash}", chunk_size=_LIST_FILES))
         while True:
             with self._seam("list", prefix):
                 page = next(pages, None)
@@ -161,7 +180,7 @@ class FastStorage(ProcessBound):
                 return
             for item in page:
                 if item["path"].startswith(full):
-                    yield _stored(item["path"][cut:], item)
+                    yield self._stored(item["path"][cut:], item)
 
     def delete(self, keys: Sequence[str]) -> None:
         import obstore
@@ -171,7 +190,7 @@ class FastStorage(ProcessBound):
         paths = [self._full(key) for key in dict.fromkeys(keys)]
         try:
             with self._seam("delete", keys[0]):
-                obstore.delete(self._store(), paths)
+                obstore.delete(self._connected(), paths)
         except FileMissing:  # not on S3: one that is missing ends the batch
             with ThreadPoolExecutor(min(_DELETE_THREADS, len(paths))) as pool:
                 list(pool.map(self._delete_one, paths))
@@ -180,47 +199,32 @@ class FastStorage(ProcessBound):
         import obstore
 
         with suppress(FileMissing), self._seam("delete", path):
-            obstore.delete(self._store(), path)
+            obstore.delete(self._connected(), path)
 
     def copy(self, source_key: str, key: str) -> None:
-        import obstore
-
-        with self._seam("copy", source_key):
-            obstore.copy(self._store(), self._full(source_key), self._full(key))
+        self._files.copy(source_key, key)
 
     def part_bytes(self, size_bytes: int) -> int:
-        return part_bytes(size_bytes)
+        return int(self._files.part_bytes(size_bytes))
 
     def open_parts(self, key: str, size_bytes: int) -> PartWriter:
-        self.check_process()
-        return Feed(partial(self._upload, key, part_bytes(size_bytes)), key=key, size_bytes=size_bytes)
-
-    def _upload(self, key: str, chunk_bytes: int, buffers: Iterator[memoryview]) -> None:
-        import obstore
-
-        with self._seam("upload", key):
-            obstore.put(
-                self._store(retries=True),
-                self._full(key),
-                buffers,
-                use_multipart=True,
-                chunk_size=chunk_bytes,
-                max_concurrency=_PARTS_IN_FLIGHT,
-            )
+        writer: PartWriter = self._files.open_parts(key, size_bytes)
+        return writer
 
     def close(self) -> None:
         with self._lock:
-            self._stores.clear()
+            self._store = None
+        self._files.close()
 
     def _full(self, key: str) -> str:
         return self._config.location.full_key(key)
 
-    def _store(self, *, retries: bool = False) -> Any:
+    def _connected(self) -> Any:
         self.check_process()
         with self._lock:
-            if retries not in self._stores:
-                self._stores[retries] = _connect(self._config, retries=retries)
-            return self._stores[retries]
+            if self._store is None:
+                self._store = _connect(self._config)
+            return self._store
 
     @contextmanager
     def _seam(self, what: str, key: str) -> Iterator[None]:
@@ -232,18 +236,22 @@ class FastStorage(ProcessBound):
         except Exception as error:
             raise self._translated(error, what=f"{what} {self.uri}", key=key) from error
         else:
-            self._rebuilt = False
+            self._renewal.succeeded()
 
-    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
         import obstore.exceptions as foreign_errors
 
         text = str(error)
         code = (_CODE.findall(text) or [""])[0]
         status = _status_of(error)
-        if code in foreign.EXPIRED_CODES and self._rebuild():
+        if code in foreign.EXPIRED_CODES and self._renewal.begin():
+            with self._lock:
+                self._store = None
             return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
         if isinstance(error, FileNotFoundError):
             return foreign.from_status(404, code, key=key, what=what)
+        if isinstance(error, foreign_errors.PreconditionError):
+            return foreign.ConditionFailed(f"{what}: {code}")
         if isinstance(error, foreign_errors.PermissionDeniedError | foreign_errors.UnauthenticatedError):
             return foreign.from_status(status or 403, code, key=key, what=what)
         if isinstance(error, foreign_errors.AlreadyExistsError):
@@ -254,44 +262,37 @@ class FastStorage(ProcessBound):
             return foreign.from_status(status, code, key=key, what=what)
         return StorageError(f"{what}: {type(error).__name__} {status or ''} {code}".rstrip(), file=key)
 
-    def _rebuild(self) -> bool:
-        """Forget the clients, so that credentials are looked up anew; once, until a request has gone through."""
-        with self._lock:
-            if self._rebuilt:
-                return False
-            self._rebuilt = True
-            self._stores.clear()
-            return True
-
 
 class FastS3Storage(FastStorage):
-    """S3, where parts are sent one by one through botocore, and unfinished uploads are found: obstore can neither."""
-
-    def __init__(self, uri: str, options: Mapping[str, Any], config: ObstoreConfig) -> None:
-        super().__init__(uri, options, config)
-        names = {"profile": config.profile, **options}
-        self._files = S3Files(config.location, Connection(config.location, names, os.environ))
-
-    def open_parts(self, key: str, size_bytes: int) -> PartWriter:
-        return self._files.open_parts(key, size_bytes)
-
-    def copy(self, source_key: str, key: str) -> None:
-        self._files.copy(source_key, key)
+    """S3, where unfinished uploads can be found."""
 
     def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
         """(key, upload id) of every unfinished upload below the prefix."""
-        return self._files.unfinished(prefix)
+        found: Sequence[tuple[str, str]] = self._files.unfinished(prefix)
+        return found
 
     def abort_unfinished(self, key: str, upload_id: str) -> None:
         """Drop one; no error if it is gone."""
         self._files.abort_unfinished(key, upload_id)
 
-    def close(self) -> None:
-        super().close()
-        self._files.close()
+
+def _files_of(config: ObstoreConfig, options: Mapping[str, Any]) -> Any:
+    location = config.location
+    if location.kind == "s3":
+        from ckptstore.storage import aws, aws_files
+
+        names = {"profile": config.profile, **options}
+        return aws_files.S3Files(location, aws.Connection(location, names, os.environ))
+    if location.kind == "gcs":
+        from ckptstore.storage import gcs
+
+        return gcs.GcsFiles(location, gcs.connect(options, os.environ))
+    from ckptstore.storage import azure
+
+    return azure.AzureFiles(location, azure.Connection(location, options, os.environ))
 
 
-def _connect(config: ObstoreConfig, *, retries: bool) -> Any:
+def _connect(config: ObstoreConfig) -> Any:
     from obstore.store import AzureStore, GCSStore, S3Store
 
     location, options = config.location, dict(config.config)
@@ -302,19 +303,7 @@ def _connect(config: ObstoreConfig, *, retries: bool) -> Any:
         if provider is not None:
             options["credential_provider"] = provider
     store = {"s3": S3Store, "gcs": GCSStore, "azure": AzureStore}[location.kind or "s3"]
-    retry: dict[str, Any] = {"max_retries": 0}
-    if retries:
-        ours = RetryConfig.from_env()
-        retry = {
-            "max_retries": ours.retry_attempts - 1,
-            "retry_timeout": timedelta(seconds=ours.retry_deadline_seconds),
-            "backoff": {
-                "init_backoff": timedelta(seconds=ours.retry_wait_initial_seconds),
-                "max_backoff": timedelta(seconds=ours.retry_wait_max_seconds),
-                "base": 2,
-            },
-        }
-    return store(location.container, client_options=config.client, retry_config=retry, **options)
+    return store(location.container, client_options=config.client, retry_config={"max_retries": 0}, **options)
 
 
 def _region(location: Location, config: ObstoreConfig) -> str:
@@ -337,10 +326,6 @@ def bucket_region(bucket: str, endpoint_url: str = "https://s3.amazonaws.com") -
             return refusal.headers["x-amz-bucket-region"]
     except OSError:
         return None
-
-
-def _stored(key: str, meta: Mapping[str, Any]) -> StoredFile:
-    return StoredFile(key, meta["size"], meta["last_modified"].timestamp(), meta["e_tag"])
 
 
 def _status_of(error: BaseException | None) -> int | None:

@@ -1,6 +1,7 @@
 """Foreign errors become ours by type and status, here for all object stores, so that both engines agree. Pure.
 
     404                        FileMissing
+    412                        ConditionFailed, which the callers of conditional requests expect
     401, 403                   AccessDenied
     416                        CheckpointDamaged (the file ends before the range begins)
     507, QuotaExceeded         StorageFull
@@ -22,6 +23,11 @@ from ckptstore.errors import (
     StorageUnavailable,
 )
 
+
+class ConditionFailed(Exception):
+    """412: the file is not as a conditional request wants it. Its callers expect it; it never leaves this package."""
+
+
 EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 """What S3 answers, with 400 or 403, when credentials have run out: new ones may work."""
 
@@ -41,7 +47,7 @@ _BUSY_CODES = frozenset(
 """Answered with a 400 by some stores, though the same request may go through later: the body was damaged or late."""
 
 
-def from_status(status: int | None, code: str, *, key: str, what: str) -> CkptstoreError:
+def from_status(status: int | None, code: str, *, key: str, what: str) -> CkptstoreError | ConditionFailed:
     """The error for an HTTP status (None: there was no answer) and the store's own code for it."""
     shown = " ".join(str(part) for part in (status, code) if part) or "no answer"
     message = f"{what}: {shown}"
@@ -53,6 +59,8 @@ def from_status(status: int | None, code: str, *, key: str, what: str) -> Ckptst
         return StorageFull(message, file=key)
     if status in (401, 403):
         return AccessDenied(message, file=key, hint=_hint(status, code))
+    if status == 412:
+        return ConditionFailed(message)
     if status == 416:
         return CheckpointDamaged(f"{what}: the file ends before the range begins", file=key)
     is_temporary = status is None or status in (408, 409, 429) or (status >= 500 and status != 501)
@@ -74,3 +82,19 @@ def _hint(status: int, code: str) -> str:
 def other_version(key: str) -> CheckpointDamaged:
     """The error of a pinned read of a file that was replaced."""
     return CheckpointDamaged("The file is not the one that was recorded: it has another version", file=key)
+
+
+class Renewal:
+    """Expired credentials are looked up anew once; then they have to work before it is done again."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def begin(self) -> bool:
+        """Whether to look them up anew now."""
+        begun, self._begun = self._begun, True
+        return not begun
+
+    def succeeded(self) -> None:
+        """A request went through."""
+        self._begun = False

@@ -129,6 +129,10 @@ class _Remaining:
         self._options = {name: value for name, value in options.items() if name not in _CACHING}
         self._path = path
 
+    @property
+    def rest(self) -> Options:
+        return dict(self._options)
+
     def take(self, name: str, default: Any = None) -> Any:
         return self._options.pop(name, default)
 
@@ -245,11 +249,11 @@ def _s3_encryption(config: Options, extra: _Remaining) -> None:
 
 
 def _gcs(location: Location, options: _Remaining, environ: Environment) -> ObstoreConfig:
-    endpoint = options.take("endpoint_url") or environ.get("STORAGE_EMULATOR_HOST")
+    endpoint = gcs_endpoint(options.rest, environ)
+    options.take("endpoint_url")
     config: Options = {}
     token = options.take("token")
     if endpoint:
-        endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
         config["base_url"] = endpoint.rstrip("/")
         token = token or "anon"
     if token == "anon":
@@ -271,29 +275,54 @@ def _gcs(location: Location, options: _Remaining, environ: Environment) -> Obsto
     return ObstoreConfig(location, config, client, chain)
 
 
-_AZURE_NAMES = {
-    "account_name": ("account_name", "AZURE_STORAGE_ACCOUNT_NAME"),
-    "account_key": ("account_key", "AZURE_STORAGE_ACCOUNT_KEY"),
-    "sas_key": ("sas_token", "AZURE_STORAGE_SAS_TOKEN"),
-    "client_id": ("client_id", "AZURE_STORAGE_CLIENT_ID"),
-    "client_secret": ("client_secret", "AZURE_STORAGE_CLIENT_SECRET"),
-    "tenant_id": ("tenant_id", "AZURE_STORAGE_TENANT_ID"),
+_AZURE_VARIABLES = {
+    "connection_string": "AZURE_STORAGE_CONNECTION_STRING",
+    "account_name": "AZURE_STORAGE_ACCOUNT_NAME",
+    "account_key": "AZURE_STORAGE_ACCOUNT_KEY",
+    "sas_token": "AZURE_STORAGE_SAS_TOKEN",
+    "client_id": "AZURE_STORAGE_CLIENT_ID",
+    "client_secret": "AZURE_STORAGE_CLIENT_SECRET",
+    "tenant_id": "AZURE_STORAGE_TENANT_ID",
 }
 
 
+def azure_names(location: Location, options: Mapping[str, Any], environ: Environment) -> Options:
+    """adlfs' options, completed from the environment and the URI, with the URL of the account."""
+    names: Options = {name: value for name, value in options.items() if value is not None}
+    for name, variable in _AZURE_VARIABLES.items():
+        if name not in names and environ.get(variable):
+            names[name] = environ[variable]
+    if location.account:
+        names.setdefault("account_name", location.account.partition(".")[0])
+    if environ.get("AZURE_STORAGE_ANON", "false").lower() not in ("false", "0", "f", ""):
+        names.setdefault("anon", True)
+    host = names.get("account_host") or f"{names.get('account_name', '')}.blob.core.windows.net"
+    names["account_url"] = host if "://" in host else f"https://{host}"
+    return names
+
+
+def gcs_endpoint(options: Mapping[str, Any], environ: Environment) -> str | None:
+    """The endpoint that was given, None for Google's own."""
+    endpoint = options.get("endpoint_url") or environ.get("STORAGE_EMULATOR_HOST")
+    if not endpoint or endpoint == "default":
+        return None
+    return endpoint if "://" in endpoint else f"http://{endpoint}"
+
+
 def _azure(location: Location, options: _Remaining, environ: Environment) -> ObstoreConfig:
-    connection = options.take("connection_string") or environ.get("AZURE_STORAGE_CONNECTION_STRING")
+    names = azure_names(location, options.rest, environ)
+    connection = names.get("connection_string")
     config = from_connection_string(connection) if connection else {}
-    for target, (name, variable) in _AZURE_NAMES.items():
-        value = options.take(name) or (None if connection else environ.get(variable))
-        if value:
-            config[target] = value.removeprefix("?") if target == "sas_key" else value
-    if location.account and "account_name" not in config:
-        config["account_name"] = location.account.partition(".")[0]
-    host = options.take("account_host")
-    if host:
-        config["endpoint"] = host if "://" in host else f"https://{host}"
-    if options.take("anon"):
+    for name in _AZURE_VARIABLES:
+        options.take(name)
+        if names.get(name) and not connection:
+            config["sas_key" if name == "sas_token" else name] = names[name]
+    if "sas_key" in config:
+        config["sas_key"] = config["sas_key"].removeprefix("?")
+    if options.take("account_host"):
+        config["endpoint"] = names["account_url"]
+    options.take("anon")
+    if names.get("anon"):
         config["skip_signature"] = True
     if options.take("version_aware"):
         raise options.fail("version_aware")

@@ -1,0 +1,119 @@
+"""Object stores, and everything else that has a URL, through fsspec. The only importer of fsspec.
+
+s3fs, gcsfs and adlfs say what their options, their configuration and their environment mean. The requests then go
+through the SDK below each of them, file by file: their own calls for whole files retry nothing while a body is read,
+leave files with holes behind, and hold hundreds of megabytes. Any other URL is served by fsspec's calls for one file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckptstore.errors import InvalidInput
+from ckptstore.storage import gcs
+from ckptstore.storage.aws import Connection as AwsConnection
+from ckptstore.storage.aws_files import S3Files
+from ckptstore.storage.azure import AzureFiles
+from ckptstore.storage.azure import Connection as AzureConnection
+from ckptstore.storage.base import Storage
+from ckptstore.storage.gcs import GcsFiles
+from ckptstore.storage.options import locate
+from ckptstore.storage.remote.generic import GenericStorage
+
+_S3_NAMES = (
+    "anon",
+    "client_kwargs",
+    "config_kwargs",
+    "endpoint_url",
+    "key",
+    "requester_pays",
+    "s3_additional_kwargs",
+    "secret",
+    "token",
+    "use_ssl",
+)
+_Opened = tuple[Any, tuple[str, dict[str, Any]]]
+
+
+def open_remote(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """The storage at any fsspec URL. Connects when it is first used.
+
+    Raises ValueError for a scheme that fsspec does not know, ImportError where its package is missing, InvalidInput
+    for options that the package does not take.
+    """
+    options = dict(storage_options or {})
+    location = locate(uri)
+    if location.kind == "s3":
+        return FsspecS3Storage(uri, options)
+    if location.kind == "gcs":
+        return FsspecGcsStorage(uri, options)
+    if location.kind == "azure":
+        return FsspecAzureStorage(uri, options)
+    return GenericStorage(uri, options)
+
+
+def _class_of(uri: str) -> Any:
+    """The file system of a scheme; raises ImportError where its package is missing."""
+    # gcsfs reads this at import: with it, it asks Google over gRPC about each bucket, and hangs where that is blocked.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    import fsspec
+
+    return fsspec.get_filesystem_class(locate(uri).scheme)
+
+
+def _instance(uri: str, options: Mapping[str, Any]) -> Any:
+    """The file system, for the meaning that it gives to options. Nothing is asked of it."""
+    try:
+        return _class_of(uri)(skip_instance_cache=True, **options)
+    except (TypeError, KeyError) as error:
+        raise InvalidInput(f"storage_options of {locate(uri).scheme}:// cannot be used: {error}") from None
+
+
+class FsspecS3Storage(S3Files):
+    """S3 with the options of s3fs."""
+
+    def __init__(self, uri: str, options: dict[str, Any]) -> None:
+        self._opened_as = (uri, options)
+        if options.get("session") is not None:
+            raise InvalidInput("A session cannot be sent to other processes", hint="Give `profile` or keys")
+        system, location = _instance(uri, options), locate(uri)
+        names = {name: getattr(system, name) for name in _S3_NAMES}
+        names["profile"] = system.kwargs.get("profile")
+        super().__init__(location, AwsConnection(location, names, os.environ))
+
+    def __reduce__(self) -> _Opened:
+        return open_remote, self._opened_as
+
+
+class FsspecGcsStorage(GcsFiles):
+    """GCS with the options of gcsfs."""
+
+    def __init__(self, uri: str, options: dict[str, Any]) -> None:
+        self._opened_as = (uri, options)
+        names = dict(options)
+        _class_of(uri)
+        if isinstance(names.get("token"), str) and names["token"] not in ("anon", "cloud", "google_default"):
+            # a file, a raw token, or credentials that gcsfs keeps
+            names["token"] = _instance(uri, options).credentials.credentials
+        super().__init__(locate(uri), gcs.connect(names, os.environ))
+
+    def __reduce__(self) -> _Opened:
+        return open_remote, self._opened_as
+
+
+class FsspecAzureStorage(AzureFiles):
+    """Azure with the options of adlfs."""
+
+    def __init__(self, uri: str, options: dict[str, Any]) -> None:
+        self._opened_as = (uri, options)
+        _class_of(uri)
+        if inspect.iscoroutinefunction(getattr(options.get("credential"), "get_token", None)):
+            raise InvalidInput("The credential is asynchronous", hint="Take it from azure.identity, not its aio")
+        location = locate(uri)
+        super().__init__(location, AzureConnection(location, options, os.environ))
+
+    def __reduce__(self) -> _Opened:
+        return open_remote, self._opened_as

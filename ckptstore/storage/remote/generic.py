@@ -1,0 +1,160 @@
+"""Any URL that fsspec knows, by its calls for one file. There is no create-if-absent that all of them keep.
+
+So a store there needs `single_writer=True`. What a file system promises beyond this module's calls (is a write atomic,
+is a listing fresh) is its own; ckptstore's digests and manifests find what it breaks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from typing import Any
+
+from ckptstore.errors import (
+    AccessDenied,
+    CkptstoreError,
+    FileMissing,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+)
+from ckptstore.storage.base import ProcessBound, StoredFile
+from ckptstore.storage.bodies import Filling, total_bytes
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_BROKEN = (ConnectionError, TimeoutError, EOFError, BlockingIOError)
+_TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+
+
+class GenericStorage(ProcessBound):
+    """Files below a path of a file system."""
+
+    def __init__(self, uri: str, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        import fsspec
+
+        self._opened_as = (uri, dict(options))
+        self._system, path = fsspec.core.url_to_fs(uri, **{"use_listings_cache": False, **options})
+        self._root = str(path).rstrip("/")
+        self._uri = self._shown(uri)
+
+    @property
+    def uri(self) -> str:
+        return self._uri
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.uri!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._opened_as
+
+    def write(self, key: str, views: Sequence[memoryview]) -> None:
+        path = self._path(key)
+        with self._seam("write", key):
+            try:
+                self._put(path, views)
+            except FileNotFoundError:  # where directories exist, they have to be made
+                self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._put(path, views)
+
+    def _put(self, path: str, views: Sequence[memoryview]) -> None:
+        with self._system.open(path, "wb") as file:
+            for view in views:
+                done = 0
+                while done < len(view):
+                    written = file.write(view[done:])
+                    done += len(view) - done if written is None else written
+
+    def read(self, key: str) -> bytes:
+        with self._seam("read", key):
+            return bytes(self._system.cat_file(self._path(key)))
+
+    def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
+        """`version` is never given: there are none."""
+        filling = Filling(views, key=key)
+        if not total_bytes(views):
+            return
+        end = offset + filling.missing_bytes
+        with self._seam("read", key):
+            try:
+                filling.take(self._system.cat_file(self._path(key), start=offset, end=end))
+            except (OSError, ValueError):
+                if self.stat(key).size_bytes > offset:
+                    raise  # else some file systems refuse a range that begins behind the end
+        filling.end(file_bytes=self.stat(key).size_bytes if filling.missing_bytes else None, end_offset=end)
+
+    def stat(self, key: str) -> StoredFile:
+        path = self._path(key)
+        with self._seam("stat", key):
+            self._system.invalidate_cache()
+            found = self._system.info(path)
+            if found["type"] != "file":
+                raise FileNotFoundError(path)
+            return _stored(key, found)
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        directory = self._path(prefix).rpartition("/")[0]
+        cut = len(self._root) + 1
+        with self._seam("list", prefix):
+            self._system.invalidate_cache()
+            found = self._system.find(directory, detail=True)
+        for path, item in found.items():
+            key = str(path)[cut:]
+            if key.startswith(prefix):
+                yield _stored(key, item)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in dict.fromkeys(keys):
+            path = self._path(key)
+            with suppress(FileMissing), self._seam("delete", key):
+                if self._system.info(path)["type"] == "file":
+                    self._system.rm_file(path)
+
+    def close(self) -> None:
+        """The file system closes itself."""
+
+    def _path(self, key: str) -> str:
+        self.check_process()
+        return f"{self._root}/{key}"
+
+    def _shown(self, uri: str) -> str:
+        protocol = uri.partition("://")[0]
+        path = uri.partition("://")[2].partition("?")[0].partition("#")[0]
+        authority, slash, rest = path.partition("/")
+        return f"{protocol}://{authority.rpartition('@')[2]}{slash}{rest}".rstrip("/")
+
+    @contextmanager
+    def _seam(self, what: str, key: str) -> Iterator[None]:
+        """Turns foreign errors into ours."""
+        try:
+            yield
+        except CkptstoreError:
+            raise
+        except Exception as error:
+            raise _translated(error, what=f"{what} {self.uri}", key=key) from error
+
+
+def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError:
+    message = f"{what}: {type(error).__name__}"
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return FileMissing(f"{what}: it is not there", file=key)
+    if isinstance(error, PermissionError):
+        return AccessDenied(message, file=key)
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return StorageFull(message, file=key)
+    if isinstance(error, _BROKEN) or type(error).__name__ == "FSTimeoutError":
+        return StorageUnavailable(message, file=key)
+    if isinstance(error, OSError) and error.errno is not None:
+        return StorageError(f"{what}: {os.strerror(error.errno)}", file=key)
+    return StorageError(message, file=key)
+
+
+def _stored(key: str, item: Mapping[str, Any]) -> StoredFile:
+    value = next((item[name] for name in _TIME_NAMES if item.get(name)), 0.0)
+    if isinstance(value, str):
+        value = datetime.fromisoformat(value)
+    modified = value.timestamp() if isinstance(value, datetime) else float(value)
+    return StoredFile(key, int(item["size"] or 0), modified)
