@@ -8,7 +8,7 @@ EXTRAS := dev,s3,gcs,azure,fast,ray
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install demo test test-slow test-ceph check format bench servers clean
+.PHONY: install demo test test-slow test-ceph check format docs bench servers clean
 
 install: $(STAMP)
 
@@ -44,6 +44,10 @@ check: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The parts of the reference that follow from the code; a test fails when they are not up to date.
+docs: install
+	$(BIN)/python docs/generate.py
 
 bench: install servers
 	$(PYTEST) benchmarks --benchmark-only

@@ -37,8 +37,7 @@ def storage_option(function: F) -> F:
         multiple=True,
         metavar="KEY=VALUE",
         callback=lambda _ctx, _param, values: parse_storage_options(values),
-        help="For the storage's client, in fsspec's names; A.B=VALUE for one inside A, KEY:=JSON for other than text. "
-        "Never shown, but visible to others in the list of processes: the environment is a better place for secrets.",
+        help="For the storage's client, in fsspec's names; never shown.",
     )(function)
 
 

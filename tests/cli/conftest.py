@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from click.testing import CliRunner, Result
 
 from ckptstore import CheckpointStore, KeepLatest, open_store
 from ckptstore.cli import main
 
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/cli-schema.json").read_text())
 Run = Callable[..., Result]
 
 
@@ -30,8 +32,15 @@ def run() -> Run:
 
 @pytest.fixture
 def run_json(run: Run) -> Callable[..., Any]:
-    """Run a command with --json, and give back what it printed."""
-    return lambda *arguments, code=0: json.loads(run(*arguments, "--json", code=code).stdout)
+    """Run a command with --json, hold what it printed to the documented schema, and give it back."""
+
+    def run_json(*arguments: object, code: int = 0) -> Any:
+        found = json.loads(run(*arguments, "--json", code=code).stdout)
+        name = "error" if "error" in found else str(arguments[0])
+        jsonschema.validate(found, {**SCHEMA, "$ref": f"#/$defs/{name}"}, jsonschema.Draft202012Validator)
+        return found
+
+    return run_json
 
 
 def add(store: CheckpointStore, step: int, directory: Path, **metrics: float) -> None:

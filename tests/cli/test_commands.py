@@ -164,6 +164,32 @@ def test_cp_refuses_what_is_damaged(run: Any, store: Path, tmp_path: Path) -> No
     run("show", tmp_path / "alone", code=10)
 
 
+def test_every_command_keeps_to_its_schema(run_json: Any, store: Path, tmp_path: Path) -> None:
+    """`run_json` checks; here every command that prints JSON is called once."""
+    for arguments in (
+        ("ls", store),
+        ("show", store),
+        ("latest", store),
+        ("best", store, "loss"),
+        ("verify", "--all", store),
+        ("diff", f"{store}@20", f"{store}@30"),
+        ("cp", store, tmp_path / "copy"),
+        ("pin", f"{store}@20"),
+        ("unpin", f"{store}@20"),
+        ("rollback", f"{store}@20"),
+        ("prune", "--keep-latest", 1, "--grace", 0, store),
+        ("gc", store),
+    ):
+        assert run_json(*arguments)["version"] == 1
+
+
+def test_a_metric_that_json_lacks_is_tagged(run_json: Any, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    with open_store(tmp_path / "store") as opened:
+        opened.save_directory(1, tmp_path / "source", metrics={"loss": float("nan")})
+    assert run_json("ls", tmp_path / "store")["checkpoints"][0]["metrics"] == {"loss": {"$t": "float", "v": "NaN"}}
+
+
 def test_pin_protects_and_unpin_gives_back(run: Any, store: Path) -> None:
     run("pin", f"{store}@20")
     run("prune", store, "--keep-latest", 1)

@@ -1,0 +1,232 @@
+"""Writes the parts of the reference that follow from the code, between `<!-- generated: NAME -->` and `<!-- end -->`.
+
+`make docs` runs it; a test fails when a page is not what it would write.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+import ckptstore
+from ckptstore import config, events
+from ckptstore.cli import COMMANDS, main
+from ckptstore.errors import CkptstoreError, all_errors
+
+DOCS = Path(__file__).parent
+SCHEMA = json.loads((DOCS / "reference/cli-schema.json").read_text())
+CONFIGS = (config.StoreConfig, config.TransferConfig, config.RetryConfig, config.CacheConfig)
+SHOWN_DEFAULTS = {"num_threads": "2 per core, at most 16", "cache_dir": "`ckptstore-<uid>` in the temporary directory"}
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The text below each field of a dataclass."""
+    (tree,) = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for node, following in zip(tree.body, [*tree.body[1:], None], strict=True):
+        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_text:
+            found[node.target.id] = " ".join(str(following.value.value).split())
+    return found
+
+
+def table(headers: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines)
+
+
+def config_tables() -> str:
+    """Every field of every configuration class."""
+    parts = []
+    for cls in CONFIGS:
+        docs = field_docs(cls)
+        rows = []
+        for item in dataclasses.fields(cls):
+            if item.name in docs:
+                default = SHOWN_DEFAULTS.get(item.name) or f"`{item.default}`"
+                rows.append([f"`{item.name}`", f"`CKPTSTORE_{item.name.upper()}`", default, docs[item.name]])
+        fields = table(["field", "environment", "default", "meaning"], rows)
+        parts.append(f"## {cls.__name__}\n\n{cls.__doc__}\n\n{fields}")
+    return "\n\n".join(parts)
+
+
+def error_table() -> str:
+    """Every class with its codes."""
+    rows = [
+        [f"`{cls.code}`", str(cls.exit_code), f"`{cls.__name__}`", (cls.__doc__ or "").strip().split("\n\n")[0]]
+        for cls in sorted(all_errors().values(), key=lambda cls: (cls.exit_code, cls.code))
+    ]
+    return table(["code", "exit code", "class", "meaning"], rows)
+
+
+def error_tree() -> str:
+    """The tree as the module draws it."""
+    drawing = inspect.getdoc(sys.modules[CkptstoreError.__module__]) or ""
+    lines = [line for line in drawing.splitlines() if line.lstrip().startswith(("+--", "|", "CkptstoreError"))]
+    return "```text\n" + "\n".join(line.removeprefix("    ") for line in lines) + "\n```"
+
+
+def event_classes() -> list[type[events.Event]]:
+    """All events, in the order of their definition."""
+    return [
+        value
+        for value in vars(events).values()
+        if isinstance(value, type) and issubclass(value, events.Event) and value is not events.Event
+    ]
+
+
+def event_table() -> str:
+    """Every event with its level and fields."""
+    levels = {0: "not logged", 10: "DEBUG", 20: "INFO", 30: "WARNING", 40: "ERROR"}
+    rows = []
+    for cls in event_classes():
+        fields = ", ".join(f"`{item.name}`" for item in dataclasses.fields(cls))
+        rows.append([f"`{cls.__name__}`", levels[cls.level], fields, " ".join((cls.__doc__ or "").split())])
+    return table(["event", "log level", "fields", "meaning"], rows)
+
+
+def api() -> str:
+    """Signature and docstring of every public name, errors apart."""
+    parts = []
+    for name in ckptstore.__all__:
+        value = getattr(ckptstore, name)
+        if name == "__version__" or (isinstance(value, type) and issubclass(value, CkptstoreError)):
+            continue
+        parts.append(f"## {name}\n\n{_described(name, value)}")
+        if isinstance(value, type):
+            parts += [f"### {name}.{member}\n\n{_described(member, item)}" for member, item in _members(value)]
+    return "\n\n".join(parts)
+
+
+def _members(cls: type) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(cls).items():
+        if not name.startswith("_") and (callable(value) or isinstance(value, property | classmethod | staticmethod)):
+            yield name, value
+
+
+def _described(name: str, value: Any) -> str:
+    function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+    text = inspect.getdoc(function) or ""
+    if isinstance(value, property):
+        return f"Property. {text}"
+    code = f"{name}{_signature(function)}"
+    return f"```text\n{code}\n```\n\n{text}"
+
+
+def _signature(function: Any) -> str:
+    signature = inspect.signature(function)
+    kept = [item for item in signature.parameters.values() if item.name not in ("self", "cls")]
+    text = str(signature.replace(parameters=kept)).replace("'", "")
+    if len(text) < 90:
+        return text
+    result = text.rpartition(" -> ")[2]
+    lines, is_marked = [], False
+    for item in kept:
+        if item.kind is item.KEYWORD_ONLY and not is_marked:
+            lines.append("    *,")
+            is_marked = True
+        lines.append(f"    {item},".replace("'", ""))
+    return "(\n" + "\n".join(lines) + f"\n) -> {result}"
+
+
+def commands() -> str:
+    """Usage, help and options of every command."""
+    parts = []
+    context = click.Context(main, info_name="ckptstore", max_content_width=100, terminal_width=100)
+    for name in COMMANDS:
+        command = main.get_command(context, name)
+        assert command is not None
+        inner = click.Context(command, info_name=name, parent=context, max_content_width=100, terminal_width=100)
+        parts.append(f"### ckptstore {name}\n\n```text\n{command.get_help(inner)}\n```")
+    return "\n\n".join(parts)
+
+
+def json_tables() -> str:
+    """The fields of what every command prints with --json."""
+    parts = []
+    for name, definition in SCHEMA["$defs"].items():
+        if name in COMMANDS or "properties" in definition:
+            title = f"`ckptstore {name} --json`" if name in COMMANDS else f"`{name}`"
+            rows = [[f"`{field}`", _type(item), item.get("description", "")] for field, item in _fields(definition)]
+            parts.append(f"### {title}\n\n{definition['description']}\n\n{table(['field', 'type', 'meaning'], rows)}")
+        else:
+            parts.append(f"### `{name}`\n\n{definition['description']}")
+    return "\n\n".join(parts)
+
+
+def _fields(definition: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, item in definition["properties"].items():
+        yield prefix + name, item
+        inner = item.get("items", item)
+        if "properties" in inner:
+            yield from _fields(inner, f"{prefix}{name}{'[]' if 'items' in item else ''}.")
+
+
+def _type(item: dict[str, Any]) -> str:
+    if "$ref" in item:
+        return f"`{item['$ref'].rpartition('/')[2]}`"
+    if "const" in item:
+        return f"`{json.dumps(item['const'])}`"
+    if "enum" in item:
+        return " or ".join(f"`{value}`" for value in item["enum"])
+    kind = item.get("type", "any")
+    if kind == "array":
+        return f"array of {_type(item['items'])}"
+    return " or ".join(kind) if isinstance(kind, list) else kind
+
+
+def index(directory: str) -> str:
+    """Links to the pages of a directory, by their titles."""
+    found = []
+    for page in sorted((DOCS / directory).glob("*.md")):
+        if page.name not in ("index.md", "quickstart.md"):
+            title = page.read_text().partition("\n")[0].removeprefix("# ")
+            found.append(f"- [{title}]({page.relative_to(DOCS)})")
+    return "\n".join(found)
+
+
+GENERATORS: dict[str, Callable[[], str]] = {
+    "config": config_tables,
+    "error tree": error_tree,
+    "error codes": error_table,
+    "events": event_table,
+    "api": api,
+    "commands": commands,
+    "json": json_tables,
+    "how to": lambda: index("how-to"),
+    "explain": lambda: index("explain"),
+    "reference": lambda: index("reference"),
+    "other": lambda: index("."),
+}
+
+_SECTION = re.compile(r"(<!-- generated: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def regenerated(text: str) -> str:
+    """A page with its generated parts made anew."""
+    return _SECTION.sub(lambda match: f"{match[1]}\n{GENERATORS[match[2]]()}\n\n{match[3]}", text)
+
+
+def pages() -> list[Path]:
+    """All pages."""
+    return sorted(DOCS.rglob("*.md"))
+
+
+if __name__ == "__main__":
+    for page in pages():
+        before = page.read_text()
+        after = regenerated(before)
+        if after != before:
+            page.write_text(after)
+            print(f"wrote {page.relative_to(DOCS.parent)}")

@@ -1,0 +1,37 @@
+"""The demo itself, as `make demo` runs it: slow, because it trains."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptstore import open_store
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_tells_its_story(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckptstore.cli", "demo", "--store", str(tmp_path / "stores"), "--width", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("rank 1 died by SIGKILL") == 2
+    assert done.stdout.count("the torn attempt is invisible: the store holds the steps [1, 2], the latest is 2") == 2
+    assert done.stdout.count("resumed from step 2, saved by 2 ranks") == 2
+    assert done.stdout.count("step 1 goes to the trash: no rule keeps it") >= 2
+    differences = [float(text) for text in re.findall(r"by (\S+) at most", done.stdout)]
+    assert len(differences) == 2
+    assert max(differences) <= 1e-6
+    for name in ("ddp", "sharded"):
+        with open_store(tmp_path / "stores" / name / "crashed") as store:
+            assert [checkpoint.step for checkpoint in store] == [2, 3]
+            assert all(checkpoint.verify().ok for checkpoint in store)
+            assert len(list((tmp_path / "stores" / name / "crashed/checkpoints").iterdir())) == 2
+
+
+def test_the_demo_wants_a_place_of_its_own(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "file").write_text("mine")
+    assert "is not empty" in run("demo", "--store", tmp_path, code=2).stderr

@@ -1,0 +1,206 @@
+"""The pages are true: every Python block runs, every command line parses, every link leads somewhere, nothing is
+missing from the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import click
+import jsonschema
+import pytest
+
+import ckptstore
+from ckptstore.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+SCHEMA = json.loads((ROOT / "docs/reference/cli-schema.json").read_text())
+
+_FENCE = re.compile(r"^```(.*)$")
+_COMMAND = re.compile(r"(?<![\w/.-])ckptstore ((?:[a-z-][^|;)&>`#\n]*))")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block."""
+
+    language: str
+    rest: str
+    line: int
+    """Of its first line of code, counted from 1."""
+    text: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page."""
+    head, lines = None, []
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        match = _FENCE.match(line)
+        if match is None:
+            lines.append(line)
+        elif head is None:
+            head, lines, start = match[1], [], number + 1
+        else:
+            language, _, rest = head.partition(" ")
+            yield Block(language, rest, start, "\n".join(lines))
+            head = None
+    assert head is None, f"{page} has a fence that is not closed"
+
+
+RUNNER = """
+import json, sys
+namespace = {"__name__": "page"}
+for line, text in json.load(sys.stdin):
+    exec(compile("\\n" * (line - 1) + text, sys.argv[1], "exec"), namespace)
+"""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_python_block_runs(page: Path, tmp_path: Path) -> None:
+    """The blocks of a page share a namespace, and run in an empty directory."""
+    code = []
+    for block in blocks(page):
+        if block.language == "python" and block.rest.startswith("no-run:"):
+            assert len(block.rest) > len("no-run: ") + 5, f"{page}:{block.line} does not say why it is not run"
+        elif block.language == "python":
+            assert block.rest == "", f"{page}:{block.line} has {block.rest!r} after its language"
+            code.append((block.line, block.text))
+    if code:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", RUNNER, str(page)],
+            input=json.dumps(code),
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:
+    """The words behind `ckptstore` of every command in a shell block."""
+    for block in blocks(page):
+        if block.language in ("console", "bash", "sh", "shell"):
+            for number, line in enumerate(block.text.splitlines(), block.line):
+                for match in _COMMAND.finditer(line):
+                    yield number, shlex.split(match[1], posix=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_command_line_parses(page: Path) -> None:
+    for line, (name, *arguments) in command_lines(page):
+        if name.startswith("-"):
+            continue
+        context = click.Context(main, info_name="ckptstore")
+        command = main.get_command(context, name)
+        assert command is not None, f"{page}:{line}: there is no command {name!r}"
+        try:
+            command.make_context(name, list(arguments), parent=context)
+        except click.exceptions.Exit:
+            continue  # --help
+        except click.UsageError as error:
+            raise AssertionError(f"{page}:{line}: ckptstore {name}: {error.format_message()}") from None
+
+
+def test_command_lines_are_found() -> None:
+    found = [words for _, words in command_lines(ROOT / "README.md")]
+    assert ["ls", "runs/first"] in found
+    assert len(found) >= 4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_make_target_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`?make ([a-z][a-z-]+)`", page.read_text())) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page}: {link} leads nowhere"
+        if anchor and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{page}: {link} names no heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_environment_variable_exists(page: Path) -> None:
+    known = {f"CKPTSTORE_{item.name.upper()}" for cls in generator().CONFIGS for item in fields(cls)}
+    known |= {"CKPTSTORE_COMPLETE", "CKPTSTORE_TEST_FAULTS", "CKPTSTORE_TEST_RANK"}
+    assert set(re.findall(r"CKPTSTORE_[A-Z_]+", page.read_text())) <= known
+
+
+def generator() -> Any:
+    """docs/generate.py as a module."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_generated_reference_is_up_to_date() -> None:
+    module = generator()
+    for page in module.pages():
+        assert module.regenerated(page.read_text()) == page.read_text(), f"{page} is out of date: run `make docs`"
+
+
+def test_everything_public_is_in_the_reference() -> None:
+    reference = {page.stem: page.read_text() for page in (ROOT / "docs/reference").glob("*.md")}
+    for name in set(ckptstore.__all__) - {"__version__"}:
+        assert name in reference["api"] + reference["errors"], f"{name} is not documented"
+    for name in COMMANDS:
+        assert f"### ckptstore {name}\n" in reference["cli"]
+    for cls in generator().CONFIGS:
+        for item in fields(cls):
+            documented = item.name in ("transfer", "retry", "cache") or f"`{item.name}`" in reference["config"]
+            assert documented, f"{cls.__name__}.{item.name} is not documented"
+    for event in generator().event_classes():
+        assert f"`{event.__name__}`" in reference["events"]
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs/index.md").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = str(page.relative_to(ROOT / "docs"))
+        assert name == "index.md" or f"({name})" in index, f"{name} is not in docs/index.md"
+
+
+def test_the_readme_begins_with_what_matters() -> None:
+    head = "\n".join((ROOT / "README.md").read_text().splitlines()[:40])
+    guarantees = re.findall(r"^\d\. \*\*", head, re.MULTILINE)
+    examples = {block.language: block.text.splitlines() for block in blocks(ROOT / "README.md")}
+    assert len(guarantees) == 5
+    assert "pip install" in head
+    assert "`make demo`" in head
+    assert "`make test`" in head
+    assert len(examples["python"]) <= 12
+    assert len(examples["console"]) == 4
+    assert examples["console"][-1] in head
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name in SCHEMA["$defs"]])
+def test_a_schema_refuses_what_it_does_not_name(name: str) -> None:
+    validator = jsonschema.Draft202012Validator({**SCHEMA, "$ref": f"#/$defs/{name}"})
+    assert not validator.is_valid({})
+    assert not validator.is_valid({"version": 1, "surprise": 1})
