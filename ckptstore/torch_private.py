@@ -92,3 +92,10 @@ def is_wrapper(tensor: Any) -> bool:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def storage_info_class() -> Any:
+    """The class that stock DCP has in `.metadata` for where an item lies: made from file, offset and length."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo

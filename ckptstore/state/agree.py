@@ -76,14 +76,20 @@ class Negotiator:
     """On the leader: the structure that all ranks had last, empty if there were several."""
     _compared: list[str] = field(default_factory=list)
 
-    def agree(self, items: Sequence[Item], exchange: Exchange) -> Agreement:
-        """Agree on items that are sorted by key. Collective; raises InvalidState, the same on all ranks, when a key
-        is something else on another rank."""
-        structure = Structure.of(items).encode()
-        identity = xxhash.xxh3_128_digest(structure)
-        digests = {item.key: item.digest for item in items if item.mode in (Mode.COMPARE, Mode.VALUE)}
+    def agree(self, look: Callable[[], Sequence[Item]], exchange: Exchange) -> Agreement:
+        """Agree on the items that `look` gives, sorted by key. Collective.
+
+        Raises, the same on all ranks, what `look` raises on any of them, and InvalidState when a key is something else
+        on another rank.
+        """
+        structure, identity, digests = b"", b"", dict[str, bytes]()
 
         def brief() -> bytes:
+            nonlocal structure, identity
+            items = look()
+            structure = Structure.of(items).encode()
+            identity = xxhash.xxh3_128_digest(structure)
+            digests.update((item.key, item.digest) for item in items if item.mode in (Mode.COMPARE, Mode.VALUE))
             stable = xxhash.xxh3_128(b"".join(digest for key, digest in digests.items() if key not in self._differed))
             return b"".join([identity, stable.digest(), *(digests[key] for key in digests if key in self._differed)])
 

@@ -197,6 +197,22 @@ class TensorIndex:
                 found[fqn] = self._entry(self._row_of[fqn, rank])
         return found
 
+    @cached_property
+    def aliases(self) -> Mapping[str, str]:
+        """For each tensor whose chunks lie where another one's do, that other one."""
+        if not self.num_chunks:
+            return {}
+        first_of: dict[tuple[int, int], int] = {}
+        starts = self._bounds[:-1]
+        filled = np.flatnonzero(self._bounds[1:] > starts)
+        places = zip(self._file[starts[filled]].tolist(), self._offset[starts[filled]].tolist(), strict=True)
+        found = {}
+        for row, place in zip(filled.tolist(), places, strict=True):
+            first = first_of.setdefault(place, row)
+            if first != row:
+                found[self._entry(row).fqn] = self._entry(first).fqn
+        return found
+
     def entry(self, fqn: str, rank: int) -> TensorEntry | None:
         """The tensor as that rank sees it, None when it is not there."""
         row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))

@@ -34,11 +34,12 @@ class Exchanges:
             def exchange(tag, work, join):
                 step = len(found)
                 if step < len(results):
+                    work()
                     found.append(tag)
                     return results[step]
                 raise _Waiting(work, join)
 
-            return self.negotiators[rank].agree(states[rank], exchange)
+            return self.negotiators[rank].agree(lambda: states[rank], exchange)
 
         while True:
             agreements, waiting = [], []

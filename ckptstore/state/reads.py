@@ -1,0 +1,236 @@
+"""Planning of reads: which blocks of which files fill which memory, each block checked. Moves no bytes itself.
+
+A box that is one range in the file and in memory is read straight into place, its ends widened to block borders. All
+else goes through a buffer: small tensors, which come a slab at a time, slices across rows, memory on a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ckptstore.digest import BLOCK_BYTES
+from ckptstore.errors import CheckpointDamaged
+from ckptstore.state.boxes import Box, inside, is_range, overlap, runs, span, strides_of
+from ckptstore.state.describe import is_plain_memory, view_of
+from ckptstore.state.index import Chunk, TensorIndex
+from ckptstore.state.placement import Piece
+from ckptstore.state.segments import narrowed
+from ckptstore.transfer import RangeRead
+
+MAX_SKIP_BYTES = 2 << 20
+"""Wanted bytes that are closer than this are read in one range, with what lies between them."""
+BUFFER_BYTES = 32 << 20
+"""The most that one buffer of a read holds."""
+
+
+class Copy(NamedTuple):
+    """Bytes of a file that belong into memory."""
+
+    offset: int
+    """In the file, of the first byte."""
+    size_bytes: int
+    """As far as the last one."""
+    target: torch.Tensor
+    """The memory, of the shape of the box."""
+    strides: tuple[int, ...]
+    """Of the box in the file, in elements."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A stretch of a file that is read into a buffer, and what is copied from there afterwards."""
+
+    key: str
+    offset: int
+    size_bytes: int
+    checks: tuple[tuple[int, int], ...]
+    direct: memoryview | None = None
+    """The memory that takes the middle of the stretch directly."""
+    direct_offset: int = 0
+    copies: list[Copy] = field(default_factory=list)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """How much is not read directly."""
+        return self.size_bytes - (len(self.direct) if self.direct is not None else 0)
+
+    def range_read(self) -> tuple[RangeRead, bytearray]:
+        """The read, and the buffer that takes what has no place of its own."""
+        buffer = bytearray(self.buffer_bytes)
+        view = memoryview(buffer)
+        if self.direct is None:
+            views: tuple[memoryview, ...] = (view,)
+        else:
+            head = self.direct_offset - self.offset
+            views = tuple(part for part in (view[:head], self.direct, view[head:]) if part)
+        return RangeRead(self.key, self.offset, views, self.checks), buffer
+
+    def finish(self, buffer: bytearray) -> None:
+        """Copy out of the buffer."""
+        for copy in self.copies:
+            fill(copy.target, memoryview(buffer)[copy.offset - self.offset :][: copy.size_bytes], copy.strides)
+
+
+def fill(target: torch.Tensor, data: memoryview, strides: tuple[int, ...]) -> None:
+    """Copy a box, which lies in `data` with these strides, into memory of its shape."""
+    size_bytes = target.numel() * target.element_size()
+    if size_bytes == len(data) and is_plain_memory(target):
+        ctypes.memmove(target.data_ptr(), _address(data), size_bytes)
+        return
+    is_aligned = _address(data) % target.element_size() == 0
+    aligned = torch.frombuffer(data if is_aligned else bytearray(data), dtype=torch.uint8).view(target.dtype)
+    target.copy_(aligned.as_strided(tuple(target.shape), strides))
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+class ReadPlan:
+    """What has to be read for the memory of one rank."""
+
+    def __init__(self, index: TensorIndex, *, prefix: str, checked: bool = True) -> None:
+        """`prefix` is that of the files' keys. `checked` says that the index has digests."""
+        self._index = index
+        self._prefix = prefix
+        self._checked = checked
+        self._steps: list[Step] = []
+        self._shared: dict[int, list[Copy]] = {}
+        self._regions = [column.tolist() for column in _region_columns(index)]
+
+    def add(self, source: str, pieces: Iterable[Piece], *, rank: int) -> None:
+        """Fill these pieces of the stored tensor `source`, as `rank` stored it if ranks differ.
+
+        Raises CheckpointDamaged when the index has holes there.
+        """
+        for piece in pieces:
+            volume = 0
+            for chunk in self._index.chunks(source, rank, piece.box):
+                common = overlap(chunk.box, piece.box)
+                if common is not None:
+                    volume += common.volume
+                    self._add_box(chunk, inside(common, chunk.box), narrowed(piece.tensor, inside(common, piece.box)))
+            if volume != piece.box.volume:
+                raise CheckpointDamaged(f"the checkpoint has not all of {source}: a chunk is missing")
+
+    def _add_box(self, chunk: Chunk, box: Box, target: torch.Tensor) -> None:
+        element_bytes = target.element_size()
+        size_bytes = self._regions[2][chunk.region]
+        is_own = self._regions[1][chunk.region] == chunk.offset and size_bytes == chunk.box.volume * element_bytes
+        strides = strides_of(chunk.box.sizes)
+        if not is_own:
+            first, count = span(box, chunk.box.sizes)
+            copy = Copy(chunk.offset + first * element_bytes, count * element_bytes, target, strides)
+            self._shared.setdefault(chunk.region, []).append(copy)
+        elif is_plain_memory(target) and is_range(box, chunk.box.sizes):
+            first, count = span(box, chunk.box.sizes)
+            self._add_direct(chunk, chunk.offset + first * element_bytes, view_of(target))
+        else:
+            for piece in _cut(box, chunk.box.sizes, element_bytes):
+                first, count = span(piece, chunk.box.sizes)
+                inner = narrowed(target, inside(piece, box))
+                copy = Copy(chunk.offset + first * element_bytes, count * element_bytes, inner, strides)
+                self._add_buffered(chunk.region, copy.offset, copy.offset + copy.size_bytes, [copy])
+
+    def _add_direct(self, chunk: Chunk, offset: int, view: memoryview) -> None:
+        step = self._step(chunk.region, offset, offset + len(view))
+        step.direct, step.direct_offset = view, offset
+        self._steps.append(step)
+
+    def _add_buffered(self, region: int, start: int, stop: int, copies: list[Copy]) -> None:
+        step = self._step(region, start, stop)
+        step.copies = copies
+        self._steps.append(step)
+
+    def _step(self, region: int, start: int, stop: int) -> Step:
+        """A stretch of a region, widened to the borders of its blocks."""
+        file, begin, size_bytes, first_block = (column[region] for column in self._regions)
+        key = self._prefix + self._index.files[file]
+        if not self._checked:
+            return Step(key, start, stop - start, ())
+        low = (start - begin) // BLOCK_BYTES
+        high = -(-(stop - begin) // BLOCK_BYTES)
+        end = min(high * BLOCK_BYTES, size_bytes)
+        crcs = self._index.crcs[first_block + low : first_block + high].tolist()
+        sizes = [BLOCK_BYTES] * (high - low)
+        sizes[-1] = end - (high - 1) * BLOCK_BYTES
+        return Step(key, begin + low * BLOCK_BYTES, end - low * BLOCK_BYTES, tuple(zip(sizes, crcs, strict=True)))
+
+    def steps(self) -> Iterator[Step]:
+        """Everything to be read, in the order of files and offsets."""
+        for region, copies in self._shared.items():
+            copies.sort(key=lambda copy: copy.offset)
+            for group in _groups(copies, self._regions[1][region]):
+                stop = max(copy.offset + copy.size_bytes for copy in group)
+                self._add_buffered(region, group[0].offset, stop, group)
+        self._shared.clear()
+        self._steps.sort(key=lambda step: (step.key, step.offset))
+        yield from self._steps
+
+
+def _region_columns(index: TensorIndex) -> tuple[Any, Any, Any, Any]:
+    return index.regions.file, index.regions.offset, index.regions.size_bytes, index.regions.first_block
+
+
+def _groups(copies: Sequence[Copy], begin: int) -> Iterator[list[Copy]]:
+    """Copies of one region that are read together: without a gap worth a new read, and no more than a buffer.
+
+    A group ends where a block ends, as far as it can, so that no block is read twice.
+    """
+    group: list[Copy] = []
+    stop = 0
+    for copy in copies:
+        if group:
+            is_far = copy.offset - stop >= MAX_SKIP_BYTES
+            starts_block = (copy.offset - begin) // BLOCK_BYTES > (stop - 1 - begin) // BLOCK_BYTES
+            is_full = copy.offset + copy.size_bytes - group[0].offset > BUFFER_BYTES
+            if is_far or (is_full and starts_block) or copy.offset - group[0].offset > 2 * BUFFER_BYTES:
+                yield group
+                group, stop = [], 0
+        group.append(copy)
+        stop = max(stop, copy.offset + copy.size_bytes)
+    if group:
+        yield group
+
+
+def _cut(box: Box, sizes: tuple[int, ...], element_bytes: int) -> Iterator[Box]:
+    """The pieces of a box that are read one by one, none with more bytes from end to end than a buffer holds."""
+    for run in runs(box, sizes, MAX_SKIP_BYTES // element_bytes):
+        yield from _halves(run, sizes, BUFFER_BYTES // element_bytes)
+
+
+def _halves(box: Box, sizes: tuple[int, ...], most: int) -> Iterator[Box]:
+    if span(box, sizes)[1] <= most or box.volume == 1:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+    half = box.sizes[dim] // 2
+    for offset, size in ((0, half), (half, box.sizes[dim] - half)):
+        offsets = (*box.offsets[:dim], box.offsets[dim] + offset, *box.offsets[dim + 1 :])
+        yield from _halves(Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), sizes, most)
+
+
+def run_steps(steps: Iterable[Step], read: Callable[[Sequence[RangeRead]], None], *, buffer_bytes: int) -> None:
+    """Read and copy, with buffers of at most that much at once."""
+    wave: list[Step] = []
+    held = 0
+    for step in steps:
+        if wave and held + step.buffer_bytes > buffer_bytes:
+            _run_wave(wave, read)
+            wave, held = [], 0
+        wave.append(step)
+        held += step.buffer_bytes
+    if wave:
+        _run_wave(wave, read)
+
+
+def _run_wave(wave: Sequence[Step], read: Callable[[Sequence[RangeRead]], None]) -> None:
+    reads = [step.range_read() for step in wave]
+    read([item for item, _ in reads])
+    for step, (_, buffer) in zip(wave, reads, strict=True):
+        step.finish(buffer)

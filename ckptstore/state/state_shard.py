@@ -1,0 +1,181 @@
+"""A rank's shard of a state checkpoint, for the save story: what it has and writes, and how the leader joins it all."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ckptstore.group import Beat, Group
+from ckptstore.layout import DCP_METADATA_NAME, Attempt
+from ckptstore.manifest import Receipt
+from ckptstore.plan import PlannedFile
+from ckptstore.request import Request
+from ckptstore.shard import Agreed, Contents
+from ckptstore.sources import MemorySource, Source
+from ckptstore.state.agree import Agreement, Negotiator, agreement_of_one
+from ckptstore.state.describe import Described, describe
+from ckptstore.state.flatten import FlatState
+from ckptstore.state.index import INDEX_NAME, TensorIndex, join_parts
+from ckptstore.state.items import Item
+from ckptstore.state.plan import plan_rank
+from ckptstore.state.shard_files import ShardFiles
+from ckptstore.state.stock_write import MAX_CHUNKS, stock_frames, stock_metadata
+from ckptstore.storage.base import Persists, Storage
+from ckptstore.transfer import Stored
+
+_LENGTH = struct.Struct("<I")
+
+
+class Upload(Protocol):
+    """`Transfer.upload`, or what does the same in another process."""
+
+    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
+        """Write the files; the result has their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateOptions:
+    """How a state is saved."""
+
+    allow_pickle: bool = False
+    stock_readable: bool = True
+    """Whether stock DCP shall be able to read it: plain values twice, and `.metadata` up to 200,000 chunks."""
+    num_files: int = 4
+    """How many files a rank writes at once when there is much to write."""
+
+
+class StateShard:
+    """See `ckptstore.shard.Shard`. `prepare` comes before the story."""
+
+    def __init__(
+        self,
+        flat: FlatState,
+        *,
+        request: Callable[[], Request],
+        group: Group,
+        storage: Storage,
+        upload: Upload,
+        options: StateOptions | None = None,
+    ) -> None:
+        """`request` checks what the caller asked for. Nothing is looked at yet."""
+        self._flat = flat
+        self._request = request
+        self._group = group
+        self._storage = storage
+        self._upload = upload
+        self._options = options or StateOptions()
+        self._paths: dict[str, tuple[str | int, ...]] = {}
+        self._files: ShardFiles | None = None
+        self.sources: list[tuple[str, Source]] = []
+        """Name and source of each file that this rank will write. A staged copy may take a source's place until the
+        story stores them."""
+
+    def prepare(self, negotiator: Negotiator) -> None:
+        """Look at the state and agree with the other ranks on who writes what. Collective; nothing is written.
+
+        Raises InvalidState, the same on all ranks.
+        """
+        group, options = self._group, self._options
+        found = Described()
+
+        def look() -> Sequence[Item]:
+            nonlocal found
+            found = describe(self._flat, compare=group.world_size > 1, allow_pickle=options.allow_pickle)
+            return found.items
+
+        def exchange(tag: str, work: Callable[[], bytes], join: Callable[[list[bytes]], bytes]) -> bytes:
+            return group.exchange(tag, lambda _beat: work(), lambda posts, _beat: join(posts))
+
+        if group.world_size == 1:
+            look()
+            agreement = agreement_of_one()
+        else:
+            agreement = negotiator.agree(look, exchange)
+        plan = plan_rank(found.items, agreement, group.rank)
+        self._files = ShardFiles(found, plan, rank=group.rank, num_files=options.num_files)
+        if options.stock_readable:
+            self._add_stock_values(agreement, [*plan.common, *plan.own])
+        self.sources = [*self._files.sources()]
+
+    def _add_stock_values(self, agreement: Agreement, keys: Sequence[str]) -> None:
+        """Stock readers know one value for each key: the lowest rank's."""
+        assert self._files is not None
+        rank = self._group.rank
+        mine = [key for key in keys if agreement.holders(key)[0] == rank]
+        frames, paths = stock_frames(self._flat, mine)
+        self._files.add_stock_values(frames)
+        self._paths.update(paths)
+        if rank == 0 or (agreement.classes and agreement.classes.index(agreement.classes[rank]) == rank):
+            self._paths.update(self._flat.paths)
+
+    def describe(self) -> tuple[Request, bytes]:
+        """What the caller asked for, and the size of what this rank will write."""
+        return self._request(), str(sum(source.size_bytes for _, source in self.sources)).encode()
+
+    def agree(self, descriptions: Sequence[bytes]) -> Agreed:
+        """Leader: who writes what is settled; only the sizes count."""
+        return Agreed(b"", sum(map(int, descriptions)))
+
+    def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
+        """Write this rank's files, and give the leader the receipts and this rank's part of the index."""
+        assert self._files is not None
+        files = [PlannedFile(attempt.key(name), source) for name, source in self.sources]
+        stored = self._upload(files, beat=beat)
+        receipts = [
+            Receipt(name, one.size_bytes, one.crc32c, self._group.rank, version=one.version)
+            for (name, _), one in zip(self.sources, stored, strict=True)
+        ]
+        self._seal(files)
+        part = self._files.index_part([one.block_crcs for one in stored])
+        head = {
+            "receipts": [receipt.to_json() for receipt in receipts],
+            "stock": self._files.stock,
+            "paths": self._paths,
+        }
+        packed = zlib.compress(json.dumps(head).encode(), 1)
+        return b"".join([_LENGTH.pack(len(packed)), packed, part])
+
+    def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
+        """Leader: check that every tensor is there exactly once, and write the index and, if asked for, `.metadata`.
+
+        Raises CheckpointDamaged when ranks that disagree on the state left a hole.
+        """
+        heads, parts = zip(*(_unpacked(data) for data in stored), strict=True)
+        receipts = [Receipt.from_json(entry) for head in heads for entry in head["receipts"]]
+        joined = join_parts(parts)
+        index = TensorIndex.decode(joined)
+        index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
+        index.check_complete()
+        beat()
+        written = {INDEX_NAME: joined}
+        if self._options.stock_readable and index.num_chunks <= MAX_CHUNKS:
+            written[DCP_METADATA_NAME] = stock_metadata(index, *_stock_parts(heads))
+        files = [PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in written.items()]
+        for name, one in zip(written, self._upload(files, beat=beat), strict=True):
+            receipts.append(Receipt(name, one.size_bytes, one.crc32c, self._group.rank, version=one.version))
+        self._seal(files)
+        return Contents(receipts)
+
+    def _seal(self, files: Sequence[PlannedFile]) -> None:
+        if isinstance(self._storage, Persists):
+            self._storage.seal([file.key for file in files])
+
+
+def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
+    (length,) = _LENGTH.unpack_from(data)
+    head: dict[str, Any] = json.loads(zlib.decompress(data[_LENGTH.size : _LENGTH.size + length]))
+    return head, data[_LENGTH.size + length :]
+
+
+def _stock_parts(heads: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+    """Where all ranks' values lie for stock readers, and the paths of all keys; the lowest rank's word counts."""
+    places: dict[str, Any] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for head in reversed(heads):
+        places.update(head["stock"])
+        paths.update((key, tuple(path)) for key, path in head["paths"].items())
+    return places, paths

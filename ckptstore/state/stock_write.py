@@ -1,0 +1,68 @@
+"""What makes a checkpoint of ours readable by stock DCP: `.metadata`, and plain values framed as DCP frames them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptstore.state.flatten import FlatState, join_path, stock_leaves
+from ckptstore.state.frames import template, value_frame
+from ckptstore.state.index import TensorIndex
+from ckptstore.state.shard_files import StockPlace
+from ckptstore.torch_private import storage_info_class
+
+MAX_CHUNKS = 200_000
+"""With more chunks than this `.metadata` is not written: it would take stock readers gigabytes to read it."""
+
+Paths = Mapping[str, tuple[str | int, ...]]
+
+
+def stock_frames(flat: FlatState, keys: Iterable[str]) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
+    """The frames of these plain values, leaf by leaf as stock DCP flattens them, and the path of each leaf."""
+    frames: dict[str, bytes] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    made: dict[bytes, bytes] = {}
+    for key in keys:
+        for path, leaf in stock_leaves(flat.values[key], flat.paths[key]):
+            text = pickle.dumps(leaf)  # equal values are framed once; thousands of hyperparameters are
+            if text not in made:
+                made[text] = value_frame(leaf)
+            frames[join_path(path)] = made[text]
+            paths[join_path(path)] = path
+    return frames, paths
+
+
+def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: Paths) -> bytes:
+    """`.metadata` as stock DCP writes it. Of a tensor that differs between ranks it has the lowest rank's."""
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    info = storage_info_class()
+    for fqn, entry in index.tensors.items():
+        if entry.beside_value:
+            continue
+        dtype = getattr(torch, entry.dtype)
+        rank = index.ranks_of(fqn)[0] if entry.per_rank else 0
+        chunks = []
+        for number, chunk in enumerate(index.chunks(fqn, rank)):
+            frame = template(dtype, chunk.box.sizes)
+            offsets = torch.Size(chunk.box.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.box.sizes)))
+            start = chunk.offset - len(frame.header)
+            storage[MetadataIndex(fqn, offsets, number)] = info(index.files[chunk.file], start, frame.size_bytes)
+        tensors[fqn] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry.shape), chunks)
+    for key, place in places.items():
+        tensors[key] = BytesStorageMetadata()
+        storage[MetadataIndex(key)] = info(*place)
+    planner = {key: tuple(paths.get(key, (key,))) for key in tensors}
+    return pickle.dumps(Metadata(tensors, planner, storage, version="1.0.0"))

@@ -1,0 +1,145 @@
+"""A stored state, as one rank reads it: what is there, the plain values, and tensors straight into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ckptstore.errors import InvalidInput, StateMismatch
+from ckptstore.state.flatten import TensorRef
+from ckptstore.state.index import TensorIndex
+from ckptstore.state.matching import Saved, SavedTensor
+from ckptstore.state.placement import Piece, pieces_of
+from ckptstore.state.reads import ReadPlan, run_steps
+from ckptstore.state.values import Decoder, references
+from ckptstore.transfer import RangeRead
+
+PerRank = Literal["error", "first", "skip"]
+"""What becomes of values that differed between ranks, at another world size: refuse, the lowest rank's, leave out."""
+
+Read = Callable[[Sequence[RangeRead]], None]
+"""`Transfer.read`."""
+
+
+@dataclass(slots=True)
+class StoredState:
+    """The state of one checkpoint for one rank."""
+
+    index: TensorIndex
+    read: Read
+    prefix: str
+    rank: int
+    world_size: int
+    per_rank: PerRank = "error"
+    allow_pickle: bool = False
+    buffer_bytes: int = 256 << 20
+    """The most that buffers of a read take."""
+    checked: bool = True
+    _ranks: dict[str, int] = field(default_factory=dict)
+    """Whose a key is that differs between ranks."""
+
+    def __post_init__(self) -> None:
+        if self.per_rank not in ("error", "first", "skip"):
+            raise InvalidInput(f"per_rank is {self.per_rank!r}, it is 'error', 'first' or 'skip'")
+
+    def saved(self) -> Saved:
+        """What the checkpoint has for this rank, with its plain values. Reads what travels beside those.
+
+        Raises StateMismatch, naming the keys, when ranks had values of their own, the number of ranks is another one
+        now, and `per_rank` is "error".
+        """
+        own = self._own_keys()
+        skipped = frozenset(key for key, rank in own.items() if rank is None)
+        self._ranks = {key: rank for key, rank in own.items() if rank is not None}
+        tensors = {
+            fqn: SavedTensor(getattr(torch, entry.dtype), entry.shape)
+            for fqn in self.index.tensors
+            if fqn not in skipped and (entry := self.index.entry(fqn, self.source_rank(fqn))) is not None
+            if not entry.beside_value and fqn not in self.index.aliases
+        }
+        aliases = {key: first for key, first in self.index.aliases.items() if key not in skipped}
+        return Saved(tensors, self.values(), aliases, skipped)
+
+    def source_rank(self, key: str) -> int:
+        """The rank whose tensor or value of that key this rank takes, where ranks differ."""
+        return self._ranks.get(key, self.rank)
+
+    def _own_keys(self) -> dict[str, int | None]:
+        """For each key that differs between ranks whose this rank takes, None for one that is left out."""
+        ranks = self.index.value_ranks()
+        beside = {fqn for fqn, entry in self.index.tensors.items() if entry.beside_value}
+        for fqn, entry in self.index.tensors.items():
+            if entry.per_rank and fqn not in beside:
+                ranks[fqn] = self.index.ranks_of(fqn)
+        if len(self.index.parts) == self.world_size:
+            return dict.fromkeys(ranks, self.rank)
+        if self.per_rank == "error" and ranks:
+            shown = ", ".join(sorted(ranks)[:10]) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
+            raise StateMismatch(
+                f"the checkpoint of {len(self.index.parts)} ranks has for each of them its own {shown}, and there are "
+                f"{self.world_size} ranks now",
+                hint='per_rank="first" takes the lowest rank\'s, per_rank="skip" leaves them as they are',
+            )
+        return {key: holders[0] if self.per_rank == "first" else None for key, holders in ranks.items()}
+
+    def values(self) -> dict[str, Any]:
+        """The plain values for this rank, decoded, with a TensorRef for each tensor in them."""
+        encoded = {key: (self.rank, value) for key, value in self.index.common_values().items()}
+        for rank in {self.rank, *self._ranks.values()}:
+            for key, value in self.index.own_values(rank).items():
+                if key in self._ranks and self._ranks[key] == rank:
+                    encoded[key] = rank, value
+        return self._decoded(encoded)
+
+    def value_of_each_rank(self, key: str) -> list[Any]:
+        """A plain value of every rank that has one of its own, in the order of ranks; one value if all are equal."""
+        ranks = self.index.value_ranks().get(key)
+        if ranks is None:
+            common = self.index.common_values()
+            return [self._decoded({key: (0, common[key])})[key]] if key in common else []
+        return [self._decoded({key: (rank, self.index.own_values(rank)[key])})[key] for rank in ranks]
+
+    def _decoded(self, encoded: Mapping[str, tuple[int, Any]]) -> dict[str, Any]:
+        arrays: dict[tuple[str, int], torch.Tensor] = {}
+        for rank, value in encoded.values():
+            for name in references(value):
+                entry = self.index.entry(name, rank)
+                if entry is not None and entry.beside_value:
+                    arrays[name, rank] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        self._fill([(name, rank, pieces_of(tensor, name)) for (name, rank), tensor in arrays.items()])
+        found = {}
+        for key, (rank, value) in encoded.items():
+
+            def fetch(name: str, rank: int = rank) -> Any:
+                tensor = arrays.get((name, rank))
+                return TensorRef(name) if tensor is None else tensor.numpy()
+
+            found[key] = Decoder(fetch, allow_pickle=self.allow_pickle).decode(value, path=key)
+        return found
+
+    def fill(self, targets: Mapping[str, tuple[torch.Tensor, str]]) -> None:
+        """Read tensors into memory: for each name the tensor to fill, plain or distributed, and the key it is stored
+        under. Every block that is read is checked.
+
+        Raises StateMismatch when shape or dtype differ, CheckpointDamaged.
+        """
+        wanted = []
+        for name, (tensor, source) in targets.items():
+            rank = self.source_rank(source)
+            entry = self.index.entry(source, rank)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if entry is None or (entry.dtype, entry.shape) != (dtype, tuple(tensor.shape)):
+                has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
+                raise StateMismatch(f"{name} is {dtype} {tuple(tensor.shape)}, the checkpoint has {has}")
+            wanted.append((source, rank, pieces_of(tensor, name)))
+        self._fill(wanted)
+
+    def _fill(self, wanted: Sequence[tuple[str, int, list[Piece]]]) -> None:
+        plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)
+        for source, rank, pieces in wanted:
+            plan.add(source, pieces, rank=rank)
+        with torch.no_grad():
+            run_steps(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)

@@ -1,0 +1,83 @@
+"""Saving and loading flat states without the stories above: one shard for each rank, in one directory."""
+
+import json
+
+import torch
+
+from ckptstore.config import RetryConfig, TransferConfig
+from ckptstore.group import SoloGroup
+from ckptstore.layout import Attempt
+from ckptstore.request import Request
+from ckptstore.state.agree import Negotiator
+from ckptstore.state.describe import plain_state
+from ckptstore.state.index import INDEX_NAME, TensorIndex
+from ckptstore.state.state_shard import StateOptions, StateShard
+from ckptstore.state.stored import StoredState
+from ckptstore.storage.local import LocalStorage
+from ckptstore.transfer import Transfer
+
+ATTEMPT = Attempt(7, 1, "0123abcd")
+
+
+def make_transfer(root, *, num_threads=2, durable=False, **more):
+    config = TransferConfig(num_threads=num_threads, durable=durable, **more)
+    return Transfer(LocalStorage(root, durable=durable), config=config, retry=RetryConfig(retry_attempts=1))
+
+
+def save_flat(root, flat, *, group=None, negotiator=None, attempt=ATTEMPT, transfer=None, **options):
+    """Save a flat state; the receipts of all files, on rank 0."""
+    group = group or SoloGroup()
+    moved = transfer or make_transfer(root)
+    shard = StateShard(
+        flat,
+        request=lambda: Request.of(step=7, kind="state", metrics=None, metadata=None, exists="replace"),
+        group=group,
+        storage=LocalStorage(root, durable=False),
+        upload=moved.upload,
+        options=StateOptions(**options),
+    )
+    shard.prepare(negotiator or Negotiator())
+    receipts = []
+
+    def join(stored, beat):
+        receipts.extend(shard.join(attempt, stored, beat).receipts)
+        return json.dumps([receipt.name for receipt in receipts]).encode()
+
+    group.exchange("store", lambda beat: shard.store(attempt, b"", beat), join)
+    if transfer is None:
+        moved.close()
+    return receipts
+
+
+def save_plain(root, tensors, values=None, **options):
+    """Save tensors and plain values by key; where the checkpoint lies."""
+    save_flat(root, plain_state(tensors, values), **options)
+    return root / ATTEMPT.prefix
+
+
+def open_index(root, attempt=ATTEMPT):
+    return TensorIndex.decode((root / attempt.prefix / INDEX_NAME).read_bytes())
+
+
+def open_stored(root, transfer, *, rank=0, world_size=1, attempt=ATTEMPT, **more):
+    return StoredState(
+        open_index(root, attempt), transfer.read, attempt.prefix, rank=rank, world_size=world_size, **more
+    )
+
+
+def load_into(root, targets, **more):
+    """Fill tensors, each from its own key."""
+    transfer = make_transfer(root)
+    try:
+        stored = open_stored(root, transfer, **more)
+        stored.saved()
+        stored.fill({key: (tensor, key) for key, tensor in targets.items()})
+    finally:
+        transfer.close()
+    return targets
+
+
+def bits(tensor):
+    """The bytes of a tensor, for comparing what has no equality (fp8) or has NaN."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
