@@ -1,0 +1,150 @@
+"""Objects of format version 1 as they were once written: they are read for ever, and are never written anew.
+
+A change of the code that fails here has changed the format. The files stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from pathlib import Path
+
+import pytest
+
+from ckptstore.config import RetryConfig
+from ckptstore.identity import StoreIdentity, read_or_create_identity
+from ckptstore.layout import HINT_KEY, STORE_KEY, record_key
+from ckptstore.log import Log
+from ckptstore.log.hint import Hint
+from ckptstore.manifest import Manifest, sha256_of
+from ckptstore.records import Change, Claim, Commit, Noop, Pin, Record, Remove, Unpin
+from ckptstore.storage.memory import MemoryStorage
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+LOG = GOLDEN / "log-v1"
+NUMBERS = range(1, 14)
+
+
+def record(number: int) -> Record:
+    return Record.decode((LOG / f"{number:010d}.json").read_bytes(), number)
+
+
+def golden_store() -> MemoryStorage:
+    storage = MemoryStorage(f"memory://{uuid.uuid4().hex}")
+    names = {STORE_KEY: "store.json", HINT_KEY: "latest.json"}
+    names |= {record_key(number): f"{number:010d}.json" for number in NUMBERS}
+    for key, name in names.items():
+        storage.write(key, [memoryview((LOG / name).read_bytes())])
+    return storage
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_record_is_read_and_would_be_written_the_same(number: int) -> None:
+    stored = record(number)
+    before = record(number - 1) if number > 1 else None
+    again = Record.following(before, stored.change, write_id=stored.write_id, created_at=stored.created_at)
+    assert again.encode() == stored.encode() == (LOG / f"{number:010d}.json").read_bytes()
+    assert again.state == stored.state
+
+
+def test_the_changes_are_these() -> None:
+    changes: list[Change] = [record(number).change for number in NUMBERS]
+    assert changes[0] == Claim("job-71-0", 2)
+    assert changes[4:7] == [Pin((3,)), Noop(), Claim("job-71-1", 4)]
+    assert changes[9:] == [
+        Remove(drop=(2,), epoch=2, reason="grace period over"),
+        Unpin((3,)),
+        Remove(trash=(9,), reason="roll back to step 300"),
+        Claim("cp-1", 1, above_epoch=6),
+    ]
+    third, fourth, eighth, ninth = (changes[number - 1] for number in (3, 4, 8, 9))
+    assert isinstance(fourth, Commit)
+    assert (fourth.drops, fourth.replaces, dict(fourth.reasons)) == ((2,), (), {2: "not among the latest 2"})
+    entry = fourth.entry
+    assert (entry.step, entry.epoch, entry.attempt) == (300, 1, "step-0000000300-e0001-3f9a1c2e")
+    assert (entry.kind, entry.world_size, entry.size_bytes, entry.num_files) == ("directory", 2, 2097175, 5)
+    assert (entry.created_at, dict(entry.metrics)) == (1767225900.25, {"eval_loss": 0.3125, "worst": math.inf})
+    assert isinstance(third, Commit)
+    assert isinstance(eighth, Commit)
+    assert math.isnan(eighth.entry.metrics["eval_loss"])
+    assert (eighth.entry.bases, eighth.entry.kind) == ((4,), "state")
+    assert isinstance(ninth, Commit)
+    assert ninth.replaces == (8,)
+
+
+def test_the_state_at_the_end_is_this() -> None:
+    state = record(13).state
+    assert (state.epoch, state.resume_from, state.latest) == (7, 4, 4)
+    assert state.live == {3, 4}
+    assert record(10).state.pinned == {3}
+    assert not state.pinned
+    assert dict(state.trash) == {8: 9, 9: 12}
+    assert dict(state.bases) == {4: {8}}
+
+
+def test_the_log_holds_together_and_goes_on() -> None:
+    storage = golden_store()
+    log = Log(storage, retry=RetryConfig(retry_attempts=1))
+    assert log.verify_chain() == []
+    newest, latest = log.newest(), log.latest()
+    assert newest
+    assert latest
+    assert (newest.number, latest.number, latest.entry.step) == (13, 4, 300)
+    assert log.append(lambda _: Remove(drop=(9, 8), epoch=7))
+    assert Log(storage, retry=RetryConfig(retry_attempts=1)).verify_chain() == []
+    assert read_or_create_identity(storage) == "5f0c3a9e4b7d41d8a2c6e1f09b83d754"
+
+
+def test_the_hint_is_read_and_would_be_written_the_same() -> None:
+    data = (LOG / "latest.json").read_bytes()
+    hint = Hint.decode(data)
+    assert hint
+    assert hint.latest
+    assert (hint.newest.sha256, hint.latest.sha256) == (record(13).sha256, record(4).sha256)
+    assert hint.encode() == data
+
+
+def test_packed_numbers_and_unknown_fields_are_read() -> None:
+    data = (LOG / "packed.json").read_bytes()
+    found = Record.decode(data, 10_000)
+    assert found.state.live == {n * n % 9973 + 13 for n in range(1, 700)}
+    assert found.extra == {"later": ["kept"]}
+    assert found.state.extra == {"later": "kept"}
+    after = Record.following(found, Noop(), write_id="", created_at=0.0)
+    assert json.loads(after.encode())["state"]["later"] == "kept"
+
+
+def test_the_identity_is_read_and_would_be_written_the_same() -> None:
+    data = (LOG / "store.json").read_bytes()
+    identity = StoreIdentity.decode(data)
+    assert (identity.kept_by, identity.created_at) == ("ckptstore", 1767225600.0)
+    assert identity.encode() == data
+
+
+def test_a_manifest_is_read_and_would_be_written_the_same() -> None:
+    data = (GOLDEN / "manifest-v1/directory.json").read_bytes()
+    manifest = Manifest.decode(data)
+    assert manifest.encode() == data
+    assert (manifest.step, manifest.epoch, manifest.world_size, manifest.kind) == (300, 1, 2, "directory")
+    assert manifest.attempt == "step-0000000300-e0001-3f9a1c2e"
+    assert [(item.name, item.size_bytes, item.crc32c, item.rank, item.original_name) for item in manifest.files] == [
+        ("config.json", 17, 0x0BADCAFE, 0, None),
+        ("logs/träining log.txt", 0, 0, 1, None),
+        ("model-rank=00000.pt", 1048577, 0x12345678, 0, "model.pt"),
+        ("model-rank=00001.pt", 1048576, 0xDEADBEEF, 1, "model.pt"),
+        ("vocab.bin", 5, None, 1, None),
+    ]
+    assert manifest.directories == ("empty",)
+    assert manifest.metrics == {"eval_loss": 0.3125, "worst": math.inf}
+    assert manifest.metadata["commit"] == "8c15528"
+    assert math.isnan(manifest.metadata["nested"][3]["lr"])
+    entry = record(4).entry
+    assert entry.manifest_sha256 == sha256_of(data)
+    assert (entry.size_bytes, entry.num_files) == (manifest.size_bytes, len(manifest.files))
+
+
+def test_unknown_fields_of_a_manifest_are_kept() -> None:
+    manifest = Manifest.decode((GOLDEN / "manifest-v1/with-unknown-fields.json").read_bytes())
+    assert manifest.extra == {"later": {"field": 1}}
+    assert json.loads(manifest.encode())["later"] == {"field": 1}
