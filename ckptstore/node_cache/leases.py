@@ -56,7 +56,7 @@ def take(place: Place, key: str, *, wait_seconds: float) -> None:
                 return
             descriptor = _lock(path, fcntl.LOCK_SH, create=True)
             if descriptor is not None:
-                os.utime(descriptor)
+                _touch(descriptor)
                 _held[path] = _Held(descriptor, 1)
                 return
         if time.monotonic() > deadline:
@@ -76,9 +76,14 @@ def release(place: Place, key: str) -> bool:
             return False
         del _held[path]
         with contextlib.suppress(OSError):
-            os.utime(held.descriptor)  # idle time counts from now
+            _touch(held.descriptor)  # idle time counts from now
         os.close(held.descriptor)
         return True
+
+
+def _touch(descriptor: int) -> None:
+    now = time.time_ns()  # the kernel's own stamp is too coarse to tell which of two copies was used last
+    os.utime(descriptor, ns=(now, now))
 
 
 def note_size(place: Place, key: str, size_bytes: int) -> None:
