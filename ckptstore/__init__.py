@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptstore.background import PendingSave
     from ckptstore.checkpoint import Checkpoint
     from ckptstore.errors import (
         AccessDenied,
@@ -70,6 +71,7 @@ __all__ = [
     "KeepLatest",
     "KeepSince",
     "NoUsableCheckpoint",
+    "PendingSave",
     "RankFailed",
     "RankTimeout",
     "SaveBusy",
@@ -97,6 +99,7 @@ _HOMES = {
     "KeepEvery": "ckptstore.retention",
     "KeepLatest": "ckptstore.retention",
     "KeepSince": "ckptstore.retention",
+    "PendingSave": "ckptstore.background",
     "StorageGroup": "ckptstore.group",
     "open_store": "ckptstore.store",
 }
