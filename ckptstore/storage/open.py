@@ -67,16 +67,20 @@ def open_storage(
         return MemoryStorage(uri)
     try:
         if choice.engine == "obstore":
-            from ckptstore.storage import fast
+            from ckptstore.storage.fast import open_fast
 
-            return fast.open_fast(uri, storage_options)
-        from ckptstore.storage import remote
+            return open_fast(uri, storage_options)
+        from ckptstore.storage.remote import open_remote
 
-        return remote.open_remote(uri, storage_options)
+        return open_remote(uri, storage_options)
     except CkptstoreError:
         raise
-    except (ImportError, ValueError) as error:  # how fsspec says that a package is missing or a scheme is unknown
-        raise _unknown(uri, str(error)) from error
+    except ImportError as error:
+        raise _not_installed(uri, error) from error
+    except ValueError as error:  # how fsspec says that it does not know a scheme
+        known = ", ".join(["a path", "file://", "memory://", *(f"{name}://" for name in _EXTRAS)])
+        hint = f"Known: {known}, and what fsspec knows"
+        raise InvalidInput(f"{redact(uri)!r} cannot be opened: {error}", hint=hint) from error
 
 
 def choose_engine(
@@ -134,9 +138,9 @@ def _objection_to_obstore(uri: str, storage_options: Mapping[str, Any] | None) -
         return f"obstore does not know {scheme_of(uri)}://"
     if importlib.util.find_spec("obstore") is None:
         return 'obstore is not installed (pip install "ckptstore[fast]")'
-    from ckptstore.storage import fast
+    from ckptstore.storage.fast import understands
 
-    return fast.understands(uri, storage_options)
+    return understands(uri, storage_options)
 
 
 def _local_path(uri: str) -> str:
@@ -150,9 +154,7 @@ def _local_path(uri: str) -> str:
     return os.path.abspath(f"/{unquote(path)}")
 
 
-def _unknown(uri: str, reason: str) -> InvalidInput:
-    scheme = scheme_of(uri)
-    known = ", ".join(["a path", "file://", "memory://", *(f"{name}://" for name in _EXTRAS)])
-    extra = _EXTRAS.get(scheme)
-    hint = f'Install it: pip install "ckptstore[{extra}]"' if extra else f"Known: {known}, and what fsspec knows"
-    return InvalidInput(f"{redact(uri)!r} cannot be opened: {reason}", hint=hint)
+def _not_installed(uri: str, error: ImportError) -> InvalidInput:
+    extra = _EXTRAS.get(scheme_of(uri))
+    hint = f'Install it: pip install "ckptstore[{extra}]"' if extra else "Install the package that fsspec needs for it"
+    return InvalidInput(f"{redact(uri)!r} cannot be opened: {error}", hint=hint)

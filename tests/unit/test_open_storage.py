@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,22 @@ def test_an_unknown_scheme_names_those_that_are_known() -> None:
     with pytest.raises(InvalidInput) as caught:
         open_storage("nosuch://user:secret@x?token=secret")
     assert "secret" not in str(caught.value)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ckptstore.storage.remote", None)
+    with pytest.raises(InvalidInput, match=r"pip install \"ckptstore\[gcs\]\""):
+        open_storage("gs://bucket/run", engine="fsspec")
+    with pytest.raises(InvalidInput, match="package that fsspec needs"):
+        open_storage("ftp://host/run")
+
+
+def test_obstore_is_used_only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    choice = choose_engine("s3://bucket")
+    assert (choice.engine, "ckptstore[fast]" in choice.reason) == ("fsspec", True)
+    with pytest.raises(InvalidInput, match="obstore is not installed"):
+        choose_engine("s3://bucket", engine="obstore")
 
 
 def test_engines_and_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
