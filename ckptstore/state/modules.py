@@ -136,12 +136,10 @@ def materialise(key: str, module: torch.nn.Module, device: torch.device | None) 
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Without the notices that torch's own helpers draw by calling FSDP1 and ShardedTensor."""
+    """Without the notices that FSDP1 and its ShardedTensors draw wherever torch touches them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.filterwarnings("ignore", message=".*_get_pg_default_device.*")
-        warnings.filterwarnings("ignore", message=".*FSDP.*")
+        warnings.filterwarnings("ignore", message="Multiple backends are registered with this ProcessGroup")
         yield
 
 

@@ -64,7 +64,11 @@ def load_with_dcp(state: Mapping[str, Any], directory: Path, **keywords: Any) ->
     tensors = {key: SavedTensor(item.properties.dtype, tuple(item.size)) for key, item in metadata.items()}
 
     def read(targets: Mapping[str, Target]) -> None:
-        dcp.load({target.source: target.tensor for target in targets.values()}, checkpoint_id=directory)
+        waiting = list(targets.values())
+        while waiting:  # one source may have several targets
+            turn = {target.source: target.tensor for target in waiting}
+            dcp.load(turn, checkpoint_id=directory)
+            waiting = [target for target in waiting if turn[target.source] is not target.tensor]
 
     return apply(state, Saved(tensors, values, aliases), read, **keywords)
 

@@ -431,7 +431,7 @@ def test_state_that_torch_cannot_flatten_is_refused_with_the_optimizers_key() ->
         run.optimizer.zero_grad()
         loss = run.model(torch.randn(5, 4)).square().sum()
         loss.backward()
-        return float(loss)
+        return loss.item()
 
     run.optimizer.step(closure)
     with pytest.raises(InvalidState, match=r"optimizer at 'optim' cannot be saved.*Flattening"):
