@@ -24,6 +24,8 @@ from ckptstore.torch_private import is_wrapper
 COMPARE_BYTES = 8 << 20
 """Plain tensors up to this size are compared between ranks by digest."""
 
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 @dataclass(slots=True)
 class Described:
@@ -147,7 +149,7 @@ def _checked(tensor: torch.Tensor, key: str) -> torch.Tensor:
     if not is_distributed(tensor):
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise InvalidState(f"{key} has the layout {tensor.layout}", hint="Store a dense tensor")
-        if is_wrapper(tensor):
+        if type(tensor) not in _PLAIN_TYPES and is_wrapper(tensor):
             raise InvalidState(f"{key} is a {type(tensor).__name__}, which wraps other tensors", hint="Store those")
     return tensor
 

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from ckptstore.digest import crc32c
 from ckptstore.encoding import FORMAT_VERSION
 from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
 from ckptstore.state.boxes import Box
-from ckptstore.state.part import BESIDE_VALUE, DTYPE_NAMES, PER_RANK, Part, Regions, has_common_values
+from ckptstore.state.part import BESIDE_VALUE, DTYPE_NAMES, DTYPES, PER_RANK, Part, Regions, has_common_values
 
 INDEX_NAME = "tensors.index"
 """The name of the file; one for each checkpoint."""
@@ -120,7 +121,8 @@ class TensorIndex:
         self.parts = tuple(parts)
         self.files: tuple[str, ...] = tuple(dict.fromkeys(name for part in self.parts for name in part.files))
         self._row_of: dict[tuple[str, int], int] = {}
-        self._rows: list[tuple[Part, int]] = []
+        self._entries: list[TensorEntry] = []
+        self._entry_ranks: list[int] = []
         rows_of_parts = self._merge_rows()
         self._join_columns(rows_of_parts)
 
@@ -137,20 +139,20 @@ class TensorIndex:
             key = (id(part.names), part.dtype.tobytes(), part.flags.tobytes(), _shapes(part))
             rows = known.get(key)
             if rows is None:
-                rows = np.array([self._row(part, row) for row in range(len(part.names))], np.int64)
+                rows = np.array([self._row(part.rank, entry) for entry in _entries_of(part)], np.int64)
             if not (part.flags & PER_RANK).any():
                 known[key] = rows
             found.append(rows)
         return found
 
-    def _row(self, part: Part, row: int) -> int:
-        fqn = part.names[row]
-        key = (fqn, part.rank if part.flags[row] & PER_RANK else -1)
-        known = self._row_of.setdefault(key, len(self._rows))
-        if known == len(self._rows):
-            self._rows.append((part, row))
-        elif self._entry(known) != _entry_of(part, row):
-            raise CheckpointDamaged(f"ranks {self._rows[known][0].rank} and {part.rank} disagree on the tensor {fqn}")
+    def _row(self, rank: int, entry: TensorEntry) -> int:
+        known = self._row_of.setdefault((entry.fqn, rank if entry.per_rank else -1), len(self._entries))
+        if known == len(self._entries):
+            self._entries.append(entry)
+            self._entry_ranks.append(rank)
+        elif self._entries[known] != entry:
+            ranks = f"{self._entry_ranks[known]} and {rank}"
+            raise CheckpointDamaged(f"ranks {ranks} disagree on the tensor {entry.fqn}")
         return known
 
     def _join_columns(self, rows_of_parts: list[np.ndarray[Any, Any]]) -> None:
@@ -161,7 +163,8 @@ class TensorIndex:
             file_numbers = np.array([number_of[name] for name in part.files] or [0], np.int64)
             chunk_rows = rows[part.chunk_tensor] if len(rows) else np.zeros(0, np.int64)
             columns = (chunk_rows, file_numbers[part.chunk_file], part.chunk_offset)
-            chunks.append((*columns, part.chunk_box.astype(np.int64) + number_base, part.chunk_region + region_base))
+            places = (part.chunk_box.astype(np.int64) + number_base, part.chunk_region + region_base)
+            chunks.append((*columns, *places, part.chunk_bytes))
             numbers.append(part.numbers.astype(np.int64))
             held = part.regions
             regions.append(
@@ -172,16 +175,14 @@ class TensorIndex:
             region_base, block_base = region_base + len(held.offset), block_base + len(part.crcs)
             number_base += len(part.numbers)
         self._numbers = _joined(numbers)
-        row, file, offset, box, region = (_joined([columns[i] for columns in chunks]) for i in range(5))
+        row, file, offset, box, region, size = (_joined([columns[i] for columns in chunks]) for i in range(6))
         order = np.argsort(row, kind="stable")
         self._file, self._offset, self._box, self._region = file[order], offset[order], box[order], region[order]
-        self._bounds = np.searchsorted(row[order], np.arange(len(self._rows) + 1))
+        self._bounds = np.searchsorted(row[order], np.arange(len(self._entries) + 1))
+        self._stored_bytes = np.bincount(row, size, len(self._entries)).astype(np.int64)
         self._limits: list[int] = self._bounds.tolist()
         self.regions = Regions(*(_joined([columns[i] for columns in regions]) for i in range(4)))
         self.crcs = _joined(crcs).astype(np.uint32)
-
-    def _entry(self, row: int) -> TensorEntry:
-        return _entry_of(*self._rows[row])
 
     @property
     def num_chunks(self) -> int:
@@ -194,7 +195,7 @@ class TensorIndex:
         found: dict[str, TensorEntry] = {}
         for fqn, rank in sorted(self._row_of, key=lambda key: key[1]):
             if fqn not in found:
-                found[fqn] = self._entry(self._row_of[fqn, rank])
+                found[fqn] = self._entries[self._row_of[fqn, rank]]
         return found
 
     @cached_property
@@ -210,13 +211,13 @@ class TensorIndex:
         for row, place in zip(filled.tolist(), places, strict=True):
             first = first_of.setdefault(place, row)
             if first != row:
-                found[self._entry(row).fqn] = self._entry(first).fqn
+                found[self._entries[row].fqn] = self._entries[first].fqn
         return found
 
     def entry(self, fqn: str, rank: int) -> TensorEntry | None:
         """The tensor as that rank sees it, None when it is not there."""
         row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
-        return None if row is None else self._entry(row)
+        return None if row is None else self._entries[row]
 
     def ranks_of(self, fqn: str) -> list[int]:
         """The ranks that have a tensor of that name of their own."""
@@ -228,8 +229,7 @@ class TensorIndex:
         if row is None:
             return []
         low, high = self._limits[row], self._limits[row + 1]
-        part, local = self._rows[row]
-        dims = int(part.ndim[local])
+        dims = len(self._entries[row].shape)
         picked: Any = range(low, high)
         if wanted is not None and high - low > 1 and dims:
             boxes = self._numbers[self._box[low:high][:, None] + np.arange(2 * dims)]
@@ -269,18 +269,20 @@ class TensorIndex:
 
     def check_complete(self) -> None:
         """Raise CheckpointDamaged, naming the tensors, when chunks do not cover a tensor exactly once."""
-        wrong = [self._entry(row).fqn for row in range(len(self._rows)) if not self._is_covered(row)]
+        wrong = [entry.fqn for row, entry in enumerate(self._entries) if not self._is_covered(row, entry)]
         if wrong:
             shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
             raise CheckpointDamaged(f"the chunks of {shown} do not cover the tensor exactly once")
 
-    def _is_covered(self, row: int) -> bool:
-        part, local = self._rows[row]
-        dims, at = int(part.ndim[local]), int(part.shape_at[local])
-        shape = part.numbers[at + dims : at + 2 * dims].astype(np.int64)
-        low, high = int(self._bounds[row]), int(self._bounds[row + 1])
+    def _is_covered(self, row: int, entry: TensorEntry) -> bool:
+        low, high = self._limits[row], self._limits[row + 1]
+        volume, dims = prod(entry.shape), len(entry.shape)
+        if int(self._stored_bytes[row]) != volume * DTYPES[entry.dtype][1]:
+            return False
+        if high - low <= 1 or not volume:
+            return True
         boxes = self._numbers[self._box[low:high][:, None] + np.arange(2 * dims)]
-        return _covers(shape, boxes[:, :dims], boxes[:, dims:])
+        return _are_apart(np.array(entry.shape, np.int64), boxes[:, :dims], boxes[:, dims:])
 
     def check_files(self, sizes_bytes: Mapping[str, int]) -> None:
         """Raise CheckpointDamaged when a region lies outside its file, or the file is not known."""
@@ -334,20 +336,16 @@ def _shapes(part: Part) -> bytes:
     return b"".join([part.ndim.tobytes(), *found])
 
 
-def _entry_of(part: Part, row: int) -> TensorEntry:
-    dims, at, flags = int(part.ndim[row]), int(part.shape_at[row]), int(part.flags[row])
-    shape = tuple(part.numbers[at + dims : at + 2 * dims].tolist())
-    name = DTYPE_NAMES[part.dtype[row]]
-    return TensorEntry(part.names[row], name, shape, bool(flags & PER_RANK), bool(flags & BESIDE_VALUE))
+def _entries_of(part: Part) -> Iterator[TensorEntry]:
+    columns = (part.dtype, part.ndim, part.flags, part.shape_at)
+    numbers = part.numbers.tolist()
+    for fqn, dtype, dims, flags, at in zip(part.names, *(column.tolist() for column in columns), strict=True):
+        shape = tuple(numbers[at + dims : at + 2 * dims])
+        yield TensorEntry(fqn, DTYPE_NAMES[dtype], shape, bool(flags & PER_RANK), bool(flags & BESIDE_VALUE))
 
 
-def _covers(shape: Any, offsets: Any, sizes: Any) -> bool:
-    """Whether boxes cover a shape, each element once."""
-    total = int(shape.prod())
-    if int(sizes.prod(axis=1).sum()) != total:
-        return False
-    if len(sizes) <= 1 or total == 0:
-        return True
+def _are_apart(shape: Any, offsets: Any, sizes: Any) -> bool:
+    """Whether no two boxes share an element."""
     varying = np.flatnonzero((sizes != shape).any(axis=0))
     if len(varying) == 1:
         order = np.argsort(offsets[:, varying[0]], kind="stable")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ckptstore.digest import BLOCK_BYTES
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.state.boxes import Box, inside, is_range, overlap, runs, span, strides_of
+from ckptstore.state.boxes import Box, inside, is_range, overlap, runs, span, strides_of, whole
 from ckptstore.state.describe import is_plain_memory, view_of
 from ckptstore.state.index import Chunk, TensorIndex
 from ckptstore.state.placement import Piece
@@ -111,8 +111,10 @@ class ReadPlan:
         for piece in pieces:
             volume = 0
             for chunk in self._index.chunks(source, rank, piece.box):
-                common = overlap(chunk.box, piece.box)
-                if common is not None:
+                if chunk.box == piece.box:
+                    volume += piece.box.volume
+                    self._add_box(chunk, whole(chunk.box.sizes), piece.tensor)
+                elif (common := overlap(chunk.box, piece.box)) is not None:
                     volume += common.volume
                     self._add_box(chunk, inside(common, chunk.box), narrowed(piece.tensor, inside(common, piece.box)))
             if volume != piece.box.volume:
@@ -124,7 +126,7 @@ class ReadPlan:
         is_own = self._regions[1][chunk.region] == chunk.offset and size_bytes == chunk.box.volume * element_bytes
         strides = strides_of(chunk.box.sizes)
         if not is_own:
-            first, count = span(box, chunk.box.sizes)
+            first, count = (0, box.volume) if box.sizes == chunk.box.sizes else span(box, chunk.box.sizes)
             copy = Copy(chunk.offset + first * element_bytes, count * element_bytes, target, strides)
             self._shared.setdefault(chunk.region, []).append(copy)
         elif is_plain_memory(target) and is_range(box, chunk.box.sizes):
@@ -213,6 +215,14 @@ def _halves(box: Box, sizes: tuple[int, ...], most: int) -> Iterator[Box]:
     for offset, size in ((0, half), (half, box.sizes[dim] - half)):
         offsets = (*box.offsets[:dim], box.offsets[dim] + offset, *box.offsets[dim + 1 :])
         yield from _halves(Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), sizes, most)
+
+
+class RunSteps(Protocol):
+    """Carries out the steps of a read."""
+
+    def __call__(
+        self, steps: Iterable[Step], read: Callable[[Sequence[RangeRead]], None], *, buffer_bytes: int
+    ) -> None: ...
 
 
 def run_steps(steps: Iterable[Step], read: Callable[[Sequence[RangeRead]], None], *, buffer_bytes: int) -> None:

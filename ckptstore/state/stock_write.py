@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: 
     """`.metadata` as stock DCP writes it. Of a tensor that differs between ranks it has the lowest rank's."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
-    info = storage_info_class()
+    info, size = storage_info_class(), lru_cache(None)(torch.Size)  # equal parts are pickled once
+    properties = lru_cache(None)(TensorProperties)
     for fqn, entry in index.tensors.items():
         if entry.beside_value:
             continue
@@ -56,11 +58,11 @@ def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: 
         chunks = []
         for number, chunk in enumerate(index.chunks(fqn, rank)):
             frame = template(dtype, chunk.box.sizes)
-            offsets = torch.Size(chunk.box.offsets)
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.box.sizes)))
+            offsets = size(chunk.box.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, size(chunk.box.sizes)))
             start = chunk.offset - len(frame.header)
             storage[MetadataIndex(fqn, offsets, number)] = info(index.files[chunk.file], start, frame.size_bytes)
-        tensors[fqn] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry.shape), chunks)
+        tensors[fqn] = TensorStorageMetadata(properties(dtype), size(entry.shape), chunks)
     for key, place in places.items():
         tensors[key] = BytesStorageMetadata()
         storage[MetadataIndex(key)] = info(*place)

@@ -13,7 +13,7 @@ from ckptstore.state.flatten import TensorRef
 from ckptstore.state.index import TensorIndex
 from ckptstore.state.matching import Saved, SavedTensor
 from ckptstore.state.placement import Piece, pieces_of
-from ckptstore.state.reads import ReadPlan, run_steps
+from ckptstore.state.reads import ReadPlan, RunSteps, run_steps
 from ckptstore.state.values import Decoder, references
 from ckptstore.transfer import RangeRead
 
@@ -120,9 +120,9 @@ class StoredState:
             found[key] = Decoder(fetch, allow_pickle=self.allow_pickle).decode(value, path=key)
         return found
 
-    def fill(self, targets: Mapping[str, tuple[torch.Tensor, str]]) -> None:
+    def fill(self, targets: Mapping[str, tuple[torch.Tensor, str]], *, run: RunSteps = run_steps) -> None:
         """Read tensors into memory: for each name the tensor to fill, plain or distributed, and the key it is stored
-        under. Every block that is read is checked.
+        under. Every block that is read is checked. `run` carries the reads out.
 
         Raises StateMismatch when shape or dtype differ, CheckpointDamaged.
         """
@@ -135,11 +135,11 @@ class StoredState:
                 has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
                 raise StateMismatch(f"{name} is {dtype} {tuple(tensor.shape)}, the checkpoint has {has}")
             wanted.append((source, rank, pieces_of(tensor, name)))
-        self._fill(wanted)
+        self._fill(wanted, run)
 
-    def _fill(self, wanted: Sequence[tuple[str, int, list[Piece]]]) -> None:
+    def _fill(self, wanted: Sequence[tuple[str, int, list[Piece]]], run: RunSteps = run_steps) -> None:
         plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)
         for source, rank, pieces in wanted:
             plan.add(source, pieces, rank=rank)
         with torch.no_grad():
-            run_steps(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)
+            run(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)
