@@ -1,4 +1,4 @@
-"""The specification of the format shows objects as they are: its examples are golden files, its names are in the code."""
+"""The specification of the format shows objects as they are: its examples are golden files, no field is left out."""
 
 from __future__ import annotations
 
