@@ -43,8 +43,9 @@ if TYPE_CHECKING:
         UnsupportedVersion,
     )
     from ckptstore.group import StorageGroup
+    from ckptstore.opening import open_store
     from ckptstore.retention import KeepAll, KeepBest, KeepEvery, KeepLatest, KeepSince
-    from ckptstore.store import CheckpointStore, open_store
+    from ckptstore.store import CheckpointStore
 
 __version__ = "0.1.0"
 
@@ -101,7 +102,7 @@ _HOMES = {
     "KeepSince": "ckptstore.retention",
     "PendingSave": "ckptstore.background",
     "StorageGroup": "ckptstore.group",
-    "open_store": "ckptstore.store",
+    "open_store": "ckptstore.opening",
 }
 """Where a name is defined; every other public name is an error."""
 

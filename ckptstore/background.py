@@ -7,9 +7,11 @@ lane of their group of its own, and commits. It ends with the save; an interpret
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Literal
 
 from ckptstore.checkpoint import Checkpoint
@@ -134,3 +136,17 @@ class Deadline:
     def left_seconds(self) -> float | None:
         """The seconds left, None when no end was announced."""
         return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+
+def install_sigterm(deadline: Deadline, seconds: float) -> None:
+    """On SIGTERM set the deadline, then call the handler that was there before. Main thread only."""
+    if not seconds > 0:
+        raise InvalidInput(f"seconds is {seconds!r}, it must be above 0")
+    before = signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        deadline.set(seconds)
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, handle)

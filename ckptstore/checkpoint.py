@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.encoding import dump_json, load_json
 from ckptstore.errors import CheckpointGone, FileMissing, InvalidMetadata
+from ckptstore.group import find_group
 from ckptstore.layout import USER_METADATA_NAME
 from ckptstore.load import CheckpointFiles, copy_directory, open_directory
 from ckptstore.manifest import Manifest, Receipt
 from ckptstore.storage.open import open_storage
 from ckptstore.transfer import Transfer
 from ckptstore.verify import VerifyReport, verify
+
+if TYPE_CHECKING:
+    from ckptstore.load_state import LoadReport
+    from ckptstore.state.stored import PerRank
 
 
 class Checkpoint:
@@ -149,6 +154,52 @@ class Checkpoint:
         `include` is a pattern ("model*") for the stored name or the name that the rank used.
         """
         return copy_directory(self._files, path, include=include)
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        *,
+        include: str | Sequence[str] | None = None,
+        strict: bool = True,
+        device: Any = None,
+        read_once: str = "rank",
+        per_rank: PerRank = "error",
+        allow_pickle: bool = False,
+    ) -> LoadReport:
+        """Load a state that was saved by `CheckpointStore.save`, in place, on any number of ranks.
+
+        Collective over the ranks of the store, or of torch.distributed for a checkpoint that lies on its own. Only the
+        bytes that this rank needs are read, straight into its tensors, and every block of them is checked. The
+        keywords are those of `CheckpointStore.load`. Raises StateMismatch, which lists all that does not fit, before
+        any tensor is changed; after CheckpointDamaged the state may hold anything.
+        """
+        from ckptstore.load_state import LoadOptions, load_state
+
+        options = LoadOptions(
+            include=include,
+            strict=strict,
+            device=device,
+            read_once=read_once,
+            per_rank=per_rank,
+            allow_pickle=allow_pickle,
+        )
+        if self._files.job is not None:
+            return load_state(self._files.job.group, self._files, state, options)
+        group = find_group(None, storage=self._files.storage, config=self._files.config)
+        try:
+            return load_state(group, self._files, state, options)
+        finally:
+            group.close()
+
+    def per_rank(self, key: str) -> list[Any]:
+        """The plain value of `key` of every rank that had one of its own, in the order of ranks.
+
+        One value when all ranks had the same; empty when there is no such value. Raises InvalidInput for a checkpoint
+        without a state.
+        """
+        from ckptstore.load_state import values_of_ranks
+
+        return values_of_ranks(self._files, key)
 
     def verify(self, sample: float | str | None = None) -> VerifyReport:
         """Check every byte against its digest, or a random share of the files ("5%"); see `VerifyReport`."""

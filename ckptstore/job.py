@@ -51,7 +51,11 @@ class Job:
         """The ranks of this job. Collective on first use: the group is fixed then, and the root is checked."""
         if self._group is None:
             group = find_group(self.given_group, storage=self.storage, config=self.config)
-            check_shared(group, self.storage)
+            try:
+                check_shared(group, self.storage, config=self.config)
+            except BaseException:
+                group.close()
+                raise
             self._group = group
         return self._group
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 import fnmatch
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore import leases
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput, StorageError, StorageFull
+from ckptstore.job import Job
 from ckptstore.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
 from ckptstore.manifest import Manifest, Receipt, sha256_of
 from ckptstore.node_cache import NodeCache
 from ckptstore.records import Record
 from ckptstore.storage.base import HasLocalFiles, Storage
-from ckptstore.transfer import Transfer, Wanted
+from ckptstore.transfer import RangeRead, Transfer, Wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,8 @@ class CheckpointFiles:
     """Of their keys: "checkpoints/<attempt>/" in a store, "" for a checkpoint directory on its own."""
     record: Record | None
     """The record that committed it, None outside of a store."""
+    job: Job | None = None
+    """Whose ranks load a state together, None outside of a store."""
 
     @property
     def uri(self) -> str:
@@ -85,6 +89,45 @@ class CheckpointFiles:
     def wanted_at(prefix: str, receipt: Receipt) -> Wanted:
         """The same for a copy whose keys begin with `prefix`."""
         return Wanted(prefix + receipt.name, receipt.size_bytes, receipt.crc32c)
+
+    def read_file(self, receipt: Receipt) -> bytes:
+        """A whole file, checked. For files that fit in memory many times over."""
+        data = bytearray(receipt.size_bytes)
+        checks = () if receipt.crc32c is None else ((receipt.size_bytes, receipt.crc32c),)
+        self.transfer.read([RangeRead(self.prefix + receipt.name, 0, (memoryview(data),), checks, receipt.version)])
+        return bytes(data)
+
+
+class NodeCopies:
+    """Single files of a checkpoint, each downloaded once per node when one of its processes wants it first."""
+
+    def __init__(self, files: CheckpointFiles, manifest: Manifest, stack: ExitStack) -> None:
+        """The copies are held until `stack` is left."""
+        self._files = files
+        self._manifest = manifest
+        self._digest = sha256_of(manifest.encode())
+        self._stack = stack
+        self._paths: dict[str, Path] = {}
+        self._lock = threading.Lock()
+        self.root = files.config.cache.cache_dir.absolute()
+
+    def path(self, name: str) -> Path:
+        """The copy of a file on this node; downloaded and checked first, if nobody has."""
+        with self._lock:
+            if name not in self._paths:
+                receipt = self._manifest.by_name[name]
+
+                def download(path: Path) -> None:
+                    _download(self._files, self._manifest, [receipt], path, with_directories=False)
+
+                fetched = NodeCache(self._files.config.cache).fetch_once(
+                    sha256_of(f"{self._digest}/{name}".encode()),
+                    step=self._manifest.step,
+                    size_bytes=receipt.size_bytes,
+                    download=download,
+                )
+                self._paths[name] = self._stack.enter_context(fetched) / name
+            return self._paths[name]
 
 
 @contextmanager
@@ -172,6 +215,18 @@ def _explained(files: CheckpointFiles, manifest: Manifest, error: Exception) -> 
     if not any(True for _ in files.storage.list(files.prefix + MANIFEST_NAME)):
         return CheckpointGone(f"Step {manifest.step} was removed while it was read", step=manifest.step)
     return CheckpointDamaged(f"A file of step {manifest.step} is missing: {error}", step=manifest.step)
+
+
+def files_of(job: Job, record: Record) -> CheckpointFiles:
+    """The files of a committed checkpoint."""
+    return CheckpointFiles(
+        storage=job.storage,
+        transfer=job.transfer,
+        config=job.config,
+        prefix=attempt_prefix(record),
+        record=record,
+        job=job,
+    )
 
 
 def attempt_prefix(record: Record) -> str:

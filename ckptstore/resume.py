@@ -8,7 +8,7 @@ from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidName, NoU
 from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
 from ckptstore.group import Beat
 from ckptstore.job import Job
-from ckptstore.load import CheckpointFiles, attempt_prefix
+from ckptstore.load import files_of
 from ckptstore.records import Record
 
 
@@ -22,13 +22,18 @@ def resume(job: Job) -> Record | None:
 
     told = job.exchange("resume", lambda _beat: None, join)
     job.join_claim(told)
-    assert job.epoch is not None  # just claimed
     if told["record"] is None:
         return None
     number, text = told["record"]
     record = Record.decode(text.encode(), number)
-    emit(CheckpointResumed(step=record.entry.step, number=number, rank=job.group.rank, epoch=job.epoch))
+    told_resumed(job, record)
     return record
+
+
+def told_resumed(job: Job, record: Record) -> None:
+    """Tell listeners from where this job goes on."""
+    assert job.epoch is not None  # a job that resumes has claimed
+    emit(CheckpointResumed(step=record.entry.step, number=record.number, rank=job.group.rank, epoch=job.epoch))
 
 
 def newest_whole(job: Job, newest: Record, beat: Beat) -> Record | None:
@@ -39,13 +44,7 @@ def newest_whole(job: Job, newest: Record, beat: Beat) -> Record | None:
     reasons = []
     for number in reversed(newest.state.live):
         (record,) = job.log.records([number])
-        files = CheckpointFiles(
-            storage=job.storage,
-            transfer=job.transfer,
-            config=job.config,
-            prefix=attempt_prefix(record),
-            record=record,
-        )
+        files = files_of(job, record)
         try:
             files.check_complete(files.read_manifest()[0])
         except (CheckpointDamaged, CheckpointGone, InvalidName) as error:

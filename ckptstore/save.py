@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ckptstore.commit import commit
 from ckptstore.errors import (
@@ -18,7 +19,7 @@ from ckptstore.errors import (
     StorageFull,
 )
 from ckptstore.events import CheckpointCommitted, SaveFailed, emit
-from ckptstore.group import Beat
+from ckptstore.group import Beat, Group
 from ckptstore.job import Job
 from ckptstore.layout import Attempt
 from ckptstore.prune import empty_trash, prune
@@ -31,18 +32,33 @@ from ckptstore.storage.base import HasLocalFiles, Persists
 logger = logging.getLogger("ckptstore")
 
 
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """A save on which all ranks have agreed, before any byte has moved."""
+
+    request: Request
+    attempt: Attempt
+    told: bytes
+    """What the shard needs to know."""
+    started: float
+
+
 def save(job: Job, shard: Shard) -> Record:
     """Save the shards of all ranks as one checkpoint. Collective; returns the record of the commit.
 
     Any error on any rank before the commit is raised on all ranks, and what was written is removed.
     """
-    started = time.monotonic()
-    request, attempt, told = _agree(job, shard)
+    return finish_save(job, shard, agree_on_save(job, shard), group=job.group)
+
+
+def finish_save(job: Job, shard: Shard, agreed: Agreed, *, group: Group) -> Record:
+    """All of a save after the agreement. Collective in `group`: the job's, or a lane of it for another thread."""
+    request, attempt = agreed.request, agreed.attempt
     try:
-        record = _store_and_commit(job, shard, request, attempt, told)
+        record = _store_and_commit(job, shard, agreed, group)
     except CkptstoreError as error:
         error.at(step=request.step)
-        emit(SaveFailed(step=request.step, rank=job.group.rank, error=str(error)))
+        emit(SaveFailed(step=request.step, rank=group.rank, error=str(error)))
         if error.committed is False:
             _remove_files(job, attempt)
         raise
@@ -50,9 +66,9 @@ def save(job: Job, shard: Shard) -> Record:
         CheckpointCommitted(
             step=request.step,
             number=record.number,
-            rank=job.group.rank,
+            rank=group.rank,
             size_bytes=record.entry.size_bytes,
-            seconds=time.monotonic() - started,
+            seconds=time.monotonic() - agreed.started,
         )
     )
     if job.is_leader:
@@ -60,8 +76,9 @@ def save(job: Job, shard: Shard) -> Record:
     return record
 
 
-def _agree(job: Job, shard: Shard) -> tuple[Request, Attempt, bytes]:
-    """One exchange before any byte moves: who has what, who owns the store, is there room."""
+def agree_on_save(job: Job, shard: Shard) -> Agreed:
+    """One exchange before any byte moves: who has what, who owns the store, is there room. Collective."""
+    started = time.monotonic()
     asked: list[Request] = []
 
     def describe(_beat: Beat) -> bytes:
@@ -83,7 +100,7 @@ def _agree(job: Job, shard: Shard) -> tuple[Request, Attempt, bytes]:
     claimed, told = _unpacked(job.group.exchange("save", describe, agree))
     job.join_claim(claimed)
     assert job.epoch is not None  # the leader has just claimed
-    return asked[0], job.next_attempt(asked[0].step, job.epoch), told
+    return Agreed(asked[0], job.next_attempt(asked[0].step, job.epoch), told, started)
 
 
 def _check_same_request(heads: Sequence[dict[str, object]]) -> None:
@@ -115,15 +132,16 @@ def _check_room(job: Job, needed_bytes: int) -> None:
         )
 
 
-def _store_and_commit(job: Job, shard: Shard, request: Request, attempt: Attempt, told: bytes) -> Record:
+def _store_and_commit(job: Job, shard: Shard, agreed: Agreed, group: Group) -> Record:
     """The second exchange: every rank stores its files; when all have, the leader commits."""
+    attempt = agreed.attempt
 
     def publish(stored: list[bytes], beat: Beat) -> bytes:
-        record = commit(job, request, attempt, shard.join(attempt, stored, beat), beat)
+        record = commit(job, agreed.request, attempt, shard.join(attempt, stored, beat), beat)
         return _packed({"number": record.number}, record.encode())
 
     try:
-        answer = job.group.exchange("receipts", lambda beat: shard.store(attempt, told, beat), publish)
+        answer = group.exchange("receipts", lambda beat: shard.store(attempt, agreed.told, beat), publish)
     except RankTimeout as error:
         record = _committed_after_all(job, attempt) if error.committed is None else None
         if record is None:

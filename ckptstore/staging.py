@@ -134,22 +134,8 @@ def _copy(source: Source, buffer: Buffer, start: int) -> None:
         done = 0
         for view in read(start, size_bytes, target):
             length = len(view)
-            address = _address_of(view)
-            if address != buffer.address + start + done:
+            if view.readonly:  # headers and the like: too short to be worth more
+                target[done : done + length] = view
+            elif (address := ctypes.addressof(ctypes.c_char.from_buffer(view))) != buffer.address + start + done:
                 ctypes.memmove(buffer.address + start + done, address, length)
             done += length
-
-
-def _address_of(view: memoryview) -> int:
-    if not view.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(view))
-    return _ReadOnly(view).address
-
-
-class _ReadOnly:
-    """The address of memory that cannot be written, which ctypes does not give."""
-
-    def __init__(self, view: memoryview) -> None:
-        import numpy as np
-
-        self.address = int(np.frombuffer(view, np.uint8).ctypes.data)

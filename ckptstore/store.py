@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from ckptstore.background import Background, Deadline, OnBusy, PendingSave, install_sigterm
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.config import StoreConfig, TransferConfig
 from ckptstore.directory_shard import DirectoryShard
 from ckptstore.errors import CheckpointGone, InvalidInput, StoreMissing
 from ckptstore.garbage import Garbage, collect_garbage
 from ckptstore.identity import read_identity
 from ckptstore.job import Job
-from ckptstore.load import CheckpointFiles, attempt_prefix
-from ckptstore.log import Log
+from ckptstore.load import files_of
 from ckptstore.prune import Trashed, prune, trash
 from ckptstore.records import Change, Pin, Record, Remove, Unpin
 from ckptstore.request import check_step
 from ckptstore.resume import resume
-from ckptstore.retention import KeepAll, Mode, Policy, ranked
+from ckptstore.retention import Mode, ranked
 from ckptstore.save import save
-from ckptstore.storage.open import open_storage
-from ckptstore.transfer import Transfer
+
+if TYPE_CHECKING:
+    from ckptstore.save_state import StateSaver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,80 +38,153 @@ class Entry:
     is_resume_source: bool
 
 
-def open_store(
-    uri: str | os.PathLike[str],
-    *,
-    retention: Policy | None = None,
-    missing: str = "error",
-    grace_seconds: float | None = None,
-    durable: bool | None = None,
-    engine: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    group: object = None,
-    rank_timeout_seconds: float | None = None,
-    memory_budget_bytes: int | None = None,
-    single_writer: bool | None = None,
-) -> CheckpointStore:
-    """Open the store at `uri`; it need not exist, the first save creates it. Nothing is written and no rank is waited
-    for: the ranks meet at the first collective call.
-
-    Args:
-        uri: a path, file://, memory://, s3://, gs://, az://, abfs:// or any fsspec URL.
-        retention: which checkpoints stay live; all of them by default.
-        missing: "error" when a metric that retention ranks by must be given with every save, else "worst".
-        grace_seconds: how long what retention drops stays in the trash, by the storage's clock (3600).
-        durable: whether a disk is told to make everything durable before a commit (True).
-        engine: "fsspec" or "obstore", None for the faster one that fits.
-        storage_options: credentials and the like in fsspec's names; never written anywhere, never logged.
-        group: a torch ProcessGroup or a `StorageGroup`; None for torch.distributed where it is initialised.
-        rank_timeout_seconds: how long a rank may give no sign of life (600).
-        memory_budget_bytes: the most memory that transfers of this process take for buffers (512 MiB).
-        single_writer: promise that no other job ever writes, for storages without create-if-absent.
-
-    Raises InvalidInput for an unknown scheme or a bad value.
-    """
-    if missing not in ("error", "worst"):
-        raise InvalidInput(f"missing is {missing!r}, it is 'error' or 'worst'")
-    policy = KeepAll() if retention is None else retention
-    if not isinstance(policy, Policy):
-        raise InvalidInput(f"retention is {retention!r}, it is a policy such as KeepLatest(3)")
-    transfer_config = TransferConfig.from_env(durable=durable, memory_budget_bytes=memory_budget_bytes)
-    config = StoreConfig.from_env(
-        grace_seconds=grace_seconds,
-        rank_timeout_seconds=rank_timeout_seconds,
-        single_writer=single_writer,
-        transfer=transfer_config,
-    )
-    storage = open_storage(
-        os.fspath(uri), storage_options=storage_options, engine=engine, durable=transfer_config.durable
-    )
-    return CheckpointStore(
-        Job(
-            storage=storage,
-            log=Log(storage, retry=config.retry, single_writer=config.single_writer),
-            transfer=Transfer(storage, config=config.transfer, retry=config.retry),
-            config=config,
-            policy=policy,
-            missing=missing,
-            given_group=group,
-        )
-    )
-
-
 class CheckpointStore:
     """The checkpoints of one training run, at one URI.
 
-    Collective, so called by all ranks in the same order: `save_directory`, `resume`, `close`. Everything else is per
-    process. A store is used by one process and, for what is not collective, from any of its threads.
+    Collective, so called by all ranks in the same order: `save`, `save_async`, `save_directory`, `load`, `resume`,
+    `warm_up`, `close`. Everything else is per process. A store is used by one process and, for what is not collective,
+    from any of its threads.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._background = Background()
+        self._deadline = Deadline()
 
     @property
     def uri(self) -> str:
         """The root, without secrets."""
         return self._job.storage.uri
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        exists: str = "replace",
+        allow_pickle: bool = False,
+        stock_readable: bool = True,
+    ) -> Checkpoint:
+        """Save a state from all ranks at once. Collective; returns, or raises, as `save_directory` does.
+
+        Args:
+            state: a dict of modules, optimizers, schedulers, DTensors, tensors, objects with state_dict and
+                load_state_dict, and plain Python values, nested as you like. Training is not changed by a save.
+            step, metrics, metadata, exists: as for `save_directory`.
+            allow_pickle: store values that nothing else can hold as pickles; loading must allow it again.
+            stock_readable: make it readable by torch's own DCP too.
+
+        A tensor that all ranks hold is written once, split over them. A small tensor or a value that differs between
+        ranks is stored for each rank. Raises InvalidState, with the key, for what cannot be stored.
+        """
+        from ckptstore.state.state_shard import StateOptions
+
+        asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
+        options = StateOptions(allow_pickle=allow_pickle, stock_readable=stock_readable)
+        return self._checkpoint(self._state_saver.save(state, options=options, **asked))
+
+    def save_async(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        exists: str = "replace",
+        allow_pickle: bool = False,
+        stock_readable: bool = True,
+        on_busy: OnBusy = "wait",
+        uploader: str = "thread",
+        max_failures: int = 0,
+    ) -> PendingSave:
+        """Save a copy of a state in the background. Collective; returns once the copy is made.
+
+        The state may be changed from then on. One save is in flight at most. What it fails with is raised by
+        `result()`, and by the next save or `close` on every rank, never lost.
+
+        Args:
+            on_busy: when the save before is in flight, "wait" for it, "skip" this one (`PendingSave.skipped`, the same
+                on all ranks), or raise SaveBusy ("error").
+            uploader: "thread", or "process" for one that never holds this interpreter's lock.
+            max_failures: how many failed saves in a row are only logged before one is raised.
+
+        The other arguments are those of `save`.
+        """
+        from ckptstore.state.state_shard import StateOptions
+
+        return self._state_saver.save_async(
+            state,
+            self._checkpoint,
+            step=step,
+            metrics=metrics,
+            metadata=metadata,
+            exists=exists,
+            options=StateOptions(allow_pickle=allow_pickle, stock_readable=stock_readable),
+            on_busy=on_busy,
+            uploader=uploader,
+            max_failures=max_failures,
+        )
+
+    def warm_up(self, state: Mapping[str, Any], *, stock_readable: bool = True, uploader: str = "thread") -> None:
+        """Make the memory, plans and processes that a first `save_async` of this state needs. Collective."""
+        from ckptstore.state.state_shard import StateOptions
+
+        self._state_saver.warm_up(state, options=StateOptions(stock_readable=stock_readable), uploader=uploader)
+
+    def finish_by(self, seconds: float | None = None) -> bool:
+        """Wait for the save in flight, for at most so long; whether none is in flight any more.
+
+        `seconds` is what `install_sigterm` left, when not given. If it returns False nothing more will be waited for:
+        the save commits if all ranks get to it before they end, else nothing of it becomes visible.
+        """
+        left = self._deadline.left_seconds() if seconds is None else seconds
+        return self._background.wait(left)
+
+    def install_sigterm(self, seconds: float) -> None:
+        """On SIGTERM note that this process has so many seconds left, and nothing else; see `stop_requested`.
+
+        The handler that was there before is called too, unless it is the one that ends the process.
+        """
+        install_sigterm(self._deadline, seconds)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether SIGTERM came since `install_sigterm`: leave the training loop, and call `finish_by`."""
+        return self._deadline.is_set
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        *,
+        include: str | Sequence[str] | None = None,
+        strict: bool = True,
+        device: Any = None,
+        read_once: str = "rank",
+        per_rank: str = "error",
+        allow_pickle: bool = False,
+    ) -> Checkpoint | None:
+        """Load the newest checkpoint that verifies into `state`, in place, and return it. Collective, without a claim.
+
+        None, and the state as it was, in an empty store. A damaged checkpoint moves all ranks on to the one before,
+        with a `CheckpointSkipped` event that says why.
+
+        Args:
+            include: load only keys that fit a pattern ("model.*") or one of several.
+            strict: every key of the state must be in the checkpoint, and every key of the checkpoint below a name of
+                the state must have a place; else what one side lacks is left out.
+            device: where modules on the meta device get their memory.
+            read_once: "rank" when every rank reads what it needs, "node" when what the ranks of a node need is
+                downloaded once to it, "job" when what all ranks need is read by one and broadcast.
+            per_rank: at another number of ranks than the save had, for values that each rank had of its own: "error",
+                "first" for the lowest rank's, "skip" to leave them as they are.
+            allow_pickle: read values that were saved as pickles; they can execute anything.
+
+        Raises StateMismatch with everything that does not fit, NoUsableCheckpoint (the state may hold anything then).
+        """
+        asked = {"include": include, "strict": strict, "device": device, "read_once": read_once}
+        return self._load(state, claim=False, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
 
     def save_directory(
         self,
@@ -158,17 +232,30 @@ class CheckpointStore:
         )
         return self._checkpoint(save(self._job, shard))
 
-    def resume(self) -> Checkpoint | None:
-        """Claim the store for this job, and return the newest checkpoint that is whole. Collective.
+    def resume(
+        self,
+        state: Mapping[str, Any] | None = None,
+        *,
+        include: str | Sequence[str] | None = None,
+        strict: bool = True,
+        device: Any = None,
+        read_once: str = "rank",
+        per_rank: str = "error",
+        allow_pickle: bool = False,
+    ) -> Checkpoint | None:
+        """Claim the store for this job, load the newest checkpoint that verifies, and return it. Collective.
 
         All ranks get the same one; None in an empty store. From here on a job that claimed the store before is fenced:
-        nothing that it still writes can become visible. A checkpoint with a missing or damaged manifest, or a file
-        that is missing or has another size, is passed over with a `CheckpointSkipped` event that says why.
+        nothing that it still writes can become visible. The keywords are those of `load`. Without a state nothing is
+        loaded: the checkpoint returned has the committed manifest, and every file is there with its size.
 
-        Raises NoUsableCheckpoint when there are checkpoints and none of them can be used.
+        Raises NoUsableCheckpoint when there are checkpoints and none of them can be used, StateMismatch.
         """
-        record = resume(self._job)
-        return self._checkpoint(record) if record else None
+        if state is None:
+            record = resume(self._job)
+            return self._checkpoint(record) if record else None
+        asked = {"include": include, "strict": strict, "device": device, "read_once": read_once}
+        return self._load(state, claim=True, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
 
     def latest(self) -> Checkpoint | None:
         """The checkpoint that was committed last and is live; None in an empty store. At most two requests."""
@@ -257,8 +344,15 @@ class CheckpointStore:
         return collect_garbage(self._job.log, self._job.storage, claim=claim, dry_run=dry_run)
 
     def close(self) -> None:
-        """Finish what runs in the background and give connections back. Collective where a save was."""
-        self._job.close()
+        """Finish what runs in the background and give connections back. Collective where a save was.
+
+        Raises what the last asynchronous save failed with, unless somebody has seen it already.
+        """
+        try:
+            if "_state_saver" in self.__dict__:
+                self._state_saver.close()
+        finally:
+            self._job.close()
 
     def __enter__(self) -> Self:
         return self
@@ -270,6 +364,19 @@ class CheckpointStore:
 
     def __repr__(self) -> str:
         return f"CheckpointStore({self.uri!r})"
+
+    @cached_property
+    def _state_saver(self) -> StateSaver:
+        from ckptstore.save_state import StateSaver
+
+        return StateSaver(job=self._job, background=self._background)
+
+    def _load(self, state: Mapping[str, Any], *, claim: bool, **options: Any) -> Checkpoint | None:
+        from ckptstore.load_state import LoadOptions, load_newest
+
+        self._background.wait()
+        record = load_newest(self._job, state, LoadOptions(**options), claim=claim)
+        return self._checkpoint(record) if record else None
 
     def _change(self, change: Any) -> None:
         if read_identity(self._job.storage) is None:
@@ -287,13 +394,4 @@ class CheckpointStore:
         return found[-1]
 
     def _checkpoint(self, record: Record) -> Checkpoint:
-        job = self._job
-        return Checkpoint(
-            CheckpointFiles(
-                storage=job.storage,
-                transfer=job.transfer,
-                config=job.config,
-                prefix=attempt_prefix(record),
-                record=record,
-            )
-        )
+        return Checkpoint(files_of(self._job, record))

@@ -17,7 +17,8 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput, NoUsableCheckpoint, StoreMissing
 from ckptstore.identity import read_identity
 from ckptstore.layout import MANIFEST_NAME
-from ckptstore.store import CheckpointStore, open_store
+from ckptstore.opening import open_store
+from ckptstore.store import CheckpointStore
 
 _TARGET = re.compile(r"(.+)@(\d+|latest)")
 LATEST = "latest"

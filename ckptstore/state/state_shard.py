@@ -53,7 +53,7 @@ class StateShard:
 
     def __init__(
         self,
-        flat: FlatState,
+        collect: Callable[[], FlatState],
         *,
         request: Callable[[], Request],
         group: Group,
@@ -61,8 +61,9 @@ class StateShard:
         upload: Upload,
         options: StateOptions | None = None,
     ) -> None:
-        """`request` checks what the caller asked for. Nothing is looked at yet."""
-        self._flat = flat
+        """`collect` takes the state apart, `request` checks what the caller asked for. Nothing is looked at yet."""
+        self._collect = collect
+        self._flat = FlatState()
         self._request = request
         self._group = group
         self._storage = storage
@@ -84,6 +85,7 @@ class StateShard:
 
         def look() -> Sequence[Item]:
             nonlocal found
+            self._flat = self._collect()
             found = describe(self._flat, compare=group.world_size > 1, allow_pickle=options.allow_pickle)
             return found.items
 

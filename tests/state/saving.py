@@ -29,7 +29,7 @@ def save_flat(root, flat, *, group=None, negotiator=None, attempt=ATTEMPT, trans
     group = group or SoloGroup()
     moved = transfer or make_transfer(root)
     shard = StateShard(
-        flat,
+        lambda: flat,
         request=lambda: Request.of(step=7, kind="state", metrics=None, metadata=None, exists="replace"),
         group=group,
         storage=LocalStorage(root, durable=False),

@@ -1,0 +1,221 @@
+"""Loading a state: the same checkpoint on all ranks, only the bytes that this rank needs, straight into its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidName, NoUsableCheckpoint
+from ckptstore.events import CheckpointSkipped, emit
+from ckptstore.group import Beat, Group
+from ckptstore.job import Job
+from ckptstore.load import CheckpointFiles, NodeCopies, files_of
+from ckptstore.manifest import Manifest
+from ckptstore.records import Record
+from ckptstore.resume import told_resumed
+from ckptstore.state.apply import Loading, begin_load
+from ckptstore.state.index import INDEX_NAME, TensorIndex
+from ckptstore.state.matching import Mismatch, Saved
+from ckptstore.state.shared_reads import SharedSteps
+from ckptstore.state.stored import PerRank, StoredState
+from ckptstore.storage.base import HasLocalFiles
+from ckptstore.storage.local import LocalStorage
+from ckptstore.transfer import RangeRead, Transfer
+
+_READ_ONCE = ("rank", "node", "job")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a state is loaded."""
+
+    include: str | Sequence[str] | None = None
+    strict: bool = True
+    device: Any = None
+    read_once: str = "rank"
+    per_rank: PerRank = "error"
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        if self.read_once not in _READ_ONCE:
+            raise InvalidInput(f"read_once is {self.read_once!r}, it is one of {', '.join(_READ_ONCE)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What did not fit, over all ranks; nothing after a strict load."""
+
+    missing: tuple[str, ...]
+    """Keys of the state that the checkpoint does not have; they were left as they are."""
+    unexpected: tuple[str, ...]
+    """Keys of the checkpoint, below names of the state, that found no place."""
+
+
+def load_newest(job: Job, state: Mapping[str, Any], options: LoadOptions, *, claim: bool) -> Record | None:
+    """Load the newest checkpoint that is whole, the same on all ranks; None in an empty store. Collective.
+
+    With `claim` the store is claimed first. A damaged checkpoint moves all ranks on to the one before. Raises
+    NoUsableCheckpoint when none is left (the state may hold anything then), StateMismatch for one that does not fit.
+    """
+    reasons = []
+    for record in _candidates(job, claim=claim):
+        try:
+            load_state(job.group, files_of(job, record), state, options)
+        except (CheckpointDamaged, CheckpointGone, InvalidName) as error:
+            emit(CheckpointSkipped(step=record.entry.step, number=record.number, reason=str(error)))
+            reasons.append(f"step {record.entry.step}: {error}")
+            continue
+        if claim:
+            told_resumed(job, record)
+        return record
+    if reasons:
+        raise NoUsableCheckpoint(f"None of {len(reasons)} checkpoints can be used: {'; '.join(reasons)}")
+    return None
+
+
+def _candidates(job: Job, *, claim: bool) -> list[Record]:
+    """The live checkpoints, newest first, as the leader sees them."""
+
+    def join(_parts: list[Any], _beat: Beat) -> Any:
+        newest = job.claim(job.log.newest() if job.epoch is not None else None) if claim else job.log.newest()
+        records = job.log.records(reversed(list(newest.state.live)) if newest else ())
+        claimed = job.claimed() if claim else None
+        return {"claimed": claimed, "records": [[record.number, record.encode().decode()] for record in records]}
+
+    told = job.exchange("find", lambda _beat: None, join)
+    if told["claimed"] is not None:
+        job.join_claim(told["claimed"])
+    return [Record.decode(text.encode(), number) for number, text in told["records"]]
+
+
+def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:
+    """Load one checkpoint. Collective in `group`; an error of any rank is raised on all ranks."""
+    with ExitStack() as stack:
+        reader = _Reader(files, options, stack)
+        stored, saved = _open(group, files, reader, options)
+        loading, mismatch = _match(group, saved, state, options)
+        targets = {name: (target.tensor, target.source) for name, target in loading.targets.items()}
+        try:
+            if options.read_once == "job":
+                stored.fill(targets, run=SharedSteps(group))
+            else:
+                _together(group, "read", lambda: stored.fill(targets), reader)
+        except BaseException:
+            loading.abandon()
+            raise
+        _together(group, "finish the load", loading.finish, reader)
+    return LoadReport(missing=tuple(sorted(mismatch.missing)), unexpected=tuple(sorted(mismatch.unexpected)))
+
+
+class _Reader:
+    """Reads ranges from where they are nearest: the storage, or copies of whole files on this node."""
+
+    def __init__(self, files: CheckpointFiles, options: LoadOptions, stack: ExitStack) -> None:
+        self._files = files
+        self._stack = stack
+        self._is_near = options.read_once == "node" and not isinstance(files.storage, HasLocalFiles)
+        self._copies: NodeCopies | None = None
+        self._local: Transfer | None = None
+        self.beat: Beat = _no_beat
+
+    def open(self, manifest: Manifest, *, share: bool) -> TensorIndex:
+        """The index; every process of the node gets it from one download where `share` is set."""
+        files = self._files
+        if share and not isinstance(files.storage, HasLocalFiles):
+            self._copies = NodeCopies(files, manifest, self._stack)
+            config = files.config
+            disk = LocalStorage(self._copies.root, durable=False)
+            self._local = Transfer(disk, config=config.transfer, retry=config.retry)
+            self._stack.callback(self._local.close)
+        receipt = manifest.by_name.get(INDEX_NAME)
+        if manifest.kind != "state" or receipt is None:
+            raise InvalidInput(
+                f"Step {manifest.step} is a directory checkpoint, and has no state to load",
+                hint="Use as_directory() or to_directory()",
+            )
+        copies = self._copies
+        index = TensorIndex.decode(copies.path(INDEX_NAME).read_bytes() if copies else files.read_file(receipt))
+        index.check_files({item.name: item.size_bytes for item in manifest.files})
+        return index
+
+    def read(self, ranges: Sequence[RangeRead]) -> None:
+        """See `Transfer.read`."""
+        copies, local = self._copies, self._local
+        if not self._is_near or copies is None or local is None:
+            self._files.transfer.read(ranges, beat=self.beat)
+            return
+        names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
+        keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
+        local.read([replace(item, key=keys[item.key], version=None) for item in ranges], beat=self.beat)
+
+
+def _open(group: Group, files: CheckpointFiles, reader: _Reader, options: LoadOptions) -> tuple[StoredState, Saved]:
+    """The stored state, as this rank sees it, and what it has besides tensors."""
+    held: list[tuple[StoredState, Saved]] = []
+
+    def work(beat: Beat) -> bytes:
+        reader.beat = beat
+        manifest, _ = files.read_manifest()
+        stored = StoredState(
+            reader.open(manifest, share=group.world_size > 1 or options.read_once == "node"),
+            reader.read,
+            files.prefix,
+            rank=group.rank,
+            world_size=group.world_size,
+            per_rank=options.per_rank,
+            allow_pickle=options.allow_pickle,
+            buffer_bytes=files.config.transfer.memory_budget_bytes // 2,
+        )
+        held.append((stored, stored.saved()))
+        return b""
+
+    group.exchange("open", work, lambda _parts, _beat: b"")
+    return held[0]
+
+
+def _match(group: Group, saved: Saved, state: Mapping[str, Any], options: LoadOptions) -> tuple[Loading, Mismatch]:
+    """Find the place of everything, and agree on what does not fit."""
+    held: list[Loading] = []
+
+    def work(_beat: Beat) -> bytes:
+        loading = begin_load(state, saved, include=options.include, device=options.device)
+        held.append(loading)
+        return json.dumps(loading.mismatch.to_json()).encode()
+
+    def join(parts: list[bytes], _beat: Beat) -> bytes:
+        joined = Mismatch.joined(Mismatch.from_json(json.loads(part)) for part in parts)
+        joined.check(strict=options.strict)
+        return json.dumps(joined.to_json()).encode()
+
+    try:
+        joined = Mismatch.from_json(json.loads(group.exchange("match", work, join)))
+    except BaseException:
+        for loading in held:
+            loading.abandon()
+        raise
+    return held[0], joined
+
+
+def _together(group: Group, tag: str, action: Callable[[], object], reader: _Reader) -> None:
+    def work(beat: Beat) -> bytes:
+        reader.beat = beat
+        action()
+        return b""
+
+    group.exchange(tag, work, lambda _parts, _beat: b"")
+
+
+def _no_beat() -> None:
+    """Between two exchanges nobody waits for a sign of life."""
+
+
+def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:
+    """A plain value of every rank that had one of its own; see `Checkpoint.per_rank`."""
+    with ExitStack() as stack:
+        reader = _Reader(files, LoadOptions(), stack)
+        index = reader.open(files.read_manifest()[0], share=False)
+        stored = StoredState(index, reader.read, files.prefix, rank=0, world_size=len(index.parts))
+        return stored.value_of_each_rank(key)

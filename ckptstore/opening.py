@@ -1,0 +1,76 @@
+"""`open_store`: from a URI and a few keywords to a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckptstore.config import StoreConfig, TransferConfig
+from ckptstore.errors import InvalidInput
+from ckptstore.job import Job
+from ckptstore.log import Log
+from ckptstore.retention import KeepAll, Policy
+from ckptstore.storage.open import open_storage
+from ckptstore.store import CheckpointStore
+from ckptstore.transfer import Transfer
+
+
+def open_store(
+    uri: str | os.PathLike[str],
+    *,
+    retention: Policy | None = None,
+    missing: str = "error",
+    grace_seconds: float | None = None,
+    durable: bool | None = None,
+    engine: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    group: object = None,
+    rank_timeout_seconds: float | None = None,
+    memory_budget_bytes: int | None = None,
+    single_writer: bool | None = None,
+) -> CheckpointStore:
+    """Open the store at `uri`; it need not exist, the first save creates it. Nothing is written and no rank is waited
+    for: the ranks meet at the first collective call.
+
+    Args:
+        uri: a path, file://, memory://, s3://, gs://, az://, abfs:// or any fsspec URL.
+        retention: which checkpoints stay live; all of them by default.
+        missing: "error" when a metric that retention ranks by must be given with every save, else "worst".
+        grace_seconds: how long what retention drops stays in the trash, by the storage's clock (3600).
+        durable: whether a disk is told to make everything durable before a commit (True).
+        engine: "fsspec" or "obstore", None for the faster one that fits.
+        storage_options: credentials and the like in fsspec's names; never written anywhere, never logged.
+        group: a torch ProcessGroup or a `StorageGroup`; None for torch.distributed where it is initialised.
+        rank_timeout_seconds: how long a rank may give no sign of life (600).
+        memory_budget_bytes: the most memory that transfers of this process take for buffers (512 MiB).
+        single_writer: promise that no other job ever writes, for storages without create-if-absent.
+
+    Raises InvalidInput for an unknown scheme or a bad value.
+    """
+    if missing not in ("error", "worst"):
+        raise InvalidInput(f"missing is {missing!r}, it is 'error' or 'worst'")
+    policy = KeepAll() if retention is None else retention
+    if not isinstance(policy, Policy):
+        raise InvalidInput(f"retention is {retention!r}, it is a policy such as KeepLatest(3)")
+    transfer_config = TransferConfig.from_env(durable=durable, memory_budget_bytes=memory_budget_bytes)
+    config = StoreConfig.from_env(
+        grace_seconds=grace_seconds,
+        rank_timeout_seconds=rank_timeout_seconds,
+        single_writer=single_writer,
+        transfer=transfer_config,
+    )
+    storage = open_storage(
+        os.fspath(uri), storage_options=storage_options, engine=engine, durable=transfer_config.durable
+    )
+    return CheckpointStore(
+        Job(
+            storage=storage,
+            log=Log(storage, retry=config.retry, single_writer=config.single_writer),
+            transfer=Transfer(storage, config=config.transfer, retry=config.retry),
+            config=config,
+            policy=policy,
+            missing=missing,
+            given_group=group,
+        )
+    )

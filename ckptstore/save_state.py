@@ -1,0 +1,197 @@
+"""Saving a state: at once, or staged and then in the background. The story itself is in `ckptstore.save`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore.background import Background, OnBusy, PendingSave
+from ckptstore.errors import CkptstoreError, InvalidInput, SaveBusy
+from ckptstore.events import StateStaged, emit
+from ckptstore.group import Beat
+from ckptstore.job import Job
+from ckptstore.layout import Attempt
+from ckptstore.plan import PlannedFile
+from ckptstore.records import Record
+from ckptstore.request import Request
+from ckptstore.save import agree_on_save, finish_save, save
+from ckptstore.staging import Staging
+from ckptstore.state.agree import Negotiator
+from ckptstore.state.apply import collect
+from ckptstore.state.state_shard import StateOptions, StateShard
+from ckptstore.transfer import Stored
+from ckptstore.uploader import Uploader
+
+_UPLOADERS = ("thread", "process")
+
+
+@dataclass(kw_only=True)
+class StateSaver:
+    """What one process keeps from one save of a state to the next: plans, staging memory, an upload process."""
+
+    job: Job
+    background: Background = field(default_factory=Background)
+    _negotiator: Negotiator = field(default_factory=Negotiator)
+    _staging: dict[bool, Staging] = field(default_factory=dict)
+    _uploader: Uploader | None = None
+
+    def save(self, state: Mapping[str, Any], *, options: StateOptions, **asked: Any) -> Record:
+        """Save a state; returns when it is committed. Collective."""
+        self.background.wait()
+        self.background.raise_failure()
+        shard = self._shard(state, options, asked, upload=self.job.transfer.upload)
+        shard.prepare(self._negotiator)
+        return save(self.job, shard)
+
+    def save_async(
+        self,
+        state: Mapping[str, Any],
+        done: Callable[[Record], Any],
+        *,
+        options: StateOptions,
+        on_busy: OnBusy,
+        uploader: str,
+        max_failures: int,
+        **asked: Any,
+    ) -> PendingSave:
+        """Save a copy of a state in the background; returns when the copy is made. Collective.
+
+        `done` makes the result of the pending save from the record of the commit.
+        """
+        if uploader not in _UPLOADERS:
+            raise InvalidInput(f"uploader is {uploader!r}, it is one of {', '.join(_UPLOADERS)}")
+        started = time.monotonic()
+        if not self._is_free(on_busy, asked["step"]):
+            return PendingSave(asked["step"], skipped=True, stalled_seconds=time.monotonic() - started)
+        self.background.raise_failure(max_failures=max_failures)
+        in_process = uploader == "process"
+        upload = _StagedUpload(self, in_process=in_process)
+        shard = self._shard(state, options, asked, upload=upload)
+        shard.prepare(self._negotiator)
+        agreed = agree_on_save(self.job, shard)
+        staged = _Staged(shard)
+        staged.stage(self._staging_for(shared=in_process))
+        size_bytes = sum(source.size_bytes for _, source in shard.sources)
+        pending = PendingSave(agreed.request.step, stalled_seconds=time.monotonic() - started)
+        rank = self.job.group.rank
+        emit(StateStaged(step=pending.step, rank=rank, size_bytes=size_bytes, seconds=pending.stalled_seconds))
+        lane = self.job.group.lane("background")
+        return self.background.start(pending, lambda: done(finish_save(self.job, staged, agreed, group=lane)))
+
+    def warm_up(self, state: Mapping[str, Any], *, options: StateOptions, uploader: str) -> None:
+        """Do now what only a first asynchronous save would do. Collective; nothing is written."""
+        if uploader not in _UPLOADERS:
+            raise InvalidInput(f"uploader is {uploader!r}, it is one of {', '.join(_UPLOADERS)}")
+        self.background.wait()
+        asked = {"step": 0, "metrics": None, "metadata": None, "exists": "replace"}
+        shard = self._shard(state, options, asked, upload=self.job.transfer.upload)
+        shard.prepare(self._negotiator)
+        sizes = [source.size_bytes for _, source in shard.sources]
+        self._staging_for(shared=uploader == "process").reserve(sizes)
+        if uploader == "process":
+            self.upload_process()
+
+    def upload_process(self) -> Uploader:
+        """The upload process, started when it is needed first."""
+        if self._uploader is None:
+            job = self.job
+            self._uploader = Uploader(
+                job.storage, config=job.config.transfer, retry=job.config.retry, rank=job.group.rank
+            )
+        return self._uploader
+
+    def forget_upload_process(self) -> None:
+        """After it failed: the next save starts another one."""
+        uploader, self._uploader = self._uploader, None
+        if uploader is not None:
+            uploader.close()
+
+    def close(self) -> None:
+        """Wait for the save in flight, then give memory and process back. Raises what an unseen save failed with."""
+        self.background.wait()
+        for staging in self._staging.values():
+            staging.close()
+        self.forget_upload_process()
+        self.background.raise_failure()
+
+    def staged_buffers(self) -> Sequence[Any]:
+        """The shared buffers, in the order of the files."""
+        return self._staging[True].buffers
+
+    def _is_free(self, on_busy: OnBusy, step: Any) -> bool:
+        """Whether this save may begin now; the same on all ranks. Raises SaveBusy."""
+        if on_busy == "wait":
+            self.background.wait()
+            return True
+        if on_busy not in ("skip", "error"):
+            raise InvalidInput(f"on_busy is {on_busy!r}, it is 'wait', 'skip' or 'error'")
+
+        def is_busy(_beat: Beat) -> bytes:
+            return b"1" if self.background.pending is not None else b"0"
+
+        answer = self.job.group.exchange("busy", is_busy, lambda answers, _beat: max(answers))
+        if answer == b"1" and on_busy == "error":
+            raise SaveBusy(f"The save before that of step {step} is still in flight", hint="Save less often, or wait")
+        if answer == b"0":
+            self.background.wait()
+        return answer == b"0"
+
+    def _shard(
+        self, state: Mapping[str, Any], options: StateOptions, asked: Mapping[str, Any], *, upload: Any
+    ) -> StateShard:
+        job = self.job
+        return StateShard(
+            lambda: collect(state),
+            request=lambda: Request.of(kind="state", **asked),
+            group=job.group,
+            storage=job.storage,
+            upload=upload,
+            options=options,
+        )
+
+    def _staging_for(self, *, shared: bool) -> Staging:
+        if shared not in self._staging:
+            self._staging[shared] = Staging(shared=shared, num_threads=self.job.config.transfer.num_threads)
+        return self._staging[shared]
+
+
+class _Staged:
+    """A shard whose files are copies. What kept them from being copied is raised where all ranks hear of it."""
+
+    def __init__(self, shard: StateShard) -> None:
+        self._shard = shard
+        self._error: CkptstoreError | None = None
+        self.describe, self.agree, self.join = shard.describe, shard.agree, shard.join
+
+    def stage(self, staging: Staging) -> None:
+        """Copy everything that this rank will write."""
+        try:
+            staged = staging.stage([PlannedFile(name, source) for name, source in self._shard.sources])
+            self._shard.sources = [(file.key, file.source) for file in staged]
+        except CkptstoreError as error:
+            self._error = error
+
+    def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
+        if self._error is not None:
+            raise self._error
+        return self._shard.store(attempt, told, beat)
+
+
+class _StagedUpload:
+    """Uploads a shard's staged files where the caller wants it; what the leader adds goes from this process."""
+
+    def __init__(self, saver: StateSaver, *, in_process: bool) -> None:
+        self._saver = saver
+        self._is_staged = in_process
+
+    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
+        if not self._is_staged:
+            return self._saver.job.transfer.upload(files, beat=beat)
+        self._is_staged = False
+        try:
+            return self._saver.upload_process().upload(files, self._saver.staged_buffers(), beat=beat)
+        except CkptstoreError:
+            self._saver.forget_upload_process()
+            raise
