@@ -172,9 +172,8 @@ class AzureFiles(ProcessBound):
         return True
 
     def _put(self, key: str, views: Sequence[memoryview], *, overwrite: bool) -> None:
-        size_bytes = total_bytes(views)
-        body: Any = ViewsBody(views) if size_bytes else b""
-        self.blob(key).upload_blob(body, length=size_bytes, overwrite=overwrite)
+        # The SDK sends a whole blob from bytes alone; parts go out as views.
+        self.blob(key).upload_blob(b"".join(views), overwrite=overwrite)
 
     def read(self, key: str) -> bytes:
         with self.seam("read", key):

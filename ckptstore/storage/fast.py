@@ -129,6 +129,11 @@ class FastStorage(ProcessBound):
                     filling.take(chunk)
         except foreign.ConditionFailed as error:
             raise foreign.other_version(key) from error
+        except StorageUnavailable as error:
+            if _status_of(error.__cause__) is None:  # obstore could make nothing of an answer: is the file too short?
+                with suppress(StorageError):
+                    filling.end(file_bytes=self.stat(key).size_bytes, end_offset=end)
+            raise
         except FileMissing as error:
             if version and self._generations and self._exists(key):
                 raise foreign.other_version(key) from error

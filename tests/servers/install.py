@@ -1,0 +1,56 @@
+"""Puts the servers that PyPI's packages in the `dev` extra do not bring into `.servers/`: run by `make servers`.
+
+Azurite comes from npm. gcp-storage-emulator, which stands for a store that ignores preconditions, gets an environment
+of its own, because what it needs is older than what ckptstore is tested with. What is there already is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SERVERS = Path(__file__).resolve().parents[2] / ".servers"
+AZURITE = "3.37.0"
+GCP_STORAGE_EMULATOR = (
+    "gcp-storage-emulator==2026.7.19",
+    "google-crc32c==1.9.0",
+    "setuptools<81",  # it imports pkg_resources
+)
+
+
+def main() -> int:
+    SERVERS.mkdir(exist_ok=True)
+    return max(install_azurite(), install_emulator())
+
+
+def install_azurite() -> int:
+    package = SERVERS / "node_modules" / "azurite" / "package.json"
+    if package.exists() and json.loads(package.read_text())["version"] == AZURITE:
+        return 0
+    npm = shutil.which("npm")
+    if npm is None:
+        print("npm is not installed: the tests that need Azurite cannot run", file=sys.stderr)
+        return 1
+    (SERVERS / "package.json").write_text('{"private": true}\n')
+    command = [npm, "install", f"azurite@{AZURITE}", "--no-audit", "--no-fund", "--save-exact", "--loglevel=error"]
+    return subprocess.run(command, cwd=SERVERS, check=False).returncode
+
+
+def install_emulator() -> int:
+    home = SERVERS / "gcp-storage-emulator"
+    done = home / ".installed"
+    if done.exists() and done.read_text() == repr(GCP_STORAGE_EMULATOR):
+        return 0
+    subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
+    pip = [home / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    returncode = subprocess.run([*pip, *GCP_STORAGE_EMULATOR], check=False).returncode
+    if returncode == 0:
+        done.write_text(repr(GCP_STORAGE_EMULATOR))
+    return returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The storage contract on Azure Blob Storage, as Azurite plays it, with both engines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+from azure.storage.blob import ContainerClient
+
+from ckptstore.storage.base import CopiesInside, CreatesExclusively, WritesParts
+from ckptstore.storage.open import open_storage
+from ckptstore.testing import StorageContract
+
+numbers = itertools.count()
+
+
+class AzureContract(StorageContract):
+    """Raw access goes through the SDK."""
+
+    powers = (CreatesExclusively, WritesParts, CopiesInside)
+    engine: ClassVar[str]
+
+    @pytest.fixture
+    def storage(self, azurite: Any) -> Iterator[Any]:
+        self.prefix = f"run {next(numbers)}/x"
+        options = azurite.storage_options
+        with ContainerClient.from_connection_string(options["connection_string"], "test") as self.raw:
+            storage = open_storage(f"az://test/{self.prefix}", storage_options=options, engine=self.engine)
+            yield storage
+            storage.close()
+
+    def raw_write(self, key: str, data: bytes) -> None:
+        self.raw.upload_blob(f"{self.prefix}/{key}", data, overwrite=True)
+
+    def raw_read(self, key: str) -> bytes:
+        return bytes(self.raw.download_blob(f"{self.prefix}/{key}").readall())
+
+
+class TestObstoreOnAzurite(AzureContract):
+    engine = "obstore"
+
+
+class TestFsspecOnAzurite(AzureContract):
+    engine = "fsspec"

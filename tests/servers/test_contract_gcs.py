@@ -1,0 +1,45 @@
+"""The storage contract on Google Cloud Storage, as fake-gcs-server plays it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+import pytest
+import requests
+
+from ckptstore.storage.base import CopiesInside, CreatesExclusively, WritesParts
+from ckptstore.storage.open import open_storage
+from ckptstore.testing import StorageContract
+
+numbers = itertools.count()
+
+
+class GcsContract(StorageContract):
+    """Raw access goes over the JSON API."""
+
+    powers = (CreatesExclusively, WritesParts, CopiesInside)
+    engine: ClassVar[str]
+
+    @pytest.fixture
+    def storage(self, fake_gcs: Any) -> Any:
+        self.url = fake_gcs.url
+        self.prefix = f"run {next(numbers)}/x"
+        storage = open_storage(f"gs://test/{self.prefix}", storage_options=fake_gcs.storage_options, engine=self.engine)
+        yield storage
+        storage.close()
+
+    def raw_write(self, key: str, data: bytes) -> None:
+        params = {"uploadType": "media", "name": f"{self.prefix}/{key}"}
+        requests.post(f"{self.url}/upload/storage/v1/b/test/o", params=params, data=data, timeout=30).raise_for_status()
+
+    def raw_read(self, key: str) -> bytes:
+        name = quote(f"{self.prefix}/{key}", safe="")
+        answer = requests.get(f"{self.url}/storage/v1/b/test/o/{name}", params={"alt": "media"}, timeout=30)
+        answer.raise_for_status()
+        return answer.content
+
+
+class TestFsspecOnFakeGcs(GcsContract):
+    engine = "fsspec"

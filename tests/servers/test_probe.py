@@ -1,0 +1,55 @@
+"""Create-if-absent is found by racing, not by the name of a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptstore.errors import AccessDenied
+from ckptstore.storage.open import open_storage
+from ckptstore.storage.probe import has_exclusive_create
+from ckptstore.testing.s3_server import Fault, S3Server
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_s3_has_it(fast_s3: S3Server, engine: str) -> None:
+    storage = open_storage("s3://test/probe", storage_options=fast_s3.storage_options, engine=engine)
+    assert has_exclusive_create(storage)
+    assert list(storage.list("")) == []
+    storage.close()
+
+
+def test_gcs_has_it(fake_gcs: Any) -> None:
+    storage = open_storage("gs://test/probe", storage_options=fake_gcs.storage_options, engine="fsspec")
+    assert has_exclusive_create(storage)
+    storage.close()
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_azure_has_it(azurite: Any, engine: str) -> None:
+    storage = open_storage("az://test/probe", storage_options=azurite.storage_options, engine=engine)
+    assert has_exclusive_create(storage)
+    storage.close()
+
+
+def test_a_server_that_ignores_the_condition_is_found_out(careless_gcs: Any) -> None:
+    storage = open_storage("gs://test/probe", storage_options=careless_gcs.storage_options, engine="fsspec")
+    assert not has_exclusive_create(storage)
+    assert list(storage.list("")) == []
+    storage.close()
+
+
+def test_other_urls_do_not_have_it(tmp_path: Any) -> None:
+    assert not has_exclusive_create(open_storage(f"local://{tmp_path}"))
+
+
+def test_a_refusal_is_no_answer(fast_s3: S3Server) -> None:
+    storage = open_storage("s3://test/probe", storage_options=fast_s3.storage_options)
+    fast_s3.faults.add(Fault(action="status", match="^PUT /test/probe/", times=None, status=403, code="AccessDenied"))
+    try:
+        with pytest.raises(AccessDenied):
+            has_exclusive_create(storage)
+    finally:
+        fast_s3.faults.clear()
+        storage.close()
