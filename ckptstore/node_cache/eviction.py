@@ -56,15 +56,28 @@ def make_room(place: Place, *, size_bytes: int, step: int) -> None:
 
 def evict(place: Place, config: CacheConfig) -> None:
     """Remove what is over the idle time or the budget. Best effort: what fails now is tried again next time."""
-    with contextlib.suppress(OSError, CacheError), _one_at_a_time(place) as ours:
-        copies = _unread(place) if ours else []
-        now = time.time()
-        total_bytes = sum(copy.size_bytes for copy in copies)
-        budget_bytes = config.cache_budget_bytes or (place.free_bytes() + total_bytes) // 2
-        for copy in copies:
-            idle = now - copy.used_seconds > config.cache_idle_seconds
-            if (idle or total_bytes > budget_bytes) and remove(place, copy.key):
-                total_bytes -= copy.size_bytes
+    again = place.lock("evict").with_suffix(".again")
+    with contextlib.suppress(OSError):
+        again.touch(mode=0o600)  # before the lock is tried: whoever has it looks for this after giving it back
+    with contextlib.suppress(OSError, CacheError):
+        wanted = True
+        while wanted:
+            with _one_at_a_time(place) as ours:
+                if not ours:
+                    return
+                again.unlink(missing_ok=True)
+                _evict_now(place, config)
+            wanted = again.exists()
+
+
+def _evict_now(place: Place, config: CacheConfig) -> None:
+    copies, now = _unread(place), time.time()
+    total_bytes = sum(copy.size_bytes for copy in copies)
+    budget_bytes = config.cache_budget_bytes or (place.free_bytes() + total_bytes) // 2
+    for copy in copies:
+        idle = now - copy.used_seconds > config.cache_idle_seconds
+        if (idle or total_bytes > budget_bytes) and remove(place, copy.key):
+            total_bytes -= copy.size_bytes
 
 
 def remove(place: Place, key: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptstore.config import CacheConfig
 from ckptstore.events import DownloadWaited, Event, listening
-from ckptstore.node_cache import NodeCache
+from ckptstore.node_cache import NodeCache, cache
 
 KEY = "ab" * 32
 NUM_FILES = 5
@@ -40,6 +40,20 @@ def wait_for(what: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
+def note_waiting(log: Path) -> None:
+    """From now on, note the first time that this process finds that another one has the turn."""
+    read_holder = cache._read_holder
+    noted: list[str] = []
+
+    def noting(path: Path) -> str:
+        if not noted:
+            noted.append("once")
+            note(log, f"waits {rank()}")
+        return read_holder(path)
+
+    cache._read_holder = noting
+
+
 def downloads(log: Path, *, pause_seconds: float = 0.05, at_file: Callable[[int], None] = lambda index: None) -> object:
     def download(path: Path) -> None:
         note(log, f"started {rank()}")
@@ -66,9 +80,9 @@ def fetch(root: Path, download: object, **more: object) -> tuple[int, list[Downl
         if isinstance(event, DownloadWaited):
             waited.append(event)
 
-    cache = NodeCache(CacheConfig(cache_dir=root, **more))  # type: ignore[arg-type]
+    nodes = NodeCache(CacheConfig(cache_dir=root, **more))  # type: ignore[arg-type]
     size_bytes = NUM_FILES * FILE_BYTES
-    with listening(listen), cache.fetch_once(KEY, step=3, size_bytes=size_bytes, download=download) as path:  # type: ignore[arg-type]
+    with listening(listen), nodes.fetch_once(KEY, step=3, size_bytes=size_bytes, download=download) as path:  # type: ignore[arg-type]
         return read_all(path), waited
 
 
@@ -87,7 +101,7 @@ def first_fails(root: Path, log: Path) -> str:
 
     if rank():
         wait_for(log.exists)
-        note(log, f"waits {rank()}")
+        note_waiting(log)
     try:
         inode, waited = fetch(root, downloads(log, at_file=fail))
     except ConnectionError as error:
@@ -101,12 +115,11 @@ def first_is_killed(root: Path, log: Path) -> tuple[int, list[str]]:
     def die(index: int) -> None:
         if rank() == 0 and index == 2:
             wait_for(lambda: len(log.read_text().splitlines()) == int(os.environ["WORLD_SIZE"]))
-            time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
 
     if rank():
         wait_for(log.exists)
-        note(log, f"waits {rank()}")
+        note_waiting(log)
     inode, waited = fetch(root, downloads(log, at_file=die))
     return inode, [event.holder for event in waited]
 
@@ -120,8 +133,7 @@ def dies_alone(root: Path, log: Path) -> None:
 
 
 def dies_reading(root: Path, log: Path) -> None:
-    cache = NodeCache(CacheConfig(cache_dir=root))
-    with cache.fetch_once(KEY, step=3, size_bytes=1, download=downloads(log)):  # type: ignore[arg-type]
+    with NodeCache(CacheConfig(cache_dir=root)).fetch_once(KEY, step=3, size_bytes=1, download=downloads(log)):  # type: ignore[arg-type]
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -200,11 +212,11 @@ def fills_the_disk(root: Path, log: Path) -> str:
             while True:
                 file.write(bytes(1 << 20))
 
-    cache = NodeCache(CacheConfig(cache_dir=root))
+    nodes = NodeCache(CacheConfig(cache_dir=root))
     said = []
     for size_bytes in (1 << 30, 1 << 20):
         try:
-            with cache.fetch_once(KEY, step=3, size_bytes=size_bytes, download=download):
+            with nodes.fetch_once(KEY, step=3, size_bytes=size_bytes, download=download):
                 said.append("worked")
         except StorageFull as error:
             said.append(f"full: {error}")
