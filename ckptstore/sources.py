@@ -94,6 +94,28 @@ class FileSource:
     def open(self) -> AbstractContextManager[Read]:
         return _Reading(self)
 
+    def load(self, scratch: memoryview) -> memoryview:
+        """The whole file, read into `scratch`; what `open` does for a small file, in less time."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self.changed(f"could not be opened ({error.strerror})") from error
+        try:
+            view = scratch[: self.size_bytes]
+            count = os.readv(descriptor, (view,))
+            status = os.fstat(descriptor)
+        except OSError as error:
+            raise self.unreadable(error) from error
+        finally:
+            os.close(descriptor)
+        if count != self.size_bytes or status.st_size != count or _identity(status) != self.identity:
+            raise self.changed("changed")
+        return view
+
+    def unreadable(self, error: OSError) -> InvalidSource:
+        """The error for a file that the system does not give."""
+        return InvalidSource(f"{self.path} could not be read: {error.strerror}", file=str(self.path))
+
     def changed(self, how: str) -> SourceChanged:
         """The error for a file that is not what it was."""
         return SourceChanged(
@@ -133,8 +155,7 @@ class _Reading:
             try:
                 count = os.preadv(self._descriptor, [view[done:] if done else view], offset + done)
             except OSError as error:
-                path = str(self._source.path)
-                raise InvalidSource(f"{path} could not be read: {error.strerror}", file=path) from error
+                raise self._source.unreadable(error) from error
             if count == 0:
                 raise self._source.changed("ends early")
             done += count

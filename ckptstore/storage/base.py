@@ -125,6 +125,17 @@ class WritesParts(Protocol):
 
 
 @runtime_checkable
+class WritesMany(Protocol):
+    """Small files by the thousand."""
+
+    def write_many(self, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
+        """The same as `write` for each key and its views, in less time. After an error any of them may be written."""
+
+    def useful_threads(self) -> int:
+        """How many threads that write small files at once are of use; more of them only wait for each other."""
+
+
+@runtime_checkable
 class Persists(Protocol):
     """A disk, where written is not durable yet."""
 

@@ -28,9 +28,9 @@ _SYNC_FILE_RANGE_WRITE = 2
 _FICLONE = 0x40049409
 _REFUSED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM})
 _SYNCFS_REPORTS_SINCE = (5, 8)
-_SYNCFS_IS_FSYNC_OF_ALL = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x2FC12FC1})
-"""ext2 to ext4, XFS, Btrfs, F2FS, tmpfs, ZFS. A FUSE or network file system may keep its part of the promise only for
-fsync."""
+_PLAIN_FILE_SYSTEMS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x2FC12FC1})
+"""ext2 to ext4, XFS, Btrfs, F2FS, tmpfs, ZFS. Others, FUSE and those on a network, may keep their promise only for an
+fsync of each file."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
@@ -127,23 +127,29 @@ def _syncfs_reports() -> bool:
     return major.isdigit() and minor.isdigit() and (int(major), int(minor)) >= _SYNCFS_REPORTS_SINCE
 
 
+def is_on_disk(path: str) -> bool:
+    """Whether the file system of a path, which need not exist yet, is a plain one of this machine."""
+    facts = ctypes.create_string_buffer(256)
+    try:
+        _call("statfs", os.fsencode(_existing(path)), facts)
+    except OSError:
+        return False
+    return ctypes.c_long.from_buffer(facts).value in _PLAIN_FILE_SYSTEMS
+
+
 def flush_filesystem(path: str) -> bool:
     """fsync of everything on the file system of `path` in one call, errors reported.
 
     Returns False, and does nothing, where that call would promise less than an fsync of each file does. Raises OSError.
     """
-    if not _syncfs_reports():
+    if not _syncfs_reports() or not is_on_disk(path):
         return False
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        facts = ctypes.create_string_buffer(256)
-        _call("fstatfs", descriptor, facts)
-        if ctypes.c_long.from_buffer(facts).value not in _SYNCFS_IS_FSYNC_OF_ALL:
-            return False
         _call("syncfs", descriptor)
-        return True
     finally:
         os.close(descriptor)
+    return True
 
 
 def link_new(temporary: str, path: str) -> bool:
@@ -196,11 +202,16 @@ def copy_contents(source: int, target: int, size_bytes: int) -> None:
         done += count
 
 
+def _existing(path: str) -> str:
+    """The path, or the lowest directory above it that exists."""
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path
+
+
 def free_bytes(directory: str) -> int:
     """How much can still be written to the file system of a directory that may not exist yet. Raises OSError."""
-    while not os.path.isdir(directory) and directory != os.path.dirname(directory):
-        directory = os.path.dirname(directory)
-    facts = os.statvfs(directory)
+    facts = os.statvfs(_existing(directory))
     return facts.f_bavail * facts.f_frsize
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import AccessDenied, StorageError, StorageFull
 from ckptstore.retry import retrying
-from ckptstore.storage.base import HasLocalFiles, Storage, WritesParts
+from ckptstore.storage.base import HasLocalFiles, Storage, WritesMany, WritesParts
 from ckptstore.transfer.pool import Pool, Run
 from ckptstore.transfer.scratch import Scratch
 
@@ -39,9 +40,13 @@ class Engine:
     parts: WritesParts | None = field(init=False)
     """The storage, where it writes parts."""
 
+    many: WritesMany | None = field(init=False)
+    """The storage, where it writes many small files at once."""
+
     def __post_init__(self) -> None:  # once: to ask a protocol whether an object is an instance takes microseconds
         object.__setattr__(self, "is_local", isinstance(self.storage, HasLocalFiles))
         object.__setattr__(self, "parts", self.storage if isinstance(self.storage, WritesParts) else None)
+        object.__setattr__(self, "many", self.storage if isinstance(self.storage, WritesMany) else None)
 
     @property
     def request_bytes(self) -> int:
@@ -64,12 +69,18 @@ class Engine:
 
         return retrying(self.retry, what, checked)
 
+    def small_tasks(self) -> int:
+        """How many tasks small files are dealt to: no more than are of use on a disk, else as many as come."""
+        if self.many is None or (useful := self.many.useful_threads()) >= self.config.num_threads:
+            return sys.maxsize
+        return useful
+
     def batches(self, sizes_bytes: list[int]) -> list[slice]:
-        """How small files, given by their sizes, are dealt to tasks."""
+        """How small files, given by their sizes, are dealt to tasks: what one task reads stays in the cache."""
         most = max(1, min(_MAX_BATCH_FILES, len(sizes_bytes) // (4 * self.config.num_threads)))
         found, start, total = [], 0, 0
         for index, size_bytes in enumerate(sizes_bytes):
-            if index > start and (index - start >= most or total + size_bytes > TASK_BYTES):
+            if index > start and (index - start >= most or total + size_bytes > STEP_BYTES):
                 found.append(slice(start, index))
                 start, total = index, 0
             total += size_bytes

@@ -11,28 +11,28 @@ from ckptstore.digest import FileDigest
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import BytesMoved, FileStored, emit, is_heard
 from ckptstore.plan import PlannedFile
-from ckptstore.sources import Read
 from ckptstore.storage.base import PartWriter, Persists
-from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine, is_worth_writing_anew
+from ckptstore.transfer.batch import read_hashed, write_batch
+from ckptstore.transfer.engine import TASK_BYTES, Engine, is_worth_writing_anew
 from ckptstore.transfer.pool import Run, Task
 from ckptstore.transfer.values import Stored
+
+_PERSIST_FILES = 4096
+"""After so many small files they are made durable, while other threads write the next ones."""
 
 
 def upload(engine: Engine, files: Sequence[PlannedFile], beat: Callable[[], None]) -> list[Stored]:
     """Write all files and make them durable; the result has their order. See `Transfer.upload`."""
     upload_ = _Upload(engine, files, beat)
     upload_.write_all(range(len(files)))
-    storage = engine.storage
-    if engine.config.durable and isinstance(storage, Persists):
-        keys = [file.key for file in files]
-        try:
-            storage.persist(keys)
-        except CkptstoreError as error:
-            if not is_worth_writing_anew(error):
-                raise
-            upload_.write_all(range(len(files)))
-            storage.persist(keys)
-        beat()
+    try:
+        upload_.persist()
+    except CkptstoreError as error:
+        if not is_worth_writing_anew(error):
+            raise
+        upload_.write_all(range(len(files)))
+        upload_.persist()
+    beat()
     return upload_.results()
 
 
@@ -46,6 +46,10 @@ class _Upload:
         self._total_bytes = sum(file.source.size_bytes for file in files)
         self._stored: list[Stored | None] = [None] * len(files)
         self._failed: list[tuple[int, CkptstoreError]] = []
+        self._lock = threading.Lock()
+        self._written: list[str] = []
+        """Keys that are not durable yet."""
+        self._not_durable: CkptstoreError | None = None
 
     def results(self) -> list[Stored]:
         return [stored for stored in self._stored if stored is not None]
@@ -63,15 +67,17 @@ class _Upload:
         large: list[_InParts] = []
         small: list[int] = []
         for index in indices:
-            size_bytes = self._files[index].source.size_bytes
-            part_bytes = self._engine.part_bytes(size_bytes)
+            part_bytes = self._engine.part_bytes(self._size_bytes(index))
             if part_bytes is None:
                 small.append(index)
             else:
                 large.append(_InParts(self, index, part_bytes))
         tasks: list[Task] = [task for file in large for task in file.tasks()]
-        sizes = [self._files[index].source.size_bytes for index in small]
-        tasks += [partial(self._write_whole, small[batch]) for batch in self._engine.batches(sizes)]
+        batches = [small[batch] for batch in self._engine.batches([self._size_bytes(index) for index in small])]
+        num_chains = min(self._engine.small_tasks(), len(batches))
+        chains = [partial(self._write_chain, batches[first::num_chains]) for first in range(num_chains)]
+        # The chains begin first: while they wait for each other in the file system, large files keep the disk busy.
+        tasks = [*chains, *tasks]
         try:
             self._engine.pool.run(tasks, self._beat)
         except BaseException:
@@ -81,27 +87,41 @@ class _Upload:
         finally:
             self._engine.scratch.trim()
 
-    def _write_whole(self, indices: Sequence[int], run: Run) -> None:
-        """Write small files, each in one call."""
-        sources = [self._files[index].source for index in indices]
-        most_bytes = max((source.size_bytes for source in sources if not source.in_memory), default=0)
-        moved_bytes = 0
-        with self._engine.scratch.take(most_bytes, run) as scratch:
-            for index, source in zip(indices, sources, strict=True):
-                run.check()
-                began = time.monotonic()
-                key, size_bytes = self._files[index].key, source.size_bytes
-                digest = FileDigest(source.payloads)
+    def persist(self) -> None:
+        """Make durable what is not yet. Raises also what an earlier call on another thread raised."""
+        storage = self._engine.storage
+        if self._not_durable is not None:
+            error, self._not_durable = self._not_durable, None
+            self._written = []
+            raise error
+        with self._lock:
+            keys, self._written = self._written, []
+        if self._engine.config.durable and isinstance(storage, Persists) and keys:
+            storage.persist(keys)
+
+    def _write_chain(self, batches: Sequence[Sequence[int]], run: Run) -> None:
+        """Write small files, batch after batch, and have the disk keep up."""
+        for indices in batches:
+            self._write_small(indices, run)
+            if len(self._written) >= _PERSIST_FILES and self._not_durable is None:
                 try:
-                    with source.open() as read:
-                        views = read_hashed(read, digest, offset=0, size_bytes=size_bytes, scratch=scratch)
-                    self._engine.request(run, f"write {key}", partial(self._engine.storage.write, key, views))
+                    self.persist()
                 except CkptstoreError as error:
-                    raise error.at(file=key) from None
-                self.done(index, digest, seconds=time.monotonic() - began)
-                moved_bytes += size_bytes
-                run.moved_bytes += size_bytes + 1
-        self.moved(key, moved_bytes)
+                    self._not_durable = error
+
+    def _write_small(self, indices: Sequence[int], run: Run) -> None:
+        stored, seconds = write_batch(self._engine, [self._files[index] for index in indices], run)
+        for index, result in zip(indices, stored, strict=True):
+            self._stored[index] = result
+        with self._lock:
+            self._written += [result.key for result in stored]
+        if is_heard(FileStored):
+            for result in stored:
+                self.tell(result, seconds / len(stored))
+        self.moved(stored[-1].key, sum(result.size_bytes for result in stored))
+
+    def _size_bytes(self, index: int) -> int:
+        return self._files[index].source.size_bytes
 
     def moved(self, key: str, size_bytes: int) -> None:
         if is_heard(BytesMoved):
@@ -109,10 +129,14 @@ class _Upload:
 
     def done(self, index: int, digest: FileDigest, *, seconds: float) -> None:
         file = self._files[index]
-        size_bytes = file.source.size_bytes
-        self._stored[index] = Stored(file.key, size_bytes, digest.crc32c(), digest.block_crcs())
-        if is_heard(FileStored):
-            emit(FileStored(key=file.key, size_bytes=size_bytes, seconds=seconds, rank=self._engine.rank))
+        result = Stored(file.key, file.source.size_bytes, digest.crc32c(), digest.block_crcs())
+        self._stored[index] = result
+        with self._lock:
+            self._written.append(file.key)
+        self.tell(result, seconds)
+
+    def tell(self, result: Stored, seconds: float) -> None:
+        emit(FileStored(key=result.key, size_bytes=result.size_bytes, seconds=seconds, rank=self._engine.rank))
 
     def failed(self, index: int, error: CkptstoreError) -> None:
         self._failed.append((index, error))
@@ -185,20 +209,3 @@ class _InParts:
         else:
             self._upload.done(self._index, self._digest, seconds=time.monotonic() - self._began)
         self._writer = None
-
-
-def read_hashed(
-    read: Read, digest: FileDigest, *, offset: int, size_bytes: int, scratch: memoryview
-) -> Sequence[memoryview]:
-    """Read a part in steps, and hash each while it is in the processor's cache."""
-    if size_bytes <= STEP_BYTES:
-        views = read(offset, size_bytes, scratch)
-        digest.add(offset, views)
-        return views
-    found: list[memoryview] = []
-    for start in range(0, size_bytes, STEP_BYTES):
-        size = min(STEP_BYTES, size_bytes - start)
-        views = read(offset + start, size, scratch[start : start + size])
-        digest.add(offset + start, views)
-        found += views
-    return found
