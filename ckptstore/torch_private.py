@@ -83,8 +83,10 @@ def non_persistent_buffers(module: Any) -> list[str]:
     ]
 
 
-STEP_HOOK_NAMES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Where an optimizer keeps the user's hooks around `step`."""
+def bare_step(optimizer: Any) -> Any:
+    """The step of an optimizer's class, without the hooks that torch and users put around it."""
+    step = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def is_wrapper(tensor: Any) -> bool:

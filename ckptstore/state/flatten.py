@@ -19,7 +19,8 @@ from ckptstore.errors import InvalidState
 Path = tuple[Any, ...]
 """The keys and list positions that lead to a value, as they are in the state."""
 
-_ATOMS = frozenset({int, float, str, bool, type(None), bytes, complex})
+ATOMS = frozenset({int, float, str, bool, type(None), bytes, complex})
+"""Types of which long lists are made, and in which nothing can be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ def _find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor |
         return
     is_mapping = isinstance(value, Mapping)
     for part, item in children(value):
-        if type(item) not in _ATOMS:
+        if type(item) not in ATOMS:
             yield from _find_tensors(item, (*path, str(part) if is_mapping else part))
 
 
@@ -164,7 +165,7 @@ def map_tensors(value: Any, path: Path, replace: Callable[[str, Any], Any]) -> A
         return replace(join_path(path), value)
     changed = {}
     for part, item in children(value):
-        if type(item) not in _ATOMS:
+        if type(item) not in ATOMS:
             new = map_tensors(item, (*path, part), replace)
             if new is not item:
                 changed[part] = new
@@ -187,7 +188,7 @@ def references_in(value: Any) -> Iterator[str]:
     if isinstance(value, TensorRef):
         yield value.key
     for _, item in children(value):
-        if type(item) not in _ATOMS:
+        if type(item) not in ATOMS:
             yield from references_in(item)
 
 
@@ -209,6 +210,8 @@ def stock_leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 def _is_stock_leaf(items: Sequence[Any]) -> bool:
     for item in items:
+        if type(item) in ATOMS:
+            continue
         if isinstance(item, Mapping | torch.Tensor) or (isinstance(item, list) and not _is_stock_leaf(item)):
             return False
     return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,11 +55,18 @@ class OptimizerLoad:
         state = {id(parameter): dict(self._optimizer.state.get(parameter, {})) for parameter in self._parameters}
         self._flat.update(self._values)
         groups = self._hyperparameters.flat()
+        is_copied = uses_fsdp1(self._scope.root)
         if groups:
             private = {rename(name, self._scope.private): item for name, item in {**self._flat, **groups}.items()}
-            with as_it_is(self._optimizer), quiet_torch(), blaming(f"the optimizer at {self._unit.key!r}"):
+            stateless = [item for item in self._parameters if item not in self._optimizer.state] if is_copied else []
+            with (
+                as_it_is(self._optimizer),
+                _frozen(stateless),
+                quiet_torch(),
+                blaming(f"the optimizer at {self._unit.key!r}"),
+            ):
                 set_optimizer_state_dict(self._scope.root, self._optimizer, private, options=OPTIONS)
-        if uses_fsdp1(self._scope.root):
+        if is_copied:
             self._drop_empty()
         else:
             self._restore_exactly(state)
@@ -139,6 +148,19 @@ class OptimizerLoad:
         for parameter in self._parameters:
             if parameter in self._optimizer.state and not self._optimizer.state[parameter]:
                 del self._optimizer.state[parameter]
+
+
+@contextmanager
+def _frozen(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Freeze parameters: for torch's setter those may be without state, while FSDP1's flat ones otherwise may not."""
+    free = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in free:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in free:
+            parameter.requires_grad_(True)
 
 
 def _is_number(value: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from ckptstore.errors import StateMismatch
 from ckptstore.state.contents import same_random_numbers
 from ckptstore.state.optimizers import parameters_of
-from ckptstore.torch_private import STEP_HOOK_NAMES
+from ckptstore.torch_private import bare_step
 
 COPIED_BYTES = 256 << 20
 """Parameters and zero gradients are copied in portions of about this size."""
@@ -24,17 +24,18 @@ COPIED_BYTES = 256 << 20
 def create_state(key: str, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
     """Have an optimizer create its state for these parameters, and for no others.
 
-    Parameters, gradients, hyperparameters and random numbers are afterwards as they were; the user's step hooks do not
-    run. All ranks of a sharded parameter take the same number of steps. Raises StateMismatch when the optimizer cannot
-    take a step, as those that need a closure.
+    Parameters, gradients, hyperparameters and random numbers are afterwards as they were; step hooks do not run. All
+    ranks of a sharded parameter take the same number of steps. Raises StateMismatch when the optimizer cannot take a
+    step, as those that need a closure.
     """
+    step = bare_step(optimizer)
     with _set_aside(optimizer), same_random_numbers():
         for portion in _portions(parameters):
             kept = [parameter.detach().clone() for parameter in portion]
             for parameter in portion:
                 parameter.grad = torch.zeros_like(parameter)
             try:
-                type(optimizer).step(optimizer)  # the class's own: a scheduler counts the calls of the object's
+                step(optimizer)  # the class's own: a scheduler counts the calls of the object's
             except Exception as error:  # optimizers are the user's, and so is what they raise
                 raise StateMismatch(
                     f"the optimizer at {key!r} cannot create its state: {type(error).__name__}: {error}",
@@ -51,18 +52,13 @@ def create_state(key: str, optimizer: torch.optim.Optimizer, parameters: Sequenc
 def _set_aside(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in parameters_of(optimizer)]
     settings = [dict(group) for group in optimizer.param_groups]
-    hooks = {name: getattr(optimizer, name) for name in STEP_HOOK_NAMES}
     for parameter, _ in gradients:
         parameter.grad = None
-    for name, hook in hooks.items():
-        setattr(optimizer, name, type(hook)())
     try:
         yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for name, hook in hooks.items():
-            setattr(optimizer, name, hook)
         for group, before in zip(optimizer.param_groups, settings, strict=True):
             group.clear()
             group.update(before)

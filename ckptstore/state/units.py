@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
-from ckptstore.state.flatten import Path, Replicated, children, join_path
+from ckptstore.state.flatten import ATOMS, Path, Replicated, children, join_path
 
 
 class Kind(IntEnum):
@@ -52,14 +52,14 @@ class Unit:
 
 def kind_of(item: Any) -> Kind | None:
     """What kind of live object an item is, None for a tensor, a plain value or a container."""
+    if isinstance(item, type | torch.Tensor):
+        return None
     if isinstance(item, torch.nn.Module):
         return Kind.MODULE
     if isinstance(item, torch.optim.Optimizer):
         return Kind.OPTIMIZER
     if isinstance(item, LRScheduler):
         return Kind.SCHEDULER
-    if isinstance(item, type | torch.Tensor):
-        return None
     methods = (getattr(item, name, None) for name in ("state_dict", "load_state_dict"))
     return Kind.STATEFUL if all(map(callable, methods)) else None
 
@@ -95,7 +95,9 @@ def _walk(item: Any, path: Path, parent: Any) -> Iterator[Unit]:
 def _holds_objects(item: Any) -> bool:
     if isinstance(item, torch.Tensor | Replicated):
         return False
-    return any(kind_of(inner) is not None or _holds_objects(inner) for _, inner in children(item))
+    return any(
+        kind_of(inner) is not None or _holds_objects(inner) for _, inner in children(item) if type(inner) not in ATOMS
+    )
 
 
 def _refuse_overlap(keys: Iterable[str]) -> None:

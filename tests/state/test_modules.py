@@ -11,9 +11,11 @@ import torch
 from carrier import Carried, bits
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.apply import begin_load, collect
+from ckptstore.state.flatten import replicated
 from ckptstore.state.matching import Mismatch
 
 
@@ -302,6 +304,43 @@ def test_stateful_objects_get_the_structure_that_was_saved() -> None:
     assert type(other.pair) is tuple
     with pytest.raises(StateMismatch, match=r"Refusing at 'ema' refused.*KeyError"):
         saved.load({"ema": Refusing()})
+
+
+def test_a_data_loader_goes_on_with_the_very_next_batch() -> None:
+    def make() -> StatefulDataLoader[Any]:
+        generator = torch.Generator().manual_seed(6)
+        return StatefulDataLoader(range(40), batch_size=3, shuffle=True, generator=generator)
+
+    loader = make()
+    batches = iter(loader)
+    first = [next(batches).tolist() for _ in range(4)]
+    saved = Carried({"loader": loader})
+    rest = [batch.tolist() for batch in batches]
+    again = make()
+    random = torch.get_rng_state()
+    assert saved.load({"loader": again}) == Mismatch()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [batch.tolist() for batch in again] == rest
+    assert sorted(number for batch in first + rest for number in batch) == list(range(40))
+
+
+def test_a_tensor_marked_as_replicated_is_filled_in_place() -> None:
+    saved = Carried({"t": replicated(torch.arange(3.0)), "more": {"u": replicated(torch.ones(1)), "n": 1}})
+    table, inner = torch.zeros(3), torch.zeros(1)
+    state = {"t": replicated(table), "more": {"u": replicated(inner), "n": 0}}
+    assert saved.load(state) == Mismatch()
+    assert (table.tolist(), inner.tolist(), state["more"]["n"]) == ([0.0, 1.0, 2.0], [1.0], 1)
+    assert state["t"].tensor is table
+    assert state["more"]["u"].tensor is inner
+
+
+def test_a_parameter_on_its_own_is_filled_and_keeps_its_gradient() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.sum().backward()
+    Carried({"w": torch.ones(2)}).load({"w": parameter})
+    assert parameter.tolist() == [1.0, 1.0]
+    assert parameter.grad is not None
+    assert parameter.requires_grad
 
 
 class Shy:

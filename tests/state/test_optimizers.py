@@ -10,6 +10,7 @@ import torch
 from carrier import Carried, bits, training, unchanged_by
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.apply import begin_load, collect
@@ -202,6 +203,7 @@ def test_creating_state_changes_nothing_else() -> None:
     calls: list[int] = []
     run.optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     run.optimizer.register_step_post_hook(lambda *_: calls.append(2))
+    everywhere = register_optimizer_step_post_hook(lambda *_: calls.append(3))
     with torch.no_grad():
         run.model[0].weight[0, :2] = torch.tensor([-0.0, float("inf")])
     run.model(torch.randn(5, 4)).sum().backward()
@@ -210,6 +212,7 @@ def test_creating_state_changes_nothing_else() -> None:
     loading = unchanged_by(lambda: begin_load({"model": run.model, "optim": run.optimizer}, carried.saved), *looks)
     assert all(parameter.grad is before for parameter, before in zip(run.model.parameters(), gradients, strict=True))
     assert len(run.optimizer.state) == 6
+    everywhere.remove()
     assert calls == []
     loading.abandon()
     assert dict(run.optimizer.state) == {}
