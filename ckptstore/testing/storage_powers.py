@@ -171,6 +171,24 @@ class PowersContract:
         _write_parts(storage.open_parts("f", len(data)), data, part_bytes)
         assert storage.read("f") == data
 
+    # ---- WritesMany
+
+    def test_many_files_are_written_as_one_by_one(self, storage: Any) -> None:
+        _need(storage, base.WritesMany)
+        files = {f"many/{index % 3}/é {index}": (bytes([index % 256]) * (index % 50)) for index in range(300)}
+        storage.write("many/0/é 0", [memoryview(b"old, and longer than what replaces it")])
+        pieces = [(key, [memoryview(data)[:10], memoryview(data)[10:]]) for key, data in files.items()]
+        storage.write_many([*pieces, ("empty", []), ("other/large", [memoryview(bytes(100_000))])])
+        files.update({"empty": b"", "other/large": bytes(100_000)})
+        assert {file.key: file.size_bytes for file in storage.list("")} == {key: len(files[key]) for key in files}
+        assert {key: self.raw_read(key) for key in files} == files
+        assert storage.useful_threads() >= 1
+        storage.write_many([])
+        storage.write_many(pieces[:1])
+        if isinstance(storage, base.Persists):
+            storage.persist([*files])
+        assert {key: storage.read(key) for key in files} == files
+
     # ---- Persists
 
     def test_persist_and_seal(self, storage: Any) -> None:

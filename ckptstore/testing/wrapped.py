@@ -153,6 +153,16 @@ class _WrappedWriter:
         self._storage.run(_call("abort", self._key), self._inner.abort)
 
 
+class _WrappedMany(_Wrapped):
+    def write_many(self, files: Sequence[tuple[str, Views]]) -> None:
+        size_bytes = sum(_size(views) for _, views in files)
+        call = _call("write_many", files[0][0] if files else "", size_bytes=size_bytes, num_keys=len(files))
+        self.run(call, lambda: self.inner.write_many(files), lambda: self.inner.write_many(_half_of_files(files)))
+
+    def useful_threads(self) -> int:
+        return int(self.inner.useful_threads())
+
+
 class _WrappedDisk(_Wrapped):
     def persist(self, keys: Sequence[str]) -> None:
         self._over_keys("persist", keys)
@@ -195,6 +205,7 @@ class _WrappedUnfinished(_Wrapped):
 _WRAPPERS: dict[Any, type[_Wrapped]] = {
     base.CreatesExclusively: _WrappedCreate,
     base.WritesParts: _WrappedParts,
+    base.WritesMany: _WrappedMany,
     base.Persists: _WrappedDisk,
     base.HasLocalFiles: _WrappedLocalFiles,
     base.CopiesInside: _WrappedCopy,
@@ -224,3 +235,9 @@ def _half(views: Views) -> list[memoryview]:
             found.append(view[:left_bytes])
         left_bytes -= len(view)
     return found
+
+
+def _half_of_files(files: Sequence[tuple[str, Views]]) -> list[tuple[str, Views]]:
+    """The first half, and of the file in the middle the first half."""
+    middle = len(files) // 2
+    return [*files[:middle], *((key, _half(views)) for key, views in files[middle : middle + 1])]

@@ -7,14 +7,21 @@ from typing import Any
 
 import pytest
 
-from ckptstore.storage.base import CopiesInside, CreatesExclusively, HasLocalFiles, Persists, WritesParts
+from ckptstore.storage.base import (
+    CopiesInside,
+    CreatesExclusively,
+    HasLocalFiles,
+    Persists,
+    WritesMany,
+    WritesParts,
+)
 from ckptstore.storage.local import LocalStorage
 from ckptstore.testing.faults import CountCalls, wrap
 from ckptstore.testing.storage_contract import StorageContract
 
 
 class TestLocal(StorageContract):
-    powers = frozenset({CreatesExclusively, WritesParts, CopiesInside, Persists, HasLocalFiles})
+    powers = frozenset({CreatesExclusively, WritesParts, WritesMany, CopiesInside, Persists, HasLocalFiles})
     durable = True
 
     @pytest.fixture

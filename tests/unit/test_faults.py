@@ -74,6 +74,15 @@ class Disk(OnlyTheVerbs):
         return False
 
 
+class Many(OnlyTheVerbs):
+    def write_many(self, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
+        for key, views in files:
+            self.inner.write(key, views)
+
+    def useful_threads(self) -> int:
+        return 3
+
+
 class Unfinished(OnlyTheVerbs):
     def unfinished(self, prefix: str) -> list[tuple[str, str]]:
         return [(f"{prefix}a", "1")]
@@ -89,6 +98,7 @@ class Unfinished(OnlyTheVerbs):
         (OnlyTheVerbs, set()),
         (Disk, {base.Persists, base.HasLocalFiles}),
         (Unfinished, {base.FindsUnfinished}),
+        (Many, {base.WritesMany}),
     ],
 )
 def test_powers_are_those_of_the_storage_inside(memory: MemoryStorage, kind: type, powers: set[type]) -> None:
@@ -238,6 +248,20 @@ def test_tears(memory: MemoryStorage) -> None:
     with pytest.raises(StorageUnavailable):
         storage.delete(["a", "b"])
     assert [file.key for file in memory.list("")] == ["b"]
+
+
+def test_many_files_are_counted_and_torn(memory: MemoryStorage) -> None:
+    count = CountCalls()
+    storage = wrap(Many(memory), combine(count, TearAt("write_many b")))
+    storage.write_many([("a", [memoryview(b"12")])])
+    assert (count.counts["write_many"], count.size_bytes["write_many"]) == (1, 2)
+    with pytest.raises(StorageUnavailable):
+        storage.write_many([(key, [memoryview(b"1234")]) for key in "bcdef"])
+    assert count.calls[-1].num_keys == 5
+    assert storage.useful_threads() == 3
+    assert {file.key: memory.read(file.key) for file in memory.list("")} == {
+        "a": b"12", "b": b"1234", "c": b"1234", "d": b"12",
+    }  # fmt: skip
 
 
 def test_a_torn_part_of_a_storage_that_refuses_it(memory: MemoryStorage) -> None:
