@@ -49,8 +49,11 @@ class Contents:
         self._own = {join_path(inner): leaf for inner, leaf in find_tensors(current, path)}
         self._loaded: dict[str, Any] = {}
         self._is_whole = False
+        self.is_skipped = self._skips()
         is_wanted = matching.includes(self._key) and self._key not in matching.saved.skipped
-        if is_wanted and self._key in matching.saved.values and self._key not in self._own:
+        if self.is_skipped:
+            matching.placed(self._key)
+        elif is_wanted and self._key in matching.saved.values and self._key not in self._own:
             self._match_whole(matching.saved.values[self._key])
         elif is_wanted and matching.source_of(self._key) is not None and not self._own:
             self._loaded[self._key] = matching.make_tensor(self._key, device)
@@ -71,6 +74,13 @@ class Contents:
         if saved is None:
             return self._loaded.get(self._key)
         return map_tensors(saved, self._path, lambda key, leaf: self._loaded.get(key, leaf))
+
+    def _skips(self) -> bool:
+        """Whether a part that only the checkpoint could give is left out; then so is the whole."""
+        saved = self._matching.saved
+        if self._fixed and self._own:
+            return False
+        return not saved.skipped.isdisjoint(_places_of_tensors(saved.values.get(self._key), self._path))
 
     def _match_whole(self, saved: Any) -> None:
         keys = _places_of_tensors(saved, self._path)
@@ -171,7 +181,7 @@ class StatefulLoad:
 
     def finish(self) -> None:
         """Hand the object its state. Raises StateMismatch when it refuses it."""
-        if self._contents is None:
+        if self._contents is None or self._contents.is_skipped:
             return
         try:
             self._unit.item.load_state_dict(self._contents.result())

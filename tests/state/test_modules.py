@@ -433,3 +433,19 @@ def test_skipped_keys_are_left_alone() -> None:
     state = {"a": 5, "t": torch.zeros(2), "ema": average}
     assert saved.load(state) == Mismatch()
     assert (state["a"], state["t"].tolist(), hasattr(average, "pair")) == (5, [0.0, 0.0], False)
+
+
+def test_an_object_of_which_a_part_is_skipped_is_left_alone() -> None:
+    average, other = Average(), Average()
+    average.shadow = {"w": torch.ones(2), "v": torch.ones(2)}
+    saved = Carried({"ema": average, "mixed": {"w": torch.ones(2), "n": 1}})
+    kept = {key: tensor for key, tensor in saved.saved.tensors.items() if key not in ("ema.shadow.w", "mixed.w")}
+    saved.saved = type(saved.saved)(kept, saved.saved.values, {}, skipped=frozenset({"ema.shadow.w", "mixed.w"}))
+    other.shadow = {"w": torch.zeros(2)}
+    state: dict[str, Any] = {"ema": other, "mixed": {"w": torch.zeros(2), "n": 0}}
+    assert saved.load(state) == Mismatch()
+    assert (other.shadow["w"].tolist(), hasattr(other, "pair")) == ([0.0, 0.0], False)
+    assert (state["mixed"]["w"].tolist(), state["mixed"]["n"]) == ([0.0, 0.0], 1)
+    state = {"mixed": {}}
+    assert saved.load(state) == Mismatch()
+    assert state == {"mixed": {}}
