@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.boxes import whole
+from ckptstore.state.collector import collector_paused
 from ckptstore.state.flatten import FlatState, TensorEntry
 from ckptstore.state.items import Item, Mode
 from ckptstore.state.part import DTYPES
@@ -44,6 +45,7 @@ class Described:
         return sum(item.size_bytes for item in self.items if not item.tied_to)
 
 
+@collector_paused()
 def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> Described:
     """Look at a flat state. `compare` says that there are other ranks, so that digests are needed.
 

@@ -20,6 +20,7 @@ from ckptstore.digest import crc32c
 from ckptstore.encoding import FORMAT_VERSION
 from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
 from ckptstore.state.boxes import Box
+from ckptstore.state.collector import collector_paused
 from ckptstore.state.part import BESIDE_VALUE, DTYPE_NAMES, DTYPES, PER_RANK, Part, Regions, has_common_values
 
 INDEX_NAME = "tensors.index"
@@ -117,6 +118,7 @@ class Chunk(NamedTuple):
 class TensorIndex:
     """The parts of all ranks, or of some."""
 
+    @collector_paused()
     def __init__(self, parts: Iterable[Part]) -> None:
         self.parts = tuple(parts)
         self.files: tuple[str, ...] = tuple(dict.fromkeys(name for part in self.parts for name in part.files))

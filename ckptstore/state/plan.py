@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ckptstore.state.agree import Agreement
 from ckptstore.state.boxes import Box
+from ckptstore.state.collector import collector_paused
 from ckptstore.state.deal import Dealt, chunks_of, deal
 from ckptstore.state.items import Item, Mode
 from ckptstore.state.part import BESIDE_VALUE, DTYPES, PER_RANK
@@ -43,6 +44,7 @@ class RankPlan:
     """Values that this rank writes for itself."""
 
 
+@collector_paused()
 def plan_rank(items: Sequence[Item], agreement: Agreement, rank: int) -> RankPlan:
     """What `rank` writes of its items."""
     planner = _Planner(items, agreement, rank)

@@ -15,6 +15,7 @@ import torch
 
 from ckptstore.digest import BLOCK_BYTES
 from ckptstore.state.boxes import Box, inside
+from ckptstore.state.collector import collector_paused
 from ckptstore.state.describe import Described
 from ckptstore.state.frames import Template, template
 from ckptstore.state.part import PartBuilder
@@ -82,6 +83,7 @@ class ShardFile:
 class ShardFiles:
     """What one rank writes, laid out."""
 
+    @collector_paused()
     def __init__(self, described: Described, plan: RankPlan, *, rank: int, num_files: int = 1) -> None:
         """`num_files` is how many files may be written at once."""
         self._described = described

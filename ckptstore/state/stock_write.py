@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptstore.state.collector import collector_paused
 from ckptstore.state.flatten import FlatState, join_path, stock_leaves
 from ckptstore.state.frames import template, value_frame
 from ckptstore.state.index import TensorIndex
@@ -44,6 +45,7 @@ def stock_frames(flat: FlatState, keys: Iterable[str]) -> tuple[dict[str, bytes]
     return frames, paths
 
 
+@collector_paused()
 def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: Paths) -> bytes:
     """`.metadata` as stock DCP writes it. Of a tensor that differs between ranks it has the lowest rank's."""
     tensors: dict[str, Any] = {}

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ckptstore.errors import InvalidInput, StateMismatch
+from ckptstore.state.collector import collector_paused
 from ckptstore.state.flatten import TensorRef
 from ckptstore.state.index import TensorIndex
 from ckptstore.state.matching import Saved, SavedTensor
@@ -139,7 +140,8 @@ class StoredState:
 
     def _fill(self, wanted: Sequence[tuple[str, int, list[Piece]]], run: RunSteps = run_steps) -> None:
         plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)
-        for source, rank, pieces in wanted:
-            plan.add(source, pieces, rank=rank)
+        with collector_paused():
+            for source, rank, pieces in wanted:
+                plan.add(source, pieces, rank=rank)
         with torch.no_grad():
             run(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)
