@@ -2,8 +2,8 @@
 
 How large a state gets: live numbers are written as arithmetic runs of about 12 characters, so a history without
 retention, or with a regular one, stays far below 4 KiB however long it is. An irregular set of numbers is bounded by
-nothing but its entropy: it is packed, at half a character a number for gaps of 18 to 22, at 1.7 for gaps of 1 to 200, so
-that 2,400 to 8,000 checkpoints can be live within 4 KiB. What is in the trash costs the same again, until its grace
+nothing but its entropy: it is packed, at half a character a number for gaps of 18 to 22, at 1.7 for gaps of 1 to 200,
+so that 2,400 to 8,000 checkpoints can be live within 4 KiB. What is in the trash costs the same again, until its grace
 period is over. Nothing breaks above that; the records are larger.
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -37,7 +38,8 @@ from ckptstore.storage.base import StoredFile
 
 RETRY = RetryConfig(retry_attempts=3, retry_wait_initial_seconds=1e-9, retry_wait_max_seconds=1e-9)
 NO_RETRY = RetryConfig(retry_attempts=1)
-BLOCKS, HISTORIES_IN_BLOCK = 20, 500
+HISTORIES_IN_BLOCK, BLOCKS, OVERLAPPING_BLOCKS = 500, 16, 4
+"""Ten thousand histories in all."""
 
 
 class Crash(BaseException):
@@ -113,11 +115,14 @@ class World:
     newest: Record | None = None
     landed: dict[str, int] = field(default_factory=dict)
     """How often each write id is in the log."""
+    conflicts: int = 0
+    """How many creates came second."""
     actors: list[Actor] = field(default_factory=list)
     busy: list[Actor] = field(default_factory=list)
 
     def create(self, key: str, data: bytes) -> bool:
         if key in self.files:
+            self.conflicts += 1
             return False
         record = Record.decode(data, parse_record_key(key) or 0)
         assert record.number == (self.newest.number + 1 if self.newest else 1), "the numbers have a gap"
@@ -143,7 +148,10 @@ class World:
             with suppress(FileMissing):  # nobody waits for the answer to a read any more
                 self.late.pop(self.chance.randrange(len(self.late)))()
 
-    def let_another_act(self) -> None:
+    def pause(self, _network: Network) -> None:
+        """Between two calls of an actor, at times another one does one thing from beginning to end."""
+        if self.chance.random() >= 0.08:
+            return
         idle = [actor for actor in self.actors if actor not in self.busy]
         if idle and len(self.busy) < 3:
             self.chance.choice(idle).act()
@@ -163,8 +171,7 @@ class Network:
 
     def _call(self, effect: Callable[[], Any], partly: Callable[[], object] = lambda: None) -> Any:
         chance = self.world.chance
-        if chance.random() < 0.08:
-            self.world.let_another_act()
+        self.world.pause(self)
         if self.world.late and chance.random() < 0.2:
             self.world.deliver()
         if self.down:
@@ -365,6 +372,48 @@ class CommandLine(Actor):
         )
 
 
+@dataclass
+class Turnstile(World):
+    """The same, but the actors overlap call by call: each has a thread, and one of them runs at a time."""
+
+    gates: dict[str, threading.Semaphore] = field(default_factory=dict)
+    paused: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    failures: list[BaseException] = field(default_factory=list)
+
+    def pause(self, _network: Network) -> None:
+        self.paused.release()
+        self.gates[threading.current_thread().name].acquire()
+
+    def run(self, num_actions: int) -> None:
+        """Let every actor do so many things, in an order of calls that the seed decides."""
+        threads = [
+            threading.Thread(target=self._live, args=(actor, num_actions), name=f"{index}", daemon=True)
+            for index, actor in enumerate(self.actors)
+        ]
+        self.gates = {thread.name: threading.Semaphore(0) for thread in threads}
+        for thread in threads:
+            thread.start()
+        while threads and not self.failures:
+            thread = self.chance.choice(threads)
+            self.gates[thread.name].release()
+            self.paused.acquire()
+            threads = [thread for thread in threads if thread.name in self.gates]
+        if self.failures:
+            raise self.failures[0]
+
+    def _live(self, actor: Actor, num_actions: int) -> None:
+        name = threading.current_thread().name
+        self.gates[name].acquire()
+        try:
+            for _ in range(num_actions):
+                actor.act()
+        except BaseException as error:
+            self.failures.append(error)
+        finally:
+            del self.gates[name]
+            self.paused.release()
+
+
 def run_history(chance: random.Random, *, num_actions: int = 14) -> World:
     """Play one history and check it; returns where it ended."""
     world = World(chance, trouble=chance.choice([0.0, 0.03, 0.1, 0.25]))
@@ -375,14 +424,28 @@ def run_history(chance: random.Random, *, num_actions: int = 14) -> World:
             garble_hint(world)
         if chance.random() < 0.15:
             check_reader(world)
+    check_end(world)
+    return world
+
+
+def run_overlapping(chance: random.Random, *, num_actions: int = 4) -> World:
+    """Play one history in which all that is done overlaps."""
+    world = Turnstile(chance, trouble=chance.choice([0.0, 0.03, 0.1]))
+    world.actors = [Job(world), Job(world), CommandLine(world)]
+    world.run(num_actions)
+    check_end(world)
+    return world
+
+
+def check_end(world: World) -> None:
+    """Whatever is still on its way arrives, and everything that was said still holds."""
     while world.late:
         world.deliver()
     for actor in world.actors:
         actor.check()
     check_reader(world)
-    if chance.random() < 0.2:  # each record was checked when it landed
+    if world.chance.random() < 0.2:  # each record was checked when it landed
         assert Log(Quiet(world), retry=NO_RETRY, num_threads=1).verify_chain() == []
-    return world
 
 
 class Quiet(Network):
@@ -415,12 +478,22 @@ def _no_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_ten_thousand_histories(block: int) -> None:
+def test_histories(block: int) -> None:
     for seed in range(block * HISTORIES_IN_BLOCK, (block + 1) * HISTORIES_IN_BLOCK):
         try:
             run_history(random.Random(seed))
         except BaseException as error:
             error.add_note(f"run_history(random.Random({seed}))")
+            raise
+
+
+@pytest.mark.parametrize("block", range(OVERLAPPING_BLOCKS))
+def test_overlapping_histories(block: int) -> None:
+    for seed in range(block * HISTORIES_IN_BLOCK, (block + 1) * HISTORIES_IN_BLOCK):
+        try:
+            run_overlapping(random.Random(seed))
+        except BaseException as error:
+            error.add_note(f"run_overlapping(random.Random({seed}))")
             raise
 
 
@@ -432,9 +505,10 @@ def test_histories_that_shrink(chance: random.Random) -> None:
 
 def test_the_histories_reach_what_they_are_for() -> None:
     kinds: dict[str, int] = {}
-    longest = 0
+    longest = conflicts = 0
     for seed in range(300):
         world = run_history(random.Random(seed))
+        conflicts += world.conflicts
         longest = max(longest, world.newest.number if world.newest else 0)
         for key, data in world.files.items():
             if number := parse_record_key(key):
@@ -443,3 +517,5 @@ def test_the_histories_reach_what_they_are_for() -> None:
     assert kinds.keys() == {"Claim", "Commit", "Remove", "Pin", "Unpin", "Noop"}
     assert min(kinds.values()) >= 20
     assert longest >= 15
+    assert conflicts >= 100
+    assert sum(run_overlapping(random.Random(seed)).conflicts for seed in range(100)) >= 40
