@@ -98,7 +98,11 @@ def _play(scene: Scene) -> None:
     _require_success(_train(scene, scene.store, report="resumed"))
     _compare(scene)
 
-    _head("4. What is left")
+    other = scene.num_ranks - 1 or 2
+    _head(f"4. One more epoch, on {other} rank{'s' if other > 1 else ''}")
+    _require_success(_train(scene, scene.store, "--epochs", str(scene.epochs + 1), report="other", num_ranks=other))
+
+    _head("5. What is left")
     for arguments in (
         ("ls", scene.store),
         ("gc", scene.store),
@@ -108,9 +112,10 @@ def _play(scene: Scene) -> None:
         _command(*arguments)
 
 
-def _train(scene: Scene, store: str, *arguments: str, report: str) -> Ended:
+def _train(scene: Scene, store: str, *arguments: str, report: str, num_ranks: int | None = None) -> Ended:
     path = scene.directory / f"{report}.json"
-    return run_job(scene.num_ranks, ("--store", store, "--report", str(path), *scene.arguments, *arguments), tell=_say)
+    given = ("--store", store, "--report", str(path), *scene.arguments, *arguments)
+    return run_job(num_ranks or scene.num_ranks, given, tell=_say)
 
 
 def _require_success(ended: Ended) -> None:

@@ -7,7 +7,6 @@ import argparse
 import json
 import logging
 import math
-import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,13 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptstore import Checkpoint, CheckpointStore, KeepBest, KeepLatest, open_store
+from ckptstore import KeepBest, KeepLatest, open_store
 from ckptstore.demo.model import Digits, ResNet18, load_digits
 from ckptstore.events import (
     CheckpointCommitted,
@@ -71,17 +68,44 @@ def parse_options() -> Options:
 
 
 @dataclass
+class Progress:
+    """How far the training is; it has `state_dict` and `load_state_dict`, as everything that is saved and restored."""
+
+    epoch: int = 0
+    """Epochs that are done."""
+    losses: list[float] = field(default_factory=list)
+    """The mean loss over all ranks, of every step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on all ranks, so stored once."""
+        return {"epoch": self.epoch, "losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what was saved."""
+        self.epoch, self.losses = state["epoch"], list(state["losses"])
+
+
+class RandomNumbers:
+    """The random numbers of this rank. They differ from rank to rank, so each rank's are stored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of torch's generator on the CPU, the only one that the demo uses."""
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with them."""
+        torch.set_rng_state(state["torch"])
+
+
+@dataclass
 class Trainer:
-    """The state of the training, and what changes it."""
+    """What is trained, and what trains it."""
 
     options: Options
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     schedule: torch.optim.lr_scheduler.LRScheduler = field(init=False)
-    epoch: int = 0
-    """Epochs that are done."""
-    losses: list[float] = field(default_factory=list)
-    """The mean loss over all ranks, of every step."""
+    progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
         options = self.options
@@ -96,6 +120,17 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.7)
         torch.manual_seed(options.seed + 1 + dist.get_rank())  # every rank shifts its images in its own way
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """Everything that a resume needs."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "progress": self.progress,
+            "random_numbers": RandomNumbers(),
+        }
+
     def train_epoch(self, digits: Digits) -> None:
         """One pass over the digits."""
         self.model.train()
@@ -104,9 +139,11 @@ class Trainer:
             torch.autograd.backward(loss)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.losses.append(mean_over_ranks(loss.detach()))
+            self.progress.losses.append(mean_over_ranks(loss.detach()))
         self.schedule.step()
-        self.epoch += 1
+        for buffer in self.model.buffers():  # every rank has seen other images; DDP does this in its forward pass
+            dist.broadcast(buffer, src=0)
+        self.progress.epoch += 1
 
     def evaluate(self, digits: Digits) -> dict[str, float]:
         """Loss and accuracy on digits that were not trained on."""
@@ -114,13 +151,14 @@ class Trainer:
         mine = slice(dist.get_rank(), None, dist.get_world_size())
         with torch.no_grad():
             logits = self.model(digits.images[mine])
-        loss = functional.cross_entropy(logits, digits.labels[mine])
-        right = (logits.argmax(dim=1) == digits.labels[mine]).float().mean()
-        return {"eval_loss": mean_over_ranks(loss), "eval_accuracy": mean_over_ranks(right)}
+        loss = functional.cross_entropy(logits, digits.labels[mine], reduction="sum")
+        right = (logits.argmax(dim=1) == digits.labels[mine]).sum()
+        share = dist.get_world_size() / len(digits)
+        return {"eval_loss": mean_over_ranks(loss) * share, "eval_accuracy": mean_over_ranks(right) * share}
 
     def _batches(self, digits: Digits) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of every batch: the order follows from seed and epoch, the shifts from the rank's RNG."""
-        generator = torch.Generator().manual_seed(self.options.seed * 1000 + self.epoch)
+        generator = torch.Generator().manual_seed(self.options.seed * 1000 + self.progress.epoch)
         order = torch.randperm(len(digits), generator=generator)
         for start in range(0, len(order) - self.options.batch_size + 1, self.options.batch_size):
             batch = order[start : start + self.options.batch_size]
@@ -136,57 +174,6 @@ def mean_over_ranks(value: Tensor) -> float:
     return value.item() / dist.get_world_size()
 
 
-def save(store: CheckpointStore, trainer: Trainer, metrics: dict[str, float]) -> None:
-    """Save from all ranks: what every rank has alone, and what is the same on all of them once."""
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        if trainer.options.sharded or dist.get_rank() == 0:
-            model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-            torch.save(local_tensors([model, optimizer, trainer.schedule.state_dict()]), directory / "model.pt")
-        torch.save(torch.get_rng_state(), directory / "rng.pt")
-        metadata = {"losses": trainer.losses, "sharded": trainer.options.sharded}
-        store.save_directory(trainer.epoch, directory, metrics=metrics, metadata=metadata)
-
-
-def load(checkpoint: Checkpoint, trainer: Trainer) -> None:
-    """Take over what `save` saved, on the same number of ranks."""
-    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-    rank = dist.get_rank()
-    with checkpoint.as_directory() as path:
-        own = {file.original_name or file.name: path / file.name for file in checkpoint.files if file.rank == rank}
-        stored = torch.load(own.get("model.pt", path / "model.pt"), weights_only=True)
-        torch.set_rng_state(torch.load(own["rng.pt"], weights_only=True))
-    set_state_dict(
-        trainer.model,
-        trainer.optimizer,
-        model_state_dict=fill(model, stored[0]),
-        optim_state_dict=fill(optimizer, stored[1]),
-    )
-    trainer.schedule.load_state_dict(stored[2])
-    trainer.epoch = checkpoint.step
-    trainer.losses = [float(loss) for loss in checkpoint.metadata["losses"]]
-
-
-def local_tensors(value: Any) -> Any:
-    """The same nested value with this rank's part of every sharded tensor."""
-    if isinstance(value, dict):
-        return {name: local_tensors(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [local_tensors(item) for item in value]
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def fill(value: Any, stored: Any) -> Any:
-    """`value` with the contents of `stored`, which `local_tensors` made of a value like it."""
-    if isinstance(value, dict):
-        return {name: fill(item, stored[name]) for name, item in value.items()}
-    if isinstance(value, Tensor):
-        local = value.to_local() if isinstance(value, DTensor) else value
-        local.copy_(stored)
-        return value
-    return stored
-
-
 def run(options: Options) -> None:
     """Train to the last epoch, from wherever the store is."""
     is_first = dist.get_rank() == 0
@@ -196,23 +183,32 @@ def run(options: Options) -> None:
         store = with_faults(store, KillAt(f"write* {pattern}", when="during"))
     train_digits, eval_digits = load_digits()
     trainer = Trainer(options)
+    progress = trainer.progress
     with store:
-        checkpoint = store.resume()
+        checkpoint = store.resume(trainer.state, per_rank="first")
         if checkpoint is not None:
-            load(checkpoint, trainer)
-        if is_first and checkpoint is not None:
-            print(f"resumed from step {checkpoint.step}, saved by {checkpoint.world_size} ranks", flush=True)
-        while trainer.epoch < options.epochs:
+            eval_loss = trainer.evaluate(eval_digits)["eval_loss"]
+            num_ranks = dist.get_world_size()
+            tell(f"resumed from step {checkpoint.step}; ranks now: {num_ranks}, at the save: {checkpoint.world_size}")
+            tell(f"eval_loss {eval_loss:.6f}, at the save {checkpoint.metrics['eval_loss']:.6f}")
+            if not math.isclose(eval_loss, checkpoint.metrics["eval_loss"], rel_tol=1e-4):
+                raise ArithmeticError("what was loaded is not what was saved")
+        while progress.epoch < options.epochs:
             trainer.train_epoch(train_digits)
             metrics = trainer.evaluate(eval_digits)
-            if is_first:
-                text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-                print(f"epoch {trainer.epoch}  train_loss {trainer.losses[-1]:.4f}  {text}", flush=True)
-            save(store, trainer, metrics)
-    if not all(map(math.isfinite, trainer.losses)):
-        raise ArithmeticError(f"the training diverged: {trainer.losses}")
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            tell(f"epoch {progress.epoch}  train_loss {progress.losses[-1]:.4f}  {shown}")
+            store.save(progress.epoch, trainer.state, metrics=metrics)
+    if not all(map(math.isfinite, progress.losses)):
+        raise ArithmeticError(f"the training diverged: {progress.losses}")
     if is_first and options.report:
-        options.report.write_text(json.dumps(trainer.losses))
+        options.report.write_text(json.dumps(progress.losses))
+
+
+def tell(text: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
 
 
 def show(event: Event) -> None:

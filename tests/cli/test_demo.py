@@ -20,14 +20,15 @@ def test_the_demo_tells_its_story(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("rank 1 died by SIGKILL") == 2
     assert done.stdout.count("the torn attempt is invisible: the store holds the steps [1, 2], the latest is 2") == 2
-    assert done.stdout.count("resumed from step 2, saved by 2 ranks") == 2
+    assert done.stdout.count("resumed from step 2; ranks now: 2, at the save: 2") == 2
+    assert done.stdout.count("resumed from step 3; ranks now: 1, at the save: 2") == 2
     assert done.stdout.count("step 1 goes to the trash: no rule keeps it") >= 2
     differences = [float(text) for text in re.findall(r"by (\S+) at most", done.stdout)]
     assert len(differences) == 2
     assert max(differences) <= 1e-6
     for name in ("ddp", "sharded"):
         with open_store(tmp_path / "stores" / name / "crashed") as store:
-            assert [checkpoint.step for checkpoint in store] == [2, 3]
+            assert [checkpoint.step for checkpoint in store] == [3, 4]
             assert all(checkpoint.verify().ok for checkpoint in store)
             assert len(list((tmp_path / "stores" / name / "crashed/checkpoints").iterdir())) == 2
 
