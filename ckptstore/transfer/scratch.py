@@ -31,7 +31,7 @@ class Scratch:
     def take(self, size_bytes: int, run: Run) -> Iterator[memoryview]:
         """A buffer of at least that size until the context ends; waits until the budget has room for it."""
         if not size_bytes:
-            yield memoryview(b"")
+            yield memoryview(bytearray())
             return
         buffer = self._lend(-(-size_bytes // _ROUND_BYTES) * _ROUND_BYTES, run)
         try:
