@@ -81,8 +81,9 @@ class LocalStorage:
     def write_many(self, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
         """What is not a plain new file in a directory that exists is left to `write`, and so are all errors."""
         for key, views in files:
+            path = self._path(key)
             try:
-                descriptor = os.open(self._path(key), _NEW, 0o666)
+                descriptor = os.open(path, _NEW, 0o666)
             except OSError:
                 self.write(key, views)
                 continue
@@ -93,6 +94,7 @@ class LocalStorage:
             finally:
                 os.close(descriptor)
             if not is_whole:
+                _remove(path)
                 self.write(key, views)
 
     def useful_threads(self) -> int:

@@ -1,0 +1,321 @@
+"""What local storage promises beyond the contract that all storages share: races, links, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptstore.errors import (
+    AccessDenied,
+    CheckpointDamaged,
+    FileMissing,
+    InvalidName,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+)
+from ckptstore.storage import local_parts, posix
+from ckptstore.storage.local import LocalStorage
+
+MIB = 1 << 20
+
+
+def views(*items: bytes) -> list[memoryview]:
+    return [memoryview(item) for item in items]
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path / "root")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a small disk needs the right to mount: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+RACER = """
+import sys
+from ckptstore.storage.local import LocalStorage
+storage = LocalStorage(sys.argv[1], durable=False)
+print("ready", flush=True)
+sys.stdin.readline()
+print(*[n for n in range(200) if storage.create(f"log/{n}.json", f"{sys.argv[2]} {n}".encode())])
+"""
+
+
+def test_of_two_processes_exactly_one_creates(tmp_path: Path) -> None:
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, str(tmp_path), name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("a", "b")
+    ]
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "ready\n"
+    won = [set(map(int, racer.communicate("go\n", timeout=120)[0].split())) for racer in racers]
+    assert won[0] | won[1] == set(range(200))
+    assert not won[0] & won[1]
+    for name, numbers in zip("ab", won, strict=True):
+        for number in numbers:
+            assert (tmp_path / f"log/{number}.json").read_text() == f"{name} {number}"
+    assert len(os.listdir(tmp_path / "log")) == 200, "temporary files are left"
+
+
+def test_a_link_whose_reply_was_lost_is_ones_own(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_link = os.link
+
+    def lost(source: str, target: str) -> None:
+        real_link(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", lost)
+    assert storage.create("log/1.json", b"mine")
+    assert not storage.create("log/1.json", b"other")
+    assert storage.read("log/1.json") == b"mine"
+
+
+def test_without_hard_links_a_rename_decides(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(source: str, target: str) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr(os.path, "lexists", lambda path: False)
+    assert storage.create("log/1.json", b"first")
+    assert not storage.create("log/1.json", b"second")
+    assert storage.read("log/1.json") == b"first"
+    assert os.listdir(storage.local_path("log")) == ["1.json"]
+
+
+def test_without_links_and_renames_create_says_so(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr(posix, "_call", refused)
+    with pytest.raises(StorageError, match="neither hard links nor renames"):
+        storage.create("log/1.json", b"first")
+    assert os.listdir(storage.local_path("log")) == []
+
+
+def test_an_existing_file_is_replaced_atomically(storage: LocalStorage) -> None:
+    """Readers that hold the old file keep all of it; there is no moment with a part of the new one."""
+    storage.write("latest.json", views(b"old"))
+    with storage.local_path("latest.json").open("rb") as before:
+        storage.write("latest.json", views(b"n", b"", b"ew and longer"))
+        assert before.read() == b"old"
+    assert storage.read("latest.json") == b"new and longer"
+    storage.write_many([("latest.json", views(b"third")), ("new", views(b"")), ("deep/er", views(b"1", b"2"))])
+    assert [storage.read(key) for key in ("latest.json", "new", "deep/er")] == [b"third", b"", b"12"]
+    assert len(list(storage.list(""))) == 3
+
+
+def test_more_buffers_than_one_call_takes(storage: LocalStorage) -> None:
+    data = os.urandom(5000)
+    pieces = [memoryview(data)[at : at + 2] for at in range(0, 5000, 2)]
+    storage.write("one", pieces)
+    storage.write_many([("two", pieces)])
+    assert storage.read("one") == storage.read("two") == data
+    target = bytearray(5000)
+    storage.read_into("one", 0, [memoryview(target)[at : at + 1] for at in range(5000)])
+    assert target == data
+
+
+def test_a_call_that_moves_less_than_it_was_asked_to_goes_on(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write, real_read = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda fd, items, at: real_write(fd, [items[0][:3]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, items, at: real_read(fd, [items[0][:2]], at))
+    storage.write("key", views(b"0123456", b"", b"789"))
+    target = [memoryview(bytearray(4)), memoryview(bytearray(0)), memoryview(bytearray(6))]
+    storage.read_into("key", 0, target)
+    assert b"".join(target) == b"0123456789"
+
+
+def test_a_listing_shows_neither_links_nor_what_is_being_written(storage: LocalStorage) -> None:
+    storage.write("a/file", views(b"x"))
+    a = storage.local_path("a")
+    (a / ".ckptstore-tmp-1-abc").write_bytes(b"torn")
+    (a / "link").symlink_to(a / "file")
+    (a / "circle").symlink_to(a)
+    os.mkfifo(a / "pipe")
+    assert [file.key for file in storage.list("")] == ["a/file"]
+    assert [file.key for file in storage.list("a/f")] == ["a/file"]
+    with pytest.raises(FileMissing):
+        storage.stat("a/link")
+    with pytest.raises(FileMissing):
+        storage.read("a/pipe")
+    with pytest.raises(StorageError):
+        storage.read("a/link")
+    with pytest.raises(InvalidName):
+        storage.write("a/.ckptstore-tmp-1-abc", views(b""))
+
+
+def test_a_listing_survives_what_vanishes_meanwhile(storage: LocalStorage) -> None:
+    keys = [f"{letter}/{number}" for letter in "abcdef" for number in range(50)]
+    storage.write_many([(key, views(b"x")) for key in keys])
+    listing = storage.list("")
+    first = next(listing)
+    shutil.rmtree(storage.local_path(""))
+    assert {first.key, *(file.key for file in listing)} <= set(keys)
+
+
+def test_directories_of_an_attempt_go_with_torn_files(storage: LocalStorage) -> None:
+    storage.write("checkpoints/one/a/b/file", views(b"x"))
+    storage.write("checkpoints/two/file", views(b"x"))
+    (storage.local_path("checkpoints/one/a") / ".ckptstore-tmp-1-abc").write_bytes(b"torn")
+    storage.remove_directories("checkpoints/one")
+    assert storage.read("checkpoints/one/a/b/file") == b"x", "a file keeps its directories"
+    storage.delete(["checkpoints/one/a/b/file"])
+    storage.remove_directories("checkpoints/one")
+    storage.remove_directories("checkpoints/never/was")
+    assert os.listdir(storage.local_path("checkpoints")) == ["two"]
+
+
+def test_a_directory_that_others_remove_meanwhile_is_made_again(storage: LocalStorage) -> None:
+    stop = threading.Event()
+
+    def remove() -> None:
+        while not stop.is_set():
+            storage.remove_directories("leases")
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    try:
+        for number in range(100):
+            with contextlib.suppress(FileMissing):  # lost the race many times in a row: told, not torn
+                storage.create(f"leases/{number}.json", b"x")
+                storage.delete([f"leases/{number}.json"])
+    finally:
+        stop.set()
+        thread.join()
+    assert list(storage.list("leases/")) == []
+
+
+def test_a_link_shares_the_inode_and_is_not_sealed(storage: LocalStorage, tmp_path: Path) -> None:
+    source = tmp_path / "users own file"
+    source.write_bytes(b"data")
+    assert storage.link(source, "a/linked")
+    assert storage.read("a/linked") == b"data"
+    storage.seal(["a/linked"])
+    assert source.stat().st_mode & 0o200, "the user may go on writing to it"
+    assert storage.link(source, "a/linked"), "an existing key is replaced"
+    with pytest.raises(FileMissing):
+        storage.link(tmp_path / "missing", "a/other")
+
+
+def test_a_link_to_another_file_system_is_told(storage: LocalStorage, small_disk: Path) -> None:
+    (small_disk / "file").write_bytes(b"data")
+    assert not storage.link(small_disk / "file", "a/linked")
+    assert list(storage.list("")) == []
+
+
+def test_a_sealed_file_cannot_be_written_and_can_be_deleted(storage: LocalStorage) -> None:
+    storage.write("a/file", views(b"x"))
+    storage.seal(["a/file", "a/missing"])
+    assert storage.local_path("a/file").stat().st_mode & 0o222 == 0
+    storage.delete(["a/file"])
+    assert list(storage.list("")) == []
+
+
+def test_a_version_tells_contents_apart(storage: LocalStorage) -> None:
+    storage.write("key", views(b"one"))
+    version = storage.stat("key").version
+    target = memoryview(bytearray(3))
+    storage.read_into("key", 0, [target], version=version)
+    storage.seal(["key"])
+    storage.read_into("key", 0, [target], version=version)
+    storage.write("key", views(b"two"))
+    with pytest.raises(CheckpointDamaged, match="not the file that was found"):
+        storage.read_into("key", 0, [target], version=version)
+
+
+def test_it_travels_as_its_path(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = LocalStorage("somewhere", durable=False)
+    copy = pickle.loads(pickle.dumps(relative))
+    assert copy.uri == relative.uri == str(tmp_path / "somewhere")
+    copy.write("key", views(b"x"))
+    monkeypatch.chdir("/")
+    assert relative.read("key") == b"x"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (errno.ENOSPC, StorageFull),
+        (errno.EDQUOT, StorageFull),
+        (errno.EACCES, AccessDenied),
+        (errno.EROFS, AccessDenied),
+        (errno.ENOENT, FileMissing),
+        (errno.ESTALE, StorageUnavailable),
+        (errno.ETIMEDOUT, StorageUnavailable),
+        (errno.EIO, StorageError),
+        (errno.EMFILE, StorageError),
+    ],
+)
+def test_errors_of_the_system_get_their_class_and_the_key(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, code: int, error: type[StorageError]
+) -> None:
+    def failing(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    storage.write("a/there", views(b"x"))
+    monkeypatch.setattr(os, "pwritev", failing)
+    with pytest.raises(error) as caught:
+        storage.write("a/new", views(b"data"))
+    assert type(caught.value) is error
+    assert caught.value.file == "a/new"
+    assert "a/new" in str(caught.value)
+    monkeypatch.undo()
+    assert [file.key for file in storage.list("")] == ["a/there"], "a torn file is left"
+
+
+def test_a_full_disk_is_told_with_what_is_needed_and_free(small_disk: Path) -> None:
+    storage = LocalStorage(small_disk)
+    with pytest.raises(StorageFull, match=r"10,485,760 bytes are needed, [\d,]+ bytes are free"):
+        storage.write("big", [memoryview(bytes(10 * MIB))])
+    with pytest.raises(StorageFull, match="16,777,216 bytes are needed"):
+        storage.open_parts("big", 16 * MIB)
+    with pytest.raises(StorageFull) as caught:
+        storage.write_many([("a/big", [memoryview(bytes(10 * MIB))])])
+    assert caught.value.file == "a/big"
+    assert list(storage.list("")) == [], "a torn file is left"
+    assert storage.free_bytes() > 7 * MIB
+
+
+def test_free_bytes_of_a_root_that_does_not_exist_yet(tmp_path: Path) -> None:
+    free = LocalStorage(tmp_path / "not" / "yet").free_bytes()
+    assert 0 < free <= shutil.disk_usage(tmp_path).total
+    assert not (tmp_path / "not").exists()
+
+
+def test_a_download_target_must_be_new(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"keep")
+    with pytest.raises(StorageError, match="File exists"):
+        local_parts.NewFile("key", str(tmp_path / "file"), size_bytes=1, writes_back=False)
+    assert (tmp_path / "file").read_bytes() == b"keep"
