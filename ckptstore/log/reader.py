@@ -40,6 +40,7 @@ class LogReader:
 
     def __init__(self, storage: Storage, *, retry: RetryConfig, num_threads: int = 32) -> None:
         self._storage = storage
+        self._exclusive = storage if isinstance(storage, CreatesExclusively) else None
         self._retry = retry
         self._num_threads = num_threads
         self._lock = threading.Lock()
@@ -131,7 +132,7 @@ class LogReader:
     def _gallop(self, known: Record | None) -> Record | None:
         """The newest record, looked for above one that is known to exist."""
         top, newest = self._find_top(known)
-        if isinstance(newest, CheckpointDamaged) and not isinstance(self._storage, CreatesExclusively):
+        if isinstance(newest, CheckpointDamaged) and self._exclusive is None:
             # A torn write of the single writer: nothing counts that was not written whole.
             newest = self._probe(top - 1) if top > 1 else None
         if isinstance(newest, CkptstoreError):

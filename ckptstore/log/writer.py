@@ -65,7 +65,7 @@ class Log(LogReader):
         InvalidInput when the storage cannot create-if-absent and nobody promised to be the single writer;
         CheckpointDamaged, UnsupportedVersion and StorageError as `newest` does.
         """
-        if not isinstance(self._storage, CreatesExclusively) and not self._single_writer:
+        if self._exclusive is None and not self._single_writer:
             raise InvalidInput(
                 f"{self._storage.uri} cannot create a file only where there is none, so writers could overwrite each"
                 " other's records",
@@ -150,13 +150,13 @@ class Log(LogReader):
 
         An error with `committed` False means that the record is not there and never will be.
         """
-        if not isinstance(self._storage, CreatesExclusively):
+        if self._exclusive is None:
             return self._put_alone(record)
         key = record_key(record.number)
         try:
-            created = self._storage.create(key, record.encode())
+            created = self._exclusive.create(key, record.encode())
         except StorageError as failure:
-            return self._settle(self._storage, record, newest, failure)
+            return self._settle(self._exclusive, record, newest, failure)
         if created:
             return record
         try:
