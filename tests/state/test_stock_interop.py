@@ -1,0 +1,228 @@
+"""Stock DCP reads what ckptstore writes, and ckptstore what stock DCP writes; hostile metadata is never run."""
+
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from saving import bits, make_transfer, save_plain
+from test_frames import DTYPES, random_tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+from ckptstore.errors import CheckpointDamaged, InvalidName, InvalidState
+from ckptstore.state.stock_read import StockState, load_metadata
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
+
+
+def many_tensors():
+    torch.manual_seed(4)
+    base = torch.randn(700, 900)
+    tied = torch.randn(600, 500)
+    return {
+        **{f"dtype.{dtype}": random_tensor(dtype, (5, 3)) for dtype in DTYPES},
+        **{f"large.{dtype}": random_tensor(dtype, (700, 1601)) for dtype in DTYPES[:6] + DTYPES[-3:]},
+        "zero_d": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+        "view": base[13:600],
+        "columns": base[:, 5:800],
+        "transposed": base.t(),
+        "tied.a": tied,
+        "tied.b": tied,
+    }
+
+
+VALUES = {"epoch": 3, "nested": {"lr": 0.1, "betas": (0.9, 0.99), "list": [1, 2]}, "name": "x", "none": None}
+
+
+def blank(tensors):
+    return {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
+
+
+def assert_same(loaded, tensors):
+    for key, tensor in tensors.items():
+        assert bits(loaded[key]) == bits(tensor), key
+
+
+def stock_load(state, path, way):
+    if way == "checkpoint_id":
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+    elif way == "FileSystemReader":
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    else:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+        dcp.load(state, storage_reader=FsspecReader(f"file://{path}"), no_dist=True)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    return save_plain(tmp_path_factory.mktemp("ours"), many_tensors(), VALUES)
+
+
+@pytest.mark.parametrize("way", ["checkpoint_id", "FileSystemReader", "FsspecReader"])
+def test_stock_reads_ours(ours, way):
+    tensors = many_tensors()
+    state = {**blank(tensors), "epoch": 0, "nested": {"lr": 0, "betas": None, "list": None}, "name": "", "none": 1}
+    stock_load(state, ours, way)
+    assert_same(state, tensors)
+    assert {key: state[key] for key in VALUES} == VALUES
+
+
+def test_stock_tools_turn_ours_into_one_file(ours, tmp_path):
+    dcp_to_torch_save(ours, tmp_path / "all.pt")
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert_same(loaded, many_tensors())
+    assert loaded["nested"] == VALUES["nested"]
+
+
+def test_a_copy_is_read_by_stock_without_ckptstores_own_files(ours, tmp_path):
+    shutil.copytree(ours, tmp_path / "copy", ignore=lambda directory, names: [n for n in names if "index" in n])
+    state = blank({"zero_d": torch.zeros(())})
+    stock_load(state, tmp_path / "copy", "checkpoint_id")
+    assert state["zero_d"] == 2.5
+
+
+def test_without_stock_readable_there_is_nothing_for_stock(tmp_path):
+    directory = save_plain(tmp_path, {"w": torch.ones(2)}, {"epoch": 1}, stock_readable=False)
+    assert sorted(path.name for path in directory.iterdir()) == ["state-rank=00000-00.distcp", "tensors.index"]
+
+
+def open_stock(path, **more):
+    transfer = make_transfer(path)
+    sizes = {str(file.relative_to(path)): file.stat().st_size for file in path.rglob("*") if file.is_file()}
+    return StockState(load_metadata((path / ".metadata").read_bytes()), transfer.read, "", sizes, **more)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stock")
+    writer = dcp.FileSystemWriter(path, thread_count=2)
+    dcp.save({**many_tensors(), **VALUES}, storage_writer=writer, no_dist=True)
+    return path
+
+
+def test_we_read_stock(stock):
+    state = open_stock(stock)
+    tensors = many_tensors()
+    loaded = blank(tensors)
+    state.fill({key: (tensor, key) for key, tensor in loaded.items()})
+    assert_same(loaded, tensors)
+    assert state.values() == {
+        "epoch": 3, "nested.lr": 0.1, "nested.betas": (0.9, 0.99), "nested.list": [1, 2], "name": "x", "none": None
+    }  # fmt: skip
+    assert state.paths["nested.lr"] == ("nested", "lr")
+    assert state.index.tensors["large.torch.float64"].shape == (700, 1601)
+    assert state.values(lambda key: key == "epoch") == {"epoch": 3}
+
+
+def test_large_contiguous_payloads_are_read_in_place(stock):
+    opaque = set(open_stock(stock)._opaque)
+    index = open_stock(stock).index
+    framed = {
+        key
+        for key in index.tensors
+        for chunk in index.chunks(key, 0)
+        if (index.files[chunk.file], chunk.offset) in opaque
+    }
+    assert not any(key.startswith("large") for key in framed)
+    assert "transposed" in framed or "columns" in framed
+    assert "zero_d" in framed
+
+
+def test_we_read_parts_of_stock_tensors_into_strided_memory(stock):
+    wide = torch.zeros(700, 1601, 2, dtype=torch.float64)[..., 0]
+    open_stock(stock).fill({"x": (wide, "large.torch.float64")})
+    assert torch.equal(wide.view(torch.int64), many_tensors()["large.torch.float64"].view(torch.int64))
+
+
+def test_we_read_our_own_files_as_stock(ours):
+    tensors = many_tensors()
+    loaded = blank(tensors)
+    open_stock(ours).fill({key: (tensor, key) for key, tensor in loaded.items()})
+    assert_same(loaded, tensors)
+
+
+class Attack:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def hostile(kind, mark):
+    if kind == "planner":
+        return pickle.dumps(Metadata({}, Attack(mark), {}))
+    if kind == "whole":
+        return pickle.dumps(Attack(mark))
+    if kind == "builtin":
+        return b"cbuiltins\nexec\n(V__import__('os').mkdir('" + str(mark).encode() + b"')\ntR."
+    if kind == "torch":
+        return b"ctorch\nload\n(V" + str(mark).encode() + b"\ntR."
+    return b"ctorch.distributed.checkpoint.metadata\nos.mkdir\n(V" + str(mark).encode() + b"\ntR."
+
+
+@pytest.mark.parametrize("kind", ["planner", "whole", "builtin", "torch", "dotted"])
+def test_code_in_metadata_is_refused_and_not_run(tmp_path, kind):
+    mark = tmp_path / "run"
+    with pytest.raises(CheckpointDamaged, match="Nothing in it was run"):
+        load_metadata(hostile(kind, mark))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", pickle.dumps(3), pickle.dumps(Metadata({}))[:-5]])
+def test_torn_metadata_is_damage(data):
+    with pytest.raises(CheckpointDamaged):
+        load_metadata(data)
+
+
+def test_values_with_code_are_refused_unless_allowed(tmp_path):
+    mark = tmp_path / "run"
+    dcp.save({"w": torch.ones(2), "evil": Attack(mark)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    state = open_stock(tmp_path / "c")
+    with pytest.raises(InvalidState, match="evil cannot be read safely"):
+        state.values()
+    assert not mark.exists()
+    loaded = torch.zeros(2)
+    state.fill({"w": (loaded, "w")})
+    assert loaded.sum() == 2
+    assert open_stock(tmp_path / "c", allow_pickle=True).values() == {"evil": 0}
+
+
+def metadata_with(path, **changed):
+    metadata = load_metadata((path / ".metadata").read_bytes())
+    index = next(iter(metadata.storage_data))
+    info = metadata.storage_data[index]
+    metadata.storage_data[index] = _StorageInfo(**{**vars(info), **changed})
+    return metadata
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"relative_path": "../../etc/passwd"}, InvalidName),
+        ({"relative_path": "/etc/passwd"}, InvalidName),
+        ({"relative_path": "absent"}, CheckpointDamaged),
+        ({"offset": -1}, CheckpointDamaged),
+        ({"length": 1 << 50}, CheckpointDamaged),
+        ({"transform_descriptors": ["stream.zstd"]}, InvalidState),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_metadata_that_lies_about_places_is_refused(tmp_path, changed, error):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    sizes = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
+    with pytest.raises(error):
+        StockState(metadata_with(tmp_path, **changed), make_transfer(tmp_path).read, "", sizes)
+
+
+def test_a_frame_that_is_no_tensor_is_damage(tmp_path):
+    (tmp_path / "f").write_bytes(bytes(300))
+    metadata = Metadata({"v": BytesStorageMetadata()}, None, {MetadataIndex("v"): _StorageInfo("f", 0, 300)})
+    with pytest.raises(InvalidState, match="v cannot be read"):
+        StockState(metadata, make_transfer(tmp_path).read, "", {"f": 300}).values()
