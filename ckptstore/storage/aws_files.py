@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ckptstore.errors import CkptstoreError, FileMissing, StorageError
+from ckptstore.errors import CkptstoreError, FileMissing, StorageError, StorageUnavailable
 from ckptstore.storage import foreign
 from ckptstore.storage.aws import Connection, crc32c_header
 from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
@@ -27,6 +27,7 @@ class S3Files(ProcessBound):
         super().__init__()
         self._location = location
         self._connection = connection
+        self._maybe_begun: set[str] = set()
 
     @property
     def uri(self) -> str:
@@ -144,7 +145,20 @@ class S3Files(ProcessBound):
         return part_bytes(size_bytes)
 
     def open_parts(self, key: str, size_bytes: int) -> PartWriter:
-        return _Upload(self, key, size_bytes, checksum=self._connection.sends_checksum)
+        try:
+            return _Upload(self, key, size_bytes, checksum=self._connection.sends_checksum)
+        except StorageUnavailable:
+            self._maybe_begun.add(key)
+            raise
+
+    def drop_other_uploads(self, key: str) -> None:
+        """Abort the uploads of a key that were begun without an answer. Best effort; the key is written by us alone."""
+        if key in self._maybe_begun:
+            with suppress(CkptstoreError):
+                for found, upload_id in self.unfinished(key):
+                    if found == key:
+                        self.abort_unfinished(key, upload_id)
+                self._maybe_begun.discard(key)
 
     def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
         cut = len(self.full(""))
@@ -220,6 +234,7 @@ class _Upload:
         except FileMissing as error:
             if not self._landed(len(parts)):
                 raise StorageError("The multipart upload is gone", file=self._key) from error
+        self._files.drop_other_uploads(self._key)
 
     def _landed(self, num_parts: int) -> bool:
         with suppress(FileMissing):
@@ -229,12 +244,13 @@ class _Upload:
         return False
 
     def abort(self) -> None:
-        with suppress(CkptstoreError):
+        try:
             self._files.call("abort_multipart_upload", file=self._key, **self._at)
-            return
-        if self._finishing:  # and gone, so perhaps visible
-            with suppress(CkptstoreError):
-                self._files.delete([self._key])
+        except CkptstoreError:
+            if self._finishing:  # and gone, so perhaps visible
+                with suppress(CkptstoreError):
+                    self._files.delete([self._key])
+        self._files.drop_other_uploads(self._key)
 
 
 def _file_bytes(answer: dict[str, Any]) -> int | None:

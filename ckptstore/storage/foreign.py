@@ -57,7 +57,7 @@ def from_status(status: int | None, code: str, *, key: str, what: str) -> Ckptst
         return FileMissing(f"{what}: it is not there", file=key)
     if status == 507 or code in _FULL_CODES:
         return StorageFull(message, file=key)
-    if status in (401, 403):
+    if status in (401, 403) or code in EXPIRED_CODES:
         return AccessDenied(message, file=key, hint=_hint(status, code))
     if status == 412:
         return ConditionFailed(message)
@@ -69,7 +69,7 @@ def from_status(status: int | None, code: str, *, key: str, what: str) -> Ckptst
     return StorageError(message, file=key)
 
 
-def _hint(status: int, code: str) -> str:
+def _hint(status: int | None, code: str) -> str:
     if code in ("RequestTimeTooSkewed",):
         return "The clock of this machine is wrong"
     if code in EXPIRED_CODES:

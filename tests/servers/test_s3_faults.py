@@ -1,0 +1,223 @@
+"""Faults of S3 at the storage, with both engines: every one is an error of ours, of the right class, or no error."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckptstore.errors import (
+    AccessDenied,
+    CkptstoreError,
+    FileMissing,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+)
+from ckptstore.storage.open import open_storage
+from ckptstore.testing.s3_server import Fault, S3Server
+
+MIB = 1 << 20
+PART = memoryview(os.urandom(16 * MIB))
+numbers = itertools.count()
+
+OPERATIONS: dict[str, Callable[[Any], object]] = {
+    "write": lambda storage: storage.write("new", [PART[:100]]),
+    "create": lambda storage: storage.create("log/1", b"x"),
+    "read": lambda storage: storage.read("there"),
+    "read_into": lambda storage: storage.read_into("there", 0, [memoryview(bytearray(MIB))]),
+    "stat": lambda storage: storage.stat("there"),
+    "list": lambda storage: list(storage.list("")),
+    "delete": lambda storage: storage.delete(["there"]),
+    "copy": lambda storage: storage.copy("there", "copied"),
+    "open_parts": lambda storage: storage.open_parts("parts", len(PART) + 1),
+    "unfinished": lambda storage: storage.unfinished(""),
+}
+
+ANSWERS = [
+    (503, "SlowDown", StorageUnavailable),
+    (429, "TooManyRequests", StorageUnavailable),
+    (500, "InternalError", StorageUnavailable),
+    (502, "BadGateway", StorageUnavailable),
+    (504, "GatewayTimeout", StorageUnavailable),
+    (501, "NotImplemented", StorageError),
+    (400, "InvalidRequest", StorageError),
+    (403, "AccessDenied", AccessDenied),
+    (403, "InvalidAccessKeyId", AccessDenied),
+    (403, "RequestTimeTooSkewed", AccessDenied),
+    (401, "Unauthorized", AccessDenied),
+    (507, "QuotaExceeded", StorageFull),
+]
+
+
+@pytest.fixture(params=["obstore", "fsspec"])
+def storage(request: pytest.FixtureRequest, fast_s3: S3Server) -> Iterator[Any]:
+    options = {**fast_s3.storage_options, "config_kwargs": {"read_timeout": 2, "connect_timeout": 2}}
+    storage = open_storage(f"s3://test/faults/{next(numbers)}", storage_options=options, engine=request.param)
+    storage.write("there", [PART[:MIB]])
+    yield storage
+    fast_s3.faults.clear()
+    storage.close()
+
+
+@pytest.fixture
+def fault(fast_s3: S3Server) -> Callable[..., None]:
+    return lambda *args, **fields: fast_s3.faults.replace([*args, *([Fault(**fields)] if fields else [])])
+
+
+def error_of(call: Callable[[], object]) -> CkptstoreError | None:
+    try:
+        call()
+    except CkptstoreError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(("status", "code", "expected"), ANSWERS, ids=[f"{item[0]}-{item[1]}" for item in ANSWERS])
+def test_a_refusal_is_an_error_of_its_class(
+    storage: Any, fault: Any, status: int, code: str, expected: type[CkptstoreError]
+) -> None:
+    for name, operation in OPERATIONS.items():
+        fault(action="status", status=status, code=code, times=None)
+        error = error_of(lambda operation=operation: operation(storage))  # type: ignore[misc]
+        assert type(error) is expected, name
+        assert error.retryable == (expected is StorageUnavailable)
+        text = str(error)
+        assert str(status) in text, name
+        assert "testsecret" not in text
+        assert "127.0.0.1" not in text, "a URL may carry a signature"
+
+
+@pytest.mark.parametrize("action", ["reset", "lose_answer", "stall"])
+def test_a_broken_connection_is_worth_a_retry(storage: Any, fault: Any, action: str) -> None:
+    names = ["create", "read_into"] if action == "stall" else list(OPERATIONS)
+    for name in names:
+        fault(action=action, times=None)
+        assert type(error_of(lambda name=name: OPERATIONS[name](storage))) is StorageUnavailable, name  # type: ignore[misc]
+        fault()
+        error = error_of(lambda name=name: OPERATIONS[name](storage))  # type: ignore[misc]
+        assert error is None or name in ("read", "read_into", "stat", "copy"), "what a lost delete removed is gone"
+        storage.write("there", [PART[:MIB]])
+
+
+@pytest.mark.parametrize("after_bytes", [1, 1000, MIB - 1])
+def test_a_truncated_answer_is_worth_a_retry(storage: Any, fault: Any, after_bytes: int) -> None:
+    fault(action="truncate", match="^GET", after_bytes=after_bytes, times=2)
+    found = bytearray(MIB)
+    assert type(error_of(lambda: storage.read_into("there", 0, [memoryview(found)]))) is StorageUnavailable
+    assert type(error_of(lambda: storage.read("there"))) is StorageUnavailable
+    storage.read_into("there", 0, [memoryview(found)])
+    assert found == PART[:MIB]
+
+
+def test_an_upload_reset_midway_leaves_nothing(storage: Any, fault: Any) -> None:
+    fault(action="reset", match="^PUT", after_bytes=MIB)
+    assert type(error_of(lambda: storage.write("torn", [PART]))) is StorageUnavailable
+    assert type(error_of(lambda: storage.stat("torn"))) is FileMissing
+    storage.write("torn", [PART])
+    assert storage.read("torn") == PART
+
+
+def test_a_missing_bucket_is_no_missing_file(fast_s3: S3Server) -> None:
+    for engine in ("obstore", "fsspec"):
+        storage = open_storage("s3://nowhere/x", storage_options=fast_s3.storage_options, engine=engine)
+        error = error_of(lambda storage=storage: storage.read("k"))  # type: ignore[misc]
+        assert type(error) is StorageError
+        assert "bucket" in str(error)
+        storage.close()
+
+
+def test_a_lost_answer_to_a_create_can_be_settled(storage: Any, fault: Any) -> None:
+    fault(action="lose_answer", match="^PUT")
+    assert type(error_of(lambda: storage.create("log/7", b"mine"))) is StorageUnavailable
+    assert storage.create("log/7", b"noop") is False
+    assert storage.read("log/7") == b"mine"
+
+
+def test_a_conflict_is_neither_yes_nor_no(storage: Any, fault: Any) -> None:
+    fault(action="status", match="^PUT", status=409, code="ConditionalRequestConflict")
+    assert type(error_of(lambda: storage.create("log/8", b"mine"))) is StorageUnavailable
+    assert type(error_of(lambda: storage.read("log/8"))) is FileMissing
+    assert storage.create("log/8", b"mine") is True
+
+
+def test_a_create_is_sent_once(storage: Any, fault: Any, fast_s3: S3Server) -> None:
+    """A second try inside the client would meet the first one, and take it for somebody else's."""
+    for answer in (Fault(action="lose_answer", match="^PUT"), Fault(action="status", match="^PUT")):
+        fault(replace(answer))
+        seen = len(fast_s3.log)
+        assert type(error_of(lambda: storage.create("log/9", b"mine"))) is StorageUnavailable
+        assert [request.method for request in fast_s3.log[seen:]] == ["PUT"]
+
+
+@pytest.mark.parametrize("fault_of_part", ["status", "reset", "lose_answer"])
+def test_a_part_is_sent_again(storage: Any, fault: Any, fault_of_part: str) -> None:
+    writer = storage.open_parts("parts", len(PART) + 5)
+    fault(action=fault_of_part, match="partNumber=1")
+    assert type(error_of(lambda: writer.write_part(0, [PART]))) is StorageUnavailable
+    writer.write_part(0, [PART])
+    writer.write_part(len(PART), [memoryview(b"12345")])
+    writer.finish()
+    assert storage.read("parts") == bytes(PART) + b"12345"
+
+
+def test_a_damaged_part_is_refused_by_the_server(storage: Any, fast_s3: S3Server) -> None:
+    sent = [request for request in fast_s3.log if request.operation == "PutObject"]
+    assert sent
+    writer = storage.open_parts("sums", len(PART) + 1)
+    writer.write_part(0, [PART])
+    writer.write_part(len(PART), [PART[:1]])
+    writer.finish()
+    stored = fast_s3.objects.buckets["test"][storage.uri.removeprefix("s3://test/") + "/sums"]
+    assert stored.checksums, "a checksum went along"
+    there = fast_s3.objects.buckets["test"][storage.uri.removeprefix("s3://test/") + "/there"]
+    assert there.checksums
+
+
+@pytest.mark.parametrize("action", ["status", "reset", "lose_answer"])
+def test_finish_may_be_called_again(storage: Any, fault: Any, action: str) -> None:
+    writer = storage.open_parts("whole", len(PART) + 1)
+    writer.write_part(0, [PART])
+    writer.write_part(len(PART), [PART[:1]])
+    fault(action=action, match="^POST .*uploadId", status=500, code="InternalError")
+    assert type(error_of(writer.finish)) is StorageUnavailable
+    writer.finish()
+    assert storage.stat("whole").size_bytes == len(PART) + 1
+    assert list(storage.unfinished("")) == []
+
+
+@pytest.mark.parametrize("action", ["status", "lose_answer"])
+def test_abort_after_a_failed_finish_leaves_nothing(storage: Any, fault: Any, action: str) -> None:
+    writer = storage.open_parts("whole", len(PART) + 1)
+    writer.write_part(0, [PART])
+    writer.write_part(len(PART), [PART[:1]])
+    fault(action=action, match="^POST .*uploadId", status=500, code="InternalError")
+    assert error_of(writer.finish)
+    writer.abort()
+    assert type(error_of(lambda: storage.stat("whole"))) is FileMissing
+    assert list(storage.unfinished("")) == []
+
+
+def test_expired_credentials_are_looked_up_anew_once(storage: Any, fault: Any) -> None:
+    fault(action="status", status=400, code="ExpiredToken", times=None)
+    first = error_of(lambda: storage.read("there"))
+    assert type(first) is StorageUnavailable
+    assert "looked up anew" in str(first)
+    assert type(error_of(lambda: storage.read("there"))) is AccessDenied
+    fault()
+    assert storage.read("there") == PART[:MIB]
+    fault(action="status", status=400, code="ExpiredToken")
+    assert type(error_of(lambda: storage.read("there"))) is StorageUnavailable
+    assert storage.read("there") == PART[:MIB]
+
+
+def test_a_flipped_bit_comes_through(storage: Any, fault: Any) -> None:
+    """Plain HTTP protects no download: the digests of the manifest do, one layer above."""
+    fault(action="corrupt", match="^GET")
+    found = bytearray(MIB)
+    storage.read_into("there", 0, [memoryview(found)])
+    assert found != PART[:MIB]

@@ -1,0 +1,266 @@
+"""fsspec's names and the environment, as both engines understand them. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptstore.errors import (
+    AccessDenied,
+    CheckpointDamaged,
+    InvalidInput,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+)
+from ckptstore.storage import foreign
+from ckptstore.storage.bodies import Filling, ViewsBody, part_bytes
+from ckptstore.storage.options import (
+    CannotExpress,
+    ObstoreConfig,
+    azure_names,
+    for_obstore,
+    from_connection_string,
+    gcs_endpoint,
+    locate,
+)
+
+GIB = 1 << 30
+
+
+def config_of(uri: str, options: dict[str, Any] | None = None, **environ: str) -> ObstoreConfig:
+    return for_obstore(uri, options, environ)
+
+
+@pytest.mark.parametrize(
+    ("uri", "kind", "container", "prefix", "shown"),
+    [
+        ("s3://b/a/c/", "s3", "b", "a/c", "s3://b/a/c"),
+        ("s3://b", "s3", "b", "", "s3://b"),
+        ("s3a://b//x", "s3", "b", "x", "s3a://b/x"),
+        ("S3://b/K%20x", "s3", "b", "K x", "s3://b/K x"),
+        ("s3://key:secret@b/x?versionId=1#f", "s3", "b", "x", "s3://b/x"),
+        ("gs://b/x", "gcs", "b", "x", "gs://b/x"),
+        ("az://c/x", "azure", "c", "x", "az://c/x"),
+        ("abfs://c@acc.dfs.core.windows.net/x", "azure", "c", "x", "abfs://c@acc.dfs.core.windows.net/x"),
+        ("sftp://user:pw@host/x", None, "host", "x", "sftp://host/x"),
+    ],
+)
+def test_a_uri_is_taken_apart(uri: str, kind: str, container: str, prefix: str, shown: str) -> None:
+    location = locate(uri)
+    assert (location.kind, location.container, location.prefix, location.uri) == (kind, container, prefix, shown)
+    assert location.full_key("a") == (f"{prefix}/a" if prefix else "a")
+
+
+@pytest.mark.parametrize("uri", ["s3://", "gs:///x", "az://"])
+def test_a_uri_needs_a_bucket(uri: str) -> None:
+    with pytest.raises(InvalidInput, match="bucket"):
+        locate(uri)
+
+
+def test_the_names_of_s3fs() -> None:
+    options = {
+        "key": "K",
+        "secret": "S",
+        "token": "T",
+        "endpoint_url": "http://127.0.0.1:9000/",
+        "client_kwargs": {"region_name": "eu-west-1"},
+        "config_kwargs": {"read_timeout": 5, "s3": {"addressing_style": "path"}, "retries": {"mode": "standard"}},
+        "s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "id"},
+        "requester_pays": True,
+        "default_block_size": 1,
+    }
+    found = config_of("s3://b/x", options)
+    assert found.config == {
+        "access_key_id": "K",
+        "secret_access_key": "S",
+        "session_token": "T",
+        "endpoint": "http://127.0.0.1:9000",
+        "region": "eu-west-1",
+        "virtual_hosted_style_request": False,
+        "checksum_algorithm": "crc64nvme",
+        "unsigned_payload": True,
+        "server_side_encryption": "aws:kms",
+        "sse_kms_key_id": "id",
+        "request_payer": True,
+    }
+    assert found.client["allow_http"]
+    assert found.client["read_timeout"] == "5000ms"
+    assert not found.chain
+    assert "S" not in repr(found).replace("ObstoreConfig", "").split("config")[0]
+    assert "K" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("environ", "endpoint"),
+    [
+        ({"AWS_ENDPOINT_URL": "http://one"}, "http://one"),
+        ({"AWS_ENDPOINT_URL": "http://one", "AWS_ENDPOINT_URL_S3": "http://two"}, "http://two"),
+        ({}, None),
+    ],
+)
+def test_the_endpoint_of_the_environment(environ: dict[str, str], endpoint: str | None) -> None:
+    found = for_obstore("s3://b/x", None, environ)
+    assert found.config.get("endpoint") == endpoint
+    assert found.config["virtual_hosted_style_request"] == (endpoint is None)
+    assert found.region_known == (endpoint is not None)
+    assert found.chain
+
+
+def test_a_virtual_host_has_the_bucket_in_the_endpoint() -> None:
+    options = {"endpoint_url": "https://s3.example.com", "config_kwargs": {"s3": {"addressing_style": "virtual"}}}
+    assert config_of("s3://b/x", options).config["endpoint"] == "https://b.s3.example.com"
+    assert not config_of("s3://b.with.dots/x").config["virtual_hosted_style_request"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "when", "unsigned", "checksum"),
+    [
+        ("http://h", "when_supported", True, "crc64nvme"),
+        ("http://h", "when_required", False, None),
+        ("https://h", "when_supported", True, "crc64nvme"),
+        ("https://h", "when_required", True, None),
+    ],
+)
+def test_a_payload_is_unsigned_only_where_something_else_protects_it(
+    endpoint: str, when: str, unsigned: bool, checksum: str | None
+) -> None:
+    options = {"endpoint_url": endpoint, "config_kwargs": {"request_checksum_calculation": when}}
+    for found in (
+        config_of("s3://b/x", options),
+        config_of("s3://b/x", {"endpoint_url": endpoint}, AWS_REQUEST_CHECKSUM_CALCULATION=when),
+    ):
+        assert found.config["unsigned_payload"] is unsigned
+        assert found.config.get("checksum_algorithm") == checksum
+
+
+@pytest.mark.parametrize(
+    ("uri", "options", "named"),
+    [
+        ("s3://b/x", {"acl": "private"}, "acl"),
+        ("s3://b/x", {"use_ssl": False}, "use_ssl"),
+        ("s3://b/x", {"session": object()}, "session"),
+        ("s3://b/x", {"client_kwargs": {"config": 1}}, "config"),
+        ("s3://b/x", {"config_kwargs": {"proxies": {"http": "p"}}}, "proxies"),
+        ("s3://b/x", {"config_kwargs": {"signature_version": "s3"}}, "signature_version"),
+        ("s3://b/x", {"s3_additional_kwargs": {"StorageClass": "GLACIER"}}, "StorageClass"),
+        ("gs://b/x", {"token": "browser"}, "token"),
+        ("gs://b/x", {"token": {"type": "authorized_user"}}, "token"),
+        ("gs://b/x", {"requester_pays": True}, "requester_pays"),
+        ("az://c/x", {"account_name": "a", "credential": object()}, "credential"),
+        ("az://c/x", {}, "account"),
+        ("sftp://h/x", {}, "sftp"),
+    ],
+)
+def test_what_obstore_cannot_express_is_named_without_its_value(uri: str, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(CannotExpress, match=named) as caught:
+        config_of(uri, options)
+    assert "GLACIER" not in str(caught.value)
+
+
+def test_gcs_emulators_are_asked_without_credentials() -> None:
+    for found in (
+        config_of("gs://b/x", {"endpoint_url": "http://h:1/"}),
+        config_of("gs://b/x", STORAGE_EMULATOR_HOST="h:1"),
+    ):
+        assert found.config["base_url"] == "http://h:1"
+        assert found.config["skip_signature"]
+        assert not found.chain
+    assert gcs_endpoint({}, {"STORAGE_EMULATOR_HOST": "default"}) is None
+    assert config_of("gs://b/x").chain
+
+
+def test_the_names_of_adlfs() -> None:
+    found = config_of("az://c/x", {"account_name": "a", "sas_token": "?sv=1"})
+    assert found.config == {"account_name": "a", "sas_key": "sv=1"}
+    assert not found.chain
+    found = config_of("abfs://c@acc.dfs.core.windows.net/x")
+    assert found.config == {"account_name": "acc"}
+    assert found.chain
+    assert azure_names(locate("abfs://c@acc.dfs.core.windows.net/x"), {}, {})["account_url"] == (
+        "https://acc.blob.core.windows.net"
+    )
+    assert config_of("az://c/x", {"account_name": "a", "anon": True}).config["skip_signature"]
+
+
+def test_connection_strings() -> None:
+    text = "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=k==;EndpointSuffix=core.windows.net"
+    whole = {"account_name": "a", "account_key": "k==", "endpoint": "https://a.blob.core.windows.net"}
+    assert from_connection_string(text) == whole
+    local = from_connection_string("AccountName=a;AccountKey=k;BlobEndpoint=http://127.0.0.1:1/a;")
+    assert local["endpoint"] == "http://127.0.0.1:1/a"
+    signed = from_connection_string("BlobEndpoint=https://acc.blob.core.windows.net;SharedAccessSignature=sv=1&sig=x")
+    assert signed["sas_key"] == "sv=1&sig=x"
+    assert signed["account_name"] == "acc"
+    for found in (
+        config_of("az://c/x", {"connection_string": text}),
+        config_of("az://c/x", AZURE_STORAGE_CONNECTION_STRING=text),
+    ):
+        assert found.config == whole
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "RequestTimeout", StorageUnavailable),
+        (400, "BadDigest", StorageUnavailable),
+        (400, "ExpiredToken", AccessDenied),
+        (400, "InvalidArgument", StorageError),
+        (404, "NoSuchBucket", StorageError),
+        (408, "", StorageUnavailable),
+        (416, "InvalidRange", CheckpointDamaged),
+        (418, "", StorageError),
+        (501, "NotImplemented", StorageError),
+        (507, "", StorageFull),
+        (599, "", StorageUnavailable),
+        (None, "", StorageUnavailable),
+    ],
+)
+def test_statuses(status: int | None, code: str, expected: type[Exception]) -> None:
+    error = foreign.from_status(status, code, key="k", what="read")
+    assert type(error) is expected
+    assert "k" in str(error)
+
+
+def test_parts_stay_below_every_limit() -> None:
+    assert part_bytes(1) == part_bytes(GIB) == 16 << 20
+    for size_bytes in (100 * GIB, 1000 * GIB, 5000 * GIB):
+        size = part_bytes(size_bytes)
+        assert size % (1 << 20) == 0
+        assert -(-size_bytes // size) <= 10_000
+        assert size < 5 * GIB
+
+
+def test_views_are_sent_as_they_are_and_again() -> None:
+    data = bytes(range(256)) * 10_000
+    body = ViewsBody([memoryview(data)[:5], memoryview(b""), memoryview(data)[5:]])
+    assert len(body) == len(data)
+    for _ in range(2):
+        body.seek(0)
+        assert b"".join(iter(lambda: body.read(10), b"")) == data
+        assert body.tell() == len(data)
+    assert body.seek(0, 2) == len(data)
+    assert body.read() == b""
+
+
+@pytest.mark.parametrize("sizes", [(5,), (0, 2, 0, 3), (1,) * 5])
+def test_views_are_filled_by_any_chunks(sizes: tuple[int, ...]) -> None:
+    buffers = [bytearray(size) for size in sizes]
+    filling = Filling([memoryview(buffer) for buffer in buffers], key="k")
+    for chunk in (b"a", b"bcd", b"e"):
+        filling.take(chunk)
+    filling.end(file_bytes=5, end_offset=5)
+    assert b"".join(buffers) == b"abcde"
+    with pytest.raises(StorageUnavailable):
+        filling.take(b"f")
+
+
+def test_a_short_answer_is_damage_only_when_the_file_is_short() -> None:
+    filling = Filling([memoryview(bytearray(5))], key="k")
+    filling.take(b"abc")
+    with pytest.raises(CheckpointDamaged, match="3 bytes, 5"):
+        filling.end(file_bytes=3, end_offset=5)
+    for file_bytes in (5, None):
+        with pytest.raises(StorageUnavailable):
+            filling.end(file_bytes=file_bytes, end_offset=5)
