@@ -30,6 +30,7 @@ def upload(engine: Engine, files: Sequence[PlannedFile], beat: Callable[[], None
     except CkptstoreError as error:
         if not is_worth_writing_anew(error):
             raise
+        engine.storage.delete([file.key for file in files])  # new files are written faster than old ones are replaced
         upload_.write_all(range(len(files)))
         upload_.persist()
     beat()

@@ -85,10 +85,14 @@ def test_a_file_that_changes_between_open_and_the_end_is_noticed(tmp_path: Path)
     path = tmp_path / "file"
     path.write_bytes(b"data")
     source = FileSource.of(path)
-    with pytest.raises(SourceChanged) as caught, source.open() as read:
-        read(0, 4, memoryview(bytearray(4)))
-        with path.open("ab") as file:
-            file.write(b"more")
+
+    def change_while_open() -> None:
+        with source.open() as read:
+            read(0, 4, memoryview(bytearray(4)))
+            grown(path)
+
+    with pytest.raises(SourceChanged) as caught:
+        change_while_open()
     assert caught.value.file == str(path)
 
 
@@ -107,9 +111,14 @@ def test_an_error_of_the_reader_is_not_hidden_by_a_change(tmp_path: Path) -> Non
     path = tmp_path / "file"
     path.write_bytes(b"data")
     source = FileSource.of(path)
-    with pytest.raises(KeyError), source.open():
-        grown(path)
-        raise KeyError
+
+    def fail_while_open() -> None:
+        with source.open():
+            grown(path)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_while_open()
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,384 @@
+"""Uploads: what is stored is what the sources hold, and what goes wrong stops everything and is named."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from moving import DATA, MIB, block_crcs, from_file, from_memory, make_storage, transfer_over
+
+from ckptstore.config import RetryConfig
+from ckptstore.digest import crc32c
+from ckptstore.errors import AccessDenied, SourceChanged, StorageError, StorageFull, StorageUnavailable
+from ckptstore.events import BytesMoved, Event, FileStored, RequestRetried, listening
+from ckptstore.plan import PlannedFile
+from ckptstore.sources import FileSource, MemorySource
+from ckptstore.storage.local import LocalStorage
+from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return make_storage(request.param, tmp_path)
+
+
+def no_threads_left() -> bool:
+    return not any(thread.name.startswith("ckptstore-") for thread in threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def _threads_end() -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 30
+    while not no_threads_left() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert no_threads_left(), "a closed transfer has threads"
+
+
+SIZES = [0, 1, 4096, MIB - 1, MIB, MIB + 1, 17 * MIB + 3, len(DATA)]
+
+
+def test_files_of_all_sizes_from_memory_and_disk(storage: Any, tmp_path: Path) -> None:
+    files = [from_memory(f"memory/{size}", DATA[:size]) for size in SIZES]
+    files += [from_file(f"disk/{size}", tmp_path / f"source/{size}", DATA[-size:] if size else b"") for size in SIZES]
+    transfer = transfer_over(storage)
+    stored = transfer.upload(files)
+    transfer.close()
+    assert [item.key for item in stored] == [file.key for file in files]
+    for item, size in zip(stored, SIZES * 2, strict=True):
+        data = storage.read(item.key)
+        assert data == (DATA[:size] if item.key.startswith("memory") else DATA[-size:] if size else b"")
+        assert (item.size_bytes, item.crc32c) == (size, crc32c(data))
+    assert {file.key for file in storage.list("")} == {file.key for file in files}
+
+
+def test_thousands_of_small_files(storage: Any, tmp_path: Path) -> None:
+    sizes = [(number * 37) % 9000 for number in range(3000)]
+    files = [
+        from_file(f"d{n % 7}/{n}", tmp_path / f"source/{n}", DATA[n : n + size])
+        if n % 3
+        else from_memory(f"d{n % 7}/{n}", DATA[n : n + size])
+        for n, size in enumerate(sizes)
+    ]
+    transfer = transfer_over(storage)
+    stored = transfer.upload(files)
+    transfer.close()
+    for n, (item, size) in enumerate(zip(stored, sizes, strict=True)):
+        data = DATA[n : n + size]
+        assert (item.key, item.size_bytes, item.crc32c) == (f"d{n % 7}/{n}", size, crc32c(data))
+        assert storage.read(item.key) == data
+
+
+PAYLOADS = [
+    ((0, len(DATA)),),
+    ((100, 3 * MIB), (3 * MIB + 100, 5), (4 * MIB, 30 * MIB + 17)),
+    ((MIB - 1, 2),),
+    ((5, 0), (5, 10)),
+    tuple((at + 4096, 50_000) for at in range(0, 20 * MIB, 60_000)),
+]
+
+
+@pytest.mark.parametrize("payloads", PAYLOADS)
+def test_blocks_get_digests_wherever_a_payload_begins(storage: Any, payloads: tuple[tuple[int, int], ...]) -> None:
+    transfer = transfer_over(storage)
+    (stored,) = transfer.upload([from_memory("key", DATA, payloads)])
+    transfer.close()
+    assert stored.crc32c == crc32c(DATA)
+    assert stored.block_crcs == block_crcs(DATA, payloads)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 3 * MIB), min_size=1, max_size=5),
+    num_threads=st.integers(1, 5),
+    budget_bytes=st.sampled_from([1, MIB, 3 * MIB, 64 * MIB]),
+)
+def test_any_budget_and_any_number_of_threads_will_do(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], num_threads: int, budget_bytes: int
+) -> None:
+    path = tmp_path_factory.mktemp("upload")
+    storage = make_storage("memory", path)
+    files = [from_file(f"key{n}", path / f"{n}", DATA[n : n + size]) for n, size in enumerate(sizes)]
+    transfer = transfer_over(storage, num_threads=num_threads, memory_budget_bytes=budget_bytes)
+    stored = transfer.upload(files)
+    transfer.close()
+    assert [storage.read(item.key) for item in stored] == [DATA[n : n + size] for n, size in enumerate(sizes)]
+
+
+def test_nothing_to_upload_is_no_error(storage: Any) -> None:
+    transfer = transfer_over(storage)
+    assert transfer.upload([]) == []
+    transfer.close()
+
+
+@pytest.mark.parametrize("size", [1000, 20 * MIB])
+def test_a_source_that_changed_or_vanished_is_named(storage: Any, tmp_path: Path, size: int) -> None:
+    files = [from_file(f"key{n}", tmp_path / f"source/{n}", DATA[:size]) for n in range(8)]
+    (tmp_path / "source/5").write_bytes(b"other")
+    transfer = transfer_over(storage)
+    with pytest.raises(SourceChanged) as caught:
+        transfer.upload(files)
+    assert caught.value.file == str(tmp_path / "source/5")
+    (tmp_path / "source/5").unlink()
+    with pytest.raises(SourceChanged, match=r"source/5 could not be opened"):
+        transfer.upload(files)
+    transfer.close()
+
+
+def test_a_source_that_changes_during_the_upload_is_noticed(tmp_path: Path) -> None:
+    file = from_file("key", tmp_path / "source", DATA)
+    storage = LocalStorage(tmp_path / "store")
+
+    def change(call: Any) -> None:
+        if call.phase == "after" and call.verb == "write_part" and call.key == "key":
+            os.utime(tmp_path / "source")
+
+    transfer = transfer_over(wrap(storage, change))
+    with pytest.raises(SourceChanged, match="changed while it was read"):
+        transfer.upload([file])
+    transfer.close()
+    assert list(storage.list("")) == [], "an unfinished file is left"
+
+
+def test_passing_errors_are_retried_and_told(storage: Any, tmp_path: Path) -> None:
+    faults = [FailAt("write_part *", times=3), TearAt("write small", times=2)]
+
+    def hook(call: Any) -> None:
+        for fault in faults:
+            fault(call)
+
+    files = [from_memory("big", DATA), from_file("small", tmp_path / "small", DATA[:1000])]
+    heard: list[Event] = []
+    transfer = transfer_over(wrap(storage, hook))
+    with listening(heard.append):
+        transfer.upload(files)
+    transfer.close()
+    assert storage.read("big") == DATA
+    assert storage.read("small") == DATA[:1000]
+    assert len([event for event in heard if isinstance(event, RequestRetried)]) == 5
+
+
+@pytest.mark.parametrize("error", [AccessDenied("no"), StorageFull("full"), StorageUnavailable("throttled")])
+def test_the_first_error_stops_all_and_nothing_runs_on(storage: Any, error: StorageError) -> None:
+    counted = CountCalls()
+    fault = FailAt("write_part big3", error, times=None)
+    files = [from_memory(f"big{n}", DATA) for n in range(12)]
+
+    def hook(call: Any) -> None:
+        counted(call)
+        fault(call)
+
+    transfer = transfer_over(wrap(storage, hook), retry=RetryConfig(retry_attempts=1))
+    with pytest.raises(type(error)) as caught:
+        transfer.upload(files)
+    calls = counted.total
+    assert caught.value.file == "big3"
+    assert counted.counts["write_part"] < 12 * 30, "the rest was written all the same"
+    time.sleep(0.1)
+    assert counted.total == calls, "something runs on"
+    transfer.close()
+    assert "big3" not in {file.key for file in storage.list("")}
+
+
+def test_an_error_that_is_not_ours_comes_through(storage: Any) -> None:
+    class Broken:
+        size_bytes, payloads, in_memory = 5 * MIB, (), True
+
+        def open(self) -> Any:
+            raise ZeroDivisionError("bug")
+
+    transfer = transfer_over(storage)
+    with pytest.raises(ZeroDivisionError):
+        transfer.upload([from_memory("a", DATA), PlannedFile("b", Broken())])
+    assert [item.key for item in transfer.upload([from_memory("a", DATA)])] == ["a"], "a transfer can be used again"
+    transfer.close()
+
+
+def test_a_beat_that_raises_ends_the_upload(storage: Any) -> None:
+    """This is how a rank learns that another one has failed."""
+    started = threading.Event()
+
+    class Slow:
+        size_bytes, payloads, in_memory = 400 * MIB, (), True
+
+        def open(self) -> Any:
+            return MemorySource([memoryview(bytes(MIB))] * 400).open()
+
+    def slow(call: Any) -> None:
+        started.set()
+        time.sleep(0.02)
+
+    def beat() -> None:
+        raise StorageError("another rank failed")
+
+    transfer = transfer_over(wrap(storage, slow))
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="another rank failed"):
+        transfer.upload([PlannedFile("key", Slow()), PlannedFile("other", Slow())], beat=beat)
+    assert started.is_set()
+    assert time.monotonic() - began < 60, "the upload went on to its end"
+    transfer.close()
+
+
+def test_beats_come_while_bytes_move_and_only_then(storage: Any) -> None:
+    beats: list[float] = []
+    in_calls: list[int] = []
+
+    def slow(call: Any) -> None:
+        before = len(beats)
+        time.sleep(0.5)
+        in_calls.append(len(beats) - before)
+
+    transfer = transfer_over(wrap(storage, slow), num_threads=1)
+    files = [from_memory(name, DATA[: MIB + MIB // 2]) for name in "ab"]
+    transfer.upload(files, beat=lambda: beats.append(time.monotonic()))
+    transfer.close()
+    assert len(beats) >= 2
+    assert max(in_calls) <= 1, "a storage that hangs must not look alive"
+
+
+def test_every_file_and_every_byte_is_told(storage: Any, tmp_path: Path) -> None:
+    files = [from_memory("big", DATA), *(from_file(f"s{n}", tmp_path / f"{n}", DATA[:n]) for n in range(100))]
+    heard: list[Event] = []
+    transfer = transfer_over(storage)
+    with listening(heard.append):
+        transfer.upload(files)
+    transfer.close()
+    total = sum(file.source.size_bytes for file in files)
+    stored = [event for event in heard if isinstance(event, FileStored)]
+    assert sorted(event.key for event in stored) == sorted(file.key for file in files)
+    moved = [event for event in heard if isinstance(event, BytesMoved)]
+    assert sum(event.size_bytes for event in moved) == total
+    assert {event.total_bytes for event in moved} == {total}
+
+
+def test_two_uploads_share_one_transfer(storage: Any) -> None:
+    transfer = transfer_over(storage, num_threads=2)
+    failures: list[BaseException] = []
+
+    def upload(name: str) -> None:
+        try:
+            for number in range(3):
+                transfer.upload([from_memory(f"{name}/{number}/{n}", DATA[: n * MIB]) for n in range(6)])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=upload, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    transfer.close()
+    assert failures == []
+    assert len(list(storage.list(""))) == 3 * 3 * 6
+
+
+class FlakyDisk(LocalStorage):
+    """Local storage whose fsync fails the first few times: for one large file, or for all small ones."""
+
+    failures_left = 1
+
+    def persist(self, keys: Any) -> None:
+        if type(self).failures_left:
+            type(self).failures_left -= 1
+            for key in keys:
+                self.local_path(key).write_bytes(b"lost")
+            raise StorageError("Making files durable failed, Input/output error")
+        super().persist(keys)
+
+
+@pytest.mark.parametrize("num_files", [3, 4500])
+def test_after_a_failed_persist_the_files_are_written_anew_once(tmp_path: Path, num_files: int) -> None:
+    files = [from_file(f"d/{n}", tmp_path / f"source/{n}", DATA[n : n + 100]) for n in range(num_files)]
+    FlakyDisk.failures_left = 1
+    storage = FlakyDisk(tmp_path / "store")
+    transfer = transfer_over(storage)
+    transfer.upload(files)
+    assert all(storage.read(f"d/{n}") == DATA[n : n + 100] for n in range(num_files))
+    FlakyDisk.failures_left = 2
+    with pytest.raises(StorageError, match="Input/output error"):
+        transfer.upload(files[:3])
+    transfer.close()
+
+
+def test_after_a_failed_fsync_a_large_file_is_written_anew_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_fsync = os.fsync
+    failures_left = [1]
+
+    def fsync(descriptor: int) -> None:
+        if failures_left[0] and os.readlink(f"/proc/self/fd/{descriptor}").endswith("/big"):
+            failures_left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    storage = LocalStorage(tmp_path / "store")
+    transfer = transfer_over(storage)
+    (stored,) = transfer.upload([from_memory("big", DATA)])
+    assert storage.read("big") == DATA
+    assert stored.crc32c == crc32c(DATA)
+    failures_left[0] = 2
+    with pytest.raises(StorageError, match="Input/output error") as caught:
+        transfer.upload([from_memory("other/big", DATA)])
+    assert caught.value.file == "other/big"
+    transfer.close()
+    assert [file.key for file in storage.list("")] == ["big"]
+
+
+INTERRUPTED = """
+import os, sys, threading, time
+sys.path.insert(0, sys.argv[2])
+from moving import *
+from ckptstore.testing.faults import wrap
+calls = []
+def slow(call):
+    calls.append(call.verb)
+    time.sleep(0.05)
+storage = make_storage("local", Path(sys.argv[1]))
+transfer = transfer_over(wrap(storage, slow))
+print("ready", flush=True)
+try:
+    transfer.upload([from_memory(f"big{n}", DATA) for n in range(50)])
+except KeyboardInterrupt:
+    before = len(calls)
+    time.sleep(0.3)
+    print("interrupted", len(calls) - before, len(list(storage.list(""))), flush=True)
+"""
+
+
+def test_an_interrupt_stops_everything(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(Path(__file__).parent)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    word, calls_after, files_left = out.split()
+    assert word == "interrupted"
+    assert int(calls_after) == 0, "something ran on"
+    assert int(files_left) == 0, "unfinished files are left"
+
+
+def test_a_file_source_of_an_odd_kind_goes_through_open(storage: Any, tmp_path: Path) -> None:
+    """A payload in a small file on disk: rare, but the block digests must be there."""
+    path = tmp_path / "file"
+    path.write_bytes(DATA[:5000])
+    source = FileSource.of(path)
+    planned = PlannedFile("key", FileSource(path, source.size_bytes, source.identity, payloads=((100, 4000),)))
+    transfer = transfer_over(storage)
+    (stored,) = transfer.upload([planned])
+    transfer.close()
+    assert stored.block_crcs == block_crcs(DATA, [(100, 4000)])
