@@ -43,3 +43,7 @@ class GcsContract(StorageContract):
 
 class TestFsspecOnFakeGcs(GcsContract):
     engine = "fsspec"
+
+
+class TestObstoreOnFakeGcs(GcsContract):
+    engine = "obstore"
