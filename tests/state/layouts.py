@@ -136,8 +136,12 @@ LAYOUTS: dict[str, Callable[[Model], nn.Module]] = {
     "hsdp2": _hsdp2,
     "tensor-parallel-fsdp2": _tensor_parallel_fsdp2,
 }
-SAME_INPUT = {"plain", "tensor-parallel"}
-"""Layouts whose ranks all see the same batch."""
+BATCHES: dict[str, Callable[[int], int]] = {
+    "plain": lambda rank: 0,
+    "tensor-parallel": lambda rank: 0,
+    "tensor-parallel-fsdp2": lambda rank: rank // 2,
+}
+"""Which batch a rank sees, where it is not its own: ranks that share the work on one model see the same."""
 
 
 class Run:
@@ -149,7 +153,7 @@ class Run:
         self.model = LAYOUTS[layout](Model())
         self.optimizer = make(self.model.parameters()) if make else torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
-        torch.manual_seed(100 if layout in SAME_INPUT else 100 + dist.get_rank())
+        torch.manual_seed(100 + BATCHES.get(layout, int)(dist.get_rank()))
 
     @property
     def state(self) -> dict[str, Any]:
