@@ -1,0 +1,274 @@
+"""Asynchronous saves: what is stored is the state at the call, no failure is lost, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptstore import CheckpointStore, InvalidInput, InvalidState, KeepLatest, SaveBusy, StorageUnavailable, open_store
+from ckptstore.testing import Call, FailAt, KillAt
+from ckptstore.testing.stores import with_faults
+
+
+class Gate:
+    """A hook that holds up a call until it is opened."""
+
+    def __init__(self, verb: str) -> None:
+        self.verb = verb
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, call: Call) -> None:
+        if call.phase == "before" and call.verb == self.verb and call.key.startswith("checkpoints/"):
+            self.reached.set()
+            assert self.opened.wait(60)
+
+
+def some_state(value: float = 1.0) -> dict[str, Any]:
+    return {"w": torch.full((1 << 19,), value), "small": torch.arange(5), "nested": {"epoch": 3, "names": ["a"]}}
+
+
+def gated(tmp_path: Path, **keywords: Any) -> tuple[CheckpointStore, Gate]:
+    gate = Gate("open_parts")
+    return with_faults(open_store(tmp_path / "store", **keywords), gate), gate
+
+
+@pytest.mark.parametrize("uploader", ["thread", "process"])
+def test_the_state_may_change_at_once(tmp_path: Path, uploader: str) -> None:
+    state = some_state()
+    with open_store(tmp_path / "store") as store:
+        store.warm_up(state, uploader=uploader)
+        for step in (1, 2, 3):
+            state["w"].fill_(float(step))
+            state["nested"]["epoch"] = step
+            pending = store.save_async(step, state, uploader=uploader)
+            state["w"].fill_(-1.0)
+            state["nested"]["epoch"] = -1
+            assert pending.stalled_seconds > 0
+        checkpoint = pending.result()
+        assert checkpoint is not None
+        for step in (1, 2, 3):
+            loaded = some_state(0.0)
+            store[step].load(loaded)
+            assert loaded["w"].eq(step).all()
+            assert loaded["nested"] == {"epoch": step, "names": ["a"]}
+            assert store[step].verify().ok
+
+
+def test_the_next_save_waits_is_skipped_or_refused(tmp_path: Path) -> None:
+    store, gate = gated(tmp_path)
+    first = store.save_async(1, some_state())
+    assert gate.reached.wait(60)
+    assert not first.done()
+    skipped = store.save_async(2, some_state(), on_busy="skip")
+    assert (skipped.skipped, skipped.done(), skipped.result()) == (True, True, None)
+    with pytest.raises(SaveBusy, match="step 3"):
+        store.save_async(3, some_state(), on_busy="error")
+    with pytest.raises(TimeoutError):
+        first.result(timeout_seconds=0.01)
+    assert not store.finish_by(0.01)
+    threading.Timer(0.3, gate.opened.set).start()
+    waited = store.save_async(4, some_state())
+    assert waited.stalled_seconds > 0.1
+    assert first.done()
+    assert store.finish_by(60)
+    assert [checkpoint.step for checkpoint in store] == [1, 4]
+    store.close()
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        with pytest.raises(InvalidInput, match="uploader"):
+            store.save_async(1, some_state(), uploader="fork")
+        with pytest.raises(InvalidInput, match="on_busy"):
+            store.save_async(1, some_state(), on_busy="drop")  # type: ignore[arg-type]
+        with pytest.raises(InvalidState, match=r"bad\.thing"):
+            store.save_async(1, {"bad": {"thing": object()}})
+        assert store.latest() is None
+
+
+def failing(tmp_path: Path, times: int | None) -> CheckpointStore:
+    return with_faults(
+        open_store(tmp_path / "store"),
+        FailAt("write* checkpoints/*", StorageUnavailable("the disk is away"), times=times),
+    )
+
+
+@pytest.fixture
+def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "1")
+
+
+@pytest.mark.usefixtures("no_retries")
+def test_a_failure_is_raised_by_the_result_and_by_the_next_call(tmp_path: Path) -> None:
+    store = failing(tmp_path, None)
+    pending = store.save_async(1, some_state())
+    with pytest.raises(StorageUnavailable, match="away"):
+        pending.result()
+    assert isinstance(pending.error(), StorageUnavailable)
+    with pytest.raises(StorageUnavailable):
+        store.save_async(2, some_state())
+    again = store.save_async(3, some_state())
+    with pytest.raises(StorageUnavailable):
+        store.close()
+    assert again.done()
+
+
+@pytest.mark.usefixtures("no_retries")
+def test_tolerated_failures_are_counted_in_a_row(tmp_path: Path) -> None:
+    store = failing(tmp_path, 2)
+    for step in (1, 2):
+        pending = store.save_async(step, some_state(), max_failures=2)
+        assert store.finish_by(60)
+        assert pending.error() is not None
+    third = store.save_async(3, some_state(), max_failures=2)
+    checkpoint = third.result()
+    assert checkpoint is not None
+    assert [item.step for item in store] == [3]
+    store.close()
+
+
+def test_an_interpreter_that_exits_finishes_the_save(tmp_path: Path) -> None:
+    code = f"""
+import torch
+from ckptstore import open_store
+from ckptstore.testing import Delay
+from ckptstore.testing.stores import with_faults
+store = with_faults(open_store({str(tmp_path / "store")!r}), Delay(0.02))
+store.save_async(1, {{"w": torch.ones(1 << 20), "epoch": 1}})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    with open_store(tmp_path / "store") as store:
+        assert [checkpoint.step for checkpoint in store] == [1]
+        assert store[1].verify().ok
+
+
+def test_an_upload_process_ends_with_its_trainer(tmp_path: Path) -> None:
+    code = f"""
+import os, sys, torch
+from ckptstore import open_store
+store = open_store({str(tmp_path / "store")!r})
+state = {{"w": torch.ones(1 << 20)}}
+store.save_async(1, state, uploader="process").result()
+print(store._state_saver.upload_process().pid, flush=True)
+sys.stdin.read()
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with trainer:
+        assert trainer.stdout is not None
+        uploader = int(trainer.stdout.readline())
+        os.kill(uploader, 0)
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    for _ in range(600):
+        if not Path(f"/proc/{uploader}").exists() or "Z" in Path(f"/proc/{uploader}/stat").read_text().split()[2]:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail(f"the upload process {uploader} outlived its trainer by a minute")
+
+
+def test_an_upload_process_that_dies_fails_the_save_and_is_replaced(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        store.save_async(1, some_state(), uploader="process").result()
+        os.kill(store._state_saver.upload_process().pid, signal.SIGKILL)
+        pending = store.save_async(2, some_state(), uploader="process", max_failures=1)
+        assert store.finish_by(60)
+        assert pending.error() is not None
+        third = store.save_async(3, some_state(), uploader="process", max_failures=1).result()
+        assert third is not None
+        assert third.verify().ok
+        assert [checkpoint.step for checkpoint in store] == [1, 3]
+
+
+def test_sigterm_only_sets_a_deadline(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    store, gate = gated(tmp_path)
+    try:
+        store.install_sigterm(30.0)
+        pending = store.save_async(1, some_state())
+        assert gate.reached.wait(60)
+        assert not store.stop_requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert store.stop_requested
+        threading.Timer(0.2, gate.opened.set).start()
+        assert store.finish_by()
+        assert pending.done()
+        assert store.latest() is not None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        gate.opened.set()
+        store.close()
+
+
+def save_and_die(root: str, index: int, when: str) -> None:
+    """An asynchronous save that is killed at its `index`-th change of the storage."""
+    from kill_worker import nth_change
+
+    torch.set_num_threads(1)
+    store = with_faults(
+        open_store(root, retention=KeepLatest(1), grace_seconds=0),
+        KillAt(nth_change(index), when=when),  # type: ignore[arg-type]
+    )
+    store.save_async(2, some_state(2.0)).result()
+    store.close()
+
+
+def kill_at(base: Path, index: int) -> int | None:
+    """The step that is there after a kill; None when the save came to its end before the kill."""
+    import shutil
+
+    from ckptstore.testing import RanksFailed, run_ranks
+
+    root = base.parent / f"kill-{index}"
+    shutil.copytree(base, root)
+    ended = False
+    try:
+        run_ranks(1, save_and_die, str(root), index, ("before", "during", "after")[index % 3], expect_killed=[0])
+    except RanksFailed:
+        ended = True
+    with open_store(root, grace_seconds=0) as store:
+        latest = store.latest()
+        assert latest is not None
+        assert latest.verify().ok
+        loaded = some_state(0.0)
+        store.resume(loaded)
+        assert loaded["w"].eq(latest.step).all()
+        store.prune()
+        store.collect_garbage()
+        referenced = {Path(item.uri).name for item in store} | {item.attempt for item in store.trash()}
+        assert {path.name for path in (root / "checkpoints").iterdir()} == referenced
+    return None if ended else latest.step
+
+
+def killed_base(tmp_path: Path) -> Path:
+    with open_store(tmp_path / "base", retention=KeepLatest(1)) as store:
+        store.save(1, some_state(1.0))
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("index", [2, 6, 11])
+def test_a_background_save_killed_at_some_changes(tmp_path: Path, index: int) -> None:
+    assert kill_at(killed_base(tmp_path), index) in (1, 2)
+
+
+@pytest.mark.slow
+def test_a_background_save_killed_at_every_change(tmp_path: Path) -> None:
+    base, seen = killed_base(tmp_path), []
+    for index in range(100):
+        step = kill_at(base, index)
+        if step is None:
+            break
+        seen.append(step)
+    assert len(seen) > 12
+    assert seen == sorted(seen)
+    assert set(seen) == {1, 2}
