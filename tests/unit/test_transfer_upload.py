@@ -236,7 +236,7 @@ def test_beats_come_while_bytes_move_and_only_then(storage: Any) -> None:
 
     def slow(call: Any) -> None:
         before = len(beats)
-        time.sleep(0.5)
+        time.sleep(0.25)
         in_calls.append(len(beats) - before)
 
     transfer = transfer_over(wrap(storage, slow), num_threads=1)
@@ -297,8 +297,11 @@ class FlakyDisk(LocalStorage):
         super().persist(keys)
 
 
-@pytest.mark.parametrize("num_files", [3, 4500])
-def test_after_a_failed_persist_the_files_are_written_anew_once(tmp_path: Path, num_files: int) -> None:
+@pytest.mark.parametrize("num_files", [3, 400])
+def test_after_a_failed_persist_the_files_are_written_anew_once(
+    tmp_path: Path, num_files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptstore.transfer.upload._PERSIST_FILES", 100)  # so that some are persisted on the way
     files = [from_file(f"d/{n}", tmp_path / f"source/{n}", DATA[n : n + 100]) for n in range(num_files)]
     FlakyDisk.failures_left = 1
     storage = FlakyDisk(tmp_path / "store")

@@ -1,0 +1,222 @@
+"""Downloads and checks: a file on the local disk is the one that was wanted, or it is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moving import DATA, MIB, make_storage, transfer_over, wanted
+
+from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, StorageError, StorageFull
+from ckptstore.storage.local import LocalStorage
+from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
+from ckptstore.transfer import Wanted
+
+SIZES = [0, 1, 4096, MIB, MIB + 1, 17 * MIB + 3, len(DATA)]
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    storage = make_storage(request.param, tmp_path)
+    for size in SIZES:
+        storage.write(f"d/{size}", [memoryview(DATA)[:size]])
+    for number in range(300):
+        storage.write(f"many/{number % 5}/{number}", [memoryview(DATA)[number : 2 * number]])
+    return storage
+
+
+ALL = [
+    *(wanted(f"d/{size}", DATA[:size]) for size in SIZES),
+    *(wanted(f"many/{number % 5}/{number}", DATA[number : 2 * number]) for number in range(300)),
+]
+
+
+def files_below(path: Path) -> set[str]:
+    return {str(item.relative_to(path)) for item in path.rglob("*") if item.is_file()}
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_download_is_what_was_stored(storage: Any, tmp_path: Path, durable: bool) -> None:
+    transfer = transfer_over(storage, durable=durable)
+    target = tmp_path / "target"
+    beats: list[int] = []
+    transfer.download([(item, target / item.key) for item in ALL], beat=lambda: beats.append(1))
+    transfer.close()
+    assert files_below(target) == {item.key for item in ALL}
+    for item in ALL:
+        assert (target / item.key).read_bytes() == storage.read(item.key)
+    assert beats
+
+
+def test_a_download_is_made_durable(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    transfer = transfer_over(storage)
+    transfer.download([(item, tmp_path / "target" / item.key) for item in ALL[:4]])
+    transfer.close()
+    assert {str(tmp_path / "target" / item.key) for item in ALL[:4]} <= set(flushed)
+    assert str(tmp_path / "target/d") in flushed
+
+
+def damage(storage: Any, key: str, at: int) -> None:
+    data = bytearray(storage.read(key))
+    data[at] ^= 1
+    storage.write(key, [memoryview(data)])
+
+
+@pytest.mark.parametrize("size", [4096, len(DATA)])
+def test_a_damaged_file_is_not_kept(storage: Any, tmp_path: Path, size: int) -> None:
+    damage(storage, f"d/{size}", size - 1)
+    counted = CountCalls()
+    transfer = transfer_over(wrap(storage, counted))
+    with pytest.raises(CheckpointDamaged, match=r"expected, [0-9a-f]{8} is found") as caught:
+        transfer.download([(item, tmp_path / "target" / item.key) for item in ALL])
+    transfer.close()
+    assert caught.value.file == f"d/{size}"
+    assert f"d/{size}" not in files_below(tmp_path / "target")
+    assert len([call for call in counted.calls if call.key == "d/4096"]) == (2 if size == 4096 else 1)
+
+
+@pytest.mark.parametrize("key", ["d/4096", f"d/{len(DATA)}"])
+def test_a_bit_that_flips_on_its_way_is_fetched_again(storage: Any, tmp_path: Path, key: str) -> None:
+    flipped: list[str] = []
+
+    class Flipping:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(storage, name)
+
+        def read_into(self, name: str, offset: int, views: Any, *, version: str | None = None) -> None:
+            storage.read_into(name, offset, views, version=version)
+            if name == key and not flipped:
+                flipped.append(name)
+                views[0][0] ^= 1
+
+    transfer = transfer_over(Flipping())
+    transfer.download([(item, tmp_path / "target" / item.key) for item in ALL])
+    transfer.close()
+    assert flipped
+    assert (tmp_path / "target" / key).read_bytes() == storage.read(key)
+
+
+def test_a_missing_or_short_file_is_named(storage: Any, tmp_path: Path) -> None:
+    transfer = transfer_over(storage)
+    with pytest.raises(FileMissing) as caught:
+        transfer.download([(Wanted("gone", 10, 0), tmp_path / "a/gone")])
+    assert caught.value.file == "gone"
+    with pytest.raises(CheckpointDamaged, match="d/4096"):
+        transfer.download([(Wanted("d/4096", 5 * MIB, 0), tmp_path / "b/short")])
+    transfer.close()
+    assert files_below(tmp_path / "a") == files_below(tmp_path / "b") == set()
+
+
+def test_other_errors_end_the_download(storage: Any, tmp_path: Path) -> None:
+    big = wanted(f"d/{len(DATA)}", DATA)
+    fault = FailAt(f"read_into {big.key}", AccessDenied("no"), skip=1, times=None)
+    transfer = transfer_over(wrap(storage, fault))
+    with pytest.raises(AccessDenied) as caught:
+        transfer.download([(item, tmp_path / "target" / item.key) for item in ALL])
+    transfer.close()
+    assert caught.value.file == big.key
+    assert big.key not in files_below(tmp_path / "target"), "a torn file is left"
+
+
+def test_passing_errors_are_retried(storage: Any, tmp_path: Path) -> None:
+    transfer = transfer_over(wrap(storage, TearAt("read_into *", times=5)))
+    transfer.download([(item, tmp_path / "target" / item.key) for item in ALL])
+    transfer.close()
+    assert all((tmp_path / "target" / item.key).read_bytes() == storage.read(item.key) for item in ALL)
+
+
+def test_nothing_is_overwritten(storage: Any, tmp_path: Path) -> None:
+    for item in (ALL[2], ALL[-1], ALL[6]):
+        path = tmp_path / "target" / item.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"keep")
+        transfer = transfer_over(storage)
+        with pytest.raises(StorageError, match="File exists"):
+            transfer.download([(item, path)])
+        transfer.close()
+        assert path.read_bytes() == b"keep"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a small disk needs the right to mount: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_ends_a_download(storage: Any, small_disk: Path) -> None:
+    transfer = transfer_over(storage)
+    with pytest.raises(StorageFull, match=r"bytes are needed, [\d,]+ bytes are free") as caught:
+        transfer.download([(wanted(f"d/{len(DATA)}", DATA), small_disk / "file")])
+    assert caught.value.file == f"d/{len(DATA)}"
+    assert files_below(small_disk) == set()
+    few = [(wanted("d/1", DATA[:1]), small_disk / "few")]
+    transfer.download(few)
+    transfer.close()
+
+
+def test_a_full_disk_ends_an_upload(small_disk: Path, tmp_path: Path) -> None:
+    from moving import from_file, from_memory
+
+    storage = LocalStorage(small_disk / "store")
+    transfer = transfer_over(storage)
+    with pytest.raises(StorageFull, match=r"bytes are needed, [\d,]+ bytes are free") as caught:
+        transfer.upload([from_memory("big", DATA)])
+    assert caught.value.file == "big"
+    assert list(storage.list("")) == []
+    files = [from_file(f"{n}", tmp_path / f"source/{n}", DATA[:100_000]) for n in range(200)]
+    with pytest.raises(StorageFull) as caught:
+        transfer.upload(files)
+    transfer.close()
+    assert caught.value.file in {file.key for file in files}
+
+
+def test_a_check_names_every_bad_file(storage: Any) -> None:
+    transfer = transfer_over(storage)
+    assert [found.damage for found in transfer.check(ALL)] == [None] * len(ALL)
+    assert [found.crc32c for found in transfer.check(ALL)] == [item.crc32c for item in ALL]
+    damage(storage, f"d/{len(DATA)}", 20 * MIB)
+    damage(storage, "many/2/7", 3)
+    storage.write("d/4096", [memoryview(DATA)[:4095]])
+    storage.write("d/1", [memoryview(DATA)[:2]])
+    storage.delete(["many/0/20", f"d/{MIB + 1}"])
+    found = {item.wanted.key: item.damage for item in transfer.check(ALL) if item.damage}
+    transfer.close()
+    assert set(found) == {f"d/{len(DATA)}", "many/2/7", "d/4096", "d/1", "many/0/20", f"d/{MIB + 1}"}
+    assert {key for key, error in found.items() if isinstance(error, FileMissing)} == {"many/0/20", f"d/{MIB + 1}"}
+    assert all(error.file == key for key, error in found.items())
+    assert "2 bytes, 1 are expected" in str(found["d/1"])
+
+
+def test_a_check_without_a_digest_compares_the_size(storage: Any) -> None:
+    transfer = transfer_over(storage)
+    good, bad = transfer.check([Wanted("d/4096", 4096, None), Wanted("d/1", 5, None)])
+    transfer.close()
+    assert good.damage is None
+    assert good.crc32c == wanted("d/4096", DATA[:4096]).crc32c
+    assert isinstance(bad.damage, CheckpointDamaged)
+
+
+def test_a_check_that_is_not_allowed_to_read_says_so(storage: Any) -> None:
+    transfer = transfer_over(wrap(storage, FailAt("read_into many/1/*", AccessDenied("no"), times=None)))
+    with pytest.raises(AccessDenied):
+        transfer.check(ALL)
+    transfer.close()

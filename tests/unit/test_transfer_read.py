@@ -1,0 +1,205 @@
+"""Range reads: the right bytes in the right places, and no damaged byte is ever handed out in silence."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from moving import DATA, MIB, QUICK_RETRY, checked_range, make_storage, transfer_over
+
+from ckptstore.config import RetryConfig
+from ckptstore.digest import crc32c, to_hex
+from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing
+from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
+from ckptstore.transfer import RangeRead
+from ckptstore.transfer.reads import split
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    storage = make_storage(request.param, tmp_path)
+    storage.write("big", [memoryview(DATA)])
+    storage.write("small", [memoryview(DATA)[:1000]])
+    storage.write("empty", [])
+    return storage
+
+
+def test_ranges_of_all_kinds(storage: Any) -> None:
+    ranges = [
+        checked_range("big", DATA, 0, len(DATA)),
+        checked_range("big", DATA, 4096, 33 * MIB + 1, num_views=5),
+        checked_range("small", DATA, 10, 900, num_views=3),
+        checked_range("empty", DATA, 0, 0),
+        RangeRead("big", 12_345, (memoryview(bytearray(20 * MIB + 1)),)),
+        *(checked_range("big", DATA, at, 4096) for at in range(0, 2 * MIB, 4096)),
+    ]
+    transfer = transfer_over(storage)
+    transfer.read(ranges)
+    transfer.close()
+    for item in ranges:
+        assert b"".join(item.views) == DATA[item.offset : item.offset + item.size_bytes]
+
+
+@given(
+    offset=st.integers(0, 1000),
+    view_sizes=st.lists(st.integers(0, 300), max_size=8),
+    most_bytes=st.integers(1, 400),
+    data=st.data(),
+)
+def test_a_range_is_split_without_gaps(
+    offset: int, view_sizes: list[int], most_bytes: int, data: st.DataObject
+) -> None:
+    total = sum(view_sizes)
+    views = tuple(memoryview(bytearray(size)) for size in view_sizes)
+    cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=5)))
+    borders = [0, *cuts, total]
+    sizes = [end - start for start, end in pairwise(borders)]
+    checks = tuple((size, index) for index, size in enumerate(sizes)) if data.draw(st.booleans()) else ()
+    item = RangeRead("key", offset, views, checks, "v1")
+    pieces = list(split(item, most_bytes))
+    at = offset
+    for number, piece in enumerate(pieces):
+        assert piece.offset == at
+        assert (piece.key, piece.version) == ("key", "v1")
+        assert piece.size_bytes <= most_bytes or len([size for size, _ in piece.checks if size]) == 1
+        assert not checks or sum(size for size, _ in piece.checks) == piece.size_bytes
+        for view in piece.views:
+            view[:] = bytes([number % 251]) * len(view)
+        at += piece.size_bytes
+    assert at == offset + total
+    filled = b"".join(views)
+    assert filled == b"".join(bytes([number % 251]) * piece.size_bytes for number, piece in enumerate(pieces))
+    if total and checks:
+        kept = [check for piece in pieces for check in piece.checks if check[0]]
+        assert kept == [check for check in checks if check[0]]
+
+
+@pytest.mark.parametrize("offset", [0, 5 * MIB + 77, len(DATA) - 1])
+def test_one_flipped_bit_is_found_and_named(storage: Any, offset: int) -> None:
+    damaged = bytearray(DATA)
+    damaged[offset] ^= 4
+    storage.write("big", [memoryview(damaged)])
+    start = offset // MIB * MIB
+    size = min(MIB, len(DATA) - start)
+    transfer = transfer_over(storage)
+    with pytest.raises(CheckpointDamaged) as caught:
+        transfer.read([checked_range("big", DATA, 0, len(DATA))])
+    expected, found = crc32c(DATA[start : start + size]), crc32c(damaged[start : start + size])
+    for text in ("big", f"{start:,}", to_hex(expected), to_hex(found)):
+        assert text in str(caught.value)
+    transfer.read([checked_range("big", DATA, start + size, len(DATA) - start - size)])
+    transfer.close()
+
+
+def test_a_bit_that_flips_on_its_way_is_read_again(storage: Any) -> None:
+    lock = threading.Lock()
+    flipped: list[int] = []
+
+    class Flipping:
+        """Damages the first read of the third MiB."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(storage, name)
+
+        def read_into(self, key: str, offset: int, views: Any, *, version: str | None = None) -> None:
+            storage.read_into(key, offset, views, version=version)
+            with lock:
+                if offset <= 3 * MIB < offset + sum(map(len, views)) and not flipped:
+                    flipped.append(offset)
+                    views[0][0] ^= 1
+
+    transfer = transfer_over(Flipping())
+    item = checked_range("big", DATA, 0, len(DATA))
+    transfer.read([item])
+    transfer.close()
+    assert len(flipped) == 1
+    assert b"".join(item.views) == DATA
+
+
+def test_a_short_or_missing_file_is_named(storage: Any) -> None:
+    transfer = transfer_over(storage)
+    with pytest.raises(CheckpointDamaged, match="small"):
+        transfer.read([checked_range("small", DATA, 500, 1000)])
+    with pytest.raises(FileMissing) as caught:
+        transfer.read([checked_range("missing", DATA, 0, 10), checked_range("big", DATA, 0, len(DATA))])
+    assert caught.value.file == "missing"
+    transfer.close()
+
+
+def test_another_version_is_refused(storage: Any) -> None:
+    version = storage.stat("big").version
+    target = memoryview(bytearray(100))
+    transfer = transfer_over(storage)
+    transfer.read([RangeRead("big", 0, (target,), (), version)])
+    storage.write("big", [memoryview(DATA)])
+    with pytest.raises(CheckpointDamaged):
+        transfer.read([RangeRead("big", 0, (target,), (), version)])
+    transfer.close()
+
+
+def test_checks_that_do_not_cover_the_range_are_refused(storage: Any) -> None:
+    counted = CountCalls()
+    transfer = transfer_over(wrap(storage, counted))
+    with pytest.raises(ValueError, match="cover 9 bytes of 10"):
+        transfer.read([RangeRead("small", 0, (memoryview(bytearray(10)),), ((9, 0),))])
+    transfer.close()
+    assert counted.total == 0
+
+
+def test_passing_errors_are_retried_others_are_not(storage: Any) -> None:
+    transfer = transfer_over(wrap(storage, TearAt("read_into *", times=4)))
+    item = checked_range("big", DATA, 0, len(DATA))
+    transfer.read([item])
+    transfer.close()
+    assert b"".join(item.views) == DATA
+    counted = CountCalls()
+    denied = FailAt("read_into *", AccessDenied("no"), times=None)
+
+    def hook(call: Any) -> None:
+        counted(call)
+        denied(call)
+
+    transfer = transfer_over(wrap(storage, hook), num_threads=1)
+    with pytest.raises(AccessDenied) as caught:
+        transfer.read([checked_range("small", DATA, 0, 10), *[checked_range("big", DATA, 0, len(DATA))] * 3])
+    transfer.close()
+    assert caught.value.file == "small"
+    assert counted.total == 1
+
+
+def test_retries_end(storage: Any) -> None:
+    counted = CountCalls()
+    fail = FailAt("read_into *", times=None)
+
+    def hook(call: Any) -> None:
+        counted(call)
+        fail(call)
+
+    retry = RetryConfig(
+        retry_attempts=3,
+        retry_wait_initial_seconds=QUICK_RETRY.retry_wait_initial_seconds,
+        retry_wait_max_seconds=QUICK_RETRY.retry_wait_max_seconds,
+    )
+    transfer = transfer_over(wrap(storage, hook), retry=retry)
+    with pytest.raises(OSError, match="A fault was injected"):
+        transfer.read([checked_range("small", DATA, 0, 10)])
+    transfer.close()
+    assert counted.total == 3
+
+
+def test_large_requests_on_a_network_small_steps_on_a_disk(storage: Any, tmp_path: Path) -> None:
+    """A request to a server costs a round trip; on a disk a step must be in the cache when it is hashed."""
+    counted = CountCalls()
+    transfer = transfer_over(wrap(storage, counted))
+    transfer.read([checked_range("big", DATA, 0, len(DATA))])
+    transfer.close()
+    largest = max(call.size_bytes for call in counted.calls)
+    is_disk = hasattr(storage, "local_path")
+    assert largest <= (4 * MIB if is_disk else 16 * MIB)
+    if not is_disk:
+        assert counted.total == 3
