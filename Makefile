@@ -30,7 +30,8 @@ servers: install
 
 # The benchmarks run too, at a small size: that shows that they work, and no more.
 test: install servers
-	$(PYTEST) tests benchmarks -m "not slow and not ceph"
+	$(PYTEST) -m "not slow and not ceph"
+	$(PYTEST) benchmarks -q
 
 test-slow: install servers
 	$(PYTEST) -m "slow and not ceph"
