@@ -77,6 +77,8 @@ MAX_PARAMETERS = 8
 WIDE_SIGNATURES = {"open_store", "save", "save_async", "save_directory", "load", "resume"}
 """The public surface, where each keyword has a default and a line in the reference."""
 
+READS_ENVIRONMENT = {"config", "group.find", "storage", "testing", "demo", "integrations"}
+
 HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "filelock", "awscrt", "click", "rich", "xxhash"}
 
 
@@ -184,6 +186,15 @@ def _is_command(decorator: ast.expr) -> bool:
 def test_every_module_says_what_it_is_for(name: str) -> None:
     if MODULES[name].read_text().strip():
         assert ast.get_docstring(TREES[name]), f"{MODULES[name]} has no docstring"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_environment_is_read_in_one_place(name: str) -> None:
+    """Our own variables in `config`; those of launchers and of cloud SDKs where they are meant for."""
+    if is_inside(name, READS_ENVIRONMENT):
+        return
+    for node in ast.walk(TREES[name]):
+        assert ast.unparse(node) not in ("os.environ", "os.getenv"), f"ckptstore.{name} reads the environment"
 
 
 def loaded_by(code: str) -> set[str]:

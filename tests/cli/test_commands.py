@@ -98,6 +98,15 @@ def test_verify_names_what_is_wrong_and_fails(run: Any, run_json: Any, store: Pa
     assert [(item["file"], item["fault"]) for item in found["reports"][0]["problems"]] == [("model.pt", "flipped")]
 
 
+def test_a_store_that_was_copied_incompletely_is_reported(run: Any, store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "copy")
+    (victim,) = (tmp_path / "copy/checkpoints").glob("step-0000000020-*/model.pt")
+    victim.unlink()
+    text = run("verify", "--all", tmp_path / "copy", code=3).stdout
+    assert "model.pt: missing" in text
+    assert "step 30: ok" in text
+
+
 def test_verify_of_a_sample_reads_less(run_json: Any, store: Path) -> None:
     (report,) = run_json("verify", store, "--sample", "50%")["reports"]
     assert (report["num_files"], report["num_read"]) == (2, 1)
