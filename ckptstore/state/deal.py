@@ -20,6 +20,8 @@ class Dealt(NamedTuple):
 
     sizes: Sizes
     element_bytes: int
+    is_whole: bool = False
+    """It may not be cut, however large it is."""
 
     @property
     def size_bytes(self) -> int:
@@ -56,7 +58,7 @@ def _cut(items: Sequence[Dealt], sizes: list[int], ends: list[int], at_bytes: in
     if index == len(items):
         return index, 0
     item, into_bytes = items[index], at_bytes - (ends[index] - sizes[index])
-    if sizes[index] < BLOCK_BYTES:
+    if sizes[index] < BLOCK_BYTES or item.is_whole:
         return (index, 0) if into_bytes * 2 < sizes[index] else (index + 1, 0)
     most = max(1, int(share_bytes * _MAX_IMBALANCE) // item.element_bytes)
     rows = granule(item.sizes, most)

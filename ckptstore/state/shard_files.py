@@ -8,7 +8,7 @@ write: threads that write one file wait for each other.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,9 +18,11 @@ from ckptstore.state.boxes import Box, inside
 from ckptstore.state.collector import collector_paused
 from ckptstore.state.describe import Described
 from ckptstore.state.frames import Template, template
+from ckptstore.state.incremental import Kept, KeptChunk, KeptFile, Place, digests_of, free_names
 from ckptstore.state.part import PartBuilder
 from ckptstore.state.plan import RankPlan
 from ckptstore.state.segments import Bytes, Segment, SegmentSource, Slab, narrowed, payload_segment
+from ckptstore.transfer import Stored
 
 ALIGN_BYTES = 4096
 FILE_BYTES = 4 << 30
@@ -38,6 +40,7 @@ class _Placed:
     key: str
     box: Box
     offset: int
+    payload_bytes: int
 
 
 @dataclass(slots=True)
@@ -60,7 +63,7 @@ class ShardFile:
         """Begin with small tensors."""
         offset = 0
         for (key, box), made, end in zip(keys, slab.templates, slab.ends, strict=True):
-            self.placed.append(_Placed(key, box, offset + len(made.header)))
+            self.placed.append(_Placed(key, box, offset + len(made.header), made.payload_bytes))
             offset = end
         self.slab_bytes = slab.size_bytes
         self.regions.append((0, slab.size_bytes))
@@ -70,7 +73,7 @@ class ShardFile:
         """One tensor, its payload aligned."""
         gap = -(self.size_bytes + len(made.header)) % ALIGN_BYTES
         self.add(Bytes(bytes(gap) + made.header))
-        self.placed.append(_Placed(key, box, self.size_bytes))
+        self.placed.append(_Placed(key, box, self.size_bytes, made.payload_bytes))
         self.regions.append((self.size_bytes, made.payload_bytes))
         self.add(payload_segment(tensor))
         self.add(Bytes(made.trailer))
@@ -84,16 +87,31 @@ class ShardFiles:
     """What one rank writes, laid out."""
 
     @collector_paused()
-    def __init__(self, described: Described, plan: RankPlan, *, rank: int, num_files: int = 1) -> None:
-        """`num_files` is how many files may be written at once."""
+    def __init__(
+        self,
+        described: Described,
+        plan: RankPlan,
+        *,
+        rank: int,
+        num_files: int = 1,
+        incremental: bool = False,
+        before: Kept | None = None,
+    ) -> None:
+        """`num_files` is how many files may be written at once. With `incremental` the chunks get digests, and files
+        of the checkpoint `before` are taken over."""
         self._described = described
         self._plan = plan
         self._rank = rank
+        self._incremental = incremental
+        self._before = before
+        self._digests: dict[Place, str] = {}
+        self.kept: list[KeptFile] = []
+        """Files of the checkpoint before that are taken over, with the chunks of them that still hold."""
         self.stock: dict[str, StockPlace] = {}
         """Where plain values lie for stock readers."""
         small, large = self._sorted_writes()
-        names = _names(rank, sum(made.size_bytes for _, _, made, _ in [*small, *large]), num_files)
-        self.files = [ShardFile(name) for name in names]
+        count = _num_files(sum(made.size_bytes for _, _, made, _ in [*small, *large]), num_files)
+        self.files = [ShardFile(name) for name in self._free_names(count)]
         if small:
             slab = Slab.of([made for _, _, made, _ in small], [tensor for _, _, _, tensor in small])
             self.files[0].add_slab([(key, box) for key, box, _, _ in small], slab)
@@ -105,9 +123,23 @@ class ShardFiles:
             self.files[at].add_large(key, box, made, tensor)
             filled += made.size_bytes
 
+    def _free_names(self, count: int) -> list[str]:
+        return free_names(self._rank, [file.name for file in self.kept], count)
+
     def _sorted_writes(self) -> tuple[list[_Frame], list[_Frame]]:
         small: list[_Frame] = []
         large: list[_Frame] = []
+        frames = list(self._frames())
+        if self._incremental:
+            self._digests = digests_of((key, box, tensor) for key, box, _, tensor in frames)
+            self.kept = self._before.still_good(self._digests) if self._before else []
+        held = {(chunk.key, chunk.box) for file in self.kept for chunk in file.chunks}
+        for frame in frames:
+            if (frame[0], frame[1]) not in held:
+                (small if frame[2].payload_bytes < BLOCK_BYTES else large).append(frame)
+        return small, large
+
+    def _frames(self) -> Iterator[_Frame]:
         items, memory = self._described.items, self._described.memory
         for write in self._plan.writes:
             item = items[write.item]
@@ -115,9 +147,7 @@ class ShardFiles:
             held = item.boxes[write.held]
             if write.box != held:
                 tensor = narrowed(tensor, inside(write.box, held))
-            made = template(tensor.dtype, write.box.sizes)
-            (small if made.payload_bytes < BLOCK_BYTES else large).append((item.key, write.box, made, tensor))
-        return small, large
+            yield item.key, write.box, template(tensor.dtype, write.box.sizes), tensor
 
     @property
     def size_bytes(self) -> int:
@@ -129,7 +159,7 @@ class ShardFiles:
         if not frames:
             return
         if not self.files:
-            self.files = [ShardFile(_name(self._rank, 0))]
+            self.files = [ShardFile(name) for name in self._free_names(1)]
         file, known = self.files[-1], dict[bytes, int]()
         for key, frame in frames.items():
             if frame not in known:
@@ -154,6 +184,13 @@ class ShardFiles:
                 found.append(builder.add_tensor(name, item.dtype, item.shape, plan.flags.get(name, 0)))
             return found
 
+        for kept in self.kept:
+            builder.add_file(kept.name, kept.region_crcs)
+            if kept.slab_bytes:
+                builder.add_slab(0, kept.slab_bytes)
+            for chunk in kept.chunks:
+                for row in rows_of(chunk.key):
+                    builder.add_chunk(row, chunk.offset, chunk.box)
         for file, crcs in zip(self.files, block_crcs, strict=True):
             builder.add_file(file.name, crcs)
             if file.slab_bytes:
@@ -164,6 +201,25 @@ class ShardFiles:
         for number in plan.empty:
             rows_of(described.items[number].key)
         return builder.encode(common=self._values(plan.common), own=self._values(plan.own))
+
+    def kept_after(self, prefix: str, stored: Sequence[Stored]) -> Kept:
+        """What the next save may take over: the files of this one, once they are stored below `prefix`."""
+        written = [
+            KeptFile(
+                file.name,
+                one.size_bytes,
+                one.crc32c,
+                file.slab_bytes,
+                one.block_crcs,
+                tuple(self._kept_chunk(placed) for placed in file.placed),
+            )
+            for file, one in zip(self.files, stored, strict=True)
+        ]
+        return Kept(prefix, (*self.kept, *written))
+
+    def _kept_chunk(self, placed: _Placed) -> KeptChunk:
+        digest = self._digests[placed.key, placed.box]
+        return KeptChunk(placed.key, placed.box, placed.offset, placed.payload_bytes, digest)
 
     def _values(self, keys: Sequence[str]) -> bytes:
         """The JSON object of some plain values; their texts are JSON already."""
@@ -176,12 +232,7 @@ class ShardFiles:
 _Frame = tuple[str, Box, Template, torch.Tensor]
 
 
-def _names(rank: int, size_bytes: int, num_files: int) -> list[str]:
+def _num_files(size_bytes: int, num_files: int) -> int:
     if not size_bytes:
-        return []
-    count = max(-(-size_bytes // FILE_BYTES), min(num_files, size_bytes // SHARED_FILE_BYTES), 1)
-    return [_name(rank, number) for number in range(count)]
-
-
-def _name(rank: int, number: int) -> str:
-    return f"state-rank={rank:05d}-{number:02d}.distcp"
+        return 0
+    return max(-(-size_bytes // FILE_BYTES), min(num_files, size_bytes // SHARED_FILE_BYTES), 1)

@@ -133,10 +133,17 @@ class StockState:
 
     def fill(self, targets: Mapping[str, tuple[torch.Tensor, str]]) -> None:
         """Read tensors into memory, as `StoredState.fill` does; nothing is checked against digests."""
+        self._fill([(source, pieces_of(tensor, name)) for name, (tensor, source) in targets.items()])
+
+    def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
+        """Read boxes of stored tensors, each into memory of its shape and dtype."""
+        self._fill([(key, [Piece(box, memory)]) for key, box, memory in wanted])
+
+    def _fill(self, wanted: Sequence[tuple[str, list[Piece]]]) -> None:
         plan = _StockReadPlan(self.index, prefix=self.prefix, checked=False)
         plan.opaque = self._opaque
-        for name, (tensor, source) in targets.items():
-            plan.add(source, pieces_of(tensor, name), rank=0)
+        for source, pieces in wanted:
+            plan.add(source, pieces, rank=0)
         with torch.no_grad():
             run_steps(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)
             for frame, jobs in plan.whole_frames.items():

@@ -48,8 +48,16 @@ def stock_frames(flat: FlatState, keys: Iterable[str]) -> tuple[dict[str, bytes]
 @collector_paused()
 def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: Paths) -> bytes:
     """`.metadata` as stock DCP writes it. Of a tensor that differs between ranks it has the lowest rank's."""
-    tensors: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
+    add_stock_tensors(index, items, storage)
+    add_stock_bytes(places, items, storage)
+    planner = {key: tuple(paths.get(key, (key,))) for key in items}
+    return pickle.dumps(Metadata(items, planner, storage, version="1.0.0"))
+
+
+def add_stock_tensors(index: TensorIndex, items: dict[str, Any], storage: dict[MetadataIndex, Any]) -> None:
+    """Put the tensors of an index into the two dicts of a `Metadata`; chunks of entries that are there are replaced."""
     info, size = storage_info_class(), lru_cache(None)(torch.Size)  # equal parts are pickled once
     properties = lru_cache(None)(TensorProperties)
     for fqn, entry in index.tensors.items():
@@ -64,9 +72,15 @@ def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: 
             chunks.append(ChunkStorageMetadata(offsets, size(chunk.box.sizes)))
             start = chunk.offset - len(frame.header)
             storage[MetadataIndex(fqn, offsets, number)] = info(index.files[chunk.file], start, frame.size_bytes)
-        tensors[fqn] = TensorStorageMetadata(properties(dtype), size(entry.shape), chunks)
+        if fqn in items:
+            items[fqn].chunks = chunks
+        else:
+            items[fqn] = TensorStorageMetadata(properties(dtype), size(entry.shape), chunks)
+
+
+def add_stock_bytes(places: Mapping[str, StockPlace], items: dict[str, Any], storage: dict[MetadataIndex, Any]) -> None:
+    """Put plain values, which lie at these places, into the two dicts of a `Metadata`."""
+    info = storage_info_class()
     for key, place in places.items():
-        tensors[key] = BytesStorageMetadata()
+        items[key] = BytesStorageMetadata()
         storage[MetadataIndex(key)] = info(*place)
-    planner = {key: tuple(paths.get(key, (key,))) for key in tensors}
-    return pickle.dumps(Metadata(tensors, planner, storage, version="1.0.0"))

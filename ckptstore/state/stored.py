@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ckptstore.errors import InvalidInput, StateMismatch
+from ckptstore.state.boxes import Box
 from ckptstore.state.collector import collector_paused
 from ckptstore.state.flatten import TensorRef
 from ckptstore.state.index import TensorIndex
@@ -137,6 +138,10 @@ class StoredState:
                 raise StateMismatch(f"{name} is {dtype} {tuple(tensor.shape)}, the checkpoint has {has}")
             wanted.append((source, rank, pieces_of(tensor, name)))
         self._fill(wanted, run)
+
+    def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
+        """Read boxes of stored tensors, each into memory of its shape and dtype. Raises CheckpointDamaged."""
+        self._fill([(key, self.source_rank(key), [Piece(box, memory)]) for key, box, memory in wanted])
 
     def _fill(self, wanted: Sequence[tuple[str, int, list[Piece]]], run: RunSteps = run_steps) -> None:
         plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)

@@ -1,0 +1,218 @@
+"""`StoreWriter` and `StoreReader` under torch's own `dcp.save`, `dcp.load` and `dcp.async_save`, on real ranks."""
+
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from saving import bits, save_plain
+from test_stock_interop import VALUES, assert_same, blank, many_tensors
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, InvalidState, RankFailed
+from ckptstore.state import StoreReader, StoreWriter, translated
+from ckptstore.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
+MIB = 1 << 20
+
+
+def load_stock(path, tensors):
+    state = {**blank(tensors), "epoch": 0, "nested": {"lr": 0, "betas": None, "list": None}, "name": "", "none": 1}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+def load_ours(path, tensors, **more):
+    state = {**blank(tensors), "epoch": 0, "nested": {"lr": 0, "betas": None, "list": None}, "name": "", "none": 1}
+    dcp.load(state, storage_reader=StoreReader(path, **more), no_dist=True)
+    return state
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("written") / "checkpoint"
+    dcp.save({**many_tensors(), **VALUES}, storage_writer=StoreWriter(path), no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize("load", [load_stock, load_ours])
+def test_one_process_saves_and_loads(written, load):
+    tensors = many_tensors()
+    state = load(written, tensors)
+    assert_same(state, tensors)
+    assert {key: state[key] for key in VALUES} == VALUES
+
+
+def test_the_reader_reads_stock_checkpoints(tmp_path):
+    tensors = many_tensors()
+    dcp.save({**tensors, **VALUES}, checkpoint_id=tmp_path, no_dist=True)
+    state = load_ours(tmp_path, tensors)
+    assert_same(state, tensors)
+    assert {key: state[key] for key in VALUES} == VALUES
+
+
+def test_the_reader_reads_what_the_store_saves_without_metadata(tmp_path):
+    tensors = {"w": torch.randn(30, 4), "nested.inner": torch.ones(3)}
+    path = save_plain(tmp_path, tensors, VALUES, stock_readable=False)
+    state = load_ours(path, tensors)
+    assert_same(state, tensors)
+    assert {key: state[key] for key in VALUES} == VALUES
+
+
+def test_the_reader_converts_dtypes_as_stock_does(written):
+    state = {"view": torch.zeros(587, 900, dtype=torch.float64)}
+    dcp.load(state, storage_reader=StoreReader(written), no_dist=True)
+    assert torch.equal(state["view"], many_tensors()["view"].double())
+
+
+def test_damage_is_found_by_the_reader(written, tmp_path):
+    shutil.copytree(written, tmp_path / "copy")
+    path = next((tmp_path / "copy").glob("*.distcp"))
+    path.chmod(0o644)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match="distcp is damaged"), translated():
+        load_ours(tmp_path / "copy", many_tensors())
+
+
+def test_nothing_is_overwritten(written):
+    with pytest.raises(InvalidInput, match="holds a checkpoint already"), translated():
+        dcp.save({"w": torch.ones(2)}, storage_writer=StoreWriter(written), no_dist=True)
+    with pytest.raises(InvalidInput, match="checkpoint_id"):
+        dcp.save({"w": torch.ones(2)}, storage_writer=StoreWriter(written), checkpoint_id="/elsewhere", no_dist=True)
+
+
+class Unsafe:
+    def __eq__(self, other):
+        return isinstance(other, Unsafe)
+
+    __hash__ = None
+
+
+def test_values_that_are_code_are_for_stock_alone(tmp_path):
+    dcp.save({"w": torch.ones(2), "odd": Unsafe()}, storage_writer=StoreWriter(tmp_path / "c"), no_dist=True)
+    state = {"w": torch.zeros(2), "odd": None}
+    dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert state["odd"] == Unsafe()
+    with pytest.raises((CkptstoreError, RuntimeError, CheckpointException), match="odd"):
+        dcp.load(state, storage_reader=StoreReader(tmp_path / "c"), no_dist=True)
+
+
+def test_writer_and_reader_survive_pickling_while_in_use(written):
+    reader = StoreReader(written)
+    reader.read_metadata()
+    assert pickle.loads(pickle.dumps(reader)).checkpoint_id == reader.checkpoint_id
+    writer = StoreWriter(written)
+    assert writer.checkpoint_id.endswith("checkpoint")
+    assert pickle.loads(pickle.dumps(writer)).checkpoint_id == writer.checkpoint_id
+
+
+def test_a_store_writer_is_no_stager(written):
+    from torch.distributed.checkpoint.staging import AsyncStager
+
+    assert not isinstance(StoreWriter(written), AsyncStager)
+
+
+def seeded(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ranks_save(root):
+    """What two ranks do; each returns what it saw."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    full = {name: seeded(shape, seed) for seed, (name, shape) in enumerate(SHAPES.items())}
+    state = {
+        "plain": full["plain"].clone(),
+        "small": full["small"].clone(),
+        "sharded": distribute_tensor(full["sharded"], mesh, [Shard(0)], src_data_rank=None),
+        "columns": distribute_tensor(full["columns"], mesh, [Shard(1)], src_data_rank=None),
+        "replicated": distribute_tensor(full["replicated"], mesh, [Replicate()], src_data_rank=None),
+        "epoch": 3,
+    }
+    dcp.save(state, storage_writer=StoreWriter(f"{root}/sync"))
+    future = dcp.async_save(state, storage_writer=StoreWriter(f"{root}/async"))
+    future.result()
+    seen = {"written": bytes_of_rank(f"{root}/sync", rank)}
+    with pytest.raises(RankFailed if rank < 0 else CkptstoreError) as failed, translated():
+        dcp.save({**state, "bad": Exploding(rank)}, storage_writer=StoreWriter(f"{root}/failed"), planner=Planner())
+    seen["failed"] = str(failed.value), os.path.exists(f"{root}/failed/.metadata")
+    for name, make in {
+        "resharded": lambda whole: distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)], src_data_rank=None),
+        "replicated": lambda whole: distribute_tensor(torch.zeros_like(whole), mesh, [Replicate()], src_data_rank=None),
+    }.items():
+        target = {key: make(whole) for key, whole in full.items()}
+        dcp.load(target, storage_reader=StoreReader(f"{root}/async"))
+        seen[name] = all(torch.equal(target[key].full_tensor(), full[key]) for key in full)
+        assert isinstance(target["plain"], DTensor)
+    dist.destroy_process_group()
+    return seen
+
+
+SHAPES = {
+    "plain": (2048, 2048),
+    "small": (500, 3),
+    "sharded": (1001, 700),
+    "columns": (700, 1001),
+    "replicated": (1024, 1024),
+}
+
+
+class Exploding:
+    """Cannot be turned into bytes on rank 1."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __reduce__(self):
+        if self.rank == 1:
+            raise ValueError("boom on rank 1")
+        return int, ()
+
+
+class Planner(dcp.DefaultSavePlanner):
+    """Gives every plain value to the rank that has it last, so that rank 1 writes some."""
+
+    def __init__(self):
+        super().__init__(dedup_save_to_lowest_rank=False)
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        if self.is_coordinator:
+            keep = [item for item in plan.items if item.index.fqn != "bad"]
+            plan = type(plan)(keep, plan.storage_data, plan.planner_data)
+        return plan
+
+
+def bytes_of_rank(path, rank):
+    names = [name for name in os.listdir(path) if name.startswith(f"state-rank={rank:05d}")]
+    return sum(os.path.getsize(os.path.join(path, name)) for name in names)
+
+
+def test_two_ranks_share_what_both_have(tmp_path):
+    seen = run_ranks(2, ranks_save, str(tmp_path))
+    total = sum(one["written"] for one in seen)
+    assert all(abs(one["written"] / total - 0.5) < 0.05 for one in seen)
+    assert total < 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values()) * 1.01
+    assert all(one["resharded"] and one["replicated"] for one in seen)
+    assert all("boom on rank 1" in one["failed"][0] and not one["failed"][1] for one in seen)
+    full = {name: seeded(shape, seed) for seed, (name, shape) in enumerate(SHAPES.items())}
+    for name in ("sync", "async"):
+        state = {**blank(full), "epoch": 0}
+        dcp.load(state, checkpoint_id=tmp_path / name, no_dist=True)
+        assert_same(state, full)
+        assert state["epoch"] == 3
+    assert bits(state["plain"]) == bits(full["plain"])
+
+
+def test_a_load_without_a_checkpoint_says_so(tmp_path):
+    with pytest.raises((CkptstoreError, InvalidState)), translated():
+        dcp.load({"w": torch.ones(1)}, storage_reader=StoreReader(tmp_path), no_dist=True)
