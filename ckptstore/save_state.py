@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.background import Background, OnBusy, PendingSave
-from ckptstore.errors import CkptstoreError, InvalidInput, SaveBusy
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput, SaveBusy
 from ckptstore.events import StateStaged, emit
 from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.layout import Attempt
+from ckptstore.load import attempt_prefix
 from ckptstore.plan import PlannedFile
 from ckptstore.records import Record
 from ckptstore.request import Request
@@ -20,6 +21,7 @@ from ckptstore.save import agree_on_save, finish_save, save
 from ckptstore.staging import Staging
 from ckptstore.state.agree import Negotiator
 from ckptstore.state.apply import collect
+from ckptstore.state.incremental import Kept, kept_file_name
 from ckptstore.state.state_shard import StateOptions, StateShard
 from ckptstore.transfer import Stored
 from ckptstore.uploader import Uploader
@@ -36,6 +38,8 @@ class StateSaver:
     _negotiator: Negotiator = field(default_factory=Negotiator)
     _staging: dict[bool, Staging] = field(default_factory=dict)
     _uploader: Uploader | None = None
+    _kept: Kept | None = None
+    """What this rank has in the checkpoint that this job committed last, if that save was incremental."""
 
     def save(self, state: Mapping[str, Any], *, options: StateOptions, **asked: Any) -> Record:
         """Save a state; returns when it is committed. Collective."""
@@ -43,7 +47,9 @@ class StateSaver:
         self.background.raise_failure()
         shard = self._shard(state, options, asked, upload=self.job.transfer.upload)
         shard.prepare(self._negotiator)
-        return save(self.job, shard)
+        record = save(self.job, shard)
+        self._kept = shard.kept
+        return record
 
     def save_async(
         self,
@@ -78,7 +84,13 @@ class StateSaver:
         rank = self.job.group.rank
         emit(StateStaged(step=pending.step, rank=rank, size_bytes=size_bytes, seconds=pending.stalled_seconds))
         lane = self.job.group.lane("background")
-        return self.background.start(pending, lambda: done(finish_save(self.job, staged, agreed, group=lane)))
+
+        def finish() -> Any:
+            record = finish_save(self.job, staged, agreed, group=lane)
+            self._kept = shard.kept
+            return done(record)
+
+        return self.background.start(pending, finish)
 
     def warm_up(self, state: Mapping[str, Any], *, options: StateOptions, uploader: str) -> None:
         """Do now what only a first asynchronous save would do. Collective; nothing is written."""
@@ -141,6 +153,8 @@ class StateSaver:
     def _shard(
         self, state: Mapping[str, Any], options: StateOptions, asked: Mapping[str, Any], *, upload: Any
     ) -> StateShard:
+        if not isinstance(options.incremental, bool):
+            raise InvalidInput(f"incremental is {options.incremental!r}, it is True or False")
         job = self.job
         return StateShard(
             lambda: collect(state),
@@ -149,7 +163,22 @@ class StateSaver:
             storage=job.storage,
             upload=upload,
             options=options,
+            before=self._before,
         )
+
+    def _before(self) -> Kept | None:
+        """What this rank has in the latest checkpoint: as this job knows it, or as it is stored beside it."""
+        job = self.job
+        latest = job.log.latest()
+        if latest is None or latest.entry.kind != "state" or latest.entry.world_size != job.group.world_size:
+            return None
+        prefix, name = attempt_prefix(latest), kept_file_name(job.group.rank)
+        if self._kept is not None and self._kept.prefix == prefix:
+            return self._kept
+        try:
+            return Kept.decode(job.storage.read(prefix + name), prefix=prefix, file=prefix + name)
+        except (FileMissing, CheckpointDamaged):
+            return None
 
     def _staging_for(self, *, shared: bool) -> Staging:
         if shared not in self._staging:

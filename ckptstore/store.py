@@ -64,6 +64,7 @@ class CheckpointStore:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         exists: str = "replace",
+        incremental: bool = False,
         allow_pickle: bool = False,
         stock_readable: bool = True,
     ) -> Checkpoint:
@@ -73,6 +74,8 @@ class CheckpointStore:
             state: a dict of modules, optimizers, schedulers, DTensors, tensors, objects with state_dict and
                 load_state_dict, and plain Python values, nested as you like. Training is not changed by a save.
             step, metrics, metadata, exists: as for `save_directory`.
+            incremental: take over files of the latest checkpoint that have hardly changed, by hard links or by copies
+                inside the storage, and write only the rest.
             allow_pickle: store values that nothing else can hold as pickles; loading must allow it again.
             stock_readable: make it readable by torch's own DCP too.
 
@@ -82,7 +85,7 @@ class CheckpointStore:
         from ckptstore.state.state_shard import StateOptions
 
         asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
-        options = StateOptions(allow_pickle=allow_pickle, stock_readable=stock_readable)
+        options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
         return self._checkpoint(self._state_saver.save(state, options=options, **asked))
 
     def save_async(
@@ -93,6 +96,7 @@ class CheckpointStore:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         exists: str = "replace",
+        incremental: bool = False,
         allow_pickle: bool = False,
         stock_readable: bool = True,
         on_busy: OnBusy = "wait",
@@ -121,23 +125,22 @@ class CheckpointStore:
             metrics=metrics,
             metadata=metadata,
             exists=exists,
-            options=StateOptions(allow_pickle=allow_pickle, stock_readable=stock_readable),
+            options=StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable),
             on_busy=on_busy,
             uploader=uploader,
             max_failures=max_failures,
         )
 
     def warm_up(self, state: Mapping[str, Any], *, stock_readable: bool = True, uploader: str = "thread") -> None:
-        """Make the memory, plans and processes that a first `save_async` of this state needs. Collective."""
+        """Make the memory, plans and processes that a first `save_async` needs. Collective."""
         from ckptstore.state.state_shard import StateOptions
 
         self._state_saver.warm_up(state, options=StateOptions(stock_readable=stock_readable), uploader=uploader)
 
     def finish_by(self, seconds: float | None = None) -> bool:
-        """Wait for the save in flight, for at most so long; whether none is in flight any more.
+        """Wait for the save in flight, for at most so long, or what `install_sigterm` left; whether it has ended.
 
-        `seconds` is what `install_sigterm` left, when not given. If it returns False nothing more will be waited for:
-        the save commits if all ranks get to it before they end, else nothing of it becomes visible.
+        After False the save commits if all ranks get to it before they end, else nothing of it becomes visible.
         """
         left = self._deadline.left_seconds() if seconds is None else seconds
         return self._background.wait(left)

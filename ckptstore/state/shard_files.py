@@ -204,22 +204,18 @@ class ShardFiles:
 
     def kept_after(self, prefix: str, stored: Sequence[Stored]) -> Kept:
         """What the next save may take over: the files of this one, once they are stored below `prefix`."""
-        written = [
-            KeptFile(
-                file.name,
-                one.size_bytes,
-                one.crc32c,
-                file.slab_bytes,
-                one.block_crcs,
-                tuple(self._kept_chunk(placed) for placed in file.placed),
-            )
-            for file, one in zip(self.files, stored, strict=True)
-        ]
+        written = [self._kept_file(file, one) for file, one in zip(self.files, stored, strict=True)]
         return Kept(prefix, (*self.kept, *written))
 
-    def _kept_chunk(self, placed: _Placed) -> KeptChunk:
-        digest = self._digests[placed.key, placed.box]
-        return KeptChunk(placed.key, placed.box, placed.offset, placed.payload_bytes, digest)
+    def _kept_file(self, file: ShardFile, stored: Stored) -> KeptFile:
+        regions = iter(stored.block_crcs)
+        slab_crcs = next(regions) if file.slab_bytes else b""
+        chunks = []
+        for placed in file.placed:
+            crcs = b"" if placed.offset < file.slab_bytes else next(regions)
+            digest = self._digests[placed.key, placed.box]
+            chunks.append(KeptChunk(placed.key, placed.box, placed.offset, placed.payload_bytes, digest, crcs))
+        return KeptFile(file.name, stored.size_bytes, stored.crc32c, file.slab_bytes, slab_crcs, tuple(chunks))
 
     def _values(self, keys: Sequence[str]) -> bytes:
         """The JSON object of some plain values; their texts are JSON already."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ckptstore.errors import StorageError
 from ckptstore.group import Beat, Group
 from ckptstore.layout import DCP_METADATA_NAME, Attempt
 from ckptstore.manifest import Receipt
@@ -19,12 +20,13 @@ from ckptstore.sources import MemorySource, Source
 from ckptstore.state.agree import Agreement, Negotiator, agreement_of_one
 from ckptstore.state.describe import Described, describe
 from ckptstore.state.flatten import FlatState
+from ckptstore.state.incremental import Kept, KeptFile, kept_file_name
 from ckptstore.state.index import INDEX_NAME, TensorIndex, join_parts
 from ckptstore.state.items import Item
 from ckptstore.state.plan import plan_rank
 from ckptstore.state.shard_files import ShardFiles
 from ckptstore.state.stock_write import MAX_CHUNKS, stock_frames, stock_metadata
-from ckptstore.storage.base import Persists, Storage
+from ckptstore.storage.base import CopiesInside, HasLocalFiles, Persists, Storage
 from ckptstore.transfer import Stored
 
 _LENGTH = struct.Struct("<I")
@@ -44,6 +46,8 @@ class StateOptions:
     allow_pickle: bool = False
     stock_readable: bool = True
     """Whether stock DCP shall be able to read it: plain values twice, and `.metadata` up to 200,000 chunks."""
+    incremental: bool = False
+    """Whether files of the checkpoint before are taken over where most of them has not changed."""
     num_files: int = 4
     """How many files a rank writes at once when there is much to write."""
 
@@ -60,8 +64,12 @@ class StateShard:
         storage: Storage,
         upload: Upload,
         options: StateOptions | None = None,
+        before: Callable[[], Kept | None] = lambda: None,
     ) -> None:
-        """`collect` takes the state apart, `request` checks what the caller asked for. Nothing is looked at yet."""
+        """`collect` takes the state apart, `request` checks what the caller asked for. Nothing is looked at yet.
+
+        `before` finds out what this rank has in the checkpoint before, for an incremental save.
+        """
         self._collect = collect
         self._flat = FlatState()
         self._request = request
@@ -69,6 +77,10 @@ class StateShard:
         self._storage = storage
         self._upload = upload
         self._options = options or StateOptions()
+        self._find_before = before
+        self._before: Kept | None = None
+        self.kept: Kept | None = None
+        """What a next incremental save may take over, once this one is committed."""
         self._paths: dict[str, tuple[str | int, ...]] = {}
         self._files: ShardFiles | None = None
         self.sources: list[tuple[str, Source]] = []
@@ -86,6 +98,7 @@ class StateShard:
         def look() -> Sequence[Item]:
             nonlocal found
             self._flat = self._collect()
+            self._before = self._find_before() if options.incremental and _can_take_over(self._storage) else None
             found = describe(self._flat, compare=group.world_size > 1, allow_pickle=options.allow_pickle)
             return found.items
 
@@ -98,7 +111,14 @@ class StateShard:
         else:
             agreement = negotiator.agree(look, exchange)
         plan = plan_rank(found.items, agreement, group.rank)
-        self._files = ShardFiles(found, plan, rank=group.rank, num_files=options.num_files)
+        self._files = ShardFiles(
+            found,
+            plan,
+            rank=group.rank,
+            num_files=options.num_files,
+            incremental=options.incremental,
+            before=self._before,
+        )
         if options.stock_readable:
             self._add_stock_values(agreement, [*plan.common, *plan.own])
         self.sources = [*self._files.sources()]
@@ -125,13 +145,17 @@ class StateShard:
     def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
         """Write this rank's files, and give the leader the receipts and this rank's part of the index."""
         assert self._files is not None
+        receipts = self._take_over(attempt, self._files.kept)
         files = [PlannedFile(attempt.key(name), source) for name, source in self.sources]
         stored = self._upload(files, beat=beat)
-        receipts = [
+        receipts += [
             Receipt(name, one.size_bytes, one.crc32c, self._group.rank, version=one.version)
             for (name, _), one in zip(self.sources, stored, strict=True)
         ]
         self._seal(files)
+        if self._options.incremental:
+            self.kept = self._files.kept_after(attempt.prefix, stored)
+            receipts += self._add({kept_file_name(self._group.rank): self.kept.encode()}, attempt, beat)
         part = self._files.index_part([one.block_crcs for one in stored])
         head = {
             "receipts": [receipt.to_json() for receipt in receipts],
@@ -156,15 +180,40 @@ class StateShard:
         written = {INDEX_NAME: joined}
         if self._options.stock_readable and index.num_chunks <= MAX_CHUNKS:
             written[DCP_METADATA_NAME] = stock_metadata(index, *_stock_parts(heads))
+        return Contents([*receipts, *self._add(written, attempt, beat)])
+
+    def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
+        """Files of the checkpoint before, under a second name or copied inside the storage. Nothing is read here."""
+        storage = self._storage
+        for file in kept:
+            assert self._before is not None  # else nothing would be kept
+            source, target = self._before.prefix + file.name, attempt.key(file.name)
+            is_linked = isinstance(storage, HasLocalFiles) and storage.link(storage.local_path(source), target)
+            if not is_linked and isinstance(storage, CopiesInside):
+                storage.copy(source, target)
+            elif not is_linked:
+                raise StorageError(f"{source} cannot be linked to the next checkpoint", file=file.name)
+        if isinstance(storage, Persists):
+            storage.persist([attempt.key(file.name) for file in kept])
+        return [Receipt(file.name, file.size_bytes, file.crc32c, self._group.rank) for file in kept]
+
+    def _add(self, written: Mapping[str, bytes], attempt: Attempt, beat: Beat) -> list[Receipt]:
+        """Write some small files."""
         files = [PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in written.items()]
-        for name, one in zip(written, self._upload(files, beat=beat), strict=True):
-            receipts.append(Receipt(name, one.size_bytes, one.crc32c, self._group.rank, version=one.version))
+        receipts = [
+            Receipt(name, one.size_bytes, one.crc32c, self._group.rank, version=one.version)
+            for name, one in zip(written, self._upload(files, beat=beat), strict=True)
+        ]
         self._seal(files)
-        return Contents(receipts)
+        return receipts
 
     def _seal(self, files: Sequence[PlannedFile]) -> None:
         if isinstance(self._storage, Persists):
             self._storage.seal([file.key for file in files])
+
+
+def _can_take_over(storage: Storage) -> bool:
+    return isinstance(storage, HasLocalFiles | CopiesInside)
 
 
 def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:

@@ -1,0 +1,161 @@
+"""Saving only what has changed: files of the checkpoint before are taken over whole while most of them still holds.
+
+A chunk is unchanged when its XXH3-128 is that of the same box of the same tensor in the checkpoint before. A file most
+of whose bytes are unchanged chunks is linked, or copied inside the storage, and the rest of it is not referred to any
+more; everything else is written into new files. So the checkpoint stays whole, and stock readers need nothing new.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import xxhash
+
+from ckptstore.encoding import FORMAT_VERSION, load_object
+from ckptstore.errors import CheckpointDamaged
+from ckptstore.layout import check_name
+from ckptstore.state.boxes import Box
+from ckptstore.state.describe import is_plain_memory, view_of
+
+LEAST_CURRENT = 0.75
+"""A file is taken over while at least this share of it is still current; below, what holds is written anew."""
+
+Place = tuple[str, Box]
+"""A tensor's key and a box of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptChunk:
+    """A frame in a file that may be taken over."""
+
+    key: str
+    box: Box
+    offset: int
+    """Of the payload."""
+    size_bytes: int
+    digest: str
+    """XXH3-128 of the payload with dtype and shape, hexadecimal."""
+    block_crcs: bytes
+    """Of a payload that is a region of its own; empty in a slab."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """A file of the checkpoint before."""
+
+    name: str
+    size_bytes: int
+    crc32c: int
+    slab_bytes: int
+    slab_crcs: bytes
+    chunks: tuple[KeptChunk, ...]
+
+    @property
+    def region_crcs(self) -> list[bytes]:
+        """The digests of the regions that are referred to, in their order."""
+        slab = [self.slab_crcs] if self.slab_bytes else []
+        return [*slab, *(chunk.block_crcs for chunk in self.chunks if chunk.block_crcs)]
+
+    def current(self, digests: dict[Place, str]) -> KeptFile:
+        """The same file with the chunks that still hold."""
+        chunks = tuple(chunk for chunk in self.chunks if digests.get((chunk.key, chunk.box)) == chunk.digest)
+        return replace(self, chunks=chunks)
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether most of it is referred to."""
+        return sum(chunk.size_bytes for chunk in self.chunks) >= LEAST_CURRENT * self.size_bytes > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one rank knows of its files in the checkpoint before."""
+
+    prefix: str
+    """Of their keys."""
+    files: tuple[KeptFile, ...]
+
+    def still_good(self, digests: dict[Place, str]) -> list[KeptFile]:
+        """The files to take over; no chunk is in two of them."""
+        found, taken = [], set[Place]()
+        for file in (file.current(digests) for file in self.files):
+            if file.is_worth_keeping and not any((chunk.key, chunk.box) in taken for chunk in file.chunks):
+                found.append(file)
+                taken |= {(chunk.key, chunk.box) for chunk in file.chunks}
+        return found
+
+    def encode(self) -> bytes:
+        """The files as JSON, for the next start of the job (format-v1, "Digests of chunks")."""
+        files = [
+            {
+                "name": file.name,
+                "size_bytes": file.size_bytes,
+                "crc32c": file.crc32c,
+                "slab_bytes": file.slab_bytes,
+                "slab_crcs": base64.b64encode(file.slab_crcs).decode(),
+                "chunks": [
+                    [c.key, *c.box, c.offset, c.size_bytes, c.digest, base64.b64encode(c.block_crcs).decode()]
+                    for c in file.chunks
+                ],
+            }
+            for file in self.files
+        ]
+        return json.dumps({"version": FORMAT_VERSION, "files": files}).encode()
+
+    @staticmethod
+    def decode(data: bytes, *, prefix: str, file: str) -> Kept:
+        """Read them back. Raises CheckpointDamaged."""
+        value = load_object(data, file=file)
+        try:
+            return Kept(prefix, tuple(_file_from_json(entry) for entry in value["files"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointDamaged(f"{file} does not describe chunks: {error!r}", file=file) from None
+
+
+def _file_from_json(entry: dict[str, Any]) -> KeptFile:
+    return KeptFile(
+        check_name(entry["name"]),
+        int(entry["size_bytes"]),
+        int(entry["crc32c"]),
+        int(entry["slab_bytes"]),
+        base64.b64decode(entry["slab_crcs"]),
+        tuple(
+            KeptChunk(key, Box(tuple(offsets), tuple(sizes)), int(at), int(size_bytes), digest, base64.b64decode(crcs))
+            for key, offsets, sizes, at, size_bytes, digest, crcs in entry["chunks"]
+        ),
+    )
+
+
+def digests_of(chunks: Iterable[tuple[str, Box, torch.Tensor]]) -> dict[Place, str]:
+    """The XXH3-128 of each chunk's bytes, dtype and whole shape of the box."""
+    return {(key, box): _digest(tensor) for key, box, tensor in chunks}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    if not is_plain_memory(tensor):
+        tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    hasher = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    hasher.update(view_of(tensor))
+    return hasher.hexdigest()
+
+
+def kept_file_name(rank: int) -> str:
+    """The file in which a rank's `Kept` is stored; listed in the manifest like any other."""
+    return f"digests-rank={rank:05d}.json"
+
+
+def free_names(rank: int, taken: Sequence[str], count: int) -> list[str]:
+    """Names of state files that are not taken."""
+    found: list[str] = []
+    number = 0
+    while len(found) < count:
+        name = f"state-rank={rank:05d}-{number:02d}.distcp"
+        if name not in taken:
+            found.append(name)
+        number += 1
+    return found

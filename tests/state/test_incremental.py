@@ -1,0 +1,173 @@
+"""Incremental saves: what has not changed is not written again, and every checkpoint stays whole on its own."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckptstore import CheckpointStore, InvalidInput, KeepLatest, StorageGroup, open_store
+from ckptstore.errors import CheckpointDamaged
+from ckptstore.state.boxes import Box
+from ckptstore.state.incremental import Kept, KeptChunk, KeptFile
+from ckptstore.testing import CountCalls
+from ckptstore.testing.stores import with_faults
+
+
+def lora_state(frozen_bytes: int = 16 << 20) -> dict[str, Any]:
+    """A model of which 1 % is trained."""
+    count = frozen_bytes // 8 // 4
+    return {
+        "frozen": {f"layer.{index}": torch.randn(count) for index in range(8)},
+        "lora": {f"layer.{index}": torch.randn(count // 100) for index in range(8)},
+        "epoch": 0,
+    }
+
+
+def change(state: dict[str, Any], *, layer: int | None = None) -> None:
+    for tensor in state["lora"].values():
+        tensor.add_(1)
+    if layer is not None:
+        state["frozen"][f"layer.{layer}"].add_(1)
+    state["epoch"] += 1
+
+
+def blank(state: dict[str, Any]) -> dict[str, Any]:
+    zeros = {name: {key: torch.zeros_like(item) for key, item in state[name].items()} for name in ("frozen", "lora")}
+    return {**zeros, "epoch": -1}
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["epoch"] == expected["epoch"]
+    for name in ("frozen", "lora"):
+        assert all(torch.equal(found[name][key], item) for key, item in expected[name].items())
+
+
+@pytest.fixture(params=["disk", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "store") if request.param == "disk" else f"memory://{uuid4().hex}"
+
+
+def written(counted: CountCalls) -> int:
+    return sum(counted.size_bytes[verb] for verb in ("write", "write_part", "write_many", "create"))
+
+
+def test_a_lora_run_writes_its_one_percent(root: str) -> None:
+    counted, state = CountCalls(), lora_state()
+    with with_faults(open_store(root), counted) as store:
+        store.save(0, state, incremental=True)
+        for step in range(1, 4):
+            change(state)
+            counted.clear()
+            checkpoint = store.save(step, state, incremental=True)
+            assert written(counted) <= 0.015 * checkpoint.size_bytes
+            found = blank(state)
+            checkpoint.load(found)
+            assert_equal(found, state)
+            assert checkpoint.verify().ok
+
+
+def test_what_changed_is_written_and_files_that_hardly_hold_are_given_up(root: str) -> None:
+    state = lora_state()
+    with open_store(root) as store:
+        store.save(0, state, incremental=True)
+        names = []
+        for step, layer in enumerate([0, 1, 2, 3, 4], start=1):
+            change(state, layer=layer)
+            checkpoint = store.save(step, state, incremental=True)
+            names.append({item.name for item in checkpoint.files if item.name.startswith("state-")})
+            found = blank(state)
+            checkpoint.load(found)
+            assert_equal(found, state)
+        assert "state-rank=00000-00.distcp" in names[0] & names[1]
+        sizes = [item.size_bytes for item in checkpoint.files]
+        assert sum(sizes) < 1.4 * (16 << 20)
+
+
+def test_another_start_of_the_job_takes_over_too(root: str) -> None:
+    state = lora_state()
+    with open_store(root) as store:
+        store.save(0, state, incremental=True)
+    counted = CountCalls()
+    change(state)
+    with with_faults(open_store(root), counted) as store:
+        store.save(1, state, incremental=True)
+        assert written(counted) < 1 << 20
+
+
+def test_a_whole_save_in_between_starts_over(root: str) -> None:
+    state, counted = lora_state(1 << 20), CountCalls()
+    with with_faults(open_store(root), counted) as store:
+        store.save(0, state, incremental=True)
+        store.save(1, state)
+        counted.clear()
+        checkpoint = store.save(2, state, incremental=True)
+        assert written(counted) > 1 << 20
+        assert checkpoint.verify().ok
+
+
+def test_each_checkpoint_stands_alone(tmp_path: Path) -> None:
+    state = lora_state(1 << 20)
+    with open_store(tmp_path / "store", retention=KeepLatest(1), grace_seconds=0) as store:
+        for step in range(3):
+            change(state)
+            pending = store.save_async(step, state, incremental=True, uploader="process" if step == 2 else "thread")
+            pending.result()
+            store._job._pruning.join()  # type: ignore[union-attr]
+        assert len(list((tmp_path / "store" / "checkpoints").iterdir())) == 1
+        checkpoint = store[2]
+        assert checkpoint.verify().ok
+        found = blank(state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(found, checkpoint_id=checkpoint.uri)
+        assert_equal(found, state)
+
+
+def test_ranks_take_over_their_own_files(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    token = uuid4().hex
+
+    def run(rank: int) -> list[int]:
+        state = {"own": {f"rank-{rank}": torch.full((1 << 19,), float(rank))}, "step": 0}
+        group = StorageGroup(rank, 2, token)
+        sizes = []
+        store: CheckpointStore
+        with open_store(tmp_path / "store", group=group, rank_timeout_seconds=60) as opened:
+            counted = CountCalls()
+            store = with_faults(opened, counted)
+            for step in range(3):
+                state["step"] = step
+                counted.clear()
+                assert store.save(step, state, incremental=True).verify().ok
+                sizes.append(written(counted))
+            found: dict[str, Any] = {"own": {f"rank-{rank}": torch.zeros(1 << 19)}, "step": -1}
+            store[2].load(found, strict=False)
+            assert found["own"][f"rank-{rank}"].eq(rank).all()
+            assert found["step"] == 2
+        return sizes
+
+    with ThreadPoolExecutor(2) as pool:
+        for first, *others in pool.map(run, range(2)):
+            assert first > 1 << 21
+            assert all(size < 1 << 16 for size in others)
+
+
+def test_references_are_refused_for_now(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store, pytest.raises(InvalidInput, match="incremental"):
+        store.save(0, {"a": 1}, incremental="reference")  # type: ignore[arg-type]
+
+
+def test_what_is_stored_of_chunks_comes_back() -> None:
+    chunk = KeptChunk("a.b", Box((0, 2), (3, 4)), 704, 48, "ab" * 16, b"\x01\x02\x03\x04")
+    kept = Kept("checkpoints/x/", (KeptFile("state-rank=00000-00.distcp", 9000, 77, 512, b"1234", (chunk,)),))
+    assert Kept.decode(kept.encode(), prefix="checkpoints/x/", file="digests") == kept
+    for text in (b"{", b'{"version":1}', b'{"version":1,"files":[{"name":"../x"}]}'):
+        with pytest.raises(CheckpointDamaged):
+            Kept.decode(text, prefix="", file="digests")
