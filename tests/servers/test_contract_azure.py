@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from ckptstore.storage.base import CopiesInside, CreatesExclusively, WritesParts
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import StorageContract
 
+AZURE_KEY = base64.b64encode(b"a key for tests alone, of 64 bytes, as storage accounts have it!").decode()
 numbers = itertools.count()
 
 
@@ -20,6 +22,7 @@ class AzureContract(StorageContract):
     """Raw access goes through the SDK."""
 
     powers = (CreatesExclusively, WritesParts, CopiesInside)
+    secrets = (AZURE_KEY,)
     engine: ClassVar[str]
 
     @pytest.fixture
@@ -42,5 +45,6 @@ class TestObstoreOnAzurite(AzureContract):
     engine = "obstore"
 
 
+@pytest.mark.slow
 class TestFsspecOnAzurite(AzureContract):
     engine = "fsspec"

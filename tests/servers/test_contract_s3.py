@@ -71,5 +71,6 @@ class TestObstoreOnMoto(OnMoto, S3Contract):
     engine = "obstore"
 
 
+@pytest.mark.slow
 class TestFsspecOnMoto(OnMoto, S3Contract):
     engine = "fsspec"

@@ -21,7 +21,7 @@ from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 from ckptstore.transfer import RangeRead, Transfer, Wanted
 
 MIB = 1 << 20
-SIZES = (40 * MIB + 17, 20 * MIB, 3 * MIB, 1000, 0)
+SIZES = (34 * MIB + 17, 8 * MIB, MIB, 1000, 0)
 QUICK = RetryConfig(
     retry_attempts=10, retry_deadline_seconds=60, retry_wait_initial_seconds=0.01, retry_wait_max_seconds=0.5
 )
@@ -37,7 +37,7 @@ def local_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-@pytest.fixture(params=["obstore", "fsspec"])
+@pytest.fixture(params=["obstore", pytest.param("fsspec", marks=pytest.mark.slow)])
 def transfer(request: pytest.FixtureRequest, fast_s3: S3Server) -> Iterator[Transfer]:
     options = {**fast_s3.storage_options, "config_kwargs": {"read_timeout": 3, "connect_timeout": 3}}
     storage = open_storage(f"s3://test/transfers/{next(numbers)}", storage_options=options, engine=request.param)

@@ -1,0 +1,92 @@
+"""How many requests a save and a load cost on S3: the formulas of docs/how-to/s3.md, counted by the server."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptstore
+from ckptstore.testing.s3_server import S3Server
+
+NUM_FILES = 7
+
+
+@pytest.fixture(params=["obstore", "fsspec"])
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def requests_of(fast_s3: S3Server) -> Callable[[Callable[[], object]], Counter[str]]:
+    def count(call: Callable[[], object]) -> Counter[str]:
+        seen = len(fast_s3.log)
+        call()
+        return Counter(request.operation for request in fast_s3.log[seen:])
+
+    return count
+
+
+@pytest.fixture
+def store(fast_s3: S3Server, engine: str, tmp_path: Path) -> Iterator[Any]:
+    uri = f"s3://test/budget/{os.urandom(4).hex()}"
+    with ckptstore.open_store(uri, storage_options=fast_s3.storage_options, engine=engine) as store:
+        store.save_directory(0, directory(tmp_path / "first"))
+        yield store
+
+
+def directory(path: Path, *, large_bytes: int = 0) -> Path:
+    path.mkdir(parents=True)
+    for index in range(NUM_FILES):
+        (path / f"f{index}.bin").write_bytes(os.urandom(1000))
+    if large_bytes:
+        (path / "large.bin").write_bytes(bytes(large_bytes))
+    return path
+
+
+def test_a_save(store: Any, requests_of: Any, tmp_path: Path) -> None:
+    found = requests_of(lambda: store.save_directory(1, directory(tmp_path / "out")))
+    assert found["PutObject"] == NUM_FILES + 3, "files, manifest, record, hint"
+    assert found["GetObject"] <= 4
+    assert found["ListObjects"] == 1
+    assert found["HeadObject"] == found["DeleteObjects"] == found["DeleteObject"] == 0
+
+
+def test_a_save_with_a_large_file(store: Any, requests_of: Any, tmp_path: Path) -> None:
+    found = requests_of(lambda: store.save_directory(1, directory(tmp_path / "out", large_bytes=40 << 20)))
+    assert found["PutObject"] == NUM_FILES + 3
+    parts = {name: found[name] for name in ("CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload")}
+    assert parts == {"CreateMultipartUpload": 1, "UploadPart": 3, "CompleteMultipartUpload": 1}
+    assert found["HeadObject"] == 0
+
+
+def test_finding_and_loading(store: Any, requests_of: Any, tmp_path: Path) -> None:
+    assert requests_of(store.latest) == {"GetObject": 2}
+    checkpoint = store.latest()
+    assert requests_of(lambda: checkpoint.files) == {"GetObject": 1}
+
+    def read() -> None:
+        checkpoint.to_directory(tmp_path / "copy")
+
+    found = requests_of(read)
+    assert found.keys() == {"GetObject"}
+    assert found["GetObject"] <= NUM_FILES + 1, "the files, and the manifest where it is not known yet"
+    assert requests_of(lambda: list(store))["GetObject"] <= 3
+
+
+def test_deletions_come_in_batches(fast_s3: S3Server, engine: str, requests_of: Any, tmp_path: Path) -> None:
+    def live() -> None:
+        uri = f"s3://test/budget/{os.urandom(4).hex()}"
+        keywords = {"storage_options": fast_s3.storage_options, "engine": engine, "grace_seconds": 0}
+        with ckptstore.open_store(uri, **keywords, retention=ckptstore.KeepLatest(1)) as store:
+            for step in range(4):
+                store.save_directory(step, directory(tmp_path / str(step)))
+            store.prune()
+
+    found = requests_of(live)
+    assert found["DeleteObject"] == 0
+    assert 2 <= found["DeleteObjects"] <= 3 * 4, "a manifest first, then the files; the rest are probes of the clock"
