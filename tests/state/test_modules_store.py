@@ -103,6 +103,5 @@ def test_four_ranks_in_every_layout_and_two_after_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="a tensor on a part of the mesh is written by each of its copies, and refused")
 def test_tensor_parallel_within_fsdp2(tmp_path: Path) -> None:
     run_ranks(4, stop_and_go_on, tmp_path, ("tensor-parallel-fsdp2",), timeout_seconds=200, env=QUIET)
