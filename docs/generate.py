@@ -143,7 +143,7 @@ def _signature(function: Any) -> str:
 def commands() -> str:
     """Usage, help and options of every command."""
     parts = []
-    context = click.Context(main, info_name="ckptstore", max_content_width=100, terminal_width=100)
+    context = main.make_context("ckptstore", [], resilient_parsing=True, terminal_width=100)
     for name in COMMANDS:
         command = main.get_command(context, name)
         assert command is not None

@@ -105,7 +105,7 @@ def test_every_command_line_parses(page: Path) -> None:
     for line, (name, *arguments) in command_lines(page):
         if name.startswith("-"):
             continue
-        context = click.Context(main, info_name="ckptstore")
+        context = main.make_context("ckptstore", [], resilient_parsing=True)
         command = main.get_command(context, name)
         assert command is not None, f"{page}:{line}: there is no command {name!r}"
         try:
