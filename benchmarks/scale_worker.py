@@ -1,0 +1,110 @@
+"""A leader with many simulated ranks, in a process of its own so that its memory can be measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptstore import open_store
+from ckptstore.commit import commit
+from ckptstore.group import SoloGroup
+from ckptstore.layout import Attempt
+from ckptstore.manifest import Receipt
+from ckptstore.request import Request
+from ckptstore.state.boxes import Box
+from ckptstore.state.flatten import FlatState
+from ckptstore.state.index import INDEX_NAME, TensorIndex
+from ckptstore.state.part import PartBuilder
+from ckptstore.state.state_shard import StateOptions, StateShard
+
+_ROWS, _COLUMNS = 64, 1024
+_CHUNK_BYTES = _ROWS * _COLUMNS * 4
+_FRAME_BYTES = _CHUNK_BYTES + 1408
+_BLOCK_BYTES = 1 << 20
+
+
+def status_bytes(field: str) -> int:
+    """VmRSS, VmHWM and the like of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+class Peak:
+    """How far memory rose above what it was."""
+
+    size_bytes = 0
+
+
+@contextmanager
+def peak_memory() -> Iterator[Peak]:
+    """The highest resident memory inside, above that at the beginning."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before, peak = status_bytes("VmRSS"), Peak()
+    yield peak
+    peak.size_bytes = max(0, status_bytes("VmHWM") - before)
+
+
+def _answer(rank: int, num_ranks: int, num_tensors: int) -> bytes:
+    """What a rank of a fully sharded state gives the leader: it has the n-th rows of every tensor."""
+    builder = PartBuilder(rank)
+    name, size_bytes = f"state-rank={rank:05d}-00.distcp", num_tensors * _FRAME_BYTES
+    builder.add_file(name, [os.urandom(4 * -(-size_bytes // _BLOCK_BYTES))])
+    builder.add_slab(0, size_bytes)
+    box = Box((rank * _ROWS, 0), (_ROWS, _COLUMNS))
+    for number in range(num_tensors):
+        row = builder.add_tensor(f"model.layers.{number}.weight", "float32", (num_ranks * _ROWS, _COLUMNS))
+        builder.add_chunk(row, number * _FRAME_BYTES + 1024, box)
+    receipt = Receipt(name, size_bytes, rank, rank)
+    head = zlib.compress(json.dumps({"receipts": [receipt.to_json()], "stock": {}, "paths": {}}).encode(), 1)
+    return b"".join([struct.pack("<I", len(head)), head, builder.encode()])
+
+
+def join_and_commit(directory: str, num_ranks: int, num_tensors: int) -> dict[str, Any]:
+    """The leader's work after all ranks have stored; and what a rank does to open the checkpoint."""
+    answers = [_answer(rank, num_ranks, num_tensors) for rank in range(num_ranks)]
+    with open_store(directory) as store:
+        job = store._job
+        request = Request.of(step=1, kind="state", metrics=None, metadata=None, exists="replace")
+        job.claim(None)
+        assert job.epoch is not None
+        attempt: Attempt = job.next_attempt(1, job.epoch)
+        (Path(directory) / attempt.prefix).mkdir(parents=True)
+        for rank in range(num_ranks):  # files that take no room
+            with open(Path(directory) / attempt.prefix / f"state-rank={rank:05d}-00.distcp", "wb") as file:
+                file.truncate(num_tensors * _FRAME_BYTES)
+        shard = StateShard(
+            FlatState,
+            request=lambda: request,
+            group=SoloGroup(),
+            storage=job.storage,
+            upload=job.transfer.upload,
+            options=StateOptions(stock_readable=False),
+        )
+        with peak_memory() as peak:
+            started = time.perf_counter()
+            contents = shard.join(attempt, answers, lambda: None)
+            joined_seconds = time.perf_counter() - started
+            commit(job, request, attempt, contents, lambda: None)
+            seconds = time.perf_counter() - started
+        data = (Path(directory) / attempt.prefix / INDEX_NAME).read_bytes()
+        started = time.perf_counter()
+        index = TensorIndex.decode(data)
+        opened_seconds = time.perf_counter() - started
+        assert index.num_chunks == num_ranks * num_tensors
+    return {
+        "seconds": seconds,
+        "join_seconds": joined_seconds,
+        "open_seconds": opened_seconds,
+        "peak_bytes": peak.size_bytes + sum(map(len, answers)),
+        "received_bytes": sum(map(len, answers)),
+        "index_bytes_per_chunk": round(len(data) / index.num_chunks, 2),
+    }
