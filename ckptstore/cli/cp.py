@@ -50,9 +50,9 @@ def command(
             copied_bytes=report.copied_bytes,
         )
         return
-    num_present = f", {len(report.present)} were there already" if report.present else ""
-    click.echo(f"{len(report.steps)} checkpoints copied to {report.uri}{num_present}")
-    click.echo(f"{report.num_copied} files, {show_size(report.copied_bytes)}; {report.num_found} from an earlier try")
+    click.echo(f"checkpoints copied to {report.uri}: {len(report.steps)}, there already: {len(report.present)}")
+    found = f"from an earlier try: {report.num_found}"
+    click.echo(f"files copied: {report.num_copied}, {show_size(report.copied_bytes)}; {found}")
 
 
 def _copy_store(source: str, target: Target, storage_options: dict[str, Any]) -> CopyReport:

@@ -64,7 +64,7 @@ def command(a: str, b: str, storage_options: dict[str, Any], as_json: bool) -> N
         click.echo(f"a: step {first.step}, {show_size(first.size_bytes)}, {first.uri}")
         click.echo(f"b: step {second.step}, {show_size(second.size_bytes)}, {second.uri}")
         _echo("file", [(item.name, item.change, _size(item.a_bytes), _size(item.b_bytes)) for item in files])
-        click.echo(f"{num_equal} files are equal")
+        click.echo(f"equal files: {num_equal}")
         _echo("metric", [(item.name, "", _text(item.a), _text(item.b)) for item in metrics])
         _echo("metadata", [(item.name, "", _text(item.a), _text(item.b)) for item in metadata])
 

@@ -131,7 +131,7 @@ def test_diff_names_files_metrics_and_metadata(run: Any, run_json: Any, store: P
     assert found["metrics"] == [{"name": "loss", "a": 0.25, "b": 0.75}]
     assert found["metadata"] == [{"name": "epoch", "a": 20, "b": 30}]
     text = run("diff", f"{store}@20", f"{store}@30").stdout
-    assert "1 files are equal" in text
+    assert "equal files: 1" in text
     assert "model.pt  changed  2.9 KiB  2.9 KiB" in text
 
 

@@ -1,0 +1,47 @@
+"""The Makefile and `.ci/run`: every installation is pinned, torch comes first, CI runs everything."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands_of(target: str, tmp_path: Path) -> list[str]:
+    """What `make target` would run on a fresh machine."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    done = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_every_installation_is_pinned_and_torch_comes_first(tmp_path: Path) -> None:
+    installs = [line for line in commands_of("install", tmp_path) if " pip " in line]
+    assert len(installs) == 3
+    assert all("-c constraints.txt" in line for line in installs)
+    assert [line.split()[-1] for line in installs[:2]] == ["setuptools", "torch"]
+    assert "--no-build-isolation" in installs[2]
+
+
+def test_every_target_does_its_own_set_up(tmp_path: Path) -> None:
+    for target in ("demo", "test", "test-slow", "check", "bench", "docs"):
+        lines = commands_of(target, tmp_path)
+        assert any("-m venv" in line for line in lines), f"make {target} does not make the environment"
+
+
+def test_the_slow_tests_are_the_rest(tmp_path: Path) -> None:
+    marks = [re.findall(r'-m "([^"]+)"', "\n".join(commands_of(target, tmp_path))) for target in ("test", "test-slow")]
+    assert marks == [["not slow and not ceph"], ["slow and not ceph"]]
+
+
+def test_ci_runs_everything() -> None:
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text()
+    assert "set -euo pipefail" in text
+    assert "export CI=true" in text
+    assert re.findall(r"^make (.+)$", text, re.MULTILINE) == ["test", "test-slow", "check"]
