@@ -18,7 +18,7 @@ from ckptstore.state.collector import collector_paused
 from ckptstore.state.flatten import FlatState, TensorEntry
 from ckptstore.state.items import Item, Mode
 from ckptstore.state.part import DTYPES
-from ckptstore.state.placement import Piece, is_distributed, pieces_of, replicas_of
+from ckptstore.state.placement import Piece, dtype_and_shape, is_distributed, pieces_of, replicas_of
 from ckptstore.state.values import Encoder
 from ckptstore.torch_private import is_wrapper
 
@@ -120,7 +120,7 @@ def _fill_value_digests(found: Described) -> None:
 def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: bool) -> None:
     tensor = entry.tensor
     pieces = pieces_of(_checked(tensor, key), key)
-    dtype, shape = dtype_name(tensor, key), tuple(tensor.shape)
+    dtype, shape = dtype_name(tensor, key), dtype_and_shape(tensor)[1]
     boxes = tuple(piece.box for piece in pieces)
     found.memory[key] = tuple(_checked(piece.tensor, key) for piece in pieces)
     if is_distributed(tensor):
@@ -146,7 +146,7 @@ def _digest(pieces: list[Piece], dtype: str, shape: tuple[int, ...]) -> bytes:
 
 def _checked(tensor: torch.Tensor, key: str) -> torch.Tensor:
     """The tensor, unless its numbers are not simply in memory."""
-    if tensor.is_meta:
+    if not hasattr(tensor, "local_shards") and tensor.is_meta:
         raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
     if not is_distributed(tensor):
         if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -158,9 +158,9 @@ def _checked(tensor: torch.Tensor, key: str) -> torch.Tensor:
 
 def dtype_name(tensor: torch.Tensor, key: str) -> str:
     """torch's name of a dtype, without the module; raises InvalidState for one that the format does not know."""
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = str(dtype_and_shape(tensor)[0]).removeprefix("torch.")
     if name not in DTYPES:
-        raise InvalidState(f"{key} has the dtype {tensor.dtype}, which the format does not know")
+        raise InvalidState(f"{key} has the dtype {name}, which the format does not know")
     return name
 
 

@@ -60,6 +60,14 @@ def replicas_of(tensor: DTensor) -> Replicas:
     return Replicas(count, position, f"{mesh.device_type}{tuple(mesh.shape)}{mesh.mesh_dim_names}{dims}")
 
 
+def dtype_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Of the whole tensor. A ShardedTensor is asked for its metadata; anything else that is asked of it warns."""
+    if hasattr(tensor, "local_shards"):
+        metadata: Any = tensor.metadata()  # type: ignore[attr-defined]
+        return metadata.tensor_properties.dtype, tuple(metadata.size)
+    return tensor.dtype, tuple(tensor.shape)
+
+
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether ranks have parts of it: a DTensor or FSDP1's ShardedTensor."""
     return isinstance(tensor, DTensor) or hasattr(tensor, "local_shards")
@@ -114,7 +122,7 @@ def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
         if isinstance(placement, Replicate):
             continue
         if not isinstance(placement, Shard) and not hasattr(placement, "split_factor"):
-            raise InvalidState(f"{key} has the placement {placement}, which has no numbers to store yet")
+            raise InvalidState(f"{key} has the placement {placement!r}, which has no numbers to store yet")
         if coordinate is not None:
             factor = int(getattr(placement, "split_factor", 1))
             along: Any = placement.dim

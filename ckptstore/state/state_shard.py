@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ckptstore.errors import StorageError
+from ckptstore.errors import CheckpointDamaged, InvalidState, StorageError
 from ckptstore.group import Beat, Group
 from ckptstore.layout import DCP_METADATA_NAME, Attempt
 from ckptstore.manifest import Receipt
@@ -168,14 +168,20 @@ class StateShard:
     def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
         """Leader: check that every tensor is there exactly once, and write the index and, if asked for, `.metadata`.
 
-        Raises CheckpointDamaged when ranks that disagree on the state left a hole.
+        Raises InvalidState when ranks that disagree on the state left a hole.
         """
         heads, parts = zip(*(_unpacked(data) for data in stored), strict=True)
         receipts = [Receipt.from_json(entry) for head in heads for entry in head["receipts"]]
         joined = join_parts(parts)
         index = TensorIndex.decode(joined)
         index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
-        index.check_complete()
+        try:
+            index.check_complete()
+        except CheckpointDamaged as error:
+            raise InvalidState(
+                f"{error.message}: the ranks differ in what they have of it",
+                hint="All ranks must give the same structure for what they share",
+            ) from None
         beat()
         written = {INDEX_NAME: joined}
         if self._options.stock_readable and index.num_chunks <= MAX_CHUNKS:

@@ -14,7 +14,7 @@ from ckptstore.state.collector import collector_paused
 from ckptstore.state.flatten import TensorRef
 from ckptstore.state.index import TensorIndex
 from ckptstore.state.matching import Saved, SavedTensor
-from ckptstore.state.placement import Piece, pieces_of
+from ckptstore.state.placement import Piece, dtype_and_shape, pieces_of
 from ckptstore.state.reads import ReadPlan, RunSteps, run_steps
 from ckptstore.state.values import Decoder, references
 from ckptstore.transfer import RangeRead
@@ -132,10 +132,11 @@ class StoredState:
         for name, (tensor, source) in targets.items():
             rank = self.source_rank(source)
             entry = self.index.entry(source, rank)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if entry is None or (entry.dtype, entry.shape) != (dtype, tuple(tensor.shape)):
+            dtype, shape = dtype_and_shape(tensor)
+            wanted_dtype = str(dtype).removeprefix("torch.")
+            if entry is None or (entry.dtype, entry.shape) != (wanted_dtype, shape):
                 has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
-                raise StateMismatch(f"{name} is {dtype} {tuple(tensor.shape)}, the checkpoint has {has}")
+                raise StateMismatch(f"{name} is {wanted_dtype} {shape}, the checkpoint has {has}")
             wanted.append((source, rank, pieces_of(tensor, name)))
         self._fill(wanted, run)
 
