@@ -111,7 +111,7 @@ def test_the_best_and_the_order(root: str, tmp_path: Path) -> None:
         assert store.best("loss").step == 3
         assert store.best("loss", mode="max").step == 1
         assert store.best("absent") is None
-        assert len(store) == 4
+        assert len(store.entries()) == 4
         assert 3 in store
         assert 9 not in store
 
