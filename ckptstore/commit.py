@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
-from ckptstore.errors import StorageError
+from ckptstore.errors import CheckpointGone, StorageError
 from ckptstore.group import Beat
 from ckptstore.identity import read_or_create_identity
 from ckptstore.job import Job
@@ -52,16 +53,16 @@ def commit(job: Job, request: Request, attempt: Attempt, contents: Contents, bea
         num_files=len(manifest.files),
         world_size=manifest.world_size,
         created_at=manifest.created_at,
-        bases=tuple(contents.bases),
     )
-    record = job.log.append(lambda newest: _change(job, newest, entry))
+    record = job.log.append(lambda newest: _change(job, newest, entry, manifest.references))
     assert record is not None  # a commit is always written, or an error raised
     return record
 
 
-def _change(job: Job, newest: Record | None, entry: CheckpointEntry) -> Commit:
+def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references: Collection[str]) -> Commit:
     """What the record will say: retention decides in the same step that makes the checkpoint visible."""
     newest = job.claim(newest)
+    entry = replace(entry, bases=_bases(job, newest, references))
     earlier = job.candidates(newest)
     pinned = set(newest.state.pinned)
     replaces = {item.number for item in earlier if item.step == entry.step} - pinned
@@ -79,10 +80,21 @@ def _change(job: Job, newest: Record | None, entry: CheckpointEntry) -> Commit:
     return Commit(entry=entry, replaces=tuple(sorted(replaces)), drops=drops)
 
 
+def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, ...]:
+    """The numbers of the live checkpoints in whose directories some of the files lie."""
+    if not references:
+        return ()
+    live = {record.entry.attempt: record.number for record in job.log.records(newest.state.live)}
+    gone = sorted(set(references) - live.keys())
+    if gone:
+        raise CheckpointGone(f"{gone[0]} has files that the checkpoint refers to, and is not live any more")
+    return tuple(sorted(live[attempt] for attempt in references))
+
+
 def _check_stored(job: Job, attempt: Attempt, receipts: Sequence[Receipt]) -> None:
     """Compare what is stored with the receipts, once, before anything refers to it."""
     stored = {file.key: file.size_bytes for file in job.storage.list(attempt.prefix)}
-    for receipt in receipts:
+    for receipt in (receipt for receipt in receipts if receipt.attempt is None):
         size_bytes = stored.pop(attempt.key(receipt.name), None)
         if size_bytes != receipt.size_bytes:
             found = "is not there" if size_bytes is None else f"has {size_bytes} bytes"

@@ -6,19 +6,19 @@ already there with its size is read and checked, not copied again.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CheckpointDamaged, InvalidInput, StoreMissing
+from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StoreMissing
 from ckptstore.identity import read_identity, write_identity
 from ckptstore.layout import MANIFEST_NAME, USER_METADATA_NAME
 from ckptstore.load import CheckpointFiles, attempt_prefix
 from ckptstore.log import Log
-from ckptstore.manifest import Receipt
+from ckptstore.manifest import Manifest, Receipt, sha256_of
 from ckptstore.plan import PlannedFile
 from ckptstore.records import Change, Claim, Commit, Pin, Record
 from ckptstore.sources import Read
@@ -53,7 +53,7 @@ class StorageSource:
     payloads: Sequence[tuple[int, int]] = ()
     in_memory: bool = False
 
-    @contextmanager
+    @contextlib.contextmanager
     def open(self) -> Iterator[Read]:
         def read(offset: int, size_bytes: int, scratch: memoryview) -> Sequence[memoryview]:
             view = scratch[:size_bytes]
@@ -91,23 +91,25 @@ def copy_checkpoint(files: CheckpointFiles, target: Target, *, prefix: str = "")
 
     Raises CheckpointDamaged when the source is not what its manifest says; nothing is complete at the target then.
     """
-    manifest, _ = files.read_manifest()
+    manifest, data = whole_manifest(files)
     there = {file.key.removeprefix(prefix): file.size_bytes for file in target.storage.list(prefix)}
-    _refuse_other_contents(files, target, prefix, there)
+    _refuse_other_contents(manifest, data, target, prefix, there)
     candidates = [receipt for receipt in manifest.files if there.get(receipt.name) == receipt.size_bytes]
     found = _intact(target, prefix, candidates)
     missing = [receipt for receipt in manifest.files if receipt.name not in found]
-    _copy_files(files, target, prefix, missing)
+    sources = {receipt.name: files.key_of(receipt) for receipt in files.read_manifest()[0].files}
+    _copy_files(files, sources, target, prefix, missing)
     _check_arrived(target, prefix, missing)
     if isinstance(target.storage, HasLocalFiles):
         for name in manifest.directories:
             target.storage.make_directory(prefix + name)
-    for name in (USER_METADATA_NAME, MANIFEST_NAME):
-        if any(file.key == files.prefix + name for file in files.storage.list(files.prefix + name)):
-            data = files.storage.read(files.prefix + name)
-            target.storage.write(prefix + name, [memoryview(data)])
-            if isinstance(target.storage, Persists):
-                target.storage.persist([prefix + name])
+    last = {MANIFEST_NAME: data}
+    with contextlib.suppress(FileMissing):
+        last = {USER_METADATA_NAME: files.storage.read(files.prefix + USER_METADATA_NAME), **last}
+    for name, contents in last.items():
+        target.storage.write(prefix + name, [memoryview(contents)])
+        if isinstance(target.storage, Persists):
+            target.storage.persist([prefix + name])
     return CopyReport(
         uri=target.storage.uri,
         steps=(manifest.step,) if missing else (),
@@ -116,6 +118,13 @@ def copy_checkpoint(files: CheckpointFiles, target: Target, *, prefix: str = "")
         num_found=len(found),
         copied_bytes=sum(receipt.size_bytes for receipt in missing),
     )
+
+
+def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
+    """The manifest of a copy: that of the checkpoint, but that all files lie in its own directory."""
+    manifest, data = files.read_manifest()
+    whole = manifest.made_whole()
+    return whole, data if whole is manifest else whole.encode()
 
 
 def copy_store(
@@ -145,7 +154,8 @@ def copy_store(
             total = replace(total, present=(*total.present, record.entry.step))
             continue
         report = copy_checkpoint(open_files(record), target, prefix=attempt_prefix(record))
-        entry = replace(record.entry, epoch=epoch, bases=())
+        digest = sha256_of(whole_manifest(open_files(record))[1]) if record.entry.bases else None
+        entry = replace(record.entry, epoch=epoch, bases=(), manifest_sha256=digest or record.entry.manifest_sha256)
         committed = own.append(lambda _newest, entry=entry: Commit(entry=entry))  # type: ignore[misc]
         if committed is not None and record.number in newest.state.pinned:
             own.append(lambda _newest, number=committed.number: Pin((number,)))  # type: ignore[misc]
@@ -175,15 +185,15 @@ def _claim(log: Log, *, above: int) -> int:
     return record.state.epoch
 
 
-def _refuse_other_contents(files: CheckpointFiles, target: Target, prefix: str, there: Mapping[str, int]) -> None:
+def _refuse_other_contents(
+    manifest: Manifest, data: bytes, target: Target, prefix: str, there: Mapping[str, int]
+) -> None:
     if not there:
         return
     if MANIFEST_NAME in there:
-        same = target.storage.read(prefix + MANIFEST_NAME) == files.storage.read(files.prefix + MANIFEST_NAME)
-        if not same:
+        if target.storage.read(prefix + MANIFEST_NAME) != data:
             raise InvalidInput(f"Another checkpoint lies at {target.storage.uri}/{prefix}".rstrip("/"))
         return
-    manifest, _ = files.read_manifest()
     foreign = there.keys() - manifest.by_name.keys() - {USER_METADATA_NAME}
     if foreign:
         raise InvalidInput(
@@ -199,11 +209,15 @@ def _intact(target: Target, prefix: str, receipts: Sequence[Receipt]) -> set[str
     return {receipt.name for receipt in receipts if prefix + receipt.name in good}
 
 
-def _copy_files(files: CheckpointFiles, target: Target, prefix: str, receipts: Sequence[Receipt]) -> None:
+def _copy_files(
+    files: CheckpointFiles,
+    sources: Mapping[str, str],
+    target: Target,
+    prefix: str,
+    receipts: Sequence[Receipt],
+) -> None:
     planned = [
-        PlannedFile(
-            prefix + receipt.name, StorageSource(files.storage, files.prefix + receipt.name, receipt.size_bytes)
-        )
+        PlannedFile(prefix + receipt.name, StorageSource(files.storage, sources[receipt.name], receipt.size_bytes))
         for receipt in receipts
     ]
     for receipt, stored in zip(receipts, target.transfer.upload(planned), strict=True):

@@ -69,7 +69,7 @@ class CheckpointFiles:
 
     def check_complete(self, manifest: Manifest) -> None:
         """Raise CheckpointDamaged unless every file is there with its size. One listing."""
-        stored = {file.key.removeprefix(self.prefix): file.size_bytes for file in self.storage.list(self.prefix)}
+        stored = self.stored_sizes(manifest)
         for receipt in manifest.files:
             found = stored.get(receipt.name)
             if found != receipt.size_bytes:
@@ -81,9 +81,31 @@ class CheckpointFiles:
                     file=receipt.name,
                 )
 
+    def stored_sizes(self, manifest: Manifest) -> dict[str, int]:
+        """The size of every file that is there, by name: its own, listed or not, and those that lie elsewhere."""
+        sizes = {file.key.removeprefix(self.prefix): file.size_bytes for file in self.storage.list(self.prefix)}
+        elsewhere = {self.key_of(receipt): receipt.name for receipt in manifest.files if receipt.attempt is not None}
+        for attempt in manifest.references:
+            for file in self.storage.list(f"{CHECKPOINT_PREFIX}{attempt}/"):
+                if file.key in elsewhere:
+                    sizes[elsewhere[file.key]] = file.size_bytes
+        return sizes
+
+    def key_of(self, receipt: Receipt) -> str:
+        """Where a file lies. Raises CheckpointDamaged when that is another checkpoint, and this one is not in a store."""
+        if receipt.attempt is None:
+            return self.prefix + receipt.name
+        if self.record is None:
+            raise CheckpointDamaged(
+                f"{receipt.name} lies in the directory {receipt.attempt} of the store that this was copied from",
+                file=receipt.name,
+                hint="Copy checkpoints that refer to others with `ckptstore cp`, which makes them whole",
+            )
+        return f"{CHECKPOINT_PREFIX}{receipt.attempt}/{receipt.name}"
+
     def wanted(self, receipt: Receipt) -> Wanted:
         """What the transfer is to fetch or check for a receipt."""
-        return self.wanted_at(self.prefix, receipt)
+        return Wanted(self.key_of(receipt), receipt.size_bytes, receipt.crc32c)
 
     @staticmethod
     def wanted_at(prefix: str, receipt: Receipt) -> Wanted:
@@ -94,7 +116,7 @@ class CheckpointFiles:
         """A whole file, checked. For files that fit in memory many times over."""
         data = bytearray(receipt.size_bytes)
         checks = () if receipt.crc32c is None else ((receipt.size_bytes, receipt.crc32c),)
-        self.transfer.read([RangeRead(self.prefix + receipt.name, 0, (memoryview(data),), checks, receipt.version)])
+        self.transfer.read([RangeRead(self.key_of(receipt), 0, (memoryview(data),), checks, receipt.version)])
         return bytes(data)
 
 
@@ -135,10 +157,10 @@ def open_directory(files: CheckpointFiles) -> Iterator[Path]:
     """The checkpoint as a directory on this node, read-only, for as long as the context lasts.
 
     On a disk it is the real one, under a lease. Else it is a copy that all processes of this node share: downloaded
-    once, every byte checked.
+    once, every byte checked. So is one that refers to files of other checkpoints.
     """
     manifest, data = files.read_manifest()
-    if isinstance(files.storage, HasLocalFiles):
+    if isinstance(files.storage, HasLocalFiles) and not manifest.references:
         if files.record is None:
             yield files.storage.local_path(files.prefix.rstrip("/"))
             return
@@ -149,7 +171,7 @@ def open_directory(files: CheckpointFiles) -> Iterator[Path]:
 
     def download(path: Path) -> None:
         _download(files, manifest, manifest.files, path)
-        (path / MANIFEST_NAME).write_bytes(data)
+        (path / MANIFEST_NAME).write_bytes(manifest.made_whole().encode() if manifest.references else data)
 
     cache = NodeCache(files.config.cache)
     size_bytes = manifest.size_bytes + len(data)

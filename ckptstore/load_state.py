@@ -119,6 +119,8 @@ class _Reader:
         self._is_near = options.read_once == "node" and not isinstance(files.storage, HasLocalFiles)
         self._copies: NodeCopies | None = None
         self._local: Transfer | None = None
+        self._elsewhere: dict[str, str] = {}
+        """Keys of files that lie in the directories of other checkpoints."""
         self.beat: Beat = _no_beat
 
     def open(self, manifest: Manifest, *, share: bool) -> TensorIndex:
@@ -130,6 +132,9 @@ class _Reader:
             disk = LocalStorage(self._copies.root, durable=False)
             self._local = Transfer(disk, config=config.transfer, retry=config.retry)
             self._stack.callback(self._local.close)
+        self._elsewhere = {
+            files.prefix + receipt.name: files.key_of(receipt) for receipt in manifest.files if receipt.attempt
+        }
         receipt = manifest.by_name.get(INDEX_NAME)
         if manifest.kind != "state" or receipt is None:
             raise InvalidInput(
@@ -145,6 +150,8 @@ class _Reader:
         """See `Transfer.read`."""
         copies, local = self._copies, self._local
         if not self._is_near or copies is None or local is None:
+            if self._elsewhere:
+                ranges = [replace(item, key=self._elsewhere.get(item.key, item.key)) for item in ranges]
             self._files.transfer.read(ranges, beat=self.beat)
             return
         names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
@@ -219,3 +226,9 @@ def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:
         index = reader.open(files.read_manifest()[0], share=False)
         stored = StoredState(index, reader.read, files.prefix, rank=0, world_size=len(index.parts))
         return stored.value_of_each_rank(key)
+
+
+def open_alone(files: CheckpointFiles) -> StoredState:
+    """The stored state for a process on its own, which takes the lowest rank's of what differs between ranks."""
+    index = _Reader(files, LoadOptions(), ExitStack()).open(files.read_manifest()[0], share=False)
+    return StoredState(index, files.transfer.read, files.prefix, rank=0, world_size=1, per_rank="first")

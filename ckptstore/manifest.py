@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from ckptstore.digest import to_hex
 from ckptstore.encoding import FORMAT_VERSION, dump_json, load_object
 from ckptstore.errors import CheckpointDamaged, InvalidName
-from ckptstore.layout import MANIFEST_NAME, check_collisions, check_name
+from ckptstore.layout import MANIFEST_NAME, Attempt, check_collisions, check_name
 
 Kind = Literal["directory", "state"]
 
@@ -34,6 +34,8 @@ class Receipt:
     """What that rank called it, None where that is `name`."""
     version: str | None = None
     """The storage's mark of these exact contents when they were written, None where there is none; not encoded."""
+    attempt: str | None = None
+    """The directory of another checkpoint of the store in which it lies, None where it lies in its own."""
 
     def to_json(self) -> dict[str, Any]:
         """The receipt as an entry of the manifest."""
@@ -43,7 +45,8 @@ class Receipt:
             "crc32c": None if self.crc32c is None else to_hex(self.crc32c),
             "rank": self.rank,
         }
-        return entry if self.original_name is None else {**entry, "original_name": self.original_name}
+        more = {"original_name": self.original_name, "attempt": self.attempt}
+        return entry | {name: value for name, value in more.items() if value is not None}
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> Receipt:
@@ -57,7 +60,10 @@ class Receipt:
         if original is not None:
             check_name(original)
         crc32c = None if digest is None else int(digest, 16)
-        return Receipt(check_name(entry["name"]), size_bytes, crc32c, rank, original)
+        attempt = entry.get("attempt")
+        if attempt is not None and Attempt.parse(attempt) is None:
+            raise ValueError("an attempt is not the name of a directory")
+        return Receipt(check_name(entry["name"]), size_bytes, crc32c, rank, original, attempt=attempt)
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,17 @@ class Manifest:
     def by_name(self) -> Mapping[str, Receipt]:
         """The receipts by stored name."""
         return {receipt.name: receipt for receipt in self.files}
+
+    @cached_property
+    def references(self) -> frozenset[str]:
+        """The directories of other checkpoints in which some of its files lie."""
+        return frozenset(receipt.attempt for receipt in self.files if receipt.attempt is not None)
+
+    def made_whole(self) -> Manifest:
+        """The manifest of a copy that has all files in its own directory."""
+        if not self.references:
+            return self
+        return replace(self, files=tuple(replace(receipt, attempt=None) for receipt in self.files))
 
     def encode(self) -> bytes:
         """The manifest as bytes; the same manifest always gives the same bytes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptstore.background import Background, OnBusy, PendingSave
@@ -153,8 +153,10 @@ class StateSaver:
     def _shard(
         self, state: Mapping[str, Any], options: StateOptions, asked: Mapping[str, Any], *, upload: Any
     ) -> StateShard:
-        if not isinstance(options.incremental, bool):
-            raise InvalidInput(f"incremental is {options.incremental!r}, it is True or False")
+        if options.incremental not in (False, True, "reference"):
+            raise InvalidInput(f"incremental is {options.incremental!r}, it is True, False or 'reference'")
+        if options.incremental == "reference":  # stock readers look in one directory
+            options = replace(options, stock_readable=False)
         job = self.job
         return StateShard(
             lambda: collect(state),
@@ -163,20 +165,29 @@ class StateSaver:
             storage=job.storage,
             upload=upload,
             options=options,
-            before=self._before,
+            before=lambda: self._before(live_only=options.incremental == "reference"),
         )
 
-    def _before(self) -> Kept | None:
-        """What this rank has in the latest checkpoint: as this job knows it, or as it is stored beside it."""
+    def _before(self, *, live_only: bool) -> Kept | None:
+        """What this rank has in the latest checkpoint; with `live_only`, as far as it lies in live ones."""
         job = self.job
-        latest = job.log.latest()
-        if latest is None or latest.entry.kind != "state" or latest.entry.world_size != job.group.world_size:
+        newest = job.log.newest()
+        live = job.log.records(newest.state.live) if newest else []
+        if not live or live[-1].entry.kind != "state" or live[-1].entry.world_size != job.group.world_size:
             return None
-        prefix, name = attempt_prefix(latest), kept_file_name(job.group.rank)
-        if self._kept is not None and self._kept.prefix == prefix:
-            return self._kept
+        kept = self._kept
+        if kept is None or kept.attempt != live[-1].entry.attempt:
+            kept = self._stored_kept(live[-1])
+        if kept is None:
+            return None
+        attempts = {record.entry.attempt for record in live} if live_only else {live[-1].entry.attempt}
+        return kept.only_in(attempts)
+
+    def _stored_kept(self, record: Record) -> Kept | None:
+        """As it is stored beside a checkpoint that an earlier start of the job saved."""
+        key = attempt_prefix(record) + kept_file_name(self.job.group.rank)
         try:
-            return Kept.decode(job.storage.read(prefix + name), prefix=prefix, file=prefix + name)
+            return Kept.decode(self.job.storage.read(key), attempt=record.entry.attempt, file=key)
         except (FileMissing, CheckpointDamaged):
             return None
 

@@ -29,8 +29,6 @@ class Contents(NamedTuple):
     receipts: Sequence[Receipt]
     directories: Sequence[str] = ()
     """Directories without a file in them."""
-    bases: Sequence[int] = ()
-    """The numbers of checkpoints whose files it refers to."""
 
 
 class Shard(Protocol):

@@ -26,6 +26,7 @@ from ckptstore.save import save
 
 if TYPE_CHECKING:
     from ckptstore.save_state import StateSaver
+    from ckptstore.state.state_shard import Incremental
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class CheckpointStore:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         exists: str = "replace",
-        incremental: bool = False,
+        incremental: Incremental = False,
         allow_pickle: bool = False,
         stock_readable: bool = True,
     ) -> Checkpoint:
@@ -75,7 +76,7 @@ class CheckpointStore:
                 load_state_dict, and plain Python values, nested as you like. Training is not changed by a save.
             step, metrics, metadata, exists: as for `save_directory`.
             incremental: take over files of the latest checkpoint that have hardly changed, by hard links or by copies
-                inside the storage, and write only the rest.
+                inside the storage, and write only the rest. "reference" only refers to files of live checkpoints.
             allow_pickle: store values that nothing else can hold as pickles; loading must allow it again.
             stock_readable: make it readable by torch's own DCP too.
 
@@ -96,7 +97,7 @@ class CheckpointStore:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         exists: str = "replace",
-        incremental: bool = False,
+        incremental: Incremental = False,
         allow_pickle: bool = False,
         stock_readable: bool = True,
         on_busy: OnBusy = "wait",
@@ -280,10 +281,6 @@ class CheckpointStore:
         """All live checkpoints, in the order of their commits."""
         return (entry.checkpoint for entry in self.entries())
 
-    def __len__(self) -> int:
-        newest = self._job.log.newest()
-        return len(newest.state.live) if newest else 0
-
     def __contains__(self, step: object) -> bool:
         return any(checkpoint.step == step for checkpoint in self)
 
@@ -312,7 +309,7 @@ class CheckpointStore:
         self._change(lambda newest: Pin((self._record_of(step, newest).number,), self._job.epoch))
 
     def unpin(self, step: int) -> None:
-        """Give the checkpoint of a step back to retention. Raises CheckpointGone."""
+        """Undo `pin`. Raises CheckpointGone."""
         self._change(lambda newest: Unpin((self._record_of(step, newest).number,), self._job.epoch))
 
     def roll_back(self, step: int) -> Checkpoint:

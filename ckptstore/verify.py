@@ -76,7 +76,7 @@ def verify(
         return VerifyReport(
             step=error.step, num_files=0, num_read=0, read_bytes=0, num_without_digest=0, problems=(problem,)
         )
-    stored = {file.key.removeprefix(files.prefix): file.size_bytes for file in files.storage.list(files.prefix)}
+    stored = files.stored_sizes(manifest)
     if MANIFEST_NAME not in stored:
         raise CheckpointGone(f"Step {manifest.step} was removed while it was verified", step=manifest.step)
     problems = _sizes(manifest.files, stored)
@@ -135,7 +135,7 @@ def _digests(
     files: CheckpointFiles, chosen: Sequence[Receipt], receipts: Sequence[Receipt], beat: Callable[[], None]
 ) -> list[Problem]:
     owners = {(receipt.size_bytes, receipt.crc32c): receipt.name for receipt in receipts}
-    by_key = {files.prefix + receipt.name: receipt for receipt in chosen}
+    by_key = {files.key_of(receipt): receipt for receipt in chosen}
     problems = []
     for checked in files.transfer.check([files.wanted(receipt) for receipt in chosen], beat=beat):
         receipt = by_key[checked.wanted.key]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,8 @@ class KeptFile:
     """A file of the checkpoint before."""
 
     name: str
+    attempt: str
+    """The directory in which it lies."""
     size_bytes: int
     crc32c: int
     slab_bytes: int
@@ -76,8 +78,8 @@ class KeptFile:
 class Kept:
     """What one rank knows of its files in the checkpoint before."""
 
-    prefix: str
-    """Of their keys."""
+    attempt: str
+    """The directory of that checkpoint."""
     files: tuple[KeptFile, ...]
 
     def still_good(self, digests: dict[Place, str]) -> list[KeptFile]:
@@ -94,6 +96,7 @@ class Kept:
         files = [
             {
                 "name": file.name,
+                "attempt": file.attempt,
                 "size_bytes": file.size_bytes,
                 "crc32c": file.crc32c,
                 "slab_bytes": file.slab_bytes,
@@ -107,12 +110,16 @@ class Kept:
         ]
         return json.dumps({"version": FORMAT_VERSION, "files": files}).encode()
 
+    def only_in(self, attempts: Collection[str]) -> Kept:
+        """The files that lie in one of these directories."""
+        return Kept(self.attempt, tuple(file for file in self.files if file.attempt in attempts))
+
     @staticmethod
-    def decode(data: bytes, *, prefix: str, file: str) -> Kept:
+    def decode(data: bytes, *, attempt: str, file: str) -> Kept:
         """Read them back. Raises CheckpointDamaged."""
         value = load_object(data, file=file)
         try:
-            return Kept(prefix, tuple(_file_from_json(entry) for entry in value["files"]))
+            return Kept(attempt, tuple(_file_from_json(entry) for entry in value["files"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointDamaged(f"{file} does not describe chunks: {error!r}", file=file) from None
 
@@ -120,6 +127,7 @@ class Kept:
 def _file_from_json(entry: dict[str, Any]) -> KeptFile:
     return KeptFile(
         check_name(entry["name"]),
+        check_name(entry["attempt"]),
         int(entry["size_bytes"]),
         int(entry["crc32c"]),
         int(entry["slab_bytes"]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -202,12 +202,16 @@ class ShardFiles:
             rows_of(described.items[number].key)
         return builder.encode(common=self._values(plan.common), own=self._values(plan.own))
 
-    def kept_after(self, prefix: str, stored: Sequence[Stored]) -> Kept:
-        """What the next save may take over: the files of this one, once they are stored below `prefix`."""
-        written = [self._kept_file(file, one) for file, one in zip(self.files, stored, strict=True)]
-        return Kept(prefix, (*self.kept, *written))
+    def kept_after(self, attempt: str, stored: Sequence[Stored], *, linked: bool) -> Kept:
+        """What the next save may take over: the files of this one, once they are stored in that directory.
 
-    def _kept_file(self, file: ShardFile, stored: Stored) -> KeptFile:
+        `linked` says that those that were taken over lie there too.
+        """
+        written = [self._kept_file(file, attempt, one) for file, one in zip(self.files, stored, strict=True)]
+        taken = [replace(file, attempt=attempt) if linked else file for file in self.kept]
+        return Kept(attempt, (*taken, *written))
+
+    def _kept_file(self, file: ShardFile, attempt: str, stored: Stored) -> KeptFile:
         regions = iter(stored.block_crcs)
         slab_crcs = next(regions) if file.slab_bytes else b""
         chunks = []
@@ -215,7 +219,8 @@ class ShardFiles:
             crcs = b"" if placed.offset < file.slab_bytes else next(regions)
             digest = self._digests[placed.key, placed.box]
             chunks.append(KeptChunk(placed.key, placed.box, placed.offset, placed.payload_bytes, digest, crcs))
-        return KeptFile(file.name, stored.size_bytes, stored.crc32c, file.slab_bytes, slab_crcs, tuple(chunks))
+        sizes = stored.size_bytes, stored.crc32c, file.slab_bytes
+        return KeptFile(file.name, attempt, *sizes, slab_crcs, tuple(chunks))
 
     def _values(self, keys: Sequence[str]) -> bytes:
         """The JSON object of some plain values; their texts are JSON already."""

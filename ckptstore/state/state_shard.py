@@ -7,11 +7,11 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ckptstore.errors import CheckpointDamaged, InvalidState, StorageError
 from ckptstore.group import Beat, Group
-from ckptstore.layout import DCP_METADATA_NAME, Attempt
+from ckptstore.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt
 from ckptstore.manifest import Receipt
 from ckptstore.plan import PlannedFile
 from ckptstore.request import Request
@@ -31,6 +31,8 @@ from ckptstore.transfer import Stored
 
 _LENGTH = struct.Struct("<I")
 
+Incremental = bool | Literal["reference"]
+
 
 class Upload(Protocol):
     """`Transfer.upload`, or what does the same in another process."""
@@ -46,8 +48,9 @@ class StateOptions:
     allow_pickle: bool = False
     stock_readable: bool = True
     """Whether stock DCP shall be able to read it: plain values twice, and `.metadata` up to 200,000 chunks."""
-    incremental: bool = False
-    """Whether files of the checkpoint before are taken over where most of them has not changed."""
+    incremental: Incremental = False
+    """Whether files of the checkpoint before are taken over where most of them has not changed: linked or copied into
+    the new one, or only referred to."""
     num_files: int = 4
     """How many files a rank writes at once when there is much to write."""
 
@@ -98,7 +101,8 @@ class StateShard:
         def look() -> Sequence[Item]:
             nonlocal found
             self._flat = self._collect()
-            self._before = self._find_before() if options.incremental and _can_take_over(self._storage) else None
+            can = options.incremental == "reference" or isinstance(self._storage, HasLocalFiles | CopiesInside)
+            self._before = self._find_before() if options.incremental and can else None
             found = describe(self._flat, compare=group.world_size > 1, allow_pickle=options.allow_pickle)
             return found.items
 
@@ -116,7 +120,7 @@ class StateShard:
             plan,
             rank=group.rank,
             num_files=options.num_files,
-            incremental=options.incremental,
+            incremental=bool(options.incremental),
             before=self._before,
         )
         if options.stock_readable:
@@ -154,7 +158,8 @@ class StateShard:
         ]
         self._seal(files)
         if self._options.incremental:
-            self.kept = self._files.kept_after(attempt.prefix, stored)
+            linked = self._options.incremental != "reference"
+            self.kept = self._files.kept_after(str(attempt), stored, linked=linked)
             receipts += self._add({kept_file_name(self._group.rank): self.kept.encode()}, attempt, beat)
         part = self._files.index_part([one.block_crcs for one in stored])
         head = {
@@ -190,10 +195,11 @@ class StateShard:
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
         """Files of the checkpoint before, under a second name or copied inside the storage. Nothing is read here."""
-        storage = self._storage
+        storage, rank = self._storage, self._group.rank
+        if self._options.incremental == "reference":
+            return [Receipt(file.name, file.size_bytes, file.crc32c, rank, attempt=file.attempt) for file in kept]
         for file in kept:
-            assert self._before is not None  # else nothing would be kept
-            source, target = self._before.prefix + file.name, attempt.key(file.name)
+            source, target = f"{CHECKPOINT_PREFIX}{file.attempt}/{file.name}", attempt.key(file.name)
             is_linked = isinstance(storage, HasLocalFiles) and storage.link(storage.local_path(source), target)
             if not is_linked and isinstance(storage, CopiesInside):
                 storage.copy(source, target)
@@ -201,7 +207,7 @@ class StateShard:
                 raise StorageError(f"{source} cannot be linked to the next checkpoint", file=file.name)
         if isinstance(storage, Persists):
             storage.persist([attempt.key(file.name) for file in kept])
-        return [Receipt(file.name, file.size_bytes, file.crc32c, self._group.rank) for file in kept]
+        return [Receipt(file.name, file.size_bytes, file.crc32c, rank) for file in kept]
 
     def _add(self, written: Mapping[str, bytes], attempt: Attempt, beat: Beat) -> list[Receipt]:
         """Write some small files."""
@@ -216,10 +222,6 @@ class StateShard:
     def _seal(self, files: Sequence[PlannedFile]) -> None:
         if isinstance(self._storage, Persists):
             self._storage.seal([file.key for file in files])
-
-
-def _can_take_over(storage: Storage) -> bool:
-    return isinstance(storage, HasLocalFiles | CopiesInside)
 
 
 def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:

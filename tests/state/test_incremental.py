@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptstore import CheckpointStore, InvalidInput, KeepLatest, StorageGroup, open_store
+from ckptstore import Checkpoint, CheckpointStore, InvalidInput, KeepLatest, StorageGroup, open_store
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.state.boxes import Box
 from ckptstore.state.incremental import Kept, KeptChunk, KeptFile
@@ -159,15 +159,71 @@ def test_ranks_take_over_their_own_files(tmp_path: Path) -> None:
             assert all(size < 1 << 16 for size in others)
 
 
-def test_references_are_refused_for_now(tmp_path: Path) -> None:
+def test_references_name_live_checkpoints_and_keep_them(root: str, tmp_path: Path) -> None:
+    state, counted = lora_state(), CountCalls()
+    with with_faults(open_store(root, retention=KeepLatest(1), grace_seconds=0), counted) as store:
+        store.save(0, state, incremental="reference")
+        for step in (1, 2):
+            change(state)
+            counted.clear()
+            checkpoint = store.save(step, state, incremental="reference")
+            store._job._pruning.join()  # type: ignore[union-attr]
+            found = blank(state)
+            checkpoint.load(found)
+            assert_equal(found, state)
+            assert checkpoint.verify().ok
+            if step == 1:
+                assert written(counted) <= 0.015 * checkpoint.size_bytes
+                assert counted.counts["link"] + counted.counts["copy"] == 0
+                assert [item.held_by for item in store.trash()] == ["1 checkpoints refer to it"]
+        # the base is in the trash now: a new save may not name it, and has written everything itself
+        assert written(counted) > 16 << 20
+        assert {item.attempt for item in checkpoint.files} == {None}
+        store.prune()
+        assert store.trash() == []
+
+
+def test_a_copy_of_a_reference_is_whole(tmp_path: Path) -> None:
+    from ckptstore.copying import copy_checkpoint, copy_store, open_target
+    from ckptstore.load import files_of
+
+    state = lora_state(1 << 20)
+    with open_store(tmp_path / "store") as store:
+        for step in range(3):
+            change(state)
+            checkpoint = store.save(step, state, incremental="reference")
+        assert {item.attempt for item in checkpoint.files} != {None}
+        with checkpoint.as_directory() as path:
+            assert Checkpoint.from_directory(path).verify().ok
+        target = open_target(str(tmp_path / "one"), storage_options=None)
+        copy_checkpoint(checkpoint._files, target)
+        target.close()
+        whole = open_target(str(tmp_path / "all"), storage_options=None)
+        copy_store(store._job.log, store._job.storage, whole, lambda record: files_of(store._job, record))
+        whole.close()
+        with pytest.raises(CheckpointDamaged, match="ckptstore cp"):
+            Checkpoint.from_directory(checkpoint.uri)
+    alone = Checkpoint.from_directory(tmp_path / "one")
+    found = blank(state)
+    alone.load(found)
+    assert_equal(found, state)
+    assert alone.verify().ok
+    with open_store(tmp_path / "all") as copied:
+        assert all(item.verify().ok for item in copied)
+        found = blank(state)
+        copied.load(found)
+        assert_equal(found, state)
+
+
+def test_other_words_are_refused(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store, pytest.raises(InvalidInput, match="incremental"):
-        store.save(0, {"a": 1}, incremental="reference")  # type: ignore[arg-type]
+        store.save(0, {"a": 1}, incremental="link")  # type: ignore[arg-type]
 
 
 def test_what_is_stored_of_chunks_comes_back() -> None:
     chunk = KeptChunk("a.b", Box((0, 2), (3, 4)), 704, 48, "ab" * 16, b"\x01\x02\x03\x04")
-    kept = Kept("checkpoints/x/", (KeptFile("state-rank=00000-00.distcp", 9000, 77, 512, b"1234", (chunk,)),))
-    assert Kept.decode(kept.encode(), prefix="checkpoints/x/", file="digests") == kept
+    kept = Kept("x", (KeptFile("state-rank=00000-00.distcp", "x", 9000, 77, 512, b"1234", (chunk,)),))
+    assert Kept.decode(kept.encode(), attempt="x", file="digests") == kept
     for text in (b"{", b'{"version":1}', b'{"version":1,"files":[{"name":"../x"}]}'):
         with pytest.raises(CheckpointDamaged):
-            Kept.decode(text, prefix="", file="digests")
+            Kept.decode(text, attempt="x", file="digests")
