@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptstore.digest import BLOCK_BYTES
-from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore.errors import CheckpointDamaged, InvalidState, StateMismatch
 from ckptstore.layout import DCP_METADATA_NAME, check_name
 from ckptstore.state import frames
 from ckptstore.state.boxes import Box, inside, overlap, strides_of
 from ckptstore.state.index import TensorIndex
+from ckptstore.state.matching import Saved, SavedTensor
 from ckptstore.state.part import DTYPES, Part, PartBuilder
-from ckptstore.state.placement import Piece, pieces_of
-from ckptstore.state.reads import ReadPlan, run_steps
+from ckptstore.state.placement import Piece, dtype_and_shape, pieces_of
+from ckptstore.state.reads import ReadPlan, RunSteps, run_steps
 from ckptstore.state.segments import narrowed
 from ckptstore.transfer import RangeRead
 
@@ -131,21 +132,33 @@ class StockState:
                 ) from None
         return found
 
-    def fill(self, targets: Mapping[str, tuple[torch.Tensor, str]]) -> None:
+    def saved(self, wanted: Callable[[str], bool] = lambda key: True) -> Saved:
+        """What the checkpoint has, with the plain values whose keys are wanted; the same for every rank."""
+        tensors = {
+            fqn: SavedTensor(getattr(torch, entry.dtype), entry.shape) for fqn, entry in self.index.tensors.items()
+        }
+        return Saved(tensors, self.values(wanted))
+
+    def fill(self, targets: Mapping[str, tuple[torch.Tensor, str]], *, run: RunSteps = run_steps) -> None:
         """Read tensors into memory, as `StoredState.fill` does; nothing is checked against digests."""
-        self._fill([(source, pieces_of(tensor, name)) for name, (tensor, source) in targets.items()])
+        for name, (tensor, source) in targets.items():
+            entry, (dtype, shape) = self.index.tensors.get(source), dtype_and_shape(tensor)
+            if entry is None or (getattr(torch, entry.dtype), entry.shape) != (dtype, shape):
+                has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
+                raise StateMismatch(f"{name} is {dtype} {shape}, the checkpoint has {has}")
+        self._fill([(source, pieces_of(tensor, name)) for name, (tensor, source) in targets.items()], run)
 
     def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
         """Read boxes of stored tensors, each into memory of its shape and dtype."""
         self._fill([(key, [Piece(box, memory)]) for key, box, memory in wanted])
 
-    def _fill(self, wanted: Sequence[tuple[str, list[Piece]]]) -> None:
+    def _fill(self, wanted: Sequence[tuple[str, list[Piece]]], run: RunSteps = run_steps) -> None:
         plan = _StockReadPlan(self.index, prefix=self.prefix, checked=False)
         plan.opaque = self._opaque
         for source, pieces in wanted:
             plan.add(source, pieces, rank=0)
         with torch.no_grad():
-            run_steps(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)
+            run(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)
             for frame, jobs in plan.whole_frames.items():
                 self._load_frame(frame, jobs)
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from ckptstore.errors import CheckpointDamaged, InvalidName, InvalidState
+from ckptstore.errors import CheckpointDamaged, InvalidName, InvalidState, StateMismatch
 from ckptstore.state.stock_read import StockState, load_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
@@ -145,6 +145,16 @@ def test_we_read_our_own_files_as_stock(ours):
     loaded = blank(tensors)
     open_stock(ours).fill({key: (tensor, key) for key, tensor in loaded.items()})
     assert_same(loaded, tensors)
+
+
+def test_what_does_not_fit_is_refused(stock):
+    with pytest.raises(StateMismatch, match="the checkpoint has float32"):
+        open_stock(stock).fill({"x": (torch.zeros(3), "tied.a")})
+    with pytest.raises(StateMismatch, match="has nothing"):
+        open_stock(stock).fill({"x": (torch.zeros(3), "absent")})
+    saved = open_stock(stock).saved(lambda key: key == "epoch")
+    assert saved.tensors["tied.a"].shape == (600, 500)
+    assert saved.values == {"epoch": 3}
 
 
 class Attack:
