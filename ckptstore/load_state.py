@@ -230,5 +230,6 @@ def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:
 
 def open_alone(files: CheckpointFiles) -> StoredState:
     """The stored state for a process on its own, which takes the lowest rank's of what differs between ranks."""
-    index = _Reader(files, LoadOptions(), ExitStack()).open(files.read_manifest()[0], share=False)
-    return StoredState(index, files.transfer.read, files.prefix, rank=0, world_size=1, per_rank="first")
+    reader = _Reader(files, LoadOptions(), ExitStack())
+    index = reader.open(files.read_manifest()[0], share=False)
+    return StoredState(index, reader.read, files.prefix, rank=0, world_size=1, per_rank="first")

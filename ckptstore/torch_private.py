@@ -101,3 +101,11 @@ def storage_info_class() -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo
+
+
+def tensor_rebuilders() -> tuple[Any, Any]:
+    """The functions that a file of `torch.save` names for making a tensor from a storage: with the dtype that the
+    storage's class tells, and with one that is given."""
+    from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
+
+    return _rebuild_tensor_v2, _rebuild_tensor_v3

@@ -34,6 +34,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("saves of a state", {"save_state"}),
     ("the store", {"store"}),
     ("opening it", {"opening"}),
+    ("formats of other tools", {"exporting", "importing"}),
     ("surface", {""}),
     ("edges", {"integrations", "testing", "terminal", "bench"}),
     ("programs", {"demo"}),

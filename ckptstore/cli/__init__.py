@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +20,8 @@ COMMANDS = (
     "verify",
     "diff",
     "cp",
+    "export",
+    "import",
     "pin",
     "unpin",
     "rollback",
@@ -26,7 +29,8 @@ COMMANDS = (
     "gc",
     "demo",
 )
-"""In the order of the help. The module of a command has its name, and `command` in it."""
+"""In the order of the help. The module of a command has its name, with an underscore behind words of Python, and
+`command` in it."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
@@ -43,7 +47,7 @@ class Commands(click.Group):
         """One command, None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"ckptstore.cli.{cmd_name}").command
+        command: click.Command = import_module(f"ckptstore.cli.{_module_name(cmd_name)}").command
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -58,6 +62,10 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
+
+
+def _module_name(command: str) -> str:
+    return f"{command}_" if keyword.iskeyword(command) else command
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from ckptstore.errors import InvalidInput, StateMismatch
+from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.state.boxes import Box
 from ckptstore.state.collector import collector_paused
 from ckptstore.state.flatten import TensorRef
-from ckptstore.state.index import TensorIndex
+from ckptstore.state.index import TensorEntry, TensorIndex
 from ckptstore.state.matching import Saved, SavedTensor
 from ckptstore.state.placement import Piece, dtype_and_shape, pieces_of
 from ckptstore.state.reads import ReadPlan, RunSteps, run_steps
@@ -47,8 +47,8 @@ class StoredState:
         if self.per_rank not in ("error", "first", "skip"):
             raise InvalidInput(f"per_rank is {self.per_rank!r}, it is 'error', 'first' or 'skip'")
 
-    def saved(self) -> Saved:
-        """What the checkpoint has for this rank, with its plain values. Reads what travels beside those.
+    def saved(self, *, with_values: bool = True) -> Saved:
+        """What the checkpoint has for this rank, with its plain values if asked for. Reads what travels beside those.
 
         Raises StateMismatch, naming the keys, when ranks had values of their own, the number of ranks is another one
         now, and `per_rank` is "error".
@@ -63,7 +63,14 @@ class StoredState:
             if not entry.beside_value and fqn not in self.index.aliases
         }
         aliases = {key: first for key, first in self.index.aliases.items() if key not in skipped}
-        return Saved(tensors, self.values(), aliases, skipped)
+        return Saved(tensors, self.values() if with_values else {}, aliases, skipped)
+
+    def entry(self, key: str) -> TensorEntry:
+        """What this rank knows of a tensor. Raises CheckpointDamaged for one that the index lacks."""
+        found = self.index.entry(key, self.source_rank(key))
+        if found is None:
+            raise CheckpointDamaged(f"the checkpoint has no tensor {key!r}")
+        return found
 
     def source_rank(self, key: str) -> int:
         """The rank whose tensor or value of that key this rank takes, where ranks differ."""

@@ -1,0 +1,188 @@
+"""The export story: a state checkpoint, from wherever it lies, becomes files that other tools read.
+
+Nothing is held whole: tensors pass through a buffer of at most 64 MiB, and every block that is read is checked. The
+files appear in their directory at once, when all of them are complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import InvalidInput, StorageError, StorageFull
+from ckptstore.layout import DCP_METADATA_NAME
+from ckptstore.load import CheckpointFiles
+from ckptstore.load_state import open_alone
+from ckptstore.manifest import Manifest
+from ckptstore.state.selection import KINDS, Kind, Paths, Selection, select
+from ckptstore.state.stock_read import load_metadata
+from ckptstore.state.stored import StoredState
+from ckptstore.state.to_dcp import write_dcp
+from ckptstore.state.to_safetensors import lay_out, write_safetensors
+from ckptstore.state.to_torch import build_tree, write_torch
+
+MAX_FILE_BYTES = 5_000_000_000
+"""Where a safetensors file ends, unless the caller says otherwise."""
+
+_OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".distcp", DCP_METADATA_NAME)
+_FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".distcp"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """What an export did."""
+
+    kind: Kind
+    path: Path
+    files: tuple[str, ...]
+    """Their names in `path`."""
+    num_tensors: int
+    """Tensors by name; tied ones count once each."""
+    size_bytes: int
+    """Of all tensors; what tied ones share counts once."""
+    notices: tuple[str, ...]
+    """What the files do not have, or have in another way, for people."""
+
+
+def export(
+    checkpoint: Checkpoint,
+    directory: str | os.PathLike[str],
+    *,
+    to: Kind,
+    include: str | Sequence[str] | None = None,
+    strip_prefix: str = "",
+    max_file_bytes: int = MAX_FILE_BYTES,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write a state checkpoint to a new directory in a format of other tools; every byte is checked on the way.
+
+    "safetensors" makes what Hugging Face libraries read: `model.safetensors`, or numbered files of at most
+    `max_file_bytes` and an index. Tied weights are stored once. "torch" makes `state.pt`, the nested state for
+    `torch.load(weights_only=True)`. "dcp" makes a directory for stock DCP. Of what differs between ranks the lowest
+    rank's is taken.
+
+    Args:
+        directory: where the files go; new or empty, or with `overwrite` one that holds nothing but exported files.
+        include: only keys that fit a pattern ("model.*") or one of several.
+        strip_prefix: taken from the beginning of keys ("model."), so that names are the model's own.
+
+    Raises InvalidInput and InvalidState before anything is written, CheckpointDamaged (nothing is left then).
+    """
+    target = Path(directory)
+    _check(target, to, max_file_bytes, overwrite=overwrite)
+    files = checkpoint._files
+    manifest, _ = files.read_manifest()
+    stored = open_alone(files)
+    saved = stored.saved(with_values=to != "safetensors")
+    selection = select(saved, include=include, strip_prefix=strip_prefix)
+    durable = files.config.transfer.durable
+    notices = _notices_of_ranks(stored, selection)
+    if to == "safetensors":
+        layout = lay_out(stored, selection, max_file_bytes=max_file_bytes)
+        num_values = len(stored.index.common_values().keys() | stored.index.value_ranks().keys())
+        notices += [f"{num_values} plain values are left out, safetensors holds tensors only"] if num_values else []
+        notices += [f"{name} is tied to {kept}, and stored as that" for name, kept in layout.tied.items()]
+        with _new_directory(target) as path:
+            names = write_safetensors(stored, layout, path, durable=durable)
+        size_bytes = layout.size_bytes
+    elif to == "torch":
+        paths = _paths(files, manifest)
+        tree = build_tree(stored, selection, paths)
+        notices += [
+            f"{key} is left out, torch.load(weights_only=True) refuses it: {why}" for key, why in tree.left_out.items()
+        ]
+        notices += [] if paths.are_known else ["the checkpoint tells no paths, so the keys are flat"]
+        with _new_directory(target) as path:
+            names = write_torch(stored, tree, path, durable=durable)
+        size_bytes = tree.size_bytes
+    elif include is None and not strip_prefix and DCP_METADATA_NAME in manifest.by_name:
+        size_bytes = sum(manifest.by_name[name].size_bytes for name in _stock_files(manifest))
+        with _new_directory(target) as path:
+            names = _copy_stock(files, manifest, path)
+    else:
+        with _new_directory(target) as path:
+            names, size_bytes = write_dcp(stored, selection, _paths(files, manifest), path, durable=durable)
+    return ExportReport(
+        kind=to,
+        path=target,
+        files=tuple(names),
+        num_tensors=len(selection.sources),
+        size_bytes=size_bytes,
+        notices=tuple(notices),
+    )
+
+
+def _check(target: Path, to: str, max_file_bytes: int, *, overwrite: bool) -> None:
+    if to not in KINDS:
+        raise InvalidInput(f"to is {to!r}, it is one of {', '.join(KINDS)}")
+    if max_file_bytes <= 0:
+        raise InvalidInput(f"max_file_bytes is {max_file_bytes}, it is at least 1")
+    if target.suffix in _FILE_SUFFIXES:
+        raise InvalidInput(f"{target} is named like a file", hint="An export makes a directory, and names its files")
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise InvalidInput(f"{target} exists and is not a directory")
+    present = sorted(path.name for path in target.iterdir()) if target.exists() else []
+    if present and not overwrite:
+        raise InvalidInput(f"{target} exists and is not empty", hint="Give another directory, or overwrite it")
+    foreign = [name for name in present if not name.endswith(_OWN_SUFFIXES)]
+    if foreign:
+        raise InvalidInput(f"{target} also holds {foreign[0]}, which no export wrote", hint="Give another directory")
+
+
+def _notices_of_ranks(stored: StoredState, selection: Selection) -> list[str]:
+    """What is one rank's alone."""
+    if len(stored.index.parts) == 1:
+        return []
+    apart = [key for key in selection.values if key in stored.index.value_ranks()]
+    apart += [key for key in selection.sources if stored.entry(selection.sources[key]).per_rank]
+    return [f"{key} differs between ranks, the lowest rank's is taken" for key in sorted(apart)]
+
+
+def _paths(files: CheckpointFiles, manifest: Manifest) -> Paths:
+    """The paths of keys; `.metadata` has them."""
+    receipt = manifest.by_name.get(DCP_METADATA_NAME)
+    if receipt is None:
+        return Paths(())
+    planner = load_metadata(files.read_file(receipt)).planner_data
+    return Paths(tuple(path) for path in planner.values()) if isinstance(planner, dict) else Paths(())
+
+
+def _stock_files(manifest: Manifest) -> list[str]:
+    """The files that stock DCP reads."""
+    return [name for name in manifest.by_name if name.endswith(".distcp") or name == DCP_METADATA_NAME]
+
+
+def _copy_stock(files: CheckpointFiles, manifest: Manifest, path: Path) -> list[str]:
+    names = _stock_files(manifest)
+    files.transfer.download([(files.wanted(manifest.by_name[name]), path / name) for name in names])
+    return names
+
+
+@contextmanager
+def _new_directory(target: Path) -> Iterator[Path]:
+    """A directory beside the target that takes its place when it is complete."""
+    partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if target.exists() and any(target.iterdir()):
+            replaced = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
+            target.rename(replaced)
+            partial.rename(target)
+            shutil.rmtree(replaced)
+        else:
+            partial.replace(target)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        cls = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+        raise cls(f"{target} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
