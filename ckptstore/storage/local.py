@@ -107,15 +107,23 @@ class LocalStorage:
             return bytes(memoryview(data)[:count])
 
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
-        with self._opened(key) as (descriptor, status):
-            if version is not None and version != _version(status):
-                raise CheckpointDamaged(f"{key} in {self._root} is not the file that was found before", file=key)
-            count, wanted = posix.read_at(descriptor, views, offset), sum(map(len, views))
-            if count != wanted:
-                raise CheckpointDamaged(
-                    f"{key} in {self._root} has {status.st_size} bytes, {offset + wanted} were expected at least",
-                    file=key,
-                )
+        wanted = sum(map(len, views))
+        try:
+            descriptor = os.open(self._path(key), _OLD)
+            try:
+                if version is not None and version != _version(os.fstat(descriptor)):
+                    raise CheckpointDamaged(f"{key} in {self._root} is not the file that was found before", file=key)
+                count = posix.read_at(descriptor, views, offset)
+            finally:
+                os.close(descriptor)
+        except IsADirectoryError:
+            raise self._missing(key) from None
+        except OSError as error:
+            raise self._error(error, "Reading", key) from error
+        if count != wanted:
+            raise CheckpointDamaged(
+                f"{key} in {self._root} has {offset + count} bytes at most, {offset + wanted} were expected", file=key
+            )
 
     def stat(self, key: str) -> StoredFile:
         try:
@@ -322,12 +330,12 @@ class LocalStorage:
         while left:
             directory = left.pop()
             done.add(directory)
-            posix.flush(f"{self._root}/{directory}")
+            posix.flush_directory(f"{self._root}/{directory}")
             if directory and (above := directory.rpartition("/")[0]) not in done:
                 left.add(above)
         made = set(self._made_above)
         for path in sorted(made, reverse=True):
-            posix.flush(path)
+            posix.flush_directory(path)
         self._made_above -= made
 
     def _missing(self, key: str) -> FileMissing:

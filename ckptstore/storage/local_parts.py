@@ -129,7 +129,7 @@ def make_durable(paths: Sequence[str]) -> None:
     try:
         flush_files(paths)
         for directory in {os.path.dirname(path) for path in paths}:
-            posix.flush(directory)
+            posix.flush_directory(directory)
     except OSError as error:
         place = os.path.commonpath(paths)
         raise posix.translate(error, what=f"Making {place} durable", file=place, directory=place) from error

@@ -110,12 +110,21 @@ def start_writing_back(descriptor: int, offset: int, size_bytes: int) -> None:
 
 
 def flush(path: str) -> None:
-    """fsync of a file or directory. Raises OSError."""
+    """fsync of a file. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush_directory(path: str) -> None:
+    """fsync of a directory, where the file system knows such a thing; many in user space do not. Raises OSError."""
+    try:
+        flush(path)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
 
 
 @cache

@@ -12,11 +12,10 @@ from pathlib import Path
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.plan import PlannedFile
 from ckptstore.storage.base import Storage
-from ckptstore.transfer import fetch, reads
+from ckptstore.transfer import fetch, reads, upload
 from ckptstore.transfer.engine import Engine
 from ckptstore.transfer.pool import Pool
 from ckptstore.transfer.scratch import Scratch
-from ckptstore.transfer.upload import upload
 from ckptstore.transfer.values import Checked, RangeRead, Stored, Wanted
 
 __all__ = ["Checked", "RangeRead", "Stored", "Transfer", "Wanted"]
@@ -51,7 +50,7 @@ class Transfer:
         error files may be there, whole or torn. Raises SourceChanged for a source that changes or vanishes meanwhile,
         and what the storage raises.
         """
-        return upload(self._engine, files, beat)
+        return upload.upload(self._engine, files, beat)
 
     def download(self, wanted: Sequence[tuple[Wanted, Path]], *, beat: Callable[[], None] = _no_beat) -> None:
         """Fetch files to paths where nothing is yet; directories are created. Durable as `upload` is.

@@ -88,5 +88,5 @@ class Engine:
 
 
 def is_worth_writing_anew(error: BaseException) -> bool:
-    """Whether a file whose last step failed may come through when it is written from the beginning."""
+    """Whether a file that could not be finished may come through when it is written from the beginning."""
     return isinstance(error, StorageError) and not isinstance(error, StorageFull | AccessDenied)

@@ -87,16 +87,13 @@ class Pool:
             thread.join()
 
     def _share(self, run: Run, beat: Callable[[], None]) -> None:
-        with self._changed:
-            if self._closed:
-                raise RuntimeError("the transfer is closed")
-            self._runs.append(run)
-            for _ in range(min(len(run.tasks), self._num_threads) - len(self._threads)):
-                thread = threading.Thread(target=self._work, name=f"ckptstore-{len(self._threads)}", daemon=True)
-                self._threads.add(thread)
-                thread.start()
-            self._changed.notify_all()
         try:
+            with self._changed:
+                if self._closed:
+                    raise RuntimeError("the transfer is closed")
+                self._runs.append(run)
+                self._start_threads(len(run.tasks))
+                self._changed.notify_all()
             seen = 0
             while not run.ended.wait(_TICK_SECONDS):
                 if run.moved_bytes != seen:
@@ -104,7 +101,17 @@ class Pool:
                     beat()
         finally:
             run.stopped.set()
+            with self._changed:
+                run.tasks.clear()
+                if not run.running:
+                    run.ended.set()
             run.ended.wait()
+
+    def _start_threads(self, num_tasks: int) -> None:
+        for _ in range(min(num_tasks, self._num_threads) - len(self._threads)):
+            thread = threading.Thread(target=self._work, name=f"ckptstore-{len(self._threads)}", daemon=True)
+            self._threads.add(thread)
+            thread.start()
 
     def _work(self) -> None:
         me = threading.current_thread()

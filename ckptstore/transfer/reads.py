@@ -7,6 +7,7 @@ from functools import partial
 
 from ckptstore.digest import crc32c, to_hex
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
+from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.transfer.engine import TASK_BYTES, Engine
 from ckptstore.transfer.pool import Run, Task
 from ckptstore.transfer.values import RangeRead
@@ -18,7 +19,9 @@ _DISK_READ_BYTES = 4 << 20
 
 def read(engine: Engine, ranges: Sequence[RangeRead], beat: Callable[[], None]) -> None:
     """Fill the views of all ranges. See `Transfer.read`."""
+    total_bytes = 0
     for item in ranges:
+        total_bytes += item.size_bytes
         covered_bytes = sum(size for size, _ in item.checks)
         if item.checks and covered_bytes != item.size_bytes:
             raise ValueError(f"the checks of {item.key} cover {covered_bytes} bytes of {item.size_bytes}")
@@ -31,12 +34,12 @@ def read(engine: Engine, ranges: Sequence[RangeRead], beat: Callable[[], None]) 
         for piece in split(item, task_bytes):
             size_bytes = piece.size_bytes
             if batch and (len(batch) >= most or batch_bytes + size_bytes > task_bytes):
-                tasks.append(partial(_read_all, engine, batch))
+                tasks.append(partial(_read_all, engine, batch, total_bytes))
                 batch, batch_bytes = [], 0
             batch.append(piece)
             batch_bytes += size_bytes
     if batch:
-        tasks.append(partial(_read_all, engine, batch))
+        tasks.append(partial(_read_all, engine, batch, total_bytes))
     engine.pool.run(tasks, beat)
 
 
@@ -85,7 +88,7 @@ class _Cursor:
         return tuple(found)
 
 
-def _read_all(engine: Engine, pieces: Sequence[RangeRead], run: Run) -> None:
+def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run: Run) -> None:
     most_bytes = _DISK_READ_BYTES if engine.is_local else engine.request_bytes
     for item in pieces:
         for piece in split(item, most_bytes):
@@ -95,6 +98,9 @@ def _read_all(engine: Engine, pieces: Sequence[RangeRead], run: Run) -> None:
             except CkptstoreError as error:
                 raise error.at(file=piece.key) from None
             run.moved_bytes += piece.size_bytes
+    if is_heard(BytesMoved):
+        moved_bytes = sum(item.size_bytes for item in pieces)
+        emit(BytesMoved(key=pieces[-1].key, size_bytes=moved_bytes, total_bytes=total_bytes))
 
 
 def _read_checked(engine: Engine, piece: RangeRead, run: Run) -> None:

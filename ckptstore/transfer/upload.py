@@ -203,7 +203,7 @@ class _InParts:
         try:
             self._engine.request(run, f"finish {self._key}", writer.finish)
         except CkptstoreError as error:
-            if not is_worth_writing_anew(error):
+            if error.retryable or not is_worth_writing_anew(error):  # it has been retried by now
                 raise
             writer.abort()
             self._upload.failed(self._index, error.at(file=self._key))
