@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import StoreFenced
+from ckptstore.errors import CheckpointGone, StoreFenced
 from ckptstore.events import PruneFailed, emit
 from ckptstore.group import Beat, Group, check_shared, find_group
 from ckptstore.identity import read_or_create_identity
 from ckptstore.layout import Attempt
 from ckptstore.log import Log
 from ckptstore.records import Claim, Record
+from ckptstore.request import check_step
 from ckptstore.retention import Candidate, Policy
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
@@ -154,3 +155,14 @@ def candidates(log: Log, newest: Record | None) -> list[Candidate]:
             Candidate(number=record.number, step=entry.step, created_at=entry.created_at, metrics=entry.metrics)
         )
     return found
+
+
+def record_of_step(log: Log, newest: Record | None, step: int) -> Record:
+    """The newest live checkpoint of a step. Raises CheckpointGone, which names others."""
+    step = check_step(step)
+    records = log.records(newest.state.live if newest else ())
+    found = [record for record in records if record.entry.step == step]
+    if not found:
+        shown = ", ".join(str(record.entry.step) for record in records[-10:]) or "none"
+        raise CheckpointGone(f"There is no live checkpoint of step {step}; live ones: {shown}", step=step)
+    return found[-1]

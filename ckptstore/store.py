@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ckptstore.background import Background, Deadline, OnBusy, PendingSave, install_sigterm
 from ckptstore.checkpoint import Checkpoint
+from ckptstore.dcp_store import StoreTarget
 from ckptstore.directory_shard import DirectoryShard
-from ckptstore.errors import CheckpointGone, InvalidInput, StoreMissing
+from ckptstore.errors import InvalidInput, StoreMissing
 from ckptstore.garbage import Garbage, collect_garbage
 from ckptstore.identity import read_identity
-from ckptstore.job import Job
+from ckptstore.job import Job, record_of_step
 from ckptstore.load import files_of
 from ckptstore.prune import Trashed, prune, trash
 from ckptstore.records import Change, Pin, Record, Remove, Unpin
-from ckptstore.request import check_step
 from ckptstore.resume import resume
 from ckptstore.retention import Mode, ranked
 from ckptstore.save import save
@@ -131,6 +131,12 @@ class CheckpointStore:
             uploader=uploader,
             max_failures=max_failures,
         )
+
+    def dcp_target(
+        self, *, metrics: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> StoreTarget:
+        """A place in this store for `ckptstore.state.StoreWriter`, for those who call `dcp.save` themselves."""
+        return StoreTarget.of(self._job, metrics=metrics, metadata=metadata)
 
     def warm_up(self, state: Mapping[str, Any], *, stock_readable: bool = True, uploader: str = "thread") -> None:
         """Make the memory, plans and processes that a first `save_async` needs. Collective."""
@@ -384,14 +390,7 @@ class CheckpointStore:
         self._job.log.append(change)
 
     def _record_of(self, step: int, newest: Record | None) -> Record:
-        step = check_step(step)
-        records = self._job.log.records(newest.state.live if newest else ())
-        found = [record for record in records if record.entry.step == step]
-        if not found:
-            steps = [record.entry.step for record in records]
-            shown = f"{', '.join(map(str, steps[-10:]))}" if steps else "none"
-            raise CheckpointGone(f"There is no live checkpoint of step {step}; live ones: {shown}", step=step)
-        return found[-1]
+        return record_of_step(self._job.log, newest, step)
 
     def _checkpoint(self, record: Record) -> Checkpoint:
         return Checkpoint(files_of(self._job, record))

@@ -28,7 +28,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("deletion", {"prune", "retain"}),
     ("files", {"load"}),
     ("steps of a story", {"commit", "garbage", "verify", "copying", "resume", "directory_shard"}),
-    ("stories", {"save", "load_state"}),
+    ("stories", {"save", "load_state", "dcp_store"}),
     ("one checkpoint", {"checkpoint"}),
     ("saves in the background", {"background"}),
     ("saves of a state", {"save_state"}),

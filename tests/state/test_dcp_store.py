@@ -1,0 +1,78 @@
+"""Those who call `dcp.save` themselves, into a store: attempt, manifest, commit and retention as for everybody."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckptstore import InvalidMetric, InvalidStep, KeepBest, StoreFenced, open_store
+from ckptstore.state import StoreReader, StoreWriter, translated
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def state() -> dict[str, Any]:
+    return {"w": torch.arange(300_000, dtype=torch.float32), "nested": {"epoch": 7}}
+
+
+def test_a_plain_dcp_save_is_a_commit(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", retention=KeepBest(1, "loss"), grace_seconds=0) as store:
+        for step, loss in ((1, 0.5), (2, 0.3), (3, 0.4)):
+            with translated():
+                dcp.save(state(), storage_writer=StoreWriter(store.dcp_target(metrics={"loss": loss}), step=step))
+        assert [checkpoint.step for checkpoint in store] == [2, 3]
+        checkpoint = store[3]
+        assert checkpoint.metrics == {"loss": 0.4}
+        assert checkpoint.verify().ok
+        ours: dict[str, Any] = {"w": torch.zeros(300_000), "nested": {"epoch": 0}}
+        checkpoint.load(ours)
+        assert torch.equal(ours["w"], state()["w"])
+        assert ours["nested"]["epoch"] == 7
+        stock: dict[str, Any] = {"w": torch.zeros(300_000), "nested": {"epoch": 0}}
+        dcp.load(stock, checkpoint_id=checkpoint.uri)
+        assert torch.equal(stock["w"], state()["w"])
+        read: dict[str, Any] = {"w": torch.zeros(300_000), "nested": {"epoch": 0}}
+        dcp.load(read, storage_reader=StoreReader(checkpoint.uri))
+        assert torch.equal(read["w"], state()["w"])
+
+
+def test_it_goes_together_with_saves_of_the_store(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        store.resume(state())
+        store.save(1, state())
+        with translated():
+            dcp.save(state(), storage_writer=StoreWriter(store.dcp_target(), step=2))
+        store.save(3, state())
+        assert [checkpoint.step for checkpoint in store] == [1, 2, 3]
+        with open_store(tmp_path / "store") as later:
+            later.resume()
+        with pytest.raises(StoreFenced), translated():
+            dcp.save(state(), storage_writer=StoreWriter(store.dcp_target(), step=4))
+
+
+def test_bad_calls_are_refused(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", retention=KeepBest(1, "loss")) as store:
+        with pytest.raises(InvalidStep), translated():
+            dcp.save(state(), storage_writer=StoreWriter(store.dcp_target(metrics={"loss": 1})))
+        with pytest.raises(InvalidMetric), translated():
+            dcp.save(state(), storage_writer=StoreWriter(store.dcp_target(), step=1))
+        assert store.latest() is None
+
+
+def test_an_asynchronous_dcp_save(tmp_path: Path) -> None:
+    with warnings.catch_warnings(), open_store(tmp_path / "store") as store:
+        warnings.simplefilter("ignore")
+        if not torch.distributed.is_initialized():
+            init = f"file://{tmp_path / 'init'}"
+            torch.distributed.init_process_group("gloo", init_method=init, rank=0, world_size=1)
+        try:
+            future = dcp.async_save(state(), storage_writer=StoreWriter(store.dcp_target(), step=1))
+            future.result()  # type: ignore[union-attr]
+        finally:
+            torch.distributed.destroy_process_group()
+        assert store[1].verify().ok
