@@ -30,7 +30,7 @@ def installed(kind: Kind) -> bool:
 
 
 def provider(kind: Kind, *, profile: str | None = None) -> Provider | None:
-    """What gives obstore its credentials; None when the SDK finds none, and obstore may try for itself."""
+    """What gives obstore its credentials; None when the SDK finds none."""
     if kind == "s3":
         return _aws(profile)
     return _google() if kind == "gcs" else _azure()

@@ -318,21 +318,19 @@ def _connect(config: ObstoreConfig) -> Any:
     location, options = config.location, dict(config.config)
     if location.kind == "s3" and not config.region_known:
         options["region"] = _region(location, config)
-    if config.chain and location.kind and chains.installed(location.kind):
+    if config.chain and location.kind:
+        # Only the SDK is asked: obstore's own search would call metadata services that may have been switched off.
         provider = chains.provider(location.kind, profile=config.profile)
-        if provider is not None:
-            options["credential_provider"] = provider
+        if provider is None:
+            raise AccessDenied(f"No credentials were found for {location.uri}", hint="See its page in docs/how-to")
+        options["credential_provider"] = provider
     store = {"s3": S3Store, "gcs": GCSStore, "azure": AzureStore}[location.kind or "s3"]
     return store(location.container, client_options=config.client, retry_config={"max_retries": 0}, **options)
 
 
 def _region(location: Location, config: ObstoreConfig) -> str:
     """The region of a bucket: from the AWS configuration, else by asking S3, which tells everybody."""
-    if chains.installed("s3"):
-        region = chains.aws_region(config.profile)
-        if region:
-            return region
-    return bucket_region(location.container) or "us-east-1"
+    return chains.aws_region(config.profile) or bucket_region(location.container) or "us-east-1"
 
 
 def bucket_region(bucket: str, endpoint_url: str = "https://s3.amazonaws.com") -> str | None:

@@ -55,19 +55,46 @@ def open_remote(uri: str, storage_options: Mapping[str, Any] | None = None) -> S
     return GenericStorage(uri, options)
 
 
-def _class_of(uri: str) -> Any:
-    """The file system of a scheme; raises ImportError where its package is missing."""
+_FSSPEC_NAMES = frozenset(
+    [
+        "asynchronous",
+        "batch_size",
+        "listings_expiry_time",
+        "loop",
+        "max_paths",
+        "skip_instance_cache",
+        "use_listings_cache",
+    ]
+)
+"""What every file system takes. It says how fsspec works inside, and nothing here."""
+_NOT_DONE = {
+    "s3": {"session"},
+    "gcs": {"requester_pays", "session_kwargs"},
+    "azure": {"request_session", "version_aware"},
+}
+"""Options that a package has and that mean nothing to the requests made here: better refused than ignored."""
+
+
+def _class_of(uri: str, options: Mapping[str, Any]) -> Any:
+    """The file system of a scheme; raises ImportError where its package is missing, InvalidInput for its options."""
     # gcsfs reads this at import: with it, it asks Google over gRPC about each bucket, and hangs where that is blocked.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     import fsspec
 
-    return fsspec.get_filesystem_class(locate(uri).scheme)
+    location = locate(uri)
+    cls = fsspec.get_filesystem_class(location.scheme)
+    known = _FSSPEC_NAMES | inspect.signature(cls.__init__).parameters.keys() | {"profile"}
+    refused = _NOT_DONE[location.kind or "s3"]
+    for name, value in options.items():
+        if name not in known or (name in refused and value):
+            raise InvalidInput(f"storage_options[{name!r}] cannot be used with {location.scheme}://")
+    return cls
 
 
 def _instance(uri: str, options: Mapping[str, Any]) -> Any:
     """The file system, for the meaning that it gives to options. Nothing is asked of it."""
     try:
-        return _class_of(uri)(skip_instance_cache=True, **options)
+        return _class_of(uri, options)(**{**options, "skip_instance_cache": True})
     except (TypeError, KeyError) as error:
         raise InvalidInput(f"storage_options of {locate(uri).scheme}:// cannot be used: {error}") from None
 
@@ -77,8 +104,6 @@ class FsspecS3Storage(S3Files):
 
     def __init__(self, uri: str, options: dict[str, Any]) -> None:
         self._opened_as = (uri, options)
-        if options.get("session") is not None:
-            raise InvalidInput("A session cannot be sent to other processes", hint="Give `profile` or keys")
         system, location = _instance(uri, options), locate(uri)
         names = {name: getattr(system, name) for name in _S3_NAMES}
         names["profile"] = system.kwargs.get("profile")
@@ -94,7 +119,7 @@ class FsspecGcsStorage(GcsFiles):
     def __init__(self, uri: str, options: dict[str, Any]) -> None:
         self._opened_as = (uri, options)
         names = dict(options)
-        _class_of(uri)
+        _class_of(uri, options)
         if isinstance(names.get("token"), str) and names["token"] not in ("anon", "cloud", "google_default"):
             # a file, a raw token, or credentials that gcsfs keeps
             names["token"] = _instance(uri, options).credentials.credentials
@@ -109,7 +134,7 @@ class FsspecAzureStorage(AzureFiles):
 
     def __init__(self, uri: str, options: dict[str, Any]) -> None:
         self._opened_as = (uri, options)
-        _class_of(uri)
+        _class_of(uri, options)
         if inspect.iscoroutinefunction(getattr(options.get("credential"), "get_token", None)):
             raise InvalidInput("The credential is asynchronous", hint="Take it from azure.identity, not its aio")
         location = locate(uri)

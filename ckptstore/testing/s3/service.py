@@ -77,7 +77,7 @@ class Service:
         objects = self.objects.bucket(name)
         if request.method == "HEAD":
             request.operation = "HeadBucket"
-            return Answer()
+            return Answer(headers={"x-amz-bucket-region": "us-east-1"})
         if request.method == "DELETE":
             request.operation = "DeleteBucket"
             if objects:

@@ -1,0 +1,127 @@
+"""Credentials and endpoints from the environment and from configuration files, with both engines; nothing is frozen."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore.errors import AccessDenied, InvalidInput
+from ckptstore.storage import fast
+from ckptstore.storage.open import choose_engine, open_storage
+from ckptstore.testing.s3_server import S3Server, s3_server
+
+ENGINES = ["obstore", "fsspec"]
+
+
+def roundtrip(uri: str, engine: str | None, **keywords: Any) -> None:
+    storage = open_storage(uri, engine=engine, **keywords)
+    storage.write("k", [memoryview(b"1")])
+    assert storage.read("k") == b"1"
+    again = pickle.loads(pickle.dumps(storage))
+    assert again.read("k") == b"1"
+    for opened in (storage, again):
+        opened.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_s3_from_variables(fast_s3: S3Server, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", fast_s3.endpoint_url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-variable")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    roundtrip("s3://test/environment", engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_s3_from_a_profile(engine: str, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "credentials"
+    path.write_text("[trainer]\naws_access_key_id = of-the-profile\naws_secret_access_key = s\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    options: dict[str, Any] = {"profile": "trainer"} if how == "option" else {}
+    if how == "variable":
+        monkeypatch.setenv("AWS_PROFILE", "trainer")
+    with s3_server(buckets=["test"], access_keys=["of-the-profile"]) as server:
+        roundtrip("s3://test/x", engine, storage_options={**options, "endpoint_url": server.endpoint_url})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_keys_that_change_are_looked_up_anew(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A pickle carries no key: what the new process finds counts."""
+    path = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    path.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = s\n")
+    with s3_server(buckets=["test"], access_keys=["new"]) as server:
+        options = {"endpoint_url": server.endpoint_url}
+        storage = open_storage("s3://test/x", storage_options=options, engine=engine)
+        with pytest.raises(AccessDenied, match="InvalidAccessKeyId"):
+            storage.write("k", [memoryview(b"1")])
+        frozen = pickle.dumps(storage)
+        path.write_text("[default]\naws_access_key_id = new\naws_secret_access_key = s\n")
+        again = pickle.loads(frozen)
+        again.write("k", [memoryview(b"1")])
+        for opened in (storage, again):
+            opened.close()
+    assert b"old" not in frozen
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_credentials_are_a_clear_error(fast_s3: S3Server, engine: str) -> None:
+    options = {"endpoint_url": fast_s3.endpoint_url, "client_kwargs": {"region_name": "us-east-1"}}
+    storage = open_storage("s3://test/x", storage_options=options, engine=engine)
+    with pytest.raises(AccessDenied, match="credentials"):
+        storage.read("k")
+    storage.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_anonymous(fast_s3: S3Server, engine: str) -> None:
+    roundtrip("s3://test/x", engine, storage_options={"anon": True, "endpoint_url": fast_s3.endpoint_url})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gcs_from_variables(fake_gcs: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake_gcs.url)
+    roundtrip("gs://test/environment", engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_azure_from_variables(azurite: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azurite.storage_options["connection_string"])
+    roundtrip("az://test/environment", engine)
+
+
+def test_fsspecs_own_configuration_counts(fast_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    monkeypatch.setitem(fsspec.config.conf, "s3", fast_s3.storage_options)
+    roundtrip("s3://test/configured", "fsspec")
+
+
+def test_the_faster_engine_that_understands_the_options() -> None:
+    assert choose_engine("s3://b/x", storage_options={"key": "k", "secret": "s"}).engine == "obstore"
+    choice = choose_engine("s3://b/x", storage_options={"s3_additional_kwargs": {"ACL": "private"}})
+    assert choice.engine == "fsspec"
+    assert "ACL" in choice.reason
+    assert choose_engine("sftp://host/x").engine == "fsspec"
+    with pytest.raises(InvalidInput, match="ACL"):
+        choose_engine("s3://b/x", storage_options={"s3_additional_kwargs": {"ACL": "private"}}, engine="obstore")
+
+
+def test_a_bucket_tells_its_region(fast_s3: S3Server) -> None:
+    assert fast.bucket_region("test", fast_s3.endpoint_url) == "us-east-1"
+    assert fast.bucket_region("nowhere", fast_s3.endpoint_url) is None
+    assert fast.bucket_region("test", "http://127.0.0.1:1") is None
+
+
+@pytest.mark.parametrize("name", ["a-typo", "client_kwarg"])
+def test_an_option_that_nobody_knows_is_refused(fast_s3: S3Server, name: str) -> None:
+    options = {**fast_s3.storage_options, name: 1}
+    assert choose_engine("s3://test/x", storage_options=options).engine == "fsspec"
+    with pytest.raises(InvalidInput, match="options"):
+        open_storage("s3://test/x", storage_options=options)
