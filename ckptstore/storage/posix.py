@@ -66,10 +66,10 @@ def read_at(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
     """Fill the views from `offset` on, and return how many bytes there were before the file ended. Raises OSError."""
     start = offset
     for first in range(0, len(views), _MAX_VIEWS):
-        pending = _after(views[first : first + _MAX_VIEWS], 0)
+        pending = views[first : first + _MAX_VIEWS]
         while pending:
             count = os.preadv(descriptor, pending, offset)
-            if count == 0:
+            if count == 0 and any(pending):
                 return offset - start
             offset += count
             pending = _after(pending, count)

@@ -11,6 +11,7 @@ from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import AccessDenied, StorageError, StorageFull
 from ckptstore.retry import retrying
 from ckptstore.storage.base import HasLocalFiles, Storage, WritesMany, WritesParts
+from ckptstore.transfer.flow import Flow
 from ckptstore.transfer.pool import Pool, Run
 from ckptstore.transfer.scratch import Scratch
 
@@ -42,11 +43,14 @@ class Engine:
 
     many: WritesMany | None = field(init=False)
     """The storage, where it writes many small files at once."""
+    flow: Flow | None = field(init=False)
+    """How many requests may be in flight; None on a disk, which throttles nobody."""
 
     def __post_init__(self) -> None:  # once: to ask a protocol whether an object is an instance takes microseconds
         object.__setattr__(self, "is_local", isinstance(self.storage, HasLocalFiles))
         object.__setattr__(self, "parts", self.storage if isinstance(self.storage, WritesParts) else None)
         object.__setattr__(self, "many", self.storage if isinstance(self.storage, WritesMany) else None)
+        object.__setattr__(self, "flow", None if self.is_local else Flow(self.config.num_threads))
 
     @property
     def request_bytes(self) -> int:
@@ -61,11 +65,14 @@ class Engine:
         return part_bytes if size_bytes > part_bytes else None
 
     def request(self, run: Run, what: str, call: Callable[[], T]) -> T:
-        """Call with retries, unless the operation has failed meanwhile."""
+        """Call with retries, unless the operation has failed meanwhile; fewer at once while the storage throttles."""
 
         def checked() -> T:
             run.check()
-            return call()
+            if self.flow is None:
+                return call()
+            with self.flow.request(run.check):
+                return call()
 
         return retrying(self.retry, what, checked)
 

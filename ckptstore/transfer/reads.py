@@ -9,7 +9,7 @@ from ckptstore.digest import crc32c, to_hex
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.transfer.engine import TASK_BYTES, Engine
-from ckptstore.transfer.pool import Run, Task
+from ckptstore.transfer.pool import Run
 from ckptstore.transfer.values import RangeRead
 
 _MAX_BATCH_RANGES = 256
@@ -19,35 +19,32 @@ _DISK_READ_BYTES = 4 << 20
 
 def read(engine: Engine, ranges: Sequence[RangeRead], beat: Callable[[], None]) -> None:
     """Fill the views of all ranges. See `Transfer.read`."""
-    total_bytes = 0
-    for item in ranges:
-        total_bytes += item.size_bytes
+    ranges = [item for item in ranges if any(item.views)]
+    sizes = [item.size_bytes for item in ranges]
+    total_bytes = sum(sizes)
+    for item, size_bytes in zip(ranges, sizes, strict=True):
         covered_bytes = sum(size for size, _ in item.checks)
-        if item.checks and covered_bytes != item.size_bytes:
-            raise ValueError(f"the checks of {item.key} cover {covered_bytes} bytes of {item.size_bytes}")
+        if item.checks and covered_bytes != size_bytes:
+            raise ValueError(f"the checks of {item.key} cover {covered_bytes} bytes of {size_bytes}")
     task_bytes = TASK_BYTES if engine.is_local else engine.request_bytes
     most = _MAX_BATCH_RANGES if engine.is_local else 1
-    tasks: list[Task] = []
-    batch: list[RangeRead] = []
-    batch_bytes = 0
-    for item in ranges:
-        for piece in split(item, task_bytes):
-            size_bytes = piece.size_bytes
-            if batch and (len(batch) >= most or batch_bytes + size_bytes > task_bytes):
-                tasks.append(partial(_read_all, engine, batch, total_bytes))
-                batch, batch_bytes = [], 0
-            batch.append(piece)
-            batch_bytes += size_bytes
-    if batch:
-        tasks.append(partial(_read_all, engine, batch, total_bytes))
-    engine.pool.run(tasks, beat)
+    batches: list[list[RangeRead]] = []
+    left, left_bytes = 0, 0
+    for item, size_bytes in zip(ranges, sizes, strict=True):
+        for piece in (item,) if size_bytes <= task_bytes else split(item, task_bytes):
+            piece_bytes = size_bytes if piece is item else piece.size_bytes
+            if left == 0 or piece_bytes > left_bytes:
+                batches.append([])
+                left, left_bytes = most, task_bytes
+            batches[-1].append(piece)
+            left, left_bytes = left - 1, left_bytes - piece_bytes
+    engine.pool.run([partial(_read_all, engine, batch, total_bytes) for batch in batches], beat)
 
 
 def split(item: RangeRead, most_bytes: int) -> Iterator[RangeRead]:
     """The same range in pieces of at most that size, cut between checks; a check that is larger stays whole."""
     if item.size_bytes <= most_bytes:
-        if item.size_bytes:
-            yield item
+        yield item
         return
     sizes = [size for size, _ in item.checks] or [
         min(most_bytes, item.size_bytes - start) for start in range(0, item.size_bytes, most_bytes)
@@ -90,16 +87,18 @@ class _Cursor:
 
 def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run: Run) -> None:
     most_bytes = _DISK_READ_BYTES if engine.is_local else engine.request_bytes
+    moved_bytes = 0
     for item in pieces:
-        for piece in split(item, most_bytes):
+        item_bytes = item.size_bytes
+        for piece in (item,) if item_bytes <= most_bytes else split(item, most_bytes):
             run.check()
             try:
                 _read_checked(engine, piece, run)
             except CkptstoreError as error:
                 raise error.at(file=piece.key) from None
-            run.moved_bytes += piece.size_bytes
+            run.moved_bytes += item_bytes if piece is item else piece.size_bytes
+        moved_bytes += item_bytes
     if is_heard(BytesMoved):
-        moved_bytes = sum(item.size_bytes for item in pieces)
         emit(BytesMoved(key=pieces[-1].key, size_bytes=moved_bytes, total_bytes=total_bytes))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,27 @@ def test_a_failed_flush_of_parts_is_never_retried(storage: LocalStorage, monkeyp
     assert not caught.value.retryable
     writer.abort()
     assert list(storage.list("")) == []
+
+
+def test_a_file_system_that_cannot_flush_directories_is_usable(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many in user space: their fsync of a directory is EINVAL. An error of a file is never passed over."""
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    storage.write("a/file", views(b"x"))
+    storage.persist(["a/file"])
+    assert storage.create("log/1.json", b"x")
+
+    def invalid(descriptor: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", invalid)
+    with pytest.raises(StorageError):
+        storage.persist(["a/file"])

@@ -15,6 +15,7 @@ from moving import DATA, MIB, QUICK_RETRY, checked_range, make_storage, transfer
 from ckptstore.config import RetryConfig
 from ckptstore.digest import crc32c, to_hex
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing
+from ckptstore.events import BytesMoved, Event, listening
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
 from ckptstore.transfer import RangeRead
 from ckptstore.transfer.reads import split
@@ -190,6 +191,28 @@ def test_retries_end(storage: Any) -> None:
         transfer.read([checked_range("small", DATA, 0, 10)])
     transfer.close()
     assert counted.total == 3
+
+
+def test_what_is_empty_costs_no_request(storage: Any) -> None:
+    """Servers refuse a range of no bytes."""
+    counted = CountCalls()
+    transfer = transfer_over(wrap(storage, counted))
+    transfer.read([checked_range("empty", DATA, 0, 0), RangeRead("small", 5, (memoryview(b""),))])
+    transfer.read([])
+    transfer.close()
+    assert counted.total == 0
+
+
+def test_progress_is_told(storage: Any) -> None:
+    heard: list[Event] = []
+    transfer = transfer_over(storage)
+    with listening(heard.append):
+        transfer.read([checked_range("big", DATA, 0, len(DATA)), checked_range("small", DATA, 0, 500)])
+    transfer.close()
+    moved = [event for event in heard if isinstance(event, BytesMoved)]
+    assert sum(event.size_bytes for event in moved) == len(DATA) + 500
+    assert {event.total_bytes for event in moved} == {len(DATA) + 500}
+    assert len(moved) >= 3
 
 
 def test_large_requests_on_a_network_small_steps_on_a_disk(storage: Any, tmp_path: Path) -> None:
