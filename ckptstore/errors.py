@@ -28,7 +28,8 @@
         +-- FileMissing (also FileNotFoundError)
         +-- AccessDenied (also PermissionError)
         +-- StorageFull
-        +-- StorageUnavailable              throttled, timed out, reset: worth another try
+        +-- StorageUnavailable              timed out, reset, in trouble: worth another try
+            +-- StorageThrottled            too many requests: worth another try, and fewer at once
 
 `code` and `exit_code` are stable: they are added to, never renamed. Every error survives pickling, and travels
 between ranks as JSON (`to_wire`, `from_wire`), never as a pickle.
@@ -259,6 +260,12 @@ class StorageUnavailable(StorageError):
 
     code, exit_code = "storage-unavailable", 34
     retryable = True
+
+
+class StorageThrottled(StorageUnavailable):
+    """The storage asks for fewer requests. They may go through later, and sooner when fewer come at once."""
+
+    code, exit_code = "storage-throttled", 35
 
 
 def _subclasses(cls: type[CkptstoreError]) -> list[type[CkptstoreError]]:

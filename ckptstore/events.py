@@ -136,6 +136,15 @@ class RequestRetried(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConcurrencyChanged(Event):
+    """A transfer has fewer requests in flight than before, because the storage throttles, or more again."""
+
+    limit: int
+    """The most requests in flight from now on."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadStarted(Event):
     """This process downloads a checkpoint for its node."""
 
