@@ -215,18 +215,23 @@ class LocalStorage:
                 os.rmdir(directory)
 
     def link(self, path: Path, key: str) -> bool:
-        target = self._path(key)
-        source = os.path.realpath(path)
+        source, target = os.fspath(path), self._path(key)
+        if os.path.islink(source):
+            source = os.path.realpath(source)
         self._flushed.discard(key)
-        with self._translating("Linking", key):
-            _remove(target)
+        try:
             try:
+                os.link(source, target)
+            except FileExistsError:
+                _remove(target)
+                os.link(source, target)
+            except FileNotFoundError:
                 self._in_directory(target, lambda: os.link(source, target))
-            except OSError:
-                if not os.path.exists(source):
-                    raise
-                return False
-            return True
+        except OSError as error:
+            if not os.path.exists(source):
+                raise self._error(error, "Linking", key) from error
+            return False
+        return True
 
     def copy(self, source_key: str, key: str) -> None:
         path = self._path(key)
@@ -268,13 +273,15 @@ class LocalStorage:
         try:
             with os.scandir(f"{self._root}/{directory}") as entries:
                 for entry in entries:
-                    if not entry.name.startswith(start) or entry.name.startswith(_TEMPORARY):
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        below.append(f"{directory}{entry.name}/")
-                    elif entry.is_file(follow_symlinks=False):
-                        with contextlib.suppress(FileNotFoundError):
-                            found.append(_stored(directory + entry.name, entry.stat(follow_symlinks=False)))
+                    name = entry.name
+                    if name.startswith(start) and not name.startswith(_TEMPORARY):
+                        if entry.is_file(follow_symlinks=False):
+                            try:
+                                found.append(_stored(directory + name, entry.stat(follow_symlinks=False)))
+                            except FileNotFoundError:  # deleted meanwhile
+                                continue
+                        elif entry.is_dir(follow_symlinks=False):
+                            below.append(f"{directory}{name}/")
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
