@@ -236,3 +236,24 @@ def test_a_frame_that_is_no_tensor_is_damage(tmp_path):
     metadata = Metadata({"v": BytesStorageMetadata()}, None, {MetadataIndex("v"): _StorageInfo("f", 0, 300)})
     with pytest.raises(InvalidState, match="v cannot be read"):
         StockState(metadata, make_transfer(tmp_path).read, "", {"f": 300}).values()
+
+
+@pytest.mark.slow
+def test_one_tensor_above_4_gib_goes_both_ways(tmp_path):
+    size_bytes = (4 << 30) + 12_345
+    tensor = torch.zeros(size_bytes, dtype=torch.uint8)  # memory that is never touched costs nothing
+    tensor[-1], tensor[1 << 30], tensor[(3 << 30) + 5] = 9, 8, 7
+    directory = save_plain(tmp_path, {"huge": tensor})
+    marks = {number: int(tensor[number]) for number in (0, 1 << 30, (3 << 30) + 5, size_bytes - 1)}
+    del tensor
+    state = {"huge": torch.ones(size_bytes, dtype=torch.uint8)}
+    stock_load(state, directory, "checkpoint_id")
+    assert {number: int(state["huge"][number]) for number in marks} == marks
+    assert int(state["huge"].count_nonzero()) == 3
+    shutil.rmtree(directory)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock", sync_files=False), no_dist=True)
+    state["huge"].fill_(1)
+    open_stock(tmp_path / "stock").fill({"huge": (state["huge"], "huge")})
+    assert {number: int(state["huge"][number]) for number in marks} == marks
+    assert int(state["huge"].count_nonzero()) == 3
+    shutil.rmtree(tmp_path / "stock")
