@@ -7,9 +7,10 @@ from math import prod
 
 import torch
 
+from ckptstore.events import BytesMoved, emit, is_heard
+from ckptstore.state import items
 from ckptstore.state.boxes import boxes_of_range
 from ckptstore.state.describe import view_of
-from ckptstore.state.items import total_bytes
 from ckptstore.state.placement import Piece
 from ckptstore.state.stored import StoredState
 
@@ -29,7 +30,8 @@ def stream_tensors(stored: StoredState, keys: Iterable[str]) -> Iterator[tuple[s
     that is read is checked. Raises CheckpointDamaged.
     """
     wanted = list(keys)
-    largest = max((_size_bytes(stored, key) for key in wanted), default=0)
+    sizes = [_size_bytes(stored, key) for key in wanted]
+    total_bytes, largest = sum(sizes), max(sizes, default=0)
     batch_bytes = min(BATCH_BYTES, max(_LEAST_BYTES, largest))
     stored.buffer_bytes = batch_bytes
     buffer = torch.empty(batch_bytes, dtype=torch.uint8)
@@ -42,7 +44,10 @@ def stream_tensors(stored: StoredState, keys: Iterable[str]) -> Iterator[tuple[s
         stored.fill_boxes(
             [(key, box, place) for key, start, memory in parts for box, place in _pieces(stored, key, start, memory)]
         )
-        yield from ((key, view_of(memory)) for key, _, memory in parts)
+        for key, _, memory in parts:
+            yield key, view_of(memory)
+            if is_heard(BytesMoved):
+                emit(BytesMoved(key=key, size_bytes=len(memory), total_bytes=total_bytes))
 
 
 def _batches(stored: StoredState, keys: Iterable[str], batch_bytes: int) -> Iterator[list[_Stretch]]:
@@ -63,7 +68,7 @@ def _batches(stored: StoredState, keys: Iterable[str], batch_bytes: int) -> Iter
 
 def _size_bytes(stored: StoredState, key: str) -> int:
     entry = stored.entry(key)
-    return total_bytes(entry.dtype, entry.shape)
+    return items.total_bytes(entry.dtype, entry.shape)
 
 
 def _pieces(stored: StoredState, key: str, start: int, memory: torch.Tensor) -> list[Piece]:

@@ -1,0 +1,400 @@
+"""Exports hold the same bits as the state that was saved, as the tools that they are for see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from export_worker import save_sharded, sharded_tensors
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from saving import bits
+from test_frames import DTYPES, random_tensor
+
+from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, InvalidState, open_store
+from ckptstore.exporting import KINDS, ExportReport, export
+from ckptstore.state.safetensors_file import NAMES, Entry, header, read_header
+from ckptstore.state.selection import Paths, nested
+from ckptstore.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_DURABLE", "false")
+
+
+def save(tmp_path: Path, state: dict[str, object], **keywords: object) -> Checkpoint:
+    with open_store(tmp_path / "store", durable=False) as store:
+        return Checkpoint.from_uri(store.save(1, state, **keywords).uri)
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 500), torch.nn.BatchNorm1d(500), torch.nn.Linear(500, 700))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 30)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def everything() -> dict[str, object]:
+    model, optimizer = trained()
+    weight = torch.randn(3, 3)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        "inner": {"module": torch.nn.Linear(1, 1), "config": {"empty": {}, "tensor": torch.ones(2), 3: (1, "x")}},
+        "list": [1, {"x": torch.ones(4)}, (torch.zeros(2), None)],
+        "tied": {"embed": weight, "head": weight},
+        "epoch": 7,
+        "a.b": torch.tensor(1.5),
+    }
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert tuple(found[name].shape) == tuple(tensor.shape), name
+        assert bits(found[name]) == bits(tensor), name
+
+
+def in_safetensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def stock_load(directory: Path, state: dict[str, object]) -> dict[str, object]:
+    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    return state
+
+
+def by_dtype(names: set[str]) -> dict[str, torch.Tensor]:
+    chosen = [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in names]
+    tensors = {f"small.{dtype}": random_tensor(dtype, (5, 3)) for dtype in chosen}
+    tensors |= {f"large.{dtype}": random_tensor(dtype, (401, 803)) for dtype in chosen}
+    return tensors | {"zero_d": torch.tensor(2.5), "empty": torch.empty(0, 4), "transposed": torch.randn(9, 700).t()}
+
+
+def test_every_dtype_of_safetensors(tmp_path: Path) -> None:
+    tensors = by_dtype(set(NAMES))
+    assert len(tensors) >= 2 * 15
+    report = export(save(tmp_path, tensors), tmp_path / "out", to="safetensors")
+    assert report.files == ("model.safetensors",)
+    assert report.num_tensors == len(tensors)
+    assert report.size_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert_same(load_file(tmp_path / "out/model.safetensors"), tensors)
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_every_tensor_of_a_safetensors_file_is_aligned(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.ones(3), "c": torch.ones(3, dtype=torch.float64)}
+    export(save(tmp_path, tensors), tmp_path / "out", to="safetensors")
+    entries, _ = read_header(tmp_path / "out/model.safetensors")
+    assert all(entry.offset % tensors[entry.name].element_size() == 0 for entry in entries)
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+@pytest.mark.parametrize("stock_readable", [True, False])
+def test_every_dtype_of_torch(tmp_path: Path, kind: str, stock_readable: bool) -> None:
+    tensors = {f"{key}/{n}": tensor for n, (key, tensor) in enumerate(by_dtype({str(d)[6:] for d in DTYPES}).items())}
+    tensors = {key.replace(".", "_"): tensor for key, tensor in tensors.items()}
+    export(save(tmp_path, dict(tensors), stock_readable=stock_readable), tmp_path / "out", to=kind)
+    if kind == "torch":
+        for is_mapped in (False, True):
+            loaded = torch.load(tmp_path / "out/state.pt", weights_only=True, mmap=is_mapped)
+            assert_same(loaded, tensors)
+    else:
+        blank = {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
+        assert_same(stock_load(tmp_path / "out", blank), tensors)
+
+
+def test_files_and_index_are_those_of_hugging_face(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpoint = save(tmp_path, {"model": model, "optimizer": optimizer, "epoch": 1})
+    report = export(
+        checkpoint, tmp_path / "out", to="safetensors", include="model.*", strip_prefix="model.", max_file_bytes=MIB
+    )
+    expected = model.state_dict()
+    assert report.files == (
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    )
+    assert any("plain values" in notice for notice in report.notices)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in expected.values())}
+    assert index["weight_map"].keys() == expected.keys()
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "out" / file)[name], expected[name])
+    assert_same(in_safetensors(tmp_path / "out"), dict(expected))
+
+
+def test_a_tensor_above_the_limit_has_a_file_of_its_own(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(10), "b": torch.randn(500_000), "c": torch.randn(10), "d": torch.randn(10)}
+    report = export(save(tmp_path, dict(tensors)), tmp_path / "out", to="safetensors", max_file_bytes=1000)
+    assert len(report.files) == 4
+    assert_same(in_safetensors(tmp_path / "out"), tensors)
+
+
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    weight = torch.randn(300, 1000)
+    checkpoint = save(tmp_path, {"lm_head.weight": weight, "model.embed_tokens.weight": weight, "other": torch.ones(3)})
+    report = export(checkpoint, tmp_path / "safetensors", to="safetensors")
+    found = load_file(tmp_path / "safetensors/model.safetensors")
+    assert found.keys() == {"model.embed_tokens.weight", "other"}
+    assert torch.equal(found["model.embed_tokens.weight"], weight)
+    with safe_open(tmp_path / "safetensors/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "lm_head.weight": "model.embed_tokens.weight"}
+    assert report.size_bytes == weight.nbytes + 12
+    export(checkpoint, tmp_path / "head", to="safetensors", include="lm_head.*")
+    assert torch.equal(load_file(tmp_path / "head/model.safetensors")["lm_head.weight"], weight)
+    export(checkpoint, tmp_path / "torch", to="torch")
+    loaded = torch.load(tmp_path / "torch/state.pt", weights_only=True)
+    assert loaded["lm_head.weight"].data_ptr() == loaded["model.embed_tokens.weight"].data_ptr()
+    assert (tmp_path / "torch/state.pt").stat().st_size < 1.1 * weight.nbytes
+
+
+def test_torch_has_the_nested_state(tmp_path: Path) -> None:
+    state = everything()
+    report = export(save(tmp_path, state), tmp_path / "out", to="torch")
+    loaded = torch.load(tmp_path / "out/state.pt", weights_only=True)
+    assert report.notices == ()
+    assert loaded.keys() == state.keys()
+    assert_same(loaded["model"], dict(state["model"].state_dict()))
+    assert loaded["schedule"]["gamma"] == 0.9
+    assert loaded["inner"]["config"].keys() == {"empty", "tensor", 3}
+    assert loaded["inner"]["config"][3] == (1, "x")
+    assert torch.equal(loaded["inner"]["module"]["weight"], state["inner"]["module"].weight)
+    assert loaded["list"][0] == 1
+    assert torch.equal(loaded["list"][1]["x"], torch.ones(4))
+    assert torch.equal(loaded["list"][2][0], torch.zeros(2))
+    assert loaded["tied"]["head"].data_ptr() == loaded["tied"]["embed"].data_ptr()
+    assert (loaded["epoch"], loaded["a.b"]) == (7, 1.5)
+    assert zipfile.ZipFile(tmp_path / "out/state.pt").testzip() is None
+
+
+def test_what_torch_load_refuses_is_left_out_and_said(tmp_path: Path) -> None:
+    report = export(save(tmp_path, {"array": np.arange(3), "w": torch.ones(2)}), tmp_path / "out", to="torch")
+    assert torch.load(tmp_path / "out/state.pt", weights_only=True).keys() == {"w"}
+    assert len(report.notices) == 1
+    assert report.notices[0].startswith("array is left out")
+
+
+def test_without_paths_the_keys_are_flat(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, {"model": torch.nn.Linear(2, 2), "epoch": 1}, stock_readable=False)
+    report = export(checkpoint, tmp_path / "out", to="torch")
+    loaded = torch.load(tmp_path / "out/state.pt", weights_only=True)
+    assert loaded.keys() == {"model.weight", "model.bias", "epoch"}
+    assert "flat" in report.notices[0]
+
+
+def test_dcp_is_stock_whatever_the_checkpoint_is(tmp_path: Path) -> None:
+    state = everything()
+    whole = export(save(tmp_path, state), tmp_path / "whole", to="dcp")
+    assert set(whole.files) >= {".metadata"}
+    part = export(
+        save(tmp_path, state), tmp_path / "part", to="dcp", include=["model.*", "list"], strip_prefix="model."
+    )
+    assert set(part.files) == {".metadata", "__0_0.distcp"}
+    expected = dict(state["model"].state_dict())
+    blank = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
+    assert_same(stock_load(tmp_path / "whole", {"model": dict(blank)})["model"], expected)
+    found = stock_load(tmp_path / "part", {**blank, "list": [0, {"x": torch.zeros(4)}, None]})
+    assert_same({key: found[key] for key in expected}, expected)
+    assert found["list"][0] == 1
+    assert torch.equal(found["list"][1]["x"], torch.ones(4))
+    assert found["list"][2][1] is None
+    assert torch.equal(found["list"][2][0], torch.zeros(2))
+    flat = export(save(tmp_path, state, stock_readable=False), tmp_path / "flat", to="dcp")
+    assert set(flat.files) == {".metadata", "__0_0.distcp"}
+    keys = {f"model.{key}": torch.zeros_like(tensor) for key, tensor in expected.items()}
+    assert_same(stock_load(tmp_path / "flat", keys), {f"model.{key}": tensor for key, tensor in expected.items()})
+
+
+def test_large_tensors_pass_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptstore.state.streaming.BATCH_BYTES", MIB)
+    monkeypatch.setattr("ckptstore.state.deal.MAX_CHUNK_BYTES", 3 * MIB)
+    tensors = {"wide": torch.randn(3, 700_001), "deep": torch.randn(70, 11, 901), "odd": torch.randn(1_000_003)}
+    tensors["half"] = torch.randn(1000, 1111).half()
+    checkpoint = save(tmp_path, dict(tensors))
+    export(checkpoint, tmp_path / "a", to="safetensors")
+    assert_same(in_safetensors(tmp_path / "a"), tensors)
+    export(checkpoint, tmp_path / "b", to="torch")
+    assert_same(torch.load(tmp_path / "b/state.pt", weights_only=True), tensors)
+    export(checkpoint, tmp_path / "c", to="dcp", include="*")
+    blank = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+    assert_same(stock_load(tmp_path / "c", blank), tensors)
+
+
+def test_a_checkpoint_of_two_ranks_is_made_whole(tmp_path: Path) -> None:
+    run_ranks(2, save_sharded, str(tmp_path / "store"))
+    whole = {**sharded_tensors(), "same": torch.arange(5), "own": torch.zeros(3, dtype=torch.int64)}
+    with open_store(tmp_path / "store") as store:
+        checkpoint = Checkpoint.from_uri(store[1].uri)
+    report = export(checkpoint, tmp_path / "a", to="safetensors", include="model.*", strip_prefix="model.")
+    assert_same(in_safetensors(tmp_path / "a"), whole)
+    assert "model.own differs between ranks, the lowest rank's is taken" in report.notices
+    report = export(checkpoint, tmp_path / "b", to="torch")
+    loaded = torch.load(tmp_path / "b/state.pt", weights_only=True)
+    assert_same(loaded["model"], whole)
+    assert (loaded["epoch"], loaded["seed"]) == (4, 100)
+    assert "seed differs between ranks, the lowest rank's is taken" in report.notices
+    for include in (None, "*"):
+        export(checkpoint, tmp_path / f"c{include is None}", to="dcp", include=include)
+        blank = {"model": {key: torch.zeros_like(tensor) for key, tensor in whole.items()}}
+        assert_same(stock_load(tmp_path / f"c{include is None}", blank)["model"], whole)
+
+
+def damage(checkpoint: Checkpoint) -> None:
+    """Flip one bit in the middle of the largest file."""
+    name = max(checkpoint.files, key=lambda file: file.size_bytes).name
+    path = Path(checkpoint.uri.removeprefix("file://")) / name
+    os.chmod(path, 0o644)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("include", [None, "*"])
+def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path, kind: str, include: str | None) -> None:
+    checkpoint = save(tmp_path, {"w": torch.randn(2000, 1000), "v": torch.ones(3)})
+    damage(checkpoint)
+    with pytest.raises(CheckpointDamaged):
+        export(checkpoint, tmp_path / "out", to=kind, include=include)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "keywords", "error", "words"),
+    [
+        (
+            {"good": torch.ones(2), "bad": torch.ones(2).cdouble()},
+            {},
+            InvalidState,
+            r"bad \(complex128\)",
+        ),
+        ({"__metadata__": torch.ones(2)}, {}, InvalidState, "__metadata__"),
+        ({"w": torch.ones(2)}, {"include": "nothing.*"}, InvalidInput, "No key"),
+        ({"x.a": torch.ones(2), "a": torch.ones(2)}, {"strip_prefix": "x."}, InvalidInput, "would both be called 'a'"),
+        ({"w": torch.ones(2)}, {"max_file_bytes": 0}, InvalidInput, "max_file_bytes"),
+        ({"w": torch.ones(2)}, {"to": "onnx"}, InvalidInput, "onnx"),
+        ({"epoch": 1}, {}, InvalidInput, "no tensor"),
+    ],
+)
+def test_bad_input_writes_nothing(tmp_path: Path, tensors, keywords, error, words) -> None:
+    checkpoint = save(tmp_path, tensors)
+    with pytest.raises(error, match=words):
+        export(checkpoint, tmp_path / "out", **{"to": "safetensors", **keywords})
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_targets_that_exist(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, {"w": torch.ones(2)})
+    (tmp_path / "out").mkdir()
+    assert isinstance(export(checkpoint, tmp_path / "out", to="safetensors"), ExportReport)
+    with pytest.raises(InvalidInput, match="not empty"):
+        export(checkpoint, tmp_path / "out", to="torch")
+    export(checkpoint, tmp_path / "out", to="torch", overwrite=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["state.pt"]
+    (tmp_path / "out/thesis.txt").write_text("mine")
+    with pytest.raises(InvalidInput, match=r"thesis\.txt"):
+        export(checkpoint, tmp_path / "out", to="dcp", overwrite=True)
+    with pytest.raises(InvalidInput, match="named like a file"):
+        export(checkpoint, tmp_path / "model.safetensors", to="safetensors")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InvalidInput, match="not a directory"):
+        export(checkpoint, tmp_path / "file", to="torch", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out", "store"]
+
+
+def test_a_damaged_checkpoint_does_not_replace_an_earlier_export(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, {"w": torch.randn(2000, 1000)})
+    export(checkpoint, tmp_path / "out", to="torch")
+    damage(checkpoint)
+    with pytest.raises(CheckpointDamaged):
+        export(checkpoint, tmp_path / "out", to="safetensors", overwrite=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["state.pt"]
+
+
+def test_a_directory_checkpoint_has_no_state(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/a").write_bytes(b"x")
+    with open_store(tmp_path / "store") as store:
+        checkpoint = Checkpoint.from_uri(store.save_directory(1, tmp_path / "source").uri)
+    with pytest.raises(InvalidInput, match="has no state"):
+        export(checkpoint, tmp_path / "out", to="torch")
+
+
+def test_it_reads_from_an_object_store(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(600, 700), "b": torch.ones(3)}
+    with open_store("memory://export-test") as store:
+        checkpoint = store.save(1, dict(tensors))
+        for kind in KINDS:
+            export(checkpoint, tmp_path / kind, to=kind)
+    assert_same(in_safetensors(tmp_path / "safetensors"), tensors)
+    assert_same(torch.load(tmp_path / "torch/state.pt", weights_only=True), tensors)
+
+
+@pytest.mark.parametrize("largest_mib", [24, pytest.param(64, marks=pytest.mark.slow)])
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, largest_mib: int) -> None:
+    state = {f"t{number}": torch.full((largest_mib << 18,), float(number)) for number in range(8)}
+    checkpoint = save(tmp_path, {**state, "small": torch.ones(2)})
+    worker = Path(__file__).with_name("export_worker.py")
+    command = [sys.executable, str(worker), checkpoint.uri, str(tmp_path / "out"), *KINDS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
+    assert 0 < int(done.stdout) < (2 * largest_mib + 32) * MIB
+    loaded = torch.load(tmp_path / "out/torch/state.pt", weights_only=True, mmap=True)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
+    shutil.rmtree(tmp_path / "out")
+
+
+names = st.text("abc.é", min_size=1, max_size=8)
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@given(st.dictionaries(names, st.tuples(st.sampled_from(sorted(NAMES)), shapes)), st.dictionaries(names, names))
+def test_headers_come_back(tmp_path_factory, tensors, metadata) -> None:
+    entries = [Entry(name, dtype, shape) for name, (dtype, shape) in tensors.items()]
+    head = header(entries, metadata)
+    assert len(head) % 8 == 0
+    path = tmp_path_factory.mktemp("headers") / "f"
+    path.write_bytes(head + bytes(sum(entry.size_bytes for entry in entries)))
+    found, told = read_header(path)
+    assert {entry.name: (entry.dtype, entry.shape) for entry in found} == tensors
+    assert told == metadata
+
+
+parts = st.sampled_from(["a", "b", "a.b", 0, 1])
+
+
+@given(st.lists(st.lists(parts, min_size=1, max_size=4).map(lambda path: ("root", *path)), unique=True))
+def test_paths_are_found_again(paths) -> None:
+    known = Paths(paths)
+    for path in paths:
+        key = ".".join(map(str, path))
+        assert ".".join(map(str, known.path(key))) == key
+        assert ".".join(map(str, known.path(f"{key}.x.y"))) == f"{key}.x.y"
+
+
+def test_lists_come_back_as_lists() -> None:
+    items = {("a", 0, "x"): 1, ("a", 1): 2, ("b", 1): 3, ("c", "0"): 4}
+    assert nested(items) == {"a": [{"x": 1}, 2], "b": {1: 3}, "c": {"0": 4}}
