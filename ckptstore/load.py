@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import shutil
 import threading
 import uuid
@@ -19,8 +20,8 @@ from ckptstore import leases
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput, StorageError, StorageFull
 from ckptstore.job import Job
-from ckptstore.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
-from ckptstore.manifest import Manifest, Receipt, sha256_of
+from ckptstore.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, MANIFEST_NAME
+from ckptstore.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.node_cache import NodeCache
 from ckptstore.records import Record
 from ckptstore.storage.base import HasLocalFiles, Storage
@@ -47,7 +48,8 @@ class CheckpointFiles:
         return f"{self.storage.uri.rstrip('/')}/{self.prefix}".rstrip("/")
 
     def read_manifest(self) -> tuple[Manifest, bytes]:
-        """The manifest, and its bytes as they are stored.
+        """The manifest, and its bytes as they are stored. A directory that torch's DCP wrote on its own has none; then
+        it is made from a listing, and has no digests.
 
         Raises CheckpointGone when it is not there, CheckpointDamaged when it is not the one that was committed.
         """
@@ -55,9 +57,12 @@ class CheckpointFiles:
         try:
             data = self.storage.read(key)
         except FileMissing:
-            raise CheckpointGone(
-                f"{self.uri} has no manifest: it was removed, or never was complete", file=MANIFEST_NAME
-            ) from None
+            stock = _stock_manifest(self) if self.record is None else None
+            if stock is None:
+                raise CheckpointGone(
+                    f"{self.uri} has no manifest: it was removed, or never was complete", file=MANIFEST_NAME
+                ) from None
+            return stock, stock.encode()
         digest = sha256_of(data)
         if self.record is not None and digest != self.record.entry.manifest_sha256:
             raise CheckpointDamaged(
@@ -92,7 +97,7 @@ class CheckpointFiles:
         return sizes
 
     def key_of(self, receipt: Receipt) -> str:
-        """Where a file lies. Raises CheckpointDamaged when that is another checkpoint, and this one is not in a store."""
+        """Where a file lies. Raises CheckpointDamaged when that is another checkpoint and this is not in a store."""
         if receipt.attempt is None:
             return self.prefix + receipt.name
         if self.record is None:
@@ -118,6 +123,26 @@ class CheckpointFiles:
         checks = () if receipt.crc32c is None else ((receipt.size_bytes, receipt.crc32c),)
         self.transfer.read([RangeRead(self.key_of(receipt), 0, (memoryview(data),), checks, receipt.version)])
         return bytes(data)
+
+
+def _stock_manifest(files: CheckpointFiles) -> Manifest | None:
+    """What the manifest of a directory of stock DCP would say, None for any other directory."""
+    listed = {file.key.removeprefix(files.prefix): file for file in files.storage.list(files.prefix)}
+    if DCP_METADATA_NAME not in listed:
+        return None
+    name = files.uri.rpartition("/")[2]
+    step = re.search(r"(\d{1,10})$", name)
+    ranks = [int(match[1]) for file in listed if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", file))]
+    return Manifest(
+        store_id="",
+        step=int(step[1]) if step else 0,
+        epoch=0,
+        attempt=name,
+        kind="state",
+        world_size=max(ranks, default=0) + 1,
+        created_at=max(file.modified_seconds for file in listed.values()),
+        files=tuple(sorted_receipts(Receipt(key, file.size_bytes, None, 0) for key, file in listed.items())),
+    )
 
 
 class NodeCopies:

@@ -12,14 +12,16 @@ from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, In
 from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.group import Beat, Group
 from ckptstore.job import Job
+from ckptstore.layout import DCP_METADATA_NAME
 from ckptstore.load import CheckpointFiles, NodeCopies, files_of
 from ckptstore.manifest import Manifest
 from ckptstore.records import Record
 from ckptstore.resume import told_resumed
 from ckptstore.state.apply import Loading, begin_load
 from ckptstore.state.index import INDEX_NAME, TensorIndex
-from ckptstore.state.matching import Mismatch, Saved
+from ckptstore.state.matching import Matching, Mismatch, Saved
 from ckptstore.state.shared_reads import SharedSteps
+from ckptstore.state.stock_read import StockState, load_metadata
 from ckptstore.state.stored import PerRank, StoredState
 from ckptstore.storage.base import HasLocalFiles
 from ckptstore.storage.local import LocalStorage
@@ -159,13 +161,38 @@ class _Reader:
         local.read([replace(item, key=keys[item.key], version=None) for item in ranges], beat=self.beat)
 
 
-def _open(group: Group, files: CheckpointFiles, reader: _Reader, options: LoadOptions) -> tuple[StoredState, Saved]:
+def is_stock(manifest: Manifest) -> bool:
+    """Whether it is a directory that torch's DCP wrote on its own."""
+    return INDEX_NAME not in manifest.by_name and DCP_METADATA_NAME in manifest.by_name and not manifest.store_id
+
+
+def _open_stock(files: CheckpointFiles, reader: _Reader, manifest: Manifest, options: LoadOptions) -> StockState:
+    """The state that torch's DCP wrote; nothing in it is run."""
+    metadata = load_metadata(files.read_file(manifest.by_name[DCP_METADATA_NAME]))
+    return StockState(
+        metadata,
+        reader.read,
+        files.prefix,
+        {receipt.name: receipt.size_bytes for receipt in manifest.files},
+        allow_pickle=options.allow_pickle,
+        buffer_bytes=files.config.transfer.memory_budget_bytes // 2,
+    )
+
+
+def _open(
+    group: Group, files: CheckpointFiles, reader: _Reader, options: LoadOptions
+) -> tuple[StoredState | StockState, Saved]:
     """The stored state, as this rank sees it, and what it has besides tensors."""
-    held: list[tuple[StoredState, Saved]] = []
+    held: list[tuple[StoredState | StockState, Saved]] = []
 
     def work(beat: Beat) -> bytes:
         reader.beat = beat
         manifest, _ = files.read_manifest()
+        if is_stock(manifest):
+            stock = _open_stock(files, reader, manifest, options)
+            wanted = Matching(Saved({}, {}), include=options.include).includes
+            held.append((stock, stock.saved(wanted)))
+            return b""
         stored = StoredState(
             reader.open(manifest, share=group.world_size > 1 or options.read_once == "node"),
             reader.read,

@@ -75,6 +75,7 @@ class StoreWriter(StorageWriter):
         self._split_plain_bytes = split_plain_bytes
         self._num_files = num_files
         self._rank = 0
+        self._is_coordinator = True
 
     @property
     def checkpoint_id(self) -> str:
@@ -91,6 +92,7 @@ class StoreWriter(StorageWriter):
         if not kwargs.get("use_collectives", True):
             raise InvalidInput("use_collectives=False writes one checkpoint for each rank, which StoreWriter does not")
         self._rank = int(kwargs.get("rank") or 0)
+        self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """List what this rank holds, before the stock planner gives each key to one rank."""
@@ -122,6 +124,8 @@ class StoreWriter(StorageWriter):
             WriteResult(index=item.index, size_in_bytes=0, storage_data=told if number == 0 else None)
             for number, item in enumerate(plan.items)
         ]
+        if not self._is_coordinator:
+            self._target.close()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -141,6 +145,7 @@ class StoreWriter(StorageWriter):
         metadata.storage_data = storage_data
         receipts += self._write({INDEX_NAME: joined, DCP_METADATA_NAME: pickle.dumps(metadata)})
         self._target.finish(self._prefix, receipts, world_size=len(results))
+        self._target.close()
 
     def _write(self, files: Mapping[str, bytes]) -> list[Receipt]:
         storage, transfer = self._target.open()

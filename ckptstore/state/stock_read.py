@@ -313,6 +313,14 @@ class _StockReadPlan(ReadPlan):
         super().add(source, plain, rank=rank)
 
 
+_DTYPE_OF_STORAGE = {
+    "BFloat16Storage": "bfloat16", "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8",
+    "ComplexDoubleStorage": "complex128", "ComplexFloatStorage": "complex64", "DoubleStorage": "float64",
+    "FloatStorage": "float32", "HalfStorage": "float16", "IntStorage": "int32", "LongStorage": "int64",
+    "ShortStorage": "int16",
+}  # fmt: skip
+
+
 class _TensorUnpickler(pickle.Unpickler):
     """Reads what a frame says of its tensor, and makes no tensor."""
 
@@ -331,7 +339,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 def _told(storage: Any, offset: int, sizes: Any, strides: Any, *rest: Any) -> tuple[Any, ...]:
     """dtype, offset, sizes and strides. The dtype is that of the storage's class, or given last."""
-    named = rest[-1] if isinstance(rest[-1], str) else str(getattr(torch, storage[1]).dtype)
+    named = rest[-1] if isinstance(rest[-1], str) else _DTYPE_OF_STORAGE[storage[1]]
     return named.removeprefix("torch."), offset, tuple(sizes), tuple(strides)
 
 

@@ -1,0 +1,77 @@
+"""`Checkpoint.from_uri` on a directory that stock DCP wrote: loaded like any other, nothing in it run."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import ckptstore
+from ckptstore.errors import CheckpointDamaged, InvalidState
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 600))
+
+
+def trained(seed):
+    torch.manual_seed(seed)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.randn(8, 30)).sum().backward()
+    optimizer.step()
+    return net, optimizer
+
+
+@pytest.fixture
+def stock(tmp_path):
+    net, optimizer = trained(1)
+    weights, state = get_state_dict(net, optimizer)
+    path = tmp_path / "step-120"
+    dcp.save({"model": weights, "optim": state, "epoch": 3}, checkpoint_id=path, no_dist=True)
+    return path, net, optimizer
+
+
+def test_a_model_of_stock_dcp_is_loaded(stock):
+    path, net, _ = stock
+    checkpoint = ckptstore.Checkpoint.from_uri(str(path))
+    assert (checkpoint.step, checkpoint.world_size) == (120, 1)
+    fresh, _ = trained(2)
+    state = {"model": fresh, "epoch": 0}
+    checkpoint.load(state)
+    assert state["epoch"] == 3
+    assert all(torch.equal(a, b) for a, b in zip(fresh.state_dict().values(), net.state_dict().values(), strict=True))
+
+
+def test_code_in_metadata_is_not_run(tmp_path):
+    mark = tmp_path / "run"
+
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (str(mark),)
+
+    import pickle
+
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(CheckpointDamaged, match="Nothing in it was run"):
+        ckptstore.Checkpoint.from_uri(str(tmp_path / "c")).load({"w": torch.ones(1)})
+    assert not mark.exists()
+
+
+def test_values_with_code_only_matter_when_they_are_wanted(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "run"),)
+
+    dcp.save({"w": torch.ones(3), "evil": Evil()}, checkpoint_id=tmp_path / "c", no_dist=True)
+    checkpoint = ckptstore.Checkpoint.from_uri(str(tmp_path / "c"))
+    state = {"w": torch.zeros(3), "evil": None}
+    with pytest.raises(InvalidState, match="evil"):
+        checkpoint.load(state)
+    checkpoint.load(state, include="w")
+    assert state["w"].sum() == 3
+    assert not (tmp_path / "run").exists()
