@@ -16,6 +16,7 @@ from ckptstore.group import find_group
 from ckptstore.layout import USER_METADATA_NAME
 from ckptstore.load import CheckpointFiles, copy_directory, open_directory
 from ckptstore.manifest import Manifest, Receipt
+from ckptstore.retried import with_retries
 from ckptstore.storage.open import open_storage
 from ckptstore.transfer import Transfer
 from ckptstore.verify import VerifyReport, verify
@@ -43,7 +44,7 @@ class Checkpoint:
         its size: a copy made by other tools may be incomplete.
         """
         config = StoreConfig.from_env()
-        storage = open_storage(uri, storage_options=storage_options)
+        storage = with_retries(open_storage(uri, storage_options=storage_options), config.retry)
         transfer = Transfer(storage, config=config.transfer, retry=config.retry)
         files = CheckpointFiles(storage=storage, transfer=transfer, config=config, prefix="", record=None)
         checkpoint = cls(files)

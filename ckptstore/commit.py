@@ -16,6 +16,7 @@ from ckptstore.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.records import CheckpointEntry, Commit, Record
 from ckptstore.request import Request
 from ckptstore.retention import Candidate, decide
+from ckptstore.retry import retrying
 from ckptstore.shard import Contents
 from ckptstore.storage.base import CreatesExclusively, HasLocalFiles, Persists
 
@@ -110,6 +111,15 @@ def _check_stored(job: Job, attempt: Attempt, receipts: Sequence[Receipt]) -> No
         )
 
 
+def _created(job: Job, storage: CreatesExclusively, key: str, data: bytes) -> bool:
+    """Whether the key holds the data now. A create whose answer was lost may be tried again: it reads itself back."""
+
+    def create() -> bool:
+        return storage.create(key, data) or job.storage.read(key) == data
+
+    return retrying(job.config.retry, f"create {key}", create)
+
+
 def _write_manifest(job: Job, attempt: Attempt, directories: Sequence[str], data: bytes) -> None:
     key = attempt.key(MANIFEST_NAME)
     if isinstance(job.storage, HasLocalFiles):
@@ -117,7 +127,7 @@ def _write_manifest(job: Job, attempt: Attempt, directories: Sequence[str], data
             job.storage.make_directory(attempt.key(name))
     if not isinstance(job.storage, CreatesExclusively):
         job.storage.write(key, [memoryview(data)])
-    elif not job.storage.create(key, data) and job.storage.read(key) != data:
+    elif not _created(job, job.storage, key, data):
         raise StorageError(f"{key} exists already with other contents", file=key)
     if isinstance(job.storage, Persists):
         job.storage.seal([key])

@@ -21,6 +21,7 @@ from ckptstore.log import Log
 from ckptstore.manifest import Manifest, Receipt, sha256_of
 from ckptstore.plan import PlannedFile
 from ckptstore.records import Change, Claim, Commit, Pin, Record
+from ckptstore.retried import with_retries
 from ckptstore.sources import Read
 from ckptstore.storage.base import HasLocalFiles, Persists, Storage
 from ckptstore.storage.open import open_storage
@@ -81,6 +82,7 @@ def open_target(uri: str, *, storage_options: Mapping[str, Any] | None, config: 
     """Open the root that a copy goes to."""
     config = config or StoreConfig.from_env()
     storage = open_storage(uri, storage_options=storage_options, durable=config.transfer.durable)
+    storage = with_retries(storage, config.retry)
     return Target(
         storage=storage, transfer=Transfer(storage, config=config.transfer, retry=config.retry), config=config
     )

@@ -11,6 +11,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.retention import KeepAll, Policy
+from ckptstore.retried import with_retries
 from ckptstore.storage.open import open_storage
 from ckptstore.store import CheckpointStore
 from ckptstore.transfer import Transfer
@@ -63,6 +64,7 @@ def open_store(
     storage = open_storage(
         os.fspath(uri), storage_options=storage_options, engine=engine, durable=transfer_config.durable
     )
+    storage = with_retries(storage, config.retry)
     return CheckpointStore(
         Job(
             storage=storage,

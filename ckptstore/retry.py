@@ -1,11 +1,13 @@
 """Retries: one layer, small, bounded in tries and in time, with full jitter. The only importer of tenacity.
 
 Only errors whose class says `retryable` are tried again. A create-if-absent is never retried here: the log settles it.
-`RetryConfig(retry_attempts=1)` switches retries off, in tests for instance.
+`RetryConfig(retry_attempts=1)` switches retries off, in tests for instance. Retries within retries do not multiply: the
+outermost call on a thread is the one that tries again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +16,14 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.events import RequestRetried, emit
 
 T = TypeVar("T")
+
+
+class _Here(threading.local):
+    is_inside = False
+    """Whether this thread is inside a request that is retried."""
+
+
+_here = _Here()
 
 
 def is_retryable(error: BaseException) -> bool:
@@ -26,12 +36,17 @@ def retrying(config: RetryConfig, what: str, request: Callable[[], T]) -> T:
 
     Raises what the last try raised; errors that no retry can mend are raised at once.
     """
+    if _here.is_inside:
+        return request()
+    _here.is_inside = True
     try:  # tenacity costs 30 ms to import, and most requests need no second try
         return request()
     except CkptstoreError as error:
         if not is_retryable(error) or config.retry_attempts == 1:
             raise
         return _retry(config, what, request, error)
+    finally:
+        _here.is_inside = False
 
 
 def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: CkptstoreError) -> T:

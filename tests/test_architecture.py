@@ -20,7 +20,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("joined values", {"manifest", "plan", "naming", "directories"}),
     ("records and requests", {"records", "request"}),
     ("ports", {"retry", "storage", "torch_private", "staging"}),
-    ("engines", {"transfer", "log", "node_cache", "group", "identity", "leases"}),
+    ("engines", {"transfer", "log", "node_cache", "group", "identity", "leases", "retried"}),
     ("what a rank brings", {"shard"}),
     ("another process", {"uploader"}),
     ("state", {"state"}),

@@ -178,6 +178,15 @@ class CopiesInside(Protocol):
 
 
 @runtime_checkable
+class CopiesFrom(Protocol):
+    """A copy from another storage that does not travel through this process, where both are at one provider."""
+
+    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
+        """Copy a file of `source`, or return False, and do nothing, where only bytes that are read and written get
+        from there to here. Durable as `write` is. Raises FileMissing."""
+
+
+@runtime_checkable
 class FindsUnfinished(Protocol):
     """Multipart uploads that were never finished keep costing money."""
 

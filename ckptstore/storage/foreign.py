@@ -5,7 +5,8 @@
     401, 403                   AccessDenied
     416                        CheckpointDamaged (the file ends before the range begins)
     507, QuotaExceeded         StorageFull
-    408, 409, 429, 5xx, none   StorageUnavailable: throttled, in conflict, broken off; worth another try
+    429, 503, SlowDown         StorageThrottled: worth another try, with fewer requests at once
+    408, 409, 5xx, none        StorageUnavailable: in conflict, broken off; worth another try
     any other                  StorageError
 
 Only the status and the store's own code go into a message: a URL may carry a signature or a token.
@@ -20,6 +21,7 @@ from ckptstore.errors import (
     FileMissing,
     StorageError,
     StorageFull,
+    StorageThrottled,
     StorageUnavailable,
 )
 
@@ -32,15 +34,26 @@ EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefres
 """What S3 answers, with 400 or 403, when credentials have run out: new ones may work."""
 
 _FULL_CODES = frozenset({"QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull", "EntityQuotaExceeded"})
+_THROTTLED_CODES = frozenset(
+    {
+        "BandwidthLimitExceeded",
+        "RequestLimitExceeded",
+        "ServerBusy",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+        "TooManyRequestsException",
+        "rateLimitExceeded",
+        "userRateLimitExceeded",
+    }
+)
+"""How a store asks for fewer requests, whatever the status: some say it with a 400 or a 500."""
 _BUSY_CODES = frozenset(
     {
         "BadDigest",
         "IncompleteBody",
         "RequestTimeout",
-        "ServerBusy",
-        "SlowDown",
-        "Throttling",
-        "ThrottlingException",
         "XAmzContentSHA256Mismatch",
     }
 )
@@ -57,6 +70,8 @@ def from_status(status: int | None, code: str, *, key: str, what: str) -> Ckptst
         return FileMissing(f"{what}: it is not there", file=key)
     if status == 507 or code in _FULL_CODES:
         return StorageFull(message, file=key)
+    if status in (429, 503) or code in _THROTTLED_CODES:  # GCS has a 403 for it
+        return StorageThrottled(message, file=key)
     if status in (401, 403) or code in EXPIRED_CODES:
         return AccessDenied(message, file=key, hint=_hint(status, code))
     if status == 412:

@@ -1,4 +1,4 @@
-"""How many requests of a transfer are in flight: half as many when the storage throttles, one more when it no longer does."""
+"""How many requests of a transfer are in flight: half as many when the storage throttles, then more again."""
 
 from __future__ import annotations
 

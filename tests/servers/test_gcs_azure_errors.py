@@ -19,6 +19,7 @@ from ckptstore.errors import (
     FileMissing,
     StorageError,
     StorageFull,
+    StorageThrottled,
     StorageUnavailable,
 )
 from ckptstore.storage.open import open_storage
@@ -36,8 +37,8 @@ OPERATIONS: dict[str, Callable[[Any], object]] = {
     "write_part": lambda storage: storage.open_parts("k", 17 << 20).write_part(0, [memoryview(bytes(16 << 20))]),
 }
 ANSWERS = [
-    (503, "ServerBusy", StorageUnavailable),
-    (429, "rateLimitExceeded", StorageUnavailable),
+    (503, "ServerBusy", StorageThrottled),
+    (429, "rateLimitExceeded", StorageThrottled),
     (500, "InternalError", StorageUnavailable),
     (408, "OperationTimedOut", StorageUnavailable),
     (403, "AuthorizationFailure", AccessDenied),

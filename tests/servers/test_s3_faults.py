@@ -16,6 +16,7 @@ from ckptstore.errors import (
     FileMissing,
     StorageError,
     StorageFull,
+    StorageThrottled,
     StorageUnavailable,
 )
 from ckptstore.storage.open import open_storage
@@ -39,8 +40,8 @@ OPERATIONS: dict[str, Callable[[Any], object]] = {
 }
 
 ANSWERS = [
-    (503, "SlowDown", StorageUnavailable),
-    (429, "TooManyRequests", StorageUnavailable),
+    (503, "SlowDown", StorageThrottled),
+    (429, "TooManyRequests", StorageThrottled),
     (500, "InternalError", StorageUnavailable),
     (502, "BadGateway", StorageUnavailable),
     (504, "GatewayTimeout", StorageUnavailable),
@@ -85,7 +86,7 @@ def test_a_refusal_is_an_error_of_its_class(
         fault(action="status", status=status, code=code, times=None)
         error = error_of(lambda operation=operation: operation(storage))  # type: ignore[misc]
         assert type(error) is expected, name
-        assert error.retryable == (expected is StorageUnavailable)
+        assert error.retryable == issubclass(expected, StorageUnavailable)
         text = str(error)
         assert str(status) in text, name
         assert "testsecret" not in text
@@ -150,7 +151,7 @@ def test_a_create_is_sent_once(storage: Any, fault: Any, fast_s3: S3Server) -> N
     for answer in (Fault(action="lose_answer", match="^PUT"), Fault(action="status", match="^PUT")):
         fault(replace(answer))
         seen = len(fast_s3.log)
-        assert type(error_of(lambda: storage.create("log/9", b"mine"))) is StorageUnavailable
+        assert isinstance(error_of(lambda: storage.create("log/9", b"mine")), StorageUnavailable)
         assert [request.method for request in fast_s3.log[seen:]] == ["PUT"]
 
 
@@ -158,7 +159,7 @@ def test_a_create_is_sent_once(storage: Any, fault: Any, fast_s3: S3Server) -> N
 def test_a_part_is_sent_again(storage: Any, fault: Any, fault_of_part: str) -> None:
     writer = storage.open_parts("parts", len(PART) + 5)
     fault(action=fault_of_part, match="partNumber=1")
-    assert type(error_of(lambda: writer.write_part(0, [PART]))) is StorageUnavailable
+    assert isinstance(error_of(lambda: writer.write_part(0, [PART])), StorageUnavailable)
     writer.write_part(0, [PART])
     writer.write_part(len(PART), [memoryview(b"12345")])
     writer.finish()

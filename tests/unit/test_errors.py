@@ -38,6 +38,7 @@ CODES = {
     "storage-error": 30,
     "storage-full": 33,
     "storage-unavailable": 34,
+    "storage-throttled": 35,
     "store-fenced": 11,
     "store-forked": 12,
     "store-missing": 10,
@@ -106,4 +107,4 @@ def test_handlers_of_the_standard_classes_catch_them() -> None:
     assert issubclass(errors.StorageError, OSError)
     assert issubclass(errors.FileMissing, FileNotFoundError)
     assert issubclass(errors.AccessDenied, PermissionError)
-    assert [cls for cls in CLASSES if cls.retryable] == [errors.StorageUnavailable]
+    assert {cls for cls in CLASSES if cls.retryable} == {errors.StorageUnavailable, errors.StorageThrottled}

@@ -12,6 +12,7 @@ from ckptstore.errors import (
     InvalidInput,
     StorageError,
     StorageFull,
+    StorageThrottled,
     StorageUnavailable,
 )
 from ckptstore.storage import foreign
@@ -206,6 +207,11 @@ def test_connection_strings() -> None:
         (400, "RequestTimeout", StorageUnavailable),
         (400, "BadDigest", StorageUnavailable),
         (400, "ExpiredToken", AccessDenied),
+        (503, "SlowDown", StorageThrottled),
+        (503, "", StorageThrottled),
+        (429, "", StorageThrottled),
+        (403, "userRateLimitExceeded", StorageThrottled),
+        (500, "InternalError", StorageUnavailable),
         (400, "InvalidArgument", StorageError),
         (404, "NoSuchBucket", StorageError),
         (408, "", StorageUnavailable),

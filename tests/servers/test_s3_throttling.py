@@ -1,0 +1,64 @@
+"""A storage that throttles: saves commit, with fewer requests in flight meanwhile, and as many as before afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from ckptstore.events import ConcurrencyChanged, Event, RequestRetried, listening
+from ckptstore.testing.s3_server import Fault, S3Server
+
+NUM_THREADS = 8
+DEADLINE_SECONDS = 120.0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seconds", [6.0, pytest.param(60.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["obstore", pytest.param("fsspec", marks=pytest.mark.slow)])
+def test_fewer_requests_while_every_second_one_is_throttled(
+    fast_s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, seconds: float
+) -> None:
+    monkeypatch.setenv("CKPTSTORE_NUM_THREADS", str(NUM_THREADS))
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "60")  # each try is a toss of a coin
+    monkeypatch.setenv("CKPTSTORE_RETRY_WAIT_MAX_SECONDS", "0.5")
+    (tmp_path / "big.bin").write_bytes(os.urandom(40 << 20))
+    for number in range(60):
+        (tmp_path / f"small-{number}.bin").write_bytes(os.urandom(10_000))
+    events: list[Event] = []
+    clear = threading.Timer(seconds, fast_s3.faults.clear)
+    uri = f"s3://test/throttling/{engine}-{seconds}"
+    options = {"storage_options": fast_s3.storage_options, "engine": engine}
+    with listening(events.append), ckptstore.open_store(uri, **options) as store:
+        store.save_directory(0, tmp_path)
+        assert limits(events) == []
+        fast_s3.faults.add(Fault(action="status", status=503, code="SlowDown", times=None, probability=0.5))
+        clear.start()
+        last = -1
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        try:
+            for last in itertools.count(1):
+                store.save_directory(last, tmp_path)
+                if not fast_s3.faults.pending and limits(events)[-1:] == [NUM_THREADS]:
+                    break
+                assert time.monotonic() < deadline, limits(events)
+        finally:
+            clear.cancel()
+            clear.join()
+            fast_s3.faults.clear()
+        assert min(limits(events)) <= 2
+        assert any(isinstance(event, RequestRetried) for event in events)
+        assert [checkpoint.step for checkpoint in store] == list(range(last + 1))
+        for checkpoint in store:
+            checkpoint.verify()
+        assert fast_s3.objects.uploads == {}, "no part is left behind"
+
+
+def limits(events: list[Event]) -> list[int]:
+    """Every change of the limit so far."""
+    return [event.limit for event in events if isinstance(event, ConcurrencyChanged)]

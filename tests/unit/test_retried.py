@@ -1,0 +1,105 @@
+"""A storage with retries: the powers of the one inside, each request tried again, and once alone per layer."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore.config import RetryConfig, TransferConfig
+from ckptstore.errors import StorageUnavailable
+from ckptstore.retried import with_retries
+from ckptstore.retry import retrying
+from ckptstore.storage import base
+from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.memory import MemoryStorage
+from ckptstore.transfer import RangeRead, Transfer
+
+QUICK = RetryConfig(retry_attempts=4, retry_wait_initial_seconds=0.001, retry_wait_max_seconds=0.002)
+POWERS = [power for power in vars(base).values() if getattr(power, "_is_runtime_protocol", False)]
+
+
+def flaky(storage: Any, verb: str, times: int) -> tuple[Any, list[str]]:
+    """A storage whose verb fails so often, and the calls that came in."""
+    calls: list[str] = []
+    inner = getattr(storage, verb)
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(verb)
+        if len(calls) <= times:
+            raise StorageUnavailable("not now")
+        return inner(*arguments, **keywords)
+
+    setattr(storage, verb, call)
+    return storage, calls
+
+
+@pytest.fixture
+def storage() -> MemoryStorage:
+    storage = MemoryStorage("memory://retried")
+    storage.delete([file.key for file in storage.list("")])
+    storage.write("there", [memoryview(b"data")])
+    return storage
+
+
+def test_it_has_the_powers_of_the_one_inside(storage: MemoryStorage) -> None:
+    retried = with_retries(storage, QUICK)
+    assert len(POWERS) > 6
+    assert type(retried) is not MemoryStorage
+    assert [isinstance(retried, power) for power in POWERS] == [isinstance(storage, power) for power in POWERS]
+    assert retried.uri == storage.uri
+    assert pickle.loads(pickle.dumps(retried)).uri == storage.uri
+
+
+def test_a_disk_and_a_storage_without_retries_are_given_back(tmp_path: Path, storage: MemoryStorage) -> None:
+    disk = LocalStorage(str(tmp_path))
+    assert with_retries(disk, QUICK) is disk
+    assert with_retries(storage, RetryConfig(retry_attempts=1)) is storage
+
+
+REQUESTS = {
+    "read": ("there",),
+    "stat": ("there",),
+    "list": ("",),
+    "delete": (["there"],),
+    "write": ("new", [memoryview(b"x")]),
+    "copy": ("there", "copied"),
+    "read_into": ("there", 0, [memoryview(bytearray(4))]),
+}
+
+
+@pytest.mark.parametrize("verb", REQUESTS)
+def test_a_request_is_tried_again(storage: MemoryStorage, verb: str) -> None:
+    broken, calls = flaky(storage, verb, 3)
+    getattr(with_retries(broken, QUICK), verb)(*REQUESTS[verb])
+    assert len(calls) == 4
+    broken, calls = flaky(MemoryStorage("memory://other"), verb, 99)
+    with pytest.raises(StorageUnavailable):
+        getattr(with_retries(broken, QUICK), verb)(*REQUESTS[verb])
+    assert len(calls) == 4
+
+
+def test_a_create_is_sent_once(storage: MemoryStorage) -> None:
+    broken, calls = flaky(storage, "create", 1)
+    with pytest.raises(StorageUnavailable):
+        with_retries(broken, QUICK).create("new", b"x")  # type: ignore[attr-defined]
+    assert len(calls) == 1
+
+
+def test_retries_do_not_multiply(storage: MemoryStorage) -> None:
+    broken, calls = flaky(storage, "read_into", 99)
+    transfer = Transfer(with_retries(broken, QUICK), config=TransferConfig(num_threads=2), retry=QUICK)
+    with pytest.raises(StorageUnavailable):
+        transfer.read([RangeRead("there", 0, (memoryview(bytearray(4)),), (), None)])
+    transfer.close()
+    assert len(calls) == 4
+    calls.clear()
+    with pytest.raises(StorageUnavailable):
+        retrying(QUICK, "twice", lambda: with_retries(broken, QUICK).read_into("there", 0, [memoryview(bytearray(4))]))
+    assert len(calls) == 4
+    calls.clear()
+    with pytest.raises(StorageUnavailable):
+        retrying(QUICK, "again", lambda: broken.read_into("there", 0, [memoryview(bytearray(4))]))
+    assert len(calls) == 4, "the next one is tried again as well"
