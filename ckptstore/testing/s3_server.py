@@ -106,6 +106,22 @@ class S3Server:
         """Counts of objects, bytes, unfinished uploads and requests."""
         return stats(self._shared)
 
+    def empty(self) -> None:
+        """Forget all objects and unfinished uploads; the buckets, the faults and the log stay."""
+        done = threading.Event()
+
+        def forget() -> None:
+            for objects in self.objects.buckets.values():
+                objects.clear()
+            self.objects.uploads.clear()
+            done.set()
+
+        if self._loop is None:
+            forget()
+        else:
+            self._loop.call_soon_threadsafe(forget)
+            done.wait(_START_SECONDS)
+
     def operations(self) -> list[str]:
         """What the requests so far asked for, in S3's own words."""
         return [request.operation for request in self._shared.log]

@@ -41,6 +41,14 @@ def _no_cloud_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent/credentials")
 
 
+@pytest.fixture(autouse=True)
+def _own_server_forgets(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests store gigabytes in all; none of them reads what another one wrote."""
+    yield
+    if "fast_s3" in request.fixturenames:
+        request.getfixturevalue("fast_s3").empty()
+
+
 @dataclass(frozen=True)
 class Server:
     """A server that runs."""

@@ -32,6 +32,7 @@ class AzureContract(StorageContract):
         with ContainerClient.from_connection_string(options["connection_string"], "test") as self.raw:
             storage = open_storage(f"az://test/{self.prefix}", storage_options=options, engine=self.engine)
             yield storage
+            storage.delete([file.key for file in storage.list("") if file.size_bytes > 1 << 20])
             storage.close()
 
     def raw_write(self, key: str, data: bytes) -> None:

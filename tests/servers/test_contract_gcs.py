@@ -28,6 +28,7 @@ class GcsContract(StorageContract):
         self.prefix = f"run {next(numbers)}/x"
         storage = open_storage(f"gs://test/{self.prefix}", storage_options=fake_gcs.storage_options, engine=self.engine)
         yield storage
+        storage.delete([file.key for file in storage.list("") if file.size_bytes > 1 << 20])
         storage.close()
 
     def raw_write(self, key: str, data: bytes) -> None:

@@ -31,6 +31,7 @@ class S3Contract(StorageContract):
         self.raw = boto3.client("s3", endpoint_url=server_options["endpoint_url"], region_name="us-east-1", **names)
         storage = open_storage(f"s3://test/{self.prefix}", storage_options=server_options, engine=self.engine)
         yield storage
+        storage.delete([file.key for file in storage.list("") if file.size_bytes > 1 << 20])
         storage.close()
         self.raw.close()
 

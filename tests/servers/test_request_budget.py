@@ -65,7 +65,9 @@ def test_a_save_with_a_large_file(store: Any, requests_of: Any, tmp_path: Path) 
 
 
 def test_finding_and_loading(store: Any, requests_of: Any, tmp_path: Path) -> None:
-    assert requests_of(store.latest) == {"GetObject": 2}
+    found = requests_of(store.latest)
+    assert found.keys() == {"GetObject"}
+    assert found["GetObject"] <= 2
     checkpoint = store.latest()
     assert requests_of(lambda: checkpoint.files) == {"GetObject": 1}
 
