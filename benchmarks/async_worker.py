@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from peers import save_with_dcp_in_background
-from raw import Memory, copy
+from raw import Memory, copy, settle
 from save_ranks import process_group
 from states import STATES, State, empty_like, size_of
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -100,7 +100,7 @@ def stalls(directory: str, shape: str, rounds: int) -> dict[str, Any]:
         later: dict[str, list[float]] = {name: [] for name in savers}
         for number in range(rounds + 1):
             for name, saver in savers.items():
-                os.sync()
+                settle(root)
                 started = time.perf_counter()
                 done = saver.begin()
                 seconds = time.perf_counter() - started
@@ -143,7 +143,7 @@ def slowdowns(directory: str, shape: str, rounds: int) -> dict[str, Any]:
         steps: dict[str, list[float]] = {name: [] for name in savers}
         for number in range(rounds + 1):
             for name, saver in savers.items():
-                os.sync()
+                settle(root)
                 alone = _step_seconds(step)
                 done = saver.begin()
                 started, count = time.perf_counter(), 0

@@ -83,9 +83,14 @@ class Way:
                 os.fsync(file)
             os.close(file)
         if self.durable:
-            above = os.open(directory, os.O_RDONLY)
-            os.fsync(above)
-            os.close(above)
+            settle(directory)
+
+
+def settle(directory: Path) -> None:
+    """Have the file system finish what was removed and made in a directory. What others write is not waited for."""
+    above = os.open(directory, os.O_RDONLY)
+    os.fsync(above)
+    os.close(above)
 
 
 def ways(*, durable: bool, blocks: tuple[int, ...] = (MIB, 4 * MIB, 16 * MIB)) -> Iterator[Way]:

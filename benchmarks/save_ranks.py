@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from peers import save_with_dcp
+from raw import settle
 from states import STATES, State
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -54,7 +54,7 @@ def in_turns(
             if dist.get_rank() == 0:
                 shutil.rmtree(root, ignore_errors=True)
                 root.mkdir()
-                os.sync()
+                settle(root)
             dist.barrier()
             prepare()
             dist.barrier()
@@ -97,8 +97,10 @@ def save_replicated(directory: str, total_bytes: int) -> tuple[int, int]:
     root = Path(directory)
     with process_group() as rank:
         rows = total_bytes // 4 // 1024
-        model = torch.nn.Linear(1024, rows, bias=False)
-        state = {"model": DistributedDataParallel(model)}
+        model = torch.nn.utils.skip_init(torch.nn.Linear, 1024, rows, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        state = {"model": DistributedDataParallel(model, init_sync=False)}
         with open_store(root / "store", durable=False) as store:
             checkpoint = store.save(1, state)
             found = sum(file.size_bytes for file in checkpoint.files if file.rank == rank and "state-rank" in file.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peers import save_with_dcp, save_with_safetensors, save_with_torch
-from raw import Memory, best_ways
+from raw import Memory, best_ways, settle
 from save_ranks import save_in_turns
 from states import STATES, State, assert_equal, empty_like, size_of
 from told import CLOCK, tell
@@ -36,7 +35,7 @@ class Saves:
         self.root.mkdir()
         self.store = open_store(self.root / "store", durable=self.durable)
         self.store.save(0, {"epoch": 0})
-        os.sync()
+        settle(self.root)
 
     def ckptstore(self) -> None:
         assert self.store

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from memory_worker import peaks
 from peers import load_with_dcp, save_with_dcp
+from raw import settle
 from save_ranks import save_replicated
 from states import assert_equal, empty_like, even_state, size_of
 from told import CLOCK, tell
@@ -41,7 +41,7 @@ class Stores:
         self.root.mkdir()
         self.store = open_store(self.root / "store")
         self.store.save(0, {"epoch": 0})
-        os.sync()
+        settle(self.root)
 
     def save(self, state: dict[str, torch.Tensor]) -> None:
         assert self.store
