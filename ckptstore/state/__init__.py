@@ -1,7 +1,7 @@
 """Tensor state: what a nested state becomes on disk, and how any number of ranks gets it back.
 
-`StoreWriter`, `StoreReader` and `translated` are for those who call `dcp.save` and `dcp.load` themselves. Submodules
-load torch; importing the package does not.
+`StoreWriter`, `StoreReader` and `translated` are for those who call `dcp.save` and `dcp.load` themselves; `replicated`
+says of a tensor that it is the same on all ranks. Submodules load torch; importing the package does not.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptstore.state.dcp_reader import StoreReader, translated
     from ckptstore.state.dcp_writer import StoreWriter
+    from ckptstore.state.flatten import replicated
 
-__all__ = ["StoreReader", "StoreWriter", "translated"]
+__all__ = ["StoreReader", "StoreWriter", "replicated", "translated"]
 
-_PLACES = {"StoreReader": "dcp_reader", "StoreWriter": "dcp_writer", "translated": "dcp_reader"}
+_PLACES = {
+    "StoreReader": "dcp_reader",
+    "StoreWriter": "dcp_writer",
+    "replicated": "flatten",
+    "translated": "dcp_reader",
+}
 
 
 def __getattr__(name: str) -> Any:
