@@ -22,6 +22,7 @@ _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 _MAX_VIEWS = 1024
 """IOV_MAX: the most buffers that one call takes."""
+_COPY_BYTES = 1 << 20
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
@@ -37,7 +38,8 @@ _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _PASSING = frozenset(
     {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EBUSY, errno.ENETDOWN, errno.ENETUNREACH}
-    | {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET, errno.ECONNREFUSED, errno.EREMOTEIO, errno.ENOLCK}
+    | {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOLCK}
+    | {getattr(errno, "EREMOTEIO", errno.ESTALE)}  # Linux alone has it
 )
 
 
@@ -202,13 +204,30 @@ def clone(source: int, target: int) -> bool:
 
 
 def copy_contents(source: int, target: int, size_bytes: int) -> None:
-    """Copy the first bytes of a file into an empty one inside the kernel. Raises OSError, EIO when there are fewer."""
+    """Copy the first bytes of a file into an empty one, inside the kernel where that can be done.
+
+    Raises OSError, EIO when there are fewer.
+    """
     done = 0
     while done < size_bytes:
-        count = os.copy_file_range(source, target, size_bytes - done)
+        count = _copy_some(source, target, done, size_bytes - done)
         if count == 0:
             raise OSError(errno.EIO, "the file became shorter while it was copied")
         done += count
+
+
+def _copy_some(source: int, target: int, offset: int, most_bytes: int) -> int:
+    try:
+        count = os.copy_file_range(source, target, most_bytes, offset, offset)
+    except (OSError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno not in _REFUSED:
+            raise
+        count = 0
+    if count == 0:  # refused, at the end, or one of the file systems that answer so instead of refusing
+        data = os.pread(source, min(most_bytes, _COPY_BYTES), offset)
+        write_at(target, [memoryview(data)], offset)
+        count = len(data)
+    return count
 
 
 def _existing(path: str) -> str:

@@ -234,6 +234,40 @@ def test_a_link_to_another_file_system_is_told(storage: LocalStorage, small_disk
     assert list(storage.list("")) == []
 
 
+@pytest.mark.parametrize("refusal", [None, errno.EXDEV, errno.EOPNOTSUPP, 0])
+def test_a_copy_inside_has_every_byte(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, refusal: int | None
+) -> None:
+    """Also where the kernel does not copy, and where it says that it copied nothing."""
+    data = os.urandom(3 * MIB + 5)
+    storage.write("a/file", views(data))
+
+    def refused(*_: object) -> int:
+        if refusal:
+            raise OSError(refusal, os.strerror(refusal))
+        return 0
+
+    if refusal is not None:
+        monkeypatch.setattr(os, "copy_file_range", refused)
+    storage.copy("a/file", "b/copy")
+    storage.copy("a/file", "b/copy")
+    assert storage.read("b/copy") == data
+    with pytest.raises(FileMissing) as caught:
+        storage.copy("a/missing", "b/copy")
+    assert caught.value.file == "a/missing"
+    assert storage.read("b/copy") == data
+
+
+def test_a_copy_of_a_file_that_shrinks_is_an_error(storage: LocalStorage, tmp_path: Path) -> None:
+    storage.write("file", views(b"data"))
+    with (
+        storage.local_path("file").open("rb") as source,
+        (tmp_path / "copy").open("wb") as target,
+        pytest.raises(OSError, match="shorter"),
+    ):
+        posix.copy_contents(source.fileno(), target.fileno(), 5)
+
+
 def test_a_sealed_file_cannot_be_written_and_can_be_deleted(storage: LocalStorage) -> None:
     storage.write("a/file", views(b"x"))
     storage.seal(["a/file", "a/missing"])
