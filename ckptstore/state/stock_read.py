@@ -8,7 +8,7 @@ read the same way. Stock files carry no digests that could be checked.
 from __future__ import annotations
 
 import io
-import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,69 +20,23 @@ from ckptstore.digest import BLOCK_BYTES
 from ckptstore.errors import CheckpointDamaged, InvalidState, StateMismatch
 from ckptstore.layout import DCP_METADATA_NAME, check_name
 from ckptstore.state import frames
-from ckptstore.state.boxes import Box, inside, overlap, strides_of
+from ckptstore.state.boxes import Box, inside, overlap
 from ckptstore.state.index import TensorIndex
 from ckptstore.state.matching import Saved, SavedTensor
 from ckptstore.state.part import DTYPES, Part, PartBuilder
 from ckptstore.state.placement import Piece, dtype_and_shape, pieces_of
 from ckptstore.state.reads import ReadPlan, RunSteps, run_steps
 from ckptstore.state.segments import narrowed
+from ckptstore.state.stock_pickles import is_contiguous_frame, load_metadata
 from ckptstore.transfer import RangeRead
 
+__all__ = ["StockState", "by_parameter", "load_metadata"]
+
 SMALL_FRAME_BYTES = 64 << 10
+_GROUP = re.compile(r"(?:.*\.)?param_groups\.\d+\..+")
+_MEMBERS = re.compile(r"(?:.*\.)?param_groups\.\d+\.params")
 _HEAD_BYTES = 4 << 10
 _TAIL_BYTES = 2 << 10
-
-_ALLOWED: Mapping[str, frozenset[str]] = {
-    "torch.distributed.checkpoint.metadata": frozenset(
-        {
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-        }
-    ),
-    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
-    "torch": frozenset({"Size"}),
-    "torch.serialization": frozenset({"_get_layout"}),
-    "collections": frozenset({"OrderedDict"}),
-    "pathlib": frozenset({"PosixPath", "PurePosixPath", "Path"}),
-    "pathlib._local": frozenset({"PosixPath", "PurePosixPath", "Path"}),
-}  # fmt: skip
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes of `.metadata`, dtypes and layouts. Anything else is refused before it is looked up."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("pathlib"):
-            if name in _ALLOWED.get(module, ()):
-                return _join_path
-        elif name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        elif module == "torch" and name.isidentifier():
-            found = getattr(torch, name, None)
-            if isinstance(found, torch.dtype | torch.layout):
-                return found
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which stock DCP does not write")
-
-
-def _join_path(*parts: str) -> str:
-    """A path of another machine is text here."""
-    return "/".join(map(str, parts))
-
-
-def load_metadata(data: bytes, *, file: str = DCP_METADATA_NAME) -> Any:
-    """The `Metadata` of a stock checkpoint. Code in it is never run.
-
-    Raises CheckpointDamaged when it is torn, or refers to anything that stock DCP does not write.
-    """
-    try:
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-        tensors, storage = metadata.state_dict_metadata, metadata.storage_data
-        if not isinstance(tensors, dict) or not isinstance(storage, dict):
-            raise TypeError("it holds no tensors")
-    except Exception as error:  # a hostile pickle raises what it likes, from opcodes and from constructors
-        raise CheckpointDamaged(f"{file} cannot be read: {error}. Nothing in it was run", file=file) from None
-    return metadata
 
 
 class _Frame(NamedTuple):
@@ -133,11 +87,15 @@ class StockState:
         return found
 
     def saved(self, wanted: Callable[[str], bool] = lambda key: True) -> Saved:
-        """What the checkpoint has, with the plain values whose keys are wanted; the same for every rank."""
+        """What the checkpoint has, with the plain values whose keys are wanted; the same for every rank.
+
+        Groups of an optimizer's parameters that are numbered come under the names of their parameters.
+        """
         tensors = {
             fqn: SavedTensor(getattr(torch, entry.dtype), entry.shape) for fqn, entry in self.index.tensors.items()
         }
-        return Saved(tensors, self.values(wanted))
+        found = self.values(lambda key: wanted(key) or _GROUP.fullmatch(key) is not None)
+        return Saved(tensors, {key: value for key, value in by_parameter(found).items() if wanted(key)})
 
     def fill(self, targets: Mapping[str, tuple[torch.Tensor, str]], *, run: RunSteps = run_steps) -> None:
         """Read tensors into memory, as `StoredState.fill` does; nothing is checked against digests."""
@@ -272,7 +230,7 @@ class StockState:
             header, size_bytes, is_plain = frames.payload_range(bytes(tail), frame.size_bytes, file=frame.file)
             element_bytes = DTYPES.get(self._dtype(fqn), (0, 0))[1]
             is_whole = size_bytes == box.volume * element_bytes
-            if is_plain and is_whole and _is_contiguous(bytes(head), box, self._dtype(fqn)):
+            if is_plain and is_whole and is_contiguous_frame(bytes(head), box, self._dtype(fqn)):
                 located.append((number, frame, header, size_bytes))
         headers = self._read_ranges([(frame.file, frame.offset + header, 30) for _, frame, header, _ in located])
         for (number, frame, header, size_bytes), data in zip(located, headers, strict=True):
@@ -313,41 +271,16 @@ class _StockReadPlan(ReadPlan):
         super().add(source, plain, rank=rank)
 
 
-_DTYPE_OF_STORAGE = {
-    "BFloat16Storage": "bfloat16", "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8",
-    "ComplexDoubleStorage": "complex128", "ComplexFloatStorage": "complex64", "DoubleStorage": "float64",
-    "FloatStorage": "float32", "HalfStorage": "float16", "IntStorage": "int32", "LongStorage": "int64",
-    "ShortStorage": "int16",
-}  # fmt: skip
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Reads what a frame says of its tensor, and makes no tensor."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return _told
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module in ("torch", "torch.storage") and name.isidentifier():
-            return name
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
-
-
-def _told(storage: Any, offset: int, sizes: Any, strides: Any, *rest: Any) -> tuple[Any, ...]:
-    """dtype, offset, sizes and strides. The dtype is that of the storage's class, or given last."""
-    named = rest[-1] if isinstance(rest[-1], str) else _DTYPE_OF_STORAGE[storage[1]]
-    return named.removeprefix("torch."), offset, tuple(sizes), tuple(strides)
-
-
-def _is_contiguous(head: bytes, box: Box, dtype: str) -> bool:
-    """Whether a frame holds a plain tensor of that dtype whose elements lie one after another."""
-    try:
-        start = 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
-        found = _TensorUnpickler(io.BytesIO(head[start:])).load()
-    except Exception:  # whatever is odd about it, torch may be able to read it
-        return False
-    return bool(found == (dtype, 0, box.sizes, strides_of(box.sizes)))
+def by_parameter(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values with `x.param_groups.0.lr` as `x.param_groups.<parameter>.lr` for each parameter of the group:
+    the names that do not depend on how parameters were grouped."""
+    found = dict(values)
+    members = {key.removesuffix(".params"): value for key, value in values.items() if _MEMBERS.fullmatch(key)}
+    for group, names in members.items():
+        prefix = group.rpartition(".")[0]
+        options = [key.removeprefix(f"{group}.") for key in values if key.startswith(f"{group}.")]
+        for option in options:
+            value = found.pop(f"{group}.{option}")
+            if option != "params":
+                found.update({f"{prefix}.{name}.{option}": value for name in names})
+    return found

@@ -46,6 +46,17 @@ def test_a_model_of_stock_dcp_is_loaded(stock):
     assert all(torch.equal(a, b) for a, b in zip(fresh.state_dict().values(), net.state_dict().values(), strict=True))
 
 
+def test_an_optimizer_of_stock_dcp_is_loaded(stock):
+    path, net, optimizer = stock
+    fresh, other = trained(2)
+    for group in other.param_groups:
+        group["lr"] = 7.0
+    ckptstore.Checkpoint.from_uri(str(path)).load({"model": fresh, "optim": other})
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    for mine, theirs in zip(fresh.parameters(), net.parameters(), strict=True):
+        assert torch.equal(other.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+
+
 def test_code_in_metadata_is_not_run(tmp_path):
     mark = tmp_path / "run"
 
