@@ -74,11 +74,15 @@ def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references:
         protected[newest.state.resume_from] = "this job resumed from it"
     left = [item for item in earlier if item.number not in replaces]
     verdicts = decide(job.policy, [*left, candidate], protected=protected)
-    drops = tuple(verdict.number for verdict in verdicts if not verdict.keep)
-    for verdict in verdicts:
-        if not verdict.keep:
-            logger.info("step %d goes to the trash: %s", verdict.step, verdict.reason)
-    return Commit(entry=entry, replaces=tuple(sorted(replaces)), drops=drops)
+    dropped = [verdict for verdict in verdicts if not verdict.keep]
+    for verdict in dropped:
+        logger.info("step %d goes to the trash: %s", verdict.step, verdict.reason)
+    return Commit(
+        entry=entry,
+        replaces=tuple(sorted(replaces)),
+        drops=tuple(verdict.number for verdict in dropped),
+        reasons={verdict.number: verdict.reason for verdict in dropped},
+    )
 
 
 def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, ...]:

@@ -57,6 +57,9 @@ def test_retention_drops_in_the_commit_and_prune_deletes_after_the_grace(tmp_pat
         assert steps(store) == [1, 3]
         settle(store)
         assert [(item.step, item.goes) for item in store.trash()] == [(2, False)]
+        newest = store._job.log.newest()
+        assert newest is not None
+        assert list(newest.change.reasons.values()) == ["no rule keeps it"]  # type: ignore[union-attr]
         assert len(directories(root)) == 3
         assert store.prune() == []
     events: list[Event] = []
