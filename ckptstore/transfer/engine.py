@@ -23,6 +23,8 @@ TASK_BYTES = 16 << 20
 """What a thread does without asking for more work."""
 _REQUEST_BYTES = 16 << 20
 """The largest single read from a storage on a network."""
+_DISK_READ_BYTES = 4 << 20
+"""Large enough that opening the file is nothing beside it, small enough to be in the cache when it is hashed."""
 _MAX_BATCH_FILES = 64
 
 
@@ -55,7 +57,7 @@ class Engine:
     @property
     def request_bytes(self) -> int:
         """The most that one read asks for."""
-        return STEP_BYTES if self.is_local else _REQUEST_BYTES
+        return _DISK_READ_BYTES if self.is_local else _REQUEST_BYTES
 
     def part_bytes(self, size_bytes: int) -> int | None:
         """The part size of a file of that size; None where it is written in one call."""

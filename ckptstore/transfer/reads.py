@@ -13,8 +13,6 @@ from ckptstore.transfer.pool import Run
 from ckptstore.transfer.values import RangeRead
 
 _MAX_BATCH_RANGES = 256
-_DISK_READ_BYTES = 4 << 20
-"""Large enough that opening the file is nothing beside it, small enough to be in the cache when it is checked."""
 
 
 def read(engine: Engine, ranges: Sequence[RangeRead], beat: Callable[[], None]) -> None:
@@ -26,16 +24,15 @@ def read(engine: Engine, ranges: Sequence[RangeRead], beat: Callable[[], None]) 
         covered_bytes = sum(size for size, _ in item.checks)
         if item.checks and covered_bytes != size_bytes:
             raise ValueError(f"the checks of {item.key} cover {covered_bytes} bytes of {size_bytes}")
-    task_bytes = TASK_BYTES if engine.is_local else engine.request_bytes
     most = _MAX_BATCH_RANGES if engine.is_local else 1
     batches: list[list[RangeRead]] = []
     left, left_bytes = 0, 0
     for item, size_bytes in zip(ranges, sizes, strict=True):
-        for piece in (item,) if size_bytes <= task_bytes else split(item, task_bytes):
+        for piece in (item,) if size_bytes <= TASK_BYTES else split(item, TASK_BYTES):
             piece_bytes = size_bytes if piece is item else piece.size_bytes
             if left == 0 or piece_bytes > left_bytes:
                 batches.append([])
-                left, left_bytes = most, task_bytes
+                left, left_bytes = most, TASK_BYTES
             batches[-1].append(piece)
             left, left_bytes = left - 1, left_bytes - piece_bytes
     engine.pool.run([partial(_read_all, engine, batch, total_bytes) for batch in batches], beat)
@@ -86,7 +83,7 @@ class _Cursor:
 
 
 def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run: Run) -> None:
-    most_bytes = _DISK_READ_BYTES if engine.is_local else engine.request_bytes
+    most_bytes = engine.request_bytes
     moved_bytes = 0
     for item in pieces:
         item_bytes = item.size_bytes
