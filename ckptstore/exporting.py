@@ -10,18 +10,19 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import InvalidInput, StorageError, StorageFull
+from ckptstore.errors import InvalidInput, InvalidState, StorageError, StorageFull
 from ckptstore.layout import DCP_METADATA_NAME
 from ckptstore.load import CheckpointFiles
-from ckptstore.load_state import open_alone
+from ckptstore.load_state import is_stock, open_alone
 from ckptstore.manifest import Manifest
-from ckptstore.state.selection import KINDS, Kind, Paths, Selection, select
+from ckptstore.state.matching import Saved
+from ckptstore.state.selection import KINDS, Kind, Paths, Selection, fitting, select
 from ckptstore.state.stock_read import load_metadata
 from ckptstore.state.stored import StoredState
 from ckptstore.state.to_dcp import write_dcp
@@ -79,8 +80,11 @@ def export(
     _check(target, to, max_file_bytes, overwrite=overwrite)
     files = checkpoint._files
     manifest, _ = files.read_manifest()
+    if is_stock(manifest):
+        hint = "Import it into a store, and export that"
+        raise InvalidInput(f"{checkpoint.uri} was written by torch's DCP, and has no digests to check", hint=hint)
     stored = open_alone(files)
-    saved = stored.saved(with_values=to != "safetensors")
+    saved = _saved(stored, fitting(include) if to != "safetensors" else lambda key: False)
     selection = select(saved, include=include, strip_prefix=strip_prefix)
     durable = files.config.transfer.durable
     notices = _notices_of_ranks(stored, selection)
@@ -134,6 +138,13 @@ def _check(target: Path, to: str, max_file_bytes: int, *, overwrite: bool) -> No
     foreign = [name for name in present if not name.endswith(_OWN_SUFFIXES)]
     if foreign:
         raise InvalidInput(f"{target} also holds {foreign[0]}, which no export wrote", hint="Give another directory")
+
+
+def _saved(stored: StoredState, wanted: Callable[[str], bool]) -> Saved:
+    try:
+        return stored.saved(wanted)
+    except InvalidState as error:
+        raise InvalidState(error.message, hint="Leave it out: include takes patterns of keys") from None
 
 
 def _notices_of_ranks(stored: StoredState, selection: Selection) -> list[str]:

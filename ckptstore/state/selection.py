@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
@@ -41,22 +41,28 @@ class Selection:
         return path if self.name_of(key) == key else (self.name_of(key),)
 
 
-def select(saved: Saved, *, include: str | Sequence[str] | None, strip_prefix: str) -> Selection:
-    """Choose the keys that fit a pattern, and the tensors in values that do.
-
-    Raises InvalidInput when nothing fits, or when two keys would have the same name.
-    """
+def fitting(include: str | Sequence[str] | None) -> Callable[[str], bool]:
+    """Whether a key fits a pattern, or one of several; all do where there is none."""
     patterns = [include] if isinstance(include, str) else include
 
     def fits(key: str) -> bool:
         return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
 
+    return fits
+
+
+def select(saved: Saved, *, include: str | Sequence[str] | None, strip_prefix: str) -> Selection:
+    """Choose the keys that fit a pattern, and the tensors in values that do.
+
+    Raises InvalidInput when nothing fits, or when two keys would have the same name.
+    """
+    fits = fitting(include)
     values = {key: value for key, value in saved.values.items() if fits(key)}
     inside = {key for value in values.values() for key in references_in(value)}
     keys = [key for key in (*saved.tensors, *saved.aliases) if fits(key) or key in inside]
     sources = {key: saved.aliases.get(key, key) for key in sorted(keys)}
-    if patterns is not None and not sources and not values:
-        raise InvalidInput(f"No key of the checkpoint fits {', '.join(patterns)}", hint="Keys are like model.0.weight")
+    if include is not None and not sources and not values:
+        raise InvalidInput(f"No key of the checkpoint fits {include}", hint="Keys are like model.0.weight")
     selection = Selection(sources, values, strip_prefix)
     _refuse_equal(selection, [*sources, *values])
     return selection

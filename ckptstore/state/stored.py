@@ -11,7 +11,7 @@ import torch
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.state.boxes import Box
 from ckptstore.state.collector import collector_paused
-from ckptstore.state.flatten import TensorRef
+from ckptstore.state.flatten import TensorRef, map_tensors
 from ckptstore.state.index import TensorEntry, TensorIndex
 from ckptstore.state.matching import Saved, SavedTensor
 from ckptstore.state.placement import Piece, dtype_and_shape, pieces_of
@@ -47,8 +47,9 @@ class StoredState:
         if self.per_rank not in ("error", "first", "skip"):
             raise InvalidInput(f"per_rank is {self.per_rank!r}, it is 'error', 'first' or 'skip'")
 
-    def saved(self, *, with_values: bool = True) -> Saved:
-        """What the checkpoint has for this rank, with its plain values if asked for. Reads what travels beside those.
+    def saved(self, wanted: Callable[[str], bool] = lambda key: True) -> Saved:
+        """What the checkpoint has for this rank, with the plain values whose keys are wanted. Reads what travels beside
+        those.
 
         Raises StateMismatch, naming the keys, when ranks had values of their own, the number of ranks is another one
         now, and `per_rank` is "error".
@@ -63,7 +64,7 @@ class StoredState:
             if not entry.beside_value and fqn not in self.index.aliases
         }
         aliases = {key: first for key, first in self.index.aliases.items() if key not in skipped}
-        return Saved(tensors, self.values() if with_values else {}, aliases, skipped)
+        return Saved(tensors, self.values(wanted), aliases, skipped)
 
     def entry(self, key: str) -> TensorEntry:
         """What this rank knows of a tensor. Raises CheckpointDamaged for one that the index lacks."""
@@ -94,22 +95,40 @@ class StoredState:
             )
         return {key: holders[0] if self.per_rank == "first" else None for key, holders in ranks.items()}
 
-    def values(self) -> dict[str, Any]:
+    def values(self, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
         """The plain values for this rank, decoded, with a TensorRef for each tensor in them."""
         encoded = {key: (self.rank, value) for key, value in self.index.common_values().items()}
         for rank in {self.rank, *self._ranks.values()}:
             for key, value in self.index.own_values(rank).items():
                 if key in self._ranks and self._ranks[key] == rank:
                     encoded[key] = rank, value
-        return self._decoded(encoded)
+        return self._decoded({key: value for key, value in encoded.items() if wanted(key)})
 
     def value_of_each_rank(self, key: str) -> list[Any]:
-        """A plain value of every rank that has one of its own, in the order of ranks; one value if all are equal."""
-        ranks = self.index.value_ranks().get(key)
-        if ranks is None:
-            common = self.index.common_values()
-            return [self._decoded({key: (0, common[key])})[key]] if key in common else []
-        return [self._decoded({key: (rank, self.index.own_values(rank)[key])})[key] for rank in ranks]
+        """A plain value or tensor of every rank that has one of its own, in the order of ranks; one, if all are equal.
+        Tensors are read to the host."""
+        ranks = self.index.value_ranks().get(key) or self.index.ranks_of(key)
+        if ranks:
+            return [self._of_rank(key, rank) for rank in ranks]
+        is_known = key in self.index.tensors or key in self.index.common_values()
+        return [self._of_rank(key, 0)] if is_known else []
+
+    def _of_rank(self, key: str, rank: int) -> Any:
+        """One rank's value or tensor, with the tensors in it."""
+
+        def read(name: str) -> torch.Tensor:
+            entry = self.index.entry(name, rank)
+            if entry is None:
+                raise CheckpointDamaged(f"the checkpoint has no tensor {name!r}, to which {key!r} refers")
+            tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            self._fill([(name, rank, pieces_of(tensor, name))])
+            return tensor
+
+        values = {**self.index.common_values(), **self.index.own_values(rank)}
+        if key not in values:
+            return read(key)
+        value = self._decoded({key: (rank, values[key])})[key]
+        return map_tensors(value, (key,), lambda _, leaf: read(leaf.key))
 
     def _decoded(self, encoded: Mapping[str, tuple[int, Any]]) -> dict[str, Any]:
         arrays: dict[tuple[str, int], torch.Tensor] = {}
