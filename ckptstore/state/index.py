@@ -130,8 +130,14 @@ class TensorIndex:
 
     @staticmethod
     def decode(data: bytes | memoryview, *, file: str = INDEX_NAME) -> TensorIndex:
-        """The index of a whole `tensors.index`."""
-        return TensorIndex(Part.decode(part, file=file) for part in split_parts(data, file=file))
+        """The index of a whole `tensors.index`. Raises CheckpointDamaged, or UnsupportedVersion."""
+        parts = [Part.decode(part, file=file) for part in split_parts(data, file=file)]
+        for rank, part in enumerate(parts):
+            if part.rank != rank:
+                raise CheckpointDamaged(
+                    f"{file} has the part of rank {part.rank} in the place of rank {rank}", file=file
+                )
+        return TensorIndex(parts)
 
     def _merge_rows(self) -> list[np.ndarray[Any, Any]]:
         """One row for each tensor; a tensor that differs between ranks has one for each rank that has it."""

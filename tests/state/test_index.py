@@ -204,6 +204,11 @@ def test_what_is_larger_than_its_file_is_found():
         index.check_files({})
 
 
+def test_parts_in_each_others_places_are_damage():
+    with pytest.raises(CheckpointDamaged, match="the part of rank 1 in the place of rank 0"):
+        TensorIndex.decode(join_parts([encoded(1), encoded(0)]))
+
+
 def test_a_newer_version_says_so():
     part = bytearray(encoded(0))
     part[8] = 2

@@ -19,7 +19,7 @@ from ckptstore.group import find_group
 from ckptstore.layout import Attempt
 from ckptstore.state.agree import Negotiator
 from ckptstore.state.describe import describe, plain_state
-from ckptstore.state.flatten import FlatState, TensorEntry
+from ckptstore.state.flatten import FlatState, TensorEntry, TensorRef
 from ckptstore.state.placement import pieces_of, shard_runs
 from ckptstore.storage.local import LocalStorage
 from ckptstore.testing.ranks import run_ranks
@@ -112,6 +112,7 @@ def build(ranks):
     flat.add_tensor(("statistics",), TensorEntry(torch.full((4,), float(rank))))
     flat.add_value(("epoch",), 3)
     flat.add_value(("generator",), {"position": rank, "history": bytes([rank]) * 70_000})
+    flat.add_value(("noise",), {"seed": torch.tensor([rank, rank]), "position": rank})
     if rank == ranks - 1:
         flat.add_value(("last",), "only here")
     return flat
@@ -151,7 +152,8 @@ def check_load(root, saved_by, ranks, rank):
     }
     wrong += [key for key in plain if not torch.equal(plain[key], expected[key])]
     generator = {"position": mine, "history": bytes([mine]) * 70_000}
-    if values != {"epoch": 3, "generator": generator, "last": "only here"}:
+    noise = {"seed": TensorRef("noise.seed"), "position": mine}
+    if values != {"epoch": 3, "generator": generator, "noise": noise, "last": "only here"}:
         wrong.append("values")
     transfer.close()
     return wrong
@@ -275,15 +277,23 @@ def test_ranks_that_disagree_are_told_before_anything_is_committed(ran):
 def test_what_differed_needs_a_word_at_another_world_size(ran):
     transfer = make_transfer(ran[0])
     stored = open_stored(ran[0], transfer, attempt=ATTEMPTS[4], world_size=2)
-    with pytest.raises(StateMismatch, match="its own generator, statistics, and there are 2 ranks now"):
+    with pytest.raises(
+        StateMismatch, match=r"its own generator, noise, noise\.seed, statistics, and there are 2 ranks now"
+    ):
         stored.saved()
     skipping = open_stored(ran[0], transfer, attempt=ATTEMPTS[4], world_size=2, per_rank="skip")
     saved = skipping.saved()
-    assert saved.skipped == {"generator", "statistics"}
+    assert saved.skipped == {"generator", "noise", "noise.seed", "statistics"}
     assert set(saved.values) == {"epoch", "last"}
     assert [one["position"] for one in skipping.value_of_each_rank("generator")] == [0, 1, 2, 3]
     assert skipping.value_of_each_rank("epoch") == [3]
     assert skipping.value_of_each_rank("nothing") == []
+    assert [one.tolist() for one in skipping.value_of_each_rank("statistics")] == [
+        [float(rank)] * 4 for rank in range(4)
+    ]
+    assert [one.tolist() for one in skipping.value_of_each_rank("same")] == [[1.0] * 5]
+    noise = skipping.value_of_each_rank("noise")
+    assert [one["seed"].tolist() for one in noise] == [[rank, rank] for rank in range(4)]
     transfer.close()
 
 
