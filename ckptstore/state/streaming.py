@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from math import prod
+from typing import IO
 
 import torch
 
@@ -82,3 +84,10 @@ def _pieces(stored: StoredState, key: str, start: int, memory: torch.Tensor) -> 
         pieces.append(Piece(box, elements[done : done + box.volume].view(box.sizes)))
         done += box.volume
     return pieces
+
+
+def close_off(file: IO[bytes], *, durable: bool) -> None:
+    """Hand everything that was written to the system, and have it reach the disk where that is asked for."""
+    file.flush()
+    if durable:
+        os.fsync(file.fileno())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -29,7 +28,7 @@ from ckptstore.state.part import DTYPES, Part, PartBuilder
 from ckptstore.state.selection import Paths, Selection
 from ckptstore.state.stock_write import stock_frames, stock_metadata
 from ckptstore.state.stored import StoredState
-from ckptstore.state.streaming import stream_tensors
+from ckptstore.state.streaming import close_off, stream_tensors
 
 FILE_NAME = "__0_0.distcp"
 
@@ -49,11 +48,11 @@ def write_dcp(
         for key, frame in values.items():
             places[key] = FILE_NAME, file.tell(), len(frame)
             file.write(frame)
-        _finish(file, durable=durable)
+        close_off(file, durable=durable)
     index = _index(stored, names, chunks)
     with (directory / DCP_METADATA_NAME).open("xb") as file:
         file.write(stock_metadata(index, places, {**known, **leaf_paths}))
-        _finish(file, durable=durable)
+        close_off(file, durable=durable)
     return [FILE_NAME, DCP_METADATA_NAME], sum(size_bytes for _, _, size_bytes, _ in chunks)
 
 
@@ -145,9 +144,3 @@ def _index(stored: StoredState, names: Mapping[str, list[str]], chunks: list[_Ch
         for row in rows[key]:
             builder.add_chunk(row, offset, box)
     return TensorIndex([Part.decode(builder.encode(), file=DCP_METADATA_NAME)])
-
-
-def _finish(file: Any, *, durable: bool) -> None:
-    file.flush()
-    if durable:
-        os.fsync(file.fileno())

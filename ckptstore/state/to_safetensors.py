@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,7 +14,7 @@ from ckptstore.state.part import DTYPES
 from ckptstore.state.safetensors_file import Entry, check_storable, header
 from ckptstore.state.selection import Selection
 from ckptstore.state.stored import StoredState
-from ckptstore.state.streaming import stream_tensors
+from ckptstore.state.streaming import close_off, stream_tensors
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -109,12 +108,12 @@ def write_safetensors(stored: StoredState, layout: Layout, directory: Path, *, d
             file.write(header(entries, {"format": "pt", **tied}))
             for _ in entries:
                 _write(file, next(pieces)[1])
-            _finish(file, durable=durable)
+            close_off(file, durable=durable)
         written.append(name)
     if len(layout.files) > 1:
         with (directory / INDEX_NAME).open("xb") as file:
             file.write(layout.index())
-            _finish(file, durable=durable)
+            close_off(file, durable=durable)
         written.append(INDEX_NAME)
     return written
 
@@ -122,9 +121,3 @@ def write_safetensors(stored: StoredState, layout: Layout, directory: Path, *, d
 def _write(file: Any, pieces: Iterator[tuple[str, memoryview]]) -> None:
     for _, data in pieces:
         file.write(data)
-
-
-def _finish(file: Any, *, durable: bool) -> None:
-    file.flush()
-    if durable:
-        os.fsync(file.fileno())

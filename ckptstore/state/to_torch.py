@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from ckptstore.state.flatten import map_tensors
 from ckptstore.state.selection import Paths, Selection, nested
 from ckptstore.state.stored import StoredState
-from ckptstore.state.streaming import stream_tensors
+from ckptstore.state.streaming import close_off, stream_tensors
 from ckptstore.state.torch_file import NotLoadable, Pending, check_loadable, write_torch_file
 
 FILE_NAME = "state.pt"
@@ -81,7 +80,5 @@ def write_torch(stored: StoredState, tree: Tree, directory: Path, *, durable: bo
     with (directory / FILE_NAME).open("xb") as file:
         numbered = ((tree.pending[key].number, data) for key, data in pieces)
         write_torch_file(file, tree.state, tree.pending.values(), numbered)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
+        close_off(file, durable=durable)
     return [FILE_NAME]
