@@ -41,6 +41,8 @@ class Agreement:
     """The keys that each rank keeps for itself."""
     untied: frozenset[str]
     """Tied keys that are not tied on all ranks."""
+    copies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """For distributed tensors of which several sets of ranks have a copy each, these sets by their lowest rank."""
 
     def holders(self, key: str) -> Sequence[int]:
         """The ranks that have the key, in order."""
@@ -51,15 +53,17 @@ class Agreement:
 
     def encode(self) -> bytes:
         """As bytes for the other ranks; the same agreement gives the same bytes."""
-        fields = [self.classes, dict(sorted(self.partial.items())), sorted(self.differs), sorted(self.untied)]
+        copies = dict(sorted(self.copies.items()))
+        fields = [self.classes, dict(sorted(self.partial.items())), sorted(self.differs), sorted(self.untied), copies]
         return zlib.compress(json.dumps([self.world_size, *fields]).encode(), 1)
 
     @staticmethod
     def decode(data: bytes) -> Agreement:
         """What `encode` made."""
-        world_size, classes, partial, differs, untied = json.loads(zlib.decompress(data))
+        world_size, classes, partial, differs, untied, copies = json.loads(zlib.decompress(data))
         partial = {key: tuple(numbers) for key, numbers in partial.items()}
-        return Agreement(world_size, tuple(classes), partial, frozenset(differs), frozenset(untied))
+        copies = {key: tuple(groups) for key, groups in copies.items()}
+        return Agreement(world_size, tuple(classes), partial, frozenset(differs), frozenset(untied), copies)
 
 
 def agreement_of_one() -> Agreement:
@@ -131,7 +135,8 @@ class Negotiator:
         self._identity = posts[0][:DIGEST_BYTES] if is_one else b""
         self._compared = structures[0].compared() if is_one else []
         shared = (() if is_one else classes), _partial(structures)
-        return Agreement(len(posts), *shared, frozenset(differs), frozenset(_untied(structures))).encode()
+        untied, copies = frozenset(_untied(structures)), _copies(structures)
+        return Agreement(len(posts), *shared, frozenset(differs), untied, copies).encode()
 
 
 def _full_post(post: bytes) -> tuple[bytes, bytes]:
@@ -189,6 +194,18 @@ def _partial(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
             if row[1] in WHOLE_MODES:
                 found.setdefault(row[0], []).append(number)
     return {key: tuple(numbers) for key, numbers in found.items() if len(numbers) < len(structures)}
+
+
+def _copies(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
+    """The distributed tensors that several sets of ranks have, each the whole of it."""
+    if len(structures) == 1:
+        return {}
+    found: dict[str, set[int]] = {}
+    for structure in structures:
+        for row in structure.rows:
+            if row[1] in (Mode.SHARD, Mode.MESH):
+                found.setdefault(row[0], set()).add(row[8])
+    return {key: tuple(sorted(groups)) for key, groups in found.items() if len(groups) > 1}
 
 
 def _untied(structures: list[Structure]) -> set[str]:

@@ -6,6 +6,7 @@ import ctypes
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,14 +19,20 @@ from ckptstore.state.collector import collector_paused
 from ckptstore.state.flatten import FlatState, TensorEntry
 from ckptstore.state.items import Item, Mode
 from ckptstore.state.part import DTYPES
-from ckptstore.state.placement import Piece, dtype_and_shape, is_distributed, pieces_of, replicas_of
+from ckptstore.state.placement import (
+    PLAIN_TYPES,
+    Piece,
+    dtype_and_shape,
+    group_of,
+    is_distributed,
+    pieces_of,
+    replicas_of,
+)
 from ckptstore.state.values import Encoder
 from ckptstore.torch_private import is_wrapper
 
 COMPARE_BYTES = 8 << 20
 """Plain tensors up to this size are compared between ranks by digest."""
-
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @dataclass(slots=True)
@@ -64,7 +71,7 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
         found.items.append(
             Item(
                 key, one.mode, one.dtype, one.shape, one.boxes, one.replicas, one.position, one.mesh,
-                tied_to=first, digest=one.digest,
+                group=one.group, tied_to=first, digest=one.digest,
             )
         )  # fmt: skip
         found.memory[key] = found.memory[first]
@@ -122,12 +129,14 @@ def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: boo
     pieces = pieces_of(_checked(tensor, key), key)
     dtype, shape = dtype_name(tensor, key), dtype_and_shape(tensor)[1]
     boxes = tuple(piece.box for piece in pieces)
-    found.memory[key] = tuple(_checked(piece.tensor, key) for piece in pieces)
     if is_distributed(tensor):
+        found.memory[key] = tuple(_checked(piece.tensor, key) for piece in pieces)
         count, position, mesh = replicas_of(tensor) if isinstance(tensor, DTensor) else (1, 0, "")
         mode = Mode.MESH if count > 1 else Mode.SHARD
-        found.items.append(Item(key, mode, dtype, shape, boxes, count, position, mesh if count > 1 else ""))
+        mesh = mesh if count > 1 else ""
+        found.items.append(Item(key, mode, dtype, shape, boxes, count, position, mesh, group_of(tensor)))
         return
+    found.memory[key] = tuple(piece.tensor for piece in pieces)
     mode, digest = Mode.LOWEST, b""
     if entry.replicated and not entry.lowest_rank_counts:
         mode = Mode.SPLIT
@@ -146,22 +155,27 @@ def _digest(pieces: list[Piece], dtype: str, shape: tuple[int, ...]) -> bytes:
 
 def _checked(tensor: torch.Tensor, key: str) -> torch.Tensor:
     """The tensor, unless its numbers are not simply in memory."""
-    if not hasattr(tensor, "local_shards") and tensor.is_meta:
+    if (type(tensor) in PLAIN_TYPES or not hasattr(tensor, "local_shards")) and tensor.is_meta:
         raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
     if not is_distributed(tensor):
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise InvalidState(f"{key} has the layout {tensor.layout}", hint="Store a dense tensor")
-        if type(tensor) not in _PLAIN_TYPES and is_wrapper(tensor):
+        if type(tensor) not in PLAIN_TYPES and is_wrapper(tensor):
             raise InvalidState(f"{key} is a {type(tensor).__name__}, which wraps other tensors", hint="Store those")
     return tensor
 
 
 def dtype_name(tensor: torch.Tensor, key: str) -> str:
     """torch's name of a dtype, without the module; raises InvalidState for one that the format does not know."""
-    name = str(dtype_and_shape(tensor)[0]).removeprefix("torch.")
+    name = _name_of(dtype_and_shape(tensor)[0])
     if name not in DTYPES:
         raise InvalidState(f"{key} has the dtype {name}, which the format does not know")
     return name
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:

@@ -53,6 +53,9 @@ class Item:
     """MESH: which of them this is."""
     mesh: str = ""
     """MESH: equal for keys that the very same ranks share."""
+    group: int = 0
+    """SHARD and MESH: the lowest of the ranks over which the tensor is distributed. Ranks outside of them may have a
+    copy of their own."""
     tied_to: str = ""
     """The key whose memory this is too."""
     owner: str = ""
@@ -75,14 +78,24 @@ class Structure:
     """The items of a rank without boxes and digests: equal on ranks that run the same program."""
 
     rows: tuple[tuple[Any, ...], ...]
-    """(key, mode, dtype, shape, replicas, mesh, tied_to, owner) of each item, in the order of keys."""
+    """(key, mode, dtype, shape, replicas, mesh, tied_to, owner, group) of each item, in the order of keys."""
 
     @staticmethod
     def of(items: Sequence[Item]) -> Structure:
         """The structure of items that are sorted by key."""
         return Structure(
             tuple(
-                (item.key, int(item.mode), item.dtype, item.shape, item.replicas, item.mesh, item.tied_to, item.owner)
+                (
+                    item.key,
+                    int(item.mode),
+                    item.dtype,
+                    item.shape,
+                    item.replicas,
+                    item.mesh,
+                    item.tied_to,
+                    item.owner,
+                    item.group,
+                )
                 for item in items
             )
         )

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.boxes import Box, whole
+
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Most tensors are one of these; what they are not needs no look at their attributes then."""
 
 Runs = list[tuple[int, int]]
 """(first index, length) of what a rank has along one dimension, in the order in which it has it."""
@@ -37,6 +42,8 @@ def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
 
     Raises InvalidState for a placement that is neither Shard nor Replicate.
     """
+    if type(tensor) in PLAIN_TYPES:
+        return [Piece(whole(tuple(tensor.shape)), tensor.detach())] if tensor.numel() else []
     if isinstance(tensor, DTensor):
         return [piece for piece in _dtensor_pieces(tensor, key) if piece.box.volume]
     shards = getattr(tensor, "local_shards", None)
@@ -60,9 +67,23 @@ def replicas_of(tensor: DTensor) -> Replicas:
     return Replicas(count, position, f"{mesh.device_type}{tuple(mesh.shape)}{mesh.mesh_dim_names}{dims}")
 
 
+def group_of(tensor: torch.Tensor) -> int:
+    """The lowest of the ranks over which a distributed tensor is distributed."""
+    if isinstance(tensor, DTensor):
+        return _lowest_rank(tensor.device_mesh)
+    metadata: Any = tensor.metadata()  # type: ignore[attr-defined]
+    ranks = [shard.placement.rank() for shard in metadata.shards_metadata if shard.placement is not None]
+    return min((rank for rank in ranks if rank is not None), default=0)
+
+
+@lru_cache(maxsize=64)
+def _lowest_rank(mesh: DeviceMesh) -> int:
+    return int(mesh.mesh.min())
+
+
 def dtype_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
     """Of the whole tensor. A ShardedTensor is asked for its metadata; anything else that is asked of it warns."""
-    if hasattr(tensor, "local_shards"):
+    if type(tensor) not in PLAIN_TYPES and hasattr(tensor, "local_shards"):
         metadata: Any = tensor.metadata()  # type: ignore[attr-defined]
         return metadata.tensor_properties.dtype, tuple(metadata.size)
     return tensor.dtype, tuple(tensor.shape)
@@ -70,7 +91,7 @@ def dtype_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether ranks have parts of it: a DTensor or FSDP1's ShardedTensor."""
-    return isinstance(tensor, DTensor) or hasattr(tensor, "local_shards")
+    return type(tensor) not in PLAIN_TYPES and (isinstance(tensor, DTensor) or hasattr(tensor, "local_shards"))
 
 
 def shard_runs(runs: Runs, *, shares: int, share: int, split_factor: int = 1) -> Runs:

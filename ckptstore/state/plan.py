@@ -89,6 +89,8 @@ class _Planner:
             else:
                 self._flags[key] = PER_RANK
                 self._write_all(number, item)
+        elif item.group != self._agreement.copies.get(key, (item.group,))[0]:
+            return  # other ranks have a copy of their own of the whole tensor, and write it
         elif item.mode is Mode.SHARD:
             self._write_all(number, item)
         elif item.mode is Mode.MESH:

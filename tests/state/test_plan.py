@@ -161,6 +161,16 @@ def test_replicas_of_a_mesh_share_their_box():
     assert boxes == [[Box((0, 0), (512, 1024))], [Box((512, 0), (512, 1024))]]
 
 
+def test_of_several_copies_of_a_distributed_tensor_one_is_written():
+    states, plans = plans_of(
+        [
+            [Item("w", Mode.SHARD, "float32", (4, 3), (Box((rank % 2 * 2, 0), (2, 3)),), group=rank // 2 * 2)]
+            for rank in range(4)
+        ]
+    )
+    assert written(states, plans, "w") == [[Box((0, 0), (2, 3))], [Box((2, 0), (2, 3))], [], []]
+
+
 @pytest.mark.parametrize("mode", [Mode.SPLIT, Mode.COMPARE])
 def test_equal_tensors_are_shared_out(mode):
     items = [plain(f"t{number:03d}", mode, shape=(64, 64)) for number in range(40)] + [
