@@ -65,8 +65,8 @@ class TransferConfig(_Config):
 class RetryConfig(_Config):
     """How often a request to a storage is tried."""
 
-    retry_attempts: int = 10
-    """The most tries, the first one counted. 1 switches retries off."""
+    retry_attempts: int = 25
+    """The most tries, the first one counted; enough for a minute of throttling. 1 switches retries off."""
     retry_deadline_seconds: float = 300.0
     """No new try begins later than this after the first one."""
     retry_wait_initial_seconds: float = 0.1

@@ -46,5 +46,6 @@ class TestFsspecOnFakeGcs(GcsContract):
     engine = "fsspec"
 
 
+@pytest.mark.slow
 class TestObstoreOnFakeGcs(GcsContract):
     engine = "obstore"
