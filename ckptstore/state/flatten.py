@@ -92,10 +92,13 @@ class FlatState:
 
     def add_value(self, path: Path, value: Any) -> None:
         """Take in a value with the tensors in it. A bare tensor, marked or not, is only a tensor."""
+        if isinstance(value, torch.Tensor):
+            self.add_tensor(path, TensorEntry(value))
+            return
         for inner, leaf in find_tensors(value, path):
             marked = isinstance(leaf, Replicated)
             self.add_tensor(inner, TensorEntry(leaf.tensor if isinstance(leaf, Replicated) else leaf, marked))
-        if not isinstance(value, torch.Tensor | Replicated):
+        if not isinstance(value, Replicated):
             self.values[self._take(path)] = map_tensors(value, path, lambda key, leaf: _unmarked(leaf))
 
     def key_of(self, tensor: torch.Tensor) -> str:

@@ -12,7 +12,7 @@ import io
 import pickletools
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -39,11 +39,11 @@ class Template:
     header: bytes
     payload_bytes: int
     trailer: bytes
+    size_bytes: int = field(init=False)
+    """Of the whole frame."""
 
-    @property
-    def size_bytes(self) -> int:
-        """The size of the whole frame."""
-        return len(self.header) + self.payload_bytes + len(self.trailer)
+    def __post_init__(self) -> None:  # once: a template is asked for it with every tensor
+        object.__setattr__(self, "size_bytes", len(self.header) + self.payload_bytes + len(self.trailer))
 
 
 @lru_cache(maxsize=65_536)

@@ -103,11 +103,13 @@ def _holds_objects(item: Any) -> bool:
 def _refuse_overlap(keys: Iterable[str]) -> None:
     taken: set[str] = set()
     for key in keys:
-        parts = key.split(".")
-        for other in (".".join(parts[:length]) for length in range(1, len(parts) + 1)):
-            if other in taken:
-                raise InvalidState(
-                    f"the state's keys {other!r} and {key!r} overlap: it cannot be told whose part is whose",
-                    hint="Rename one of them",
-                )
+        end = key.find(".")
+        while end >= 0 and key[:end] not in taken:
+            end = key.find(".", end + 1)
+        if end >= 0 or key in taken:
+            other = key[:end] if end >= 0 else key
+            raise InvalidState(
+                f"the state's keys {other!r} and {key!r} overlap: it cannot be told whose part is whose",
+                hint="Rename one of them",
+            )
         taken.add(key)
