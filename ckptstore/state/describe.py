@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from functools import cache
 from typing import Any
 
 import torch
@@ -138,7 +137,6 @@ def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: boo
         found.items.append(Item(key, mode, dtype, shape, boxes, count, position, mesh, group_of(tensor)))
         return
     found.memory[key] = tuple(piece.tensor for piece in pieces)
-    found.memory[key] = tuple(piece.tensor for piece in pieces)
     mode, digest = Mode.LOWEST, b""
     if entry.replicated and not entry.lowest_rank_counts:
         mode = Mode.SPLIT
@@ -173,11 +171,6 @@ def dtype_name(tensor: torch.Tensor, key: str) -> str:
     if name not in DTYPES:
         raise InvalidState(f"{key} has the dtype {name}, which the format does not know")
     return name
-
-
-@cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @cache

@@ -17,9 +17,6 @@ from ckptstore.state.boxes import Box, whole
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Most tensors are one of these; what they are not needs no look at their attributes then."""
 
-PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Most tensors are one of these; what they are not needs no look at their attributes then."""
-
 Runs = list[tuple[int, int]]
 """(first index, length) of what a rank has along one dimension, in the order in which it has it."""
 
@@ -45,8 +42,6 @@ def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
 
     Raises InvalidState for a placement that is neither Shard nor Replicate.
     """
-    if type(tensor) in PLAIN_TYPES:
-        return [Piece(whole(tuple(tensor.shape)), tensor.detach())] if tensor.numel() else []
     if type(tensor) in PLAIN_TYPES:
         return [Piece(whole(tuple(tensor.shape)), tensor.detach())] if tensor.numel() else []
     if isinstance(tensor, DTensor):
