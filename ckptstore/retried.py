@@ -20,6 +20,7 @@ from ckptstore.storage.base import (
     HasLocalFiles,
     Persists,
     Storage,
+    TellsRules,
     WritesMany,
     WritesParts,
 )
@@ -30,6 +31,7 @@ _POWERS = (
     CreatesExclusively,
     FindsUnfinished,
     Persists,
+    TellsRules,
     WritesMany,
     WritesParts,
 )

@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("the job", {"job"}),
     ("deletion", {"prune", "retain"}),
     ("files", {"load"}),
-    ("steps of a story", {"commit", "garbage", "verify", "copying", "resume", "directory_shard"}),
+    ("steps of a story", {"commit", "doctor", "garbage", "verify", "copying", "resume", "directory_shard"}),
     ("stories", {"save", "load_state", "dcp_store"}),
     ("one checkpoint", {"checkpoint"}),
     ("saves in the background", {"background"}),

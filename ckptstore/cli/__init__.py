@@ -27,6 +27,7 @@ COMMANDS = (
     "rollback",
     "prune",
     "gc",
+    "doctor",
     "demo",
 )
 """In the order of the help. The module of a command has its name, with an underscore behind words of Python, and

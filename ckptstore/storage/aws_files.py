@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ckptstore.errors import CkptstoreError, FileMissing, StorageError, StorageUnavailable
+from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
 from ckptstore.storage import foreign
 from ckptstore.storage.aws import Connection, crc32c_header
 from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
@@ -174,6 +174,34 @@ class S3Files(ProcessBound):
     def abort_unfinished(self, key: str, upload_id: str) -> None:
         with suppress(FileMissing):
             self.call("abort_multipart_upload", file=key, Key=self.full(key), UploadId=upload_id)
+
+    def rules(self) -> dict[str, str]:
+        """See `TellsRules`. Each of them needs a permission of its own; what may not be asked is left out."""
+        found = {"upload checksum": "CRC32C" if self._connection.sends_checksum else ""}
+        with suppress(AccessDenied):
+            status = self.call("get_bucket_versioning", file="").get("Status", "")
+            found["versioning"] = "" if status in ("", "Suspended") else str(status)
+        with suppress(AccessDenied):
+            found["object lock"] = self._object_lock()
+        with suppress(AccessDenied):
+            found["unfinished uploads"] = self._lifecycle()
+        return found
+
+    def _object_lock(self) -> str:
+        with suppress(FileMissing):
+            answer = self.call("get_object_lock_configuration", file="")["ObjectLockConfiguration"]
+            kept = answer.get("Rule", {}).get("DefaultRetention", {})
+            days = kept.get("Days") or 365 * kept.get("Years", 0)
+            return f"{kept.get('Mode', '')} for {days} days" if kept else ""
+        return ""
+
+    def _lifecycle(self) -> str:
+        with suppress(FileMissing):
+            for rule in self.call("get_bucket_lifecycle_configuration", file="").get("Rules", ()):
+                days = rule.get("AbortIncompleteMultipartUpload", {}).get("DaysAfterInitiation")
+                if days and rule.get("Status") == "Enabled":
+                    return f"aborted after {days} days"
+        return ""
 
     def close(self) -> None:
         self._connection.close()

@@ -14,7 +14,7 @@ and name the key. A storage retries nothing itself: `ckptstore.retry` does, abov
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -184,6 +184,15 @@ class CopiesFrom(Protocol):
     def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
         """Copy a file of `source`, or return False, and do nothing, where only bytes that are read and written get
         from there to here. Durable as `write` is. Raises FileMissing."""
+
+
+@runtime_checkable
+class TellsRules(Protocol):
+    """A bucket that says what it does with what is deleted, never finished, or damaged on its way."""
+
+    def rules(self) -> Mapping[str, str]:
+        """Of "versioning", "soft delete", "object lock", "unfinished uploads" and "upload checksum" what there is, in
+        words; "" for what there is not. What is left out is not known."""
 
 
 @runtime_checkable

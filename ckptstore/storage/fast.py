@@ -280,6 +280,11 @@ class FastS3Storage(FastStorage):
         """Drop one; no error if it is gone."""
         self._files.abort_unfinished(key, upload_id)
 
+    def rules(self) -> Mapping[str, str]:
+        """See `TellsRules`."""
+        found: Mapping[str, str] = self._files.rules()
+        return found
+
 
 class FastGcsStorage(FastStorage):
     """GCS, where uploads and listings go over the JSON API: there an upload carries a CRC32C, and a listing versions.
@@ -293,6 +298,11 @@ class FastGcsStorage(FastStorage):
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
         found: Iterator[StoredFile] = self._files.list(prefix)
+        return found
+
+    def rules(self) -> Mapping[str, str]:
+        """See `TellsRules`."""
+        found: Mapping[str, str] = self._files.rules()
         return found
 
 

@@ -1,0 +1,74 @@
+"""`ckptstore doctor` on disks: what it finds, that it leaves nothing, and its exit code."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore.layout import record_key
+
+
+def files_below(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "mine"))
+
+
+def statuses(found: Any) -> dict[str, str]:
+    return {finding["name"]: finding["status"] for finding in found["findings"]}
+
+
+def test_a_good_disk_is_left_as_it_was(run: Any, run_json: Any, store: Path, tmp_path: Path) -> None:
+    before = files_below(store)
+    found = run_json("doctor", store)
+    assert found["ok"]
+    assert found["engine"] == "local"
+    assert set(statuses(found).values()) <= {"ok", "warning"}, found
+    details = {finding["name"]: finding["detail"] for finding in found["findings"]}
+    assert "3 live" in details["log"] or "2 live" in details["log"]
+    assert files_below(store) == before
+    text = run("doctor", store).stdout
+    assert "conditional create" in text
+    run("doctor", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_place_that_cannot_be_written(run_json: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    found = run_json("doctor", tmp_path / "file" / "store", code=31)
+    assert not found["ok"]
+    assert statuses(found)["put"] == "failed"
+    assert statuses(found)["throughput"] == "unknown"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_directory(run_json: Any, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        assert statuses(run_json("doctor", tmp_path, code=32))["put"] == "failed"
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_broken_log_is_found(run: Any, run_json: Any, store: Path) -> None:
+    record = store / record_key(2)
+    record.chmod(0o600)
+    record.write_bytes(record.read_bytes().replace(b'"epoch"', b'"epoch" '))
+    found = run_json("doctor", store, code=12)
+    assert statuses(found)["log"] == "failed"
+    assert record_key(3) in run("doctor", store, code=12).stdout
+
+
+def test_memory_is_no_place_to_stay(run_json: Any) -> None:
+    found = run_json("doctor", "memory://doctor")
+    assert statuses(found)["durability"] == "warning"
+
+
+def test_a_bad_uri_is_no_finding(run_json: Any) -> None:
+    assert run_json("doctor", "nosuchscheme://x/y", code=2)["error"]["code"] == "invalid-input"
