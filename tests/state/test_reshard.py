@@ -139,6 +139,12 @@ def check_load(root, saved_by, ranks, rank):
         for (source, layout), target in targets.items():
             if bits(target.to_local()) != bits(distributed(name, layout, ranks).to_local()):
                 wrong.append((source, layout))
+    if ranks == 4:
+        old_style = sharded("uneven", 4, zeros=True)
+        stored.fill({"old": (old_style, "columns.uneven")})
+        (local,) = old_style.local_shards()
+        if not torch.equal(local.tensor, whole("uneven").chunk(4, 0)[rank]):
+            wrong.append("ShardedTensor")
     mine = rank if ranks == saved_by else 0
     plain = {
         "ddp": torch.zeros(4004, 403),
