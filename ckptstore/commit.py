@@ -99,8 +99,9 @@ def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, 
 def _check_stored(job: Job, attempt: Attempt, receipts: Sequence[Receipt]) -> None:
     """Compare what is stored with the receipts, once, before anything refers to it."""
     stored = {file.key: file.size_bytes for file in job.storage.list(attempt.prefix)}
+    prefix = attempt.prefix
     for receipt in (receipt for receipt in receipts if receipt.attempt is None):
-        size_bytes = stored.pop(attempt.key(receipt.name), None)
+        size_bytes = stored.pop(prefix + receipt.name, None)
         if size_bytes != receipt.size_bytes:
             found = "is not there" if size_bytes is None else f"has {size_bytes} bytes"
             raise StorageError(
@@ -133,7 +134,5 @@ def _write_manifest(job: Job, attempt: Attempt, directories: Sequence[str], data
         job.storage.write(key, [memoryview(data)])
     elif not _created(job, job.storage, key, data):
         raise StorageError(f"{key} exists already with other contents", file=key)
-    if isinstance(job.storage, Persists):
-        job.storage.seal([key])
-        if job.config.transfer.durable:
-            job.storage.persist([key, *(attempt.key(name) for name in directories)])
+    if isinstance(job.storage, Persists) and job.config.transfer.durable:
+        job.storage.persist([key, *(attempt.key(name) for name in directories)])

@@ -62,7 +62,7 @@ def _walk(
         if stat.S_ISDIR(status.st_mode):
             _walk(root, path / entry.name, f"{name}/", files, empty, above | {real})
         elif stat.S_ISREG(status.st_mode):
-            files[name] = FileSource.of(path / entry.name, status)
+            files[name] = FileSource.of(entry.path, status)
         else:
             raise InvalidSource(f"{entry.path} is no regular file: a socket, a pipe or a device", file=entry.path)
 

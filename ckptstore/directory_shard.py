@@ -73,25 +73,24 @@ class DirectoryShard:
         storage = self._job.storage
         if not isinstance(storage, HasLocalFiles):
             return []
+        prefix = attempt.prefix
         receipts = [
             Receipt(stored, source.size_bytes, None, self._job.group.rank, name if name != stored else None)
             for name, stored in names.items()
-            if storage.link((source := self._found.files[name]).path, attempt.key(stored))
+            if storage.link((source := self._found.files[name]).path, prefix + stored)
         ]
         if isinstance(storage, Persists):
-            storage.persist([attempt.key(receipt.name) for receipt in receipts])
+            storage.persist([prefix + receipt.name for receipt in receipts])
         return receipts
 
     def _upload(self, attempt: Attempt, names: dict[str, str], beat: Beat) -> list[Receipt]:
-        storage, rank = self._job.storage, self._job.group.rank
-        files = [PlannedFile(attempt.key(stored), self._found.files[name]) for name, stored in names.items()]
+        prefix, rank = attempt.prefix, self._job.group.rank
+        files = [PlannedFile(prefix + stored, self._found.files[name]) for name, stored in names.items()]
         size_bytes = sum(file.source.size_bytes for file in files)
         emit(
             SaveStarted(step=attempt.step, attempt=str(attempt), rank=rank, num_files=len(files), size_bytes=size_bytes)
         )
         done = self._job.transfer.upload(files, beat=beat)
-        if isinstance(storage, Persists):
-            storage.seal([file.key for file in files])
         return [
             Receipt(stored, file.size_bytes, file.crc32c, rank, name if name != stored else None, file.version)
             for (name, stored), file in zip(names.items(), done, strict=True)

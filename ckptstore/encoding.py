@@ -22,20 +22,24 @@ def float_name(value: float) -> str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
+_ATOMS = frozenset({str, int, bool, type(None)})
+"""What JSON holds as it is: most of a manifest, and not worth a call each."""
+
+
 def _encode(value: Any, path: str) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$t": "float", "v": float_name(value)}
     if isinstance(value, list | tuple):
-        return [_encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return [item if type(item) in _ATOMS else _encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
                 raise InvalidMetadata(f"{path} has the key {key!r}, and JSON keys are strings")
             if key == "$t":
                 raise InvalidMetadata(f"{path} has the key '$t', which the format reserves")
-        return {key: _encode(item, f"{path}.{key}") for key, item in value.items()}
+        return {key: item if type(item) in _ATOMS else _encode(item, f"{path}.{key}") for key, item in value.items()}
     raise InvalidMetadata(f"{path} is a {type(value).__name__}, which JSON cannot hold")
 
 

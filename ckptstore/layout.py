@@ -30,6 +30,7 @@ MAX_NAME_BYTES = 1024
 MAX_PART_BYTES = 255
 MAX_STEP = 10**10 - 1
 
+_PLAIN = re.compile(r"(?:[\w=+-][\w=+.-]{0,120}/){0,6}[\w=+-][\w=+.-]{0,120}", re.ASCII)
 _RECORD = re.compile(r"log/(\d{10})\.json")
 _ATTEMPT = re.compile(r"step-(\d{10})-e(\d{4,})-([0-9a-f]{8})")
 _LEASE = re.compile(r"leases/(\d{10})-([0-9a-zA-Z._-]+)\.json")
@@ -99,6 +100,8 @@ def check_name(name: str) -> str:
 
 
 def _fault_of(name: str) -> str | None:
+    if _PLAIN.fullmatch(name):  # most names, at a quarter of the time
+        return None
     if not name:
         return "it is empty"
     if name.startswith("/"):

@@ -102,7 +102,7 @@ def agree(offers: Sequence[Offer]) -> Agreement:
         for name in offer.names
         if (found := agreement.stored_name(name, rank)) is not None
     ]
-    for name in stored:
+    for name in stored if suffix == "always" or colliding else ():  # the others were checked when they were found
         check_name(name)
     check_collisions(chain(stored, _without_files(directories, stored)))
     return agreement

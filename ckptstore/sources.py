@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import Protocol
 
 from ckptstore.errors import InvalidSource, SourceChanged
@@ -78,7 +77,7 @@ class MemorySource:
 class FileSource:
     """A local file, as it was when `of` looked at it."""
 
-    path: Path
+    path: str | os.PathLike[str]
     size_bytes: int
     identity: tuple[int, int, int]
     """Device, inode and time of the last change in nanoseconds."""
@@ -86,7 +85,7 @@ class FileSource:
     in_memory: bool = False
 
     @classmethod
-    def of(cls, path: Path, status: os.stat_result | None = None) -> FileSource:
+    def of(cls, path: str | os.PathLike[str], status: os.stat_result | None = None) -> FileSource:
         """The file at `path`, links followed."""
         status = status or os.stat(path)
         return cls(path, status.st_size, _identity(status))

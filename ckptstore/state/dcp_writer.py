@@ -37,7 +37,6 @@ from ckptstore.state.plan import RankPlan, Write
 from ckptstore.state.shard_files import ShardFiles
 from ckptstore.state.stock_write import add_stock_bytes, add_stock_tensors
 from ckptstore.state.values import Encoder
-from ckptstore.storage.base import Persists
 
 
 class StoreWriter(StorageWriter):
@@ -106,11 +105,9 @@ class StoreWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; returns when they are stored."""
         shard = _Shard(plan, planner, rank=self._rank, num_files=self._num_files)
-        storage, transfer = self._target.open()
+        _, transfer = self._target.open()
         sources = [PlannedFile(shard.assignment.prefix + name, source) for name, source in shard.files.sources()]
         stored = transfer.upload(sources)
-        if isinstance(storage, Persists):
-            storage.seal([file.key for file in sources])
         names = [file.key.removeprefix(shard.assignment.prefix) for file in sources]
         told = {
             "receipts": [
@@ -148,11 +145,9 @@ class StoreWriter(StorageWriter):
         self._target.close()
 
     def _write(self, files: Mapping[str, bytes]) -> list[Receipt]:
-        storage, transfer = self._target.open()
+        _, transfer = self._target.open()
         planned = [PlannedFile(self._prefix + name, MemorySource([memoryview(data)])) for name, data in files.items()]
         stored = transfer.upload(planned)
-        if isinstance(storage, Persists):
-            storage.seal([file.key for file in planned])
         return [Receipt(name, one.size_bytes, one.crc32c, self._rank) for name, one in zip(files, stored, strict=True)]
 
     @classmethod

@@ -156,7 +156,6 @@ class StateShard:
             Receipt(name, one.size_bytes, one.crc32c, self._group.rank, version=one.version)
             for (name, _), one in zip(self.sources, stored, strict=True)
         ]
-        self._seal(files)
         if self._options.incremental:
             linked = self._options.incremental != "reference"
             self.kept = self._files.kept_after(str(attempt), stored, linked=linked)
@@ -212,16 +211,10 @@ class StateShard:
     def _add(self, written: Mapping[str, bytes], attempt: Attempt, beat: Beat) -> list[Receipt]:
         """Write some small files."""
         files = [PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in written.items()]
-        receipts = [
+        return [
             Receipt(name, one.size_bytes, one.crc32c, self._group.rank, version=one.version)
             for name, one in zip(written, self._upload(files, beat=beat), strict=True)
         ]
-        self._seal(files)
-        return receipts
-
-    def _seal(self, files: Sequence[PlannedFile]) -> None:
-        if isinstance(self._storage, Persists):
-            self._storage.seal([file.key for file in files])
 
 
 def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:

@@ -137,16 +137,13 @@ class WritesMany(Protocol):
 
 @runtime_checkable
 class Persists(Protocol):
-    """A disk, where written is not durable yet."""
+    """A disk, where written is not durable yet. What it writes is read-only from the start, for everybody."""
 
     def persist(self, keys: Sequence[str]) -> None:
         """Return when these files, and the directories that lead to them, would survive a loss of power.
 
         After an error the state of the files is unknown: write them anew (a second fsync may lie about the first).
         """
-
-    def seal(self, keys: Sequence[str]) -> None:
-        """Take away the permission to write, from everybody. Best effort."""
 
     def free_bytes(self) -> int:
         """How much can still be written."""
@@ -165,7 +162,7 @@ class HasLocalFiles(Protocol):
     def remove_directories(self, key: str) -> None:
         """Remove the directory and all empty ones below it; one with a file in it stays. Best effort."""
 
-    def link(self, path: Path, key: str) -> bool:
+    def link(self, path: str | os.PathLike[str], key: str) -> bool:
         """Make the key another name of the same inode, or a reflink; False where neither is possible."""
 
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidName, StorageError
 from ckptstore.layout import check_name
 from ckptstore.storage import posix
-from ckptstore.storage.base import PartWriter, StoredFile
+from ckptstore.storage.base import PartWriter, Storage, StoredFile
 from ckptstore.storage.local_parts import LocalParts, flush_files
 
 T = TypeVar("T")
@@ -27,6 +27,8 @@ T = TypeVar("T")
 _TEMPORARY = ".ckptstore-tmp-"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _OLD = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_READ_ONLY = 0o444
+"""What is stored is never changed in place; who created the file can still write it through its descriptor."""
 _PART_BYTES = 1 << 20
 """Small enough that a part is still in the processor's cache when it is written after it was hashed. Several threads
 that write one file in calls of 16 MiB have collapsed to a tenth of the speed; calls of 1 MiB have not."""
@@ -63,9 +65,9 @@ class LocalStorage:
         self._flushed.discard(key)
         try:
             try:
-                descriptor = os.open(path, _NEW, 0o666)
+                descriptor = os.open(path, _NEW, _READ_ONLY)
             except FileNotFoundError:
-                descriptor = self._in_directory(path, lambda: os.open(path, _NEW, 0o666))
+                descriptor = self._in_directory(path, lambda: os.open(path, _NEW, _READ_ONLY))
             try:
                 posix.write_at(descriptor, views, 0)
             except BaseException:
@@ -83,7 +85,7 @@ class LocalStorage:
         for key, views in files:
             path = self._path(key)
             try:
-                descriptor = os.open(path, _NEW, 0o666)
+                descriptor = os.open(path, _NEW, _READ_ONLY)
             except OSError:
                 self.write(key, views)
                 continue
@@ -185,15 +187,6 @@ class LocalStorage:
             self._flush_directories(keys)
         self._flushed.difference_update(keys)
 
-    def seal(self, keys: Sequence[str]) -> None:
-        """Files with several names keep their permissions: another name may be one that its owner still writes to."""
-        for key in keys:
-            with contextlib.suppress(OSError):
-                path = self._path(key)
-                status = os.lstat(path)
-                if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-                    os.chmod(path, stat.S_IMODE(status.st_mode) & ~0o222)
-
     def free_bytes(self) -> int:
         with self._translating("Looking at", ""):
             return posix.free_bytes(self._root)
@@ -214,7 +207,7 @@ class LocalStorage:
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
 
-    def link(self, path: Path, key: str) -> bool:
+    def link(self, path: str | os.PathLike[str], key: str) -> bool:
         source, target = os.fspath(path), self._path(key)
         if os.path.islink(source):
             source = os.path.realpath(source)
@@ -234,19 +227,26 @@ class LocalStorage:
         return True
 
     def copy(self, source_key: str, key: str) -> None:
+        self.copy_from(self, source_key, key)
+
+    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
+        """A reflink where the file system has them, else inside the kernel; never another name of the same inode."""
+        if not isinstance(source, LocalStorage):
+            return False
         path = self._path(key)
         self._flushed.discard(key)
-        with self._opened(source_key) as (source, status), self._translating("Copying", key, status.st_size):
+        with source._opened(source_key) as (given, status), self._translating("Copying", key, status.st_size):
             _remove(path)
-            target = self._in_directory(path, lambda: os.open(path, _NEW, 0o666))
+            target = self._in_directory(path, lambda: os.open(path, _NEW, _READ_ONLY))
             try:
-                if not posix.clone(source, target):
-                    posix.copy_contents(source, target, status.st_size)
+                if not posix.clone(given, target):
+                    posix.copy_contents(given, target, status.st_size)
             except BaseException:
                 _remove(path)
                 raise
             finally:
                 os.close(target)
+        return True
 
     def _path(self, key: str) -> str:
         check_name(key)
@@ -298,7 +298,7 @@ class LocalStorage:
     def _temporary(self, path: str, views: Sequence[memoryview]) -> Iterator[str]:
         """A finished file beside `path`, durable where that is asked for; its name is gone when the context ends."""
         temporary = f"{os.path.dirname(path)}/{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
-        descriptor = self._in_directory(path, lambda: os.open(temporary, _NEW, 0o666))
+        descriptor = self._in_directory(path, lambda: os.open(temporary, _NEW, _READ_ONLY))
         try:
             try:
                 posix.write_at(descriptor, views, 0)

@@ -18,7 +18,7 @@ _MANY_FILES = 16
 class NewFile:
     """A file that has its name, and its room, from the beginning. Its parts may come in any order."""
 
-    def __init__(self, key: str, path: str, *, size_bytes: int, writes_back: bool) -> None:
+    def __init__(self, key: str, path: str, *, size_bytes: int, writes_back: bool, mode: int = 0o666) -> None:
         """`writes_back` has the disk begin early, for a file that is fsynced in the end. `key` is for errors.
 
         The directory is created. Raises StorageFull when there is no room, StorageError when the path exists.
@@ -30,7 +30,7 @@ class NewFile:
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._descriptor = os.open(path, flags, 0o666)
+            self._descriptor = os.open(path, flags, mode)
         except OSError as error:
             raise self._error(error) from error
         try:
@@ -84,7 +84,7 @@ class LocalParts(NewFile):
 
     def __init__(self, key: str, path: str, *, size_bytes: int, flushed: Callable[[str], None] | None) -> None:
         """`flushed` hears of the key when it was fsynced; None asks for no fsync."""
-        super().__init__(key, path, size_bytes=size_bytes, writes_back=flushed is not None)
+        super().__init__(key, path, size_bytes=size_bytes, writes_back=flushed is not None, mode=0o444)
         self._flushed = flushed
 
     def finish(self) -> None:

@@ -191,7 +191,7 @@ class PowersContract:
 
     # ---- Persists
 
-    def test_persist_and_seal(self, storage: Any) -> None:
+    def test_persist(self, storage: Any) -> None:
         _need(storage, base.Persists)
         keys = [f"deep/er/{index}" for index in range(20)] + ["top"]
         for key in keys:
@@ -199,8 +199,6 @@ class PowersContract:
         storage.persist(keys)
         storage.persist(keys[:1])
         storage.persist([])
-        storage.seal(keys)
-        storage.seal(["nowhere"])
         assert all(storage.read(key) == b"x" for key in keys)
         if isinstance(storage, base.HasLocalFiles):
             assert not any(storage.local_path(key).stat().st_mode & 0o222 for key in keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -167,9 +168,6 @@ class _WrappedDisk(_Wrapped):
     def persist(self, keys: Sequence[str]) -> None:
         self._over_keys("persist", keys)
 
-    def seal(self, keys: Sequence[str]) -> None:
-        self._over_keys("seal", keys)
-
     def free_bytes(self) -> int:
         return self.run(_call("free_bytes", ""), lambda: int(self.inner.free_bytes()))
 
@@ -185,13 +183,23 @@ class _WrappedLocalFiles(_Wrapped):
     def remove_directories(self, key: str) -> None:
         self.run(_call("remove_directories", key), lambda: self.inner.remove_directories(key))
 
-    def link(self, path: Path, key: str) -> bool:
+    def link(self, path: str | os.PathLike[str], key: str) -> bool:
         return self.run(_call("link", key), lambda: bool(self.inner.link(path, key)))
 
 
 class _WrappedCopy(_Wrapped):
     def copy(self, source_key: str, key: str) -> None:
         self.run(_call("copy", key), lambda: self.inner.copy(source_key, key))
+
+
+class _WrappedCopyFrom(_Wrapped):
+    def copy_from(self, source: base.Storage, source_key: str, key: str) -> bool:
+        return self.run(_call("copy_from", key), lambda: bool(self.inner.copy_from(source, source_key, key)))
+
+
+class _WrappedRules(_Wrapped):
+    def rules(self) -> Mapping[str, str]:
+        return self.run(_call("rules", ""), lambda: dict(self.inner.rules()))
 
 
 class _WrappedUnfinished(_Wrapped):
@@ -209,7 +217,9 @@ _WRAPPERS: dict[Any, type[_Wrapped]] = {
     base.Persists: _WrappedDisk,
     base.HasLocalFiles: _WrappedLocalFiles,
     base.CopiesInside: _WrappedCopy,
+    base.CopiesFrom: _WrappedCopyFrom,
     base.FindsUnfinished: _WrappedUnfinished,
+    base.TellsRules: _WrappedRules,
 }
 POWERS: tuple[Any, ...] = tuple(_WRAPPERS)
 """Every optional power that a storage may have."""

@@ -55,9 +55,6 @@ class Disk(OnlyTheVerbs):
         for key in keys:
             self.inner.stat(key)
 
-    def seal(self, keys: Sequence[str]) -> None:
-        self.sealed = list(keys)
-
     def free_bytes(self) -> int:
         return 12
 
@@ -121,16 +118,16 @@ def test_powers_of_a_disk_are_counted(memory: MemoryStorage, tmp_path: Path) -> 
     disk, count = Disk(memory), CountCalls()
     wrapped = wrap(disk, count)
     put(memory, "a", b"1")
-    wrapped.persist(["a"])
-    wrapped.seal(["a", "b"])
+    put(memory, "b", b"2")
+    wrapped.persist(["a", "b"])
     wrapped.make_directory("d")
     wrapped.remove_directories("e")
     assert wrapped.free_bytes() == 12
     assert wrapped.link(tmp_path, "a") is False
     assert wrapped.local_path("x") == Path("/nowhere/x")
-    assert (disk.sealed, disk.made, disk.removed) == (["a", "b"], "d", "e")
-    assert list(count.counts) == ["persist", "seal", "make_directory", "remove_directories", "free_bytes", "link"]
-    assert count.calls[1].num_keys == 2
+    assert (disk.made, disk.removed) == ("d", "e")
+    assert list(count.counts) == ["persist", "make_directory", "remove_directories", "free_bytes", "link"]
+    assert count.calls[0].num_keys == 2
     unfinished = Unfinished(memory)
     wrapped = wrap(unfinished, count)
     assert wrapped.unfinished("p/") == [("p/a", "1")]

@@ -216,12 +216,11 @@ def test_a_directory_that_others_remove_meanwhile_is_made_again(storage: LocalSt
     assert list(storage.list("leases/")) == []
 
 
-def test_a_link_shares_the_inode_and_is_not_sealed(storage: LocalStorage, tmp_path: Path) -> None:
+def test_a_link_shares_the_inode_and_leaves_it_writable(storage: LocalStorage, tmp_path: Path) -> None:
     source = tmp_path / "users own file"
     source.write_bytes(b"data")
     assert storage.link(source, "a/linked")
     assert storage.read("a/linked") == b"data"
-    storage.seal(["a/linked"])
     assert source.stat().st_mode & 0o200, "the user may go on writing to it"
     assert storage.link(source, "a/linked"), "an existing key is replaced"
     with pytest.raises(FileMissing):
@@ -268,9 +267,8 @@ def test_a_copy_of_a_file_that_shrinks_is_an_error(storage: LocalStorage, tmp_pa
         posix.copy_contents(source.fileno(), target.fileno(), 5)
 
 
-def test_a_sealed_file_cannot_be_written_and_can_be_deleted(storage: LocalStorage) -> None:
+def test_a_stored_file_cannot_be_written_and_can_be_deleted(storage: LocalStorage) -> None:
     storage.write("a/file", views(b"x"))
-    storage.seal(["a/file", "a/missing"])
     assert storage.local_path("a/file").stat().st_mode & 0o222 == 0
     storage.delete(["a/file"])
     assert list(storage.list("")) == []
@@ -280,8 +278,6 @@ def test_a_version_tells_contents_apart(storage: LocalStorage) -> None:
     storage.write("key", views(b"one"))
     version = storage.stat("key").version
     target = memoryview(bytearray(3))
-    storage.read_into("key", 0, [target], version=version)
-    storage.seal(["key"])
     storage.read_into("key", 0, [target], version=version)
     storage.write("key", views(b"two"))
     with pytest.raises(CheckpointDamaged, match="not the file that was found"):

@@ -595,9 +595,6 @@ class Disk(MemoryStorage):
             raise StorageError("fsync failed")
         self.persisted += keys
 
-    def seal(self, keys: Sequence[str]) -> None:
-        raise AssertionError("records need no seal")
-
     def free_bytes(self) -> int:
         return 1 << 30
 
@@ -790,7 +787,7 @@ def test_an_undurable_write_of_a_single_writer_is_written_anew() -> None:
     fill(disk, 2)
 
     class BareDisk(BareStorage):
-        persist, seal, free_bytes = disk.persist, disk.seal, disk.free_bytes
+        persist, free_bytes = disk.persist, disk.free_bytes
 
     disk.failures = 1
     with pytest.raises(StorageError, match="fsync failed") as caught:
