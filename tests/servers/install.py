@@ -7,6 +7,7 @@ of its own, because what it needs is older than what ckptstore is tested with. W
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,8 @@ GCP_STORAGE_EMULATOR = (
 
 def main() -> int:
     SERVERS.mkdir(exist_ok=True)
-    return max(install_azurite(), install_emulator())
+    failed = max(install_azurite(), install_emulator())
+    return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why
 
 
 def install_azurite() -> int:

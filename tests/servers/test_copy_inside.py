@@ -1,0 +1,130 @@
+"""Copies inside one provider: the storage moves the bytes, they are read back, and damage at the source is told."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptstore
+from ckptstore.copying import CopyReport, copy_checkpoint, copy_store, open_target
+from ckptstore.errors import CheckpointDamaged
+from ckptstore.storage.base import CopiesFrom
+from ckptstore.storage.open import open_storage
+from ckptstore.testing.s3_server import S3Server, s3_server
+
+MIB = 1 << 20
+Options = dict[str, Any] | None
+SIZES = {"a.bin": 20 * MIB + 3, "b.bin": 2 * MIB, "c.bin": 100, "empty.bin": 0}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("files")
+    for name, size_bytes in SIZES.items():
+        (path / name).write_bytes(os.urandom(size_bytes))
+    return path
+
+
+def copy_all(
+    uri: str, target: str, options: Options, target_options: Options
+) -> CopyReport:
+    opened = closing(open_target(target, storage_options=target_options))
+    with ckptstore.open_store(uri, storage_options=options) as store, opened as place:
+        job = store._job
+        return copy_store(job.log, job.storage, place, lambda record: store._checkpoint(record)._files)
+
+
+def check(uri: str, options: dict[str, Any] | None, directory: Path, into: Path) -> None:
+    with ckptstore.open_store(uri, storage_options=options) as store:
+        checkpoint = store.latest()
+        assert checkpoint is not None
+        checkpoint.verify().raise_if_damaged()
+        path = checkpoint.to_directory(into)
+    for name in SIZES:
+        assert (path / name).read_bytes() == (directory / name).read_bytes()
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_no_payload_goes_up_from_here(fast_s3: S3Server, directory: Path, tmp_path: Path, engine: str) -> None:
+    options, uri = fast_s3.storage_options, f"s3://test/inside/{engine}"
+    with ckptstore.open_store(uri, storage_options=options, engine=engine) as store:
+        store.save_directory(1, directory)
+    seen = len(fast_s3.log)
+    report = copy_all(uri, f"{uri}-copy", options, options)
+    log = fast_s3.log[seen:]
+    assert report.num_copied == len(SIZES)
+    assert sum(request.operation == "CopyObject" for request in log) == len(SIZES)
+    assert not [request for request in log if request.operation in ("CreateMultipartUpload", "UploadPart")]
+    sent = [request for request in log if request.operation == "PutObject" and "checkpoints/" in request.path]
+    assert [request.path.rpartition("/")[2] for request in sent] == ["ckptstore.json"]
+    check(f"{uri}-copy", options, directory, tmp_path / "mine")
+    again = copy_all(uri, f"{uri}-copy", options, options)
+    assert (again.steps, again.present, again.num_copied) == ((), (1,), 0)
+
+
+def test_a_copy_goes_on_where_it_broke_off(fast_s3: S3Server, directory: Path) -> None:
+    options, uri = fast_s3.storage_options, "s3://test/resumed"
+    with ckptstore.open_store(uri, storage_options=options) as store:
+        checkpoint = store.save_directory(1, directory)
+        with closing(open_target(f"{uri}-copy", storage_options=options)) as target:
+            copy_checkpoint(checkpoint._files, target)
+            target.storage.delete(["ckptstore.json", "b.bin"])
+            report = copy_checkpoint(checkpoint._files, target)
+    assert (report.num_copied, report.num_found) == (1, len(SIZES) - 1)
+
+
+def test_other_credentials_are_another_place(fast_s3: S3Server, directory: Path, tmp_path: Path) -> None:
+    options, uri = fast_s3.storage_options, "s3://test/streamed"
+    with ckptstore.open_store(uri, storage_options=options) as store:
+        store.save_directory(1, directory)
+    with s3_server(buckets=["test"]) as other:
+        copy_all(uri, "s3://test/streamed", options, other.storage_options)
+        assert "CopyObject" not in other.operations()
+        check("s3://test/streamed", other.storage_options, directory, tmp_path / "mine")
+
+
+def test_damage_at_the_source_is_told(fast_s3: S3Server, directory: Path) -> None:
+    options, uri = fast_s3.storage_options, "s3://test/damaged"
+    with ckptstore.open_store(uri, storage_options=options) as store:
+        checkpoint = store.save_directory(1, directory)
+        storage = open_storage(checkpoint.uri, storage_options=options)
+        storage.write("b.bin", [memoryview(os.urandom(SIZES["b.bin"]))])
+        with closing(open_target(f"{uri}-copy", storage_options=options)) as target:
+            with pytest.raises(CheckpointDamaged, match="damaged at the source"):
+                copy_checkpoint(checkpoint._files, target)
+            assert not {"b.bin", "ckptstore.json"} & {file.key for file in target.storage.list("")}
+        storage.close()
+
+
+def test_disks_copy_by_themselves_into_files_of_their_own(directory: Path, tmp_path: Path) -> None:
+    source, target = open_storage(tmp_path / "a"), open_storage(tmp_path / "b")
+    source.write("x/y", [memoryview(b"data")])
+    assert isinstance(target, CopiesFrom)
+    assert target.copy_from(source, "x/y", "z")
+    assert target.read("z") == b"data"
+    assert (tmp_path / "a/x/y").stat().st_ino != (tmp_path / "b/z").stat().st_ino
+    assert not target.copy_from(open_storage("memory://copy"), "x/y", "w")
+    uri = str(tmp_path / "store")
+    with ckptstore.open_store(uri) as store:
+        store.save_directory(1, directory)
+    copy_all(uri, f"{uri}-copy", None, None)
+    check(f"{uri}-copy", None, directory, tmp_path / "mine")
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("fake_gcs", "gs"), ("azurite", "az")])
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_other_clouds(request: pytest.FixtureRequest, name: str, scheme: str, engine: str) -> None:
+    options = request.getfixturevalue(name).storage_options
+    source, target = (
+        open_storage(f"{scheme}://test/inside-{engine}/{end}", storage_options=options, engine=engine) for end in "ab"
+    )
+    source.write("x/y", [memoryview(b"data")])
+    assert isinstance(target, CopiesFrom)
+    assert target.copy_from(source, "x/y", "z")
+    assert target.read("z") == b"data"
+    source.close()
+    target.close()
