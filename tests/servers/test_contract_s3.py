@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ckptstore.storage.base import CopiesInside, CreatesExclusively, FindsUnfinished, WritesParts
+from ckptstore.storage.base import (
+    CopiesFrom,
+    CopiesInside,
+    CreatesExclusively,
+    FindsUnfinished,
+    TellsRules,
+    WritesParts,
+)
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import StorageContract
 from ckptstore.testing.s3_server import S3Server
@@ -18,7 +25,7 @@ numbers = itertools.count()
 class S3Contract(StorageContract):
     """Raw access goes through boto3."""
 
-    powers = (CreatesExclusively, WritesParts, CopiesInside, FindsUnfinished)
+    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, FindsUnfinished, TellsRules)
     secrets = ("testsecret",)
     engine: ClassVar[str]
 

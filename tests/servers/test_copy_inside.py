@@ -29,9 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def copy_all(
-    uri: str, target: str, options: Options, target_options: Options
-) -> CopyReport:
+def copy_all(uri: str, target: str, options: Options, target_options: Options) -> CopyReport:
     opened = closing(open_target(target, storage_options=target_options))
     with ckptstore.open_store(uri, storage_options=options) as store, opened as place:
         job = store._job
