@@ -1,5 +1,8 @@
 """Copies of checkpoints and of whole stores from one root to another, verified, and resumed where they broke off.
 
+Between two places of one provider that the same credentials reach, or two disks, the storage copies by itself and every
+byte is read back; else the bytes travel through this process.
+
 A copy is itself crash-safe: files first, then the manifest, then, for a store, a record in a log of its own. What is
 already there with its size is read and checked, not copied again.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +27,7 @@ from ckptstore.plan import PlannedFile
 from ckptstore.records import Change, Claim, Commit, Pin, Record
 from ckptstore.retried import with_retries
 from ckptstore.sources import Read
-from ckptstore.storage.base import HasLocalFiles, Persists, Storage
+from ckptstore.storage.base import CopiesFrom, HasLocalFiles, Persists, Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.transfer import Transfer
 
@@ -100,8 +104,10 @@ def copy_checkpoint(files: CheckpointFiles, target: Target, *, prefix: str = "")
     found = _intact(target, prefix, candidates)
     missing = [receipt for receipt in manifest.files if receipt.name not in found]
     sources = {receipt.name: files.key_of(receipt) for receipt in files.read_manifest()[0].files}
-    _copy_files(files, sources, target, prefix, missing)
-    _check_arrived(target, prefix, missing)
+    inside = _copy_inside(files, sources, target, prefix, missing)
+    streamed = [receipt for receipt in missing if receipt.name not in inside]
+    _copy_files(files, sources, target, prefix, streamed)
+    _check_arrived(target, prefix, streamed)
     if isinstance(target.storage, HasLocalFiles):
         for name in manifest.directories:
             target.storage.make_directory(prefix + name)
@@ -209,6 +215,36 @@ def _intact(target: Target, prefix: str, receipts: Sequence[Receipt]) -> set[str
     checked = target.transfer.check(wanted)
     good = {item.wanted.key for item in checked if item.crc32c == item.wanted.crc32c}
     return {receipt.name for receipt in receipts if prefix + receipt.name in good}
+
+
+def _copy_inside(
+    files: CheckpointFiles,
+    sources: Mapping[str, str],
+    target: Target,
+    prefix: str,
+    receipts: Sequence[Receipt],
+) -> set[str]:
+    """Have the storage copy what it can without this process, and give the names of what arrived whole.
+
+    What did not is left to be streamed: that either mends it or finds that the source is damaged.
+    """
+    storage = target.storage
+    if not isinstance(storage, CopiesFrom):
+        return set()
+
+    def copy(receipt: Receipt) -> bool:
+        return storage.copy_from(files.storage, sources[receipt.name], prefix + receipt.name)
+
+    known = [receipt for receipt in receipts if receipt.crc32c is not None]
+    if not known or not copy(known[0]):
+        return set()
+    with ThreadPoolExecutor(target.config.transfer.num_threads) as pool:
+        list(pool.map(copy, known[1:]))
+    if isinstance(storage, Persists) and target.config.transfer.durable:
+        storage.persist([prefix + receipt.name for receipt in known])
+    intact = _intact(target, prefix, known)
+    storage.delete([prefix + receipt.name for receipt in known if receipt.name not in intact])
+    return intact
 
 
 def _copy_files(

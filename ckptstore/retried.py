@@ -75,6 +75,7 @@ class _Retried:
 def _again(name: str) -> Callable[..., Any]:
     def call(self: _Retried, *arguments: Any, **keywords: Any) -> Any:
         shown = arguments[0] if arguments and isinstance(arguments[0], str) else ""
+        arguments = tuple(item.inner if isinstance(item, _Retried) else item for item in arguments)
         request = partial(getattr(self.inner, name), *arguments, **keywords)
         return retrying(self.config, f"{name} {shown}".rstrip(), request)
 

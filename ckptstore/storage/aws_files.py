@@ -124,9 +124,11 @@ class S3Files(ProcessBound):
                 if refused.get("Code") != "NoSuchKey":
                     raise _refusal(refused, cut=len(self.full("")))
 
-    def copy(self, source_key: str, key: str) -> None:
-        source = {"Bucket": self._location.container, "Key": self.full(source_key)}
-        size_bytes = self.stat(source_key).size_bytes
+    def copy(self, source_key: str, key: str, *, files: S3Files | None = None) -> None:
+        """From another bucket, where `files` says so."""
+        files = files or self
+        source = {"Bucket": files._location.container, "Key": files.full(source_key)}
+        size_bytes = files.stat(source_key).size_bytes
         if size_bytes <= _COPY_BYTES:
             options = self._connection.put_options
             self.call("copy_object", file=source_key, Key=self.full(key), CopySource=source, **options)

@@ -227,10 +227,11 @@ class AzureFiles(ProcessBound):
         with suppress(FileMissing), self.seam("delete", key):
             self.blob(key).delete_blob()
 
-    def copy(self, source_key: str, key: str) -> None:
+    def copy(self, source_key: str, key: str, *, files: AzureFiles | None = None) -> None:
+        """From another container, where `files` says so."""
         with self.seam("copy", source_key):
             target = self.blob(key)
-            status = target.start_copy_from_url(self.blob(source_key).url)["copy_status"]
+            status = target.start_copy_from_url((files or self).blob(source_key).url)["copy_status"]
             while status == "pending":
                 time.sleep(_COPY_POLL_SECONDS)
                 status = target.get_blob_properties().copy.status

@@ -25,7 +25,7 @@ from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageE
 from ckptstore.storage import chains, foreign
 from ckptstore.storage.base import PartWriter, ProcessBound, Storage, StoredFile
 from ckptstore.storage.bodies import Filling
-from ckptstore.storage.options import CannotExpress, Location, ObstoreConfig, for_obstore
+from ckptstore.storage.options import CannotExpress, Location, ObstoreConfig, files_of_same_account, for_obstore
 
 _LIST_FILES = 1000
 _DELETE_THREADS = 16
@@ -208,6 +208,13 @@ class FastStorage(ProcessBound):
 
     def copy(self, source_key: str, key: str) -> None:
         self._files.copy(source_key, key)
+
+    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
+        files = files_of_same_account(self, source)
+        if files is None:
+            return False
+        self._files.copy(source_key, key, files=files)
+        return True
 
     def part_bytes(self, size_bytes: int) -> int:
         return int(self._files.part_bytes(size_bytes))

@@ -270,8 +270,9 @@ class GcsFiles(ProcessBound):
         with suppress(FileMissing):
             self._stream("DELETE", f"/storage/v1{self.object(key)}", what="delete", key=key).close()
 
-    def copy(self, source_key: str, key: str) -> None:
-        path = f"{self.object(source_key)}/rewriteTo{self.object(key)}"
+    def copy(self, source_key: str, key: str, *, files: GcsFiles | None = None) -> None:
+        """From another bucket, where `files` says so."""
+        path = f"{(files or self).object(source_key)}/rewriteTo{self.object(key)}"
         params: dict[str, str] = {}
         while True:
             answer = self.call("POST", path, what="copy", key=source_key, params=params, json={})

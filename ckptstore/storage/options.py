@@ -113,6 +113,23 @@ def locate(uri: str) -> Location:
     return Location(scheme.lower(), kind, authority, unquote(split.path).strip("/"), account)
 
 
+def files_of_same_account(target: Any, source: Any) -> Any:
+    """What makes the requests of `source`, None unless the same credentials reach it at the same place.
+
+    Both are storages that were opened from a URI and options; the engines may differ.
+    """
+    given = getattr(source, "_opened_as", None)
+    if given is None:
+        return None
+    here, there = (_account(*item) for item in (target._opened_as, given))
+    return getattr(source, "_files", source) if here == there and here[0] is not None else None
+
+
+def _account(uri: str, options: Mapping[str, Any]) -> tuple[Kind | None, str, Options]:
+    location = locate(uri)
+    return location.kind, location.account, {name: value for name, value in options.items() if value is not None}
+
+
 def for_obstore(uri: str, storage_options: Mapping[str, Any] | None, environ: Environment) -> ObstoreConfig:
     """The configuration that serves a URI; raises CannotExpress."""
     location = locate(uri)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ckptstore.storage.base import (
+    CopiesFrom,
     CopiesInside,
     CreatesExclusively,
     HasLocalFiles,
@@ -21,7 +22,7 @@ from ckptstore.testing.storage_contract import StorageContract
 
 
 class TestLocal(StorageContract):
-    powers = frozenset({CreatesExclusively, WritesParts, WritesMany, CopiesInside, Persists, HasLocalFiles})
+    powers = frozenset({CreatesExclusively, WritesParts, WritesMany, CopiesFrom, CopiesInside, Persists, HasLocalFiles})
     durable = True
 
     @pytest.fixture

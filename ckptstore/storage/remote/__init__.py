@@ -20,7 +20,7 @@ from ckptstore.storage.azure import AzureFiles
 from ckptstore.storage.azure import Connection as AzureConnection
 from ckptstore.storage.base import Storage
 from ckptstore.storage.gcs import GcsFiles
-from ckptstore.storage.options import locate
+from ckptstore.storage.options import files_of_same_account, locate
 from ckptstore.storage.remote.generic import GenericStorage
 
 _S3_NAMES = (
@@ -112,6 +112,10 @@ class FsspecS3Storage(S3Files):
     def __reduce__(self) -> _Opened:
         return open_remote, self._opened_as
 
+    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
+        """See `CopiesFrom`."""
+        return _copied(self, source, source_key, key)
+
 
 class FsspecGcsStorage(GcsFiles):
     """GCS with the options of gcsfs."""
@@ -128,6 +132,10 @@ class FsspecGcsStorage(GcsFiles):
     def __reduce__(self) -> _Opened:
         return open_remote, self._opened_as
 
+    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
+        """See `CopiesFrom`."""
+        return _copied(self, source, source_key, key)
+
 
 class FsspecAzureStorage(AzureFiles):
     """Azure with the options of adlfs."""
@@ -142,3 +150,16 @@ class FsspecAzureStorage(AzureFiles):
 
     def __reduce__(self) -> _Opened:
         return open_remote, self._opened_as
+
+    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
+        """See `CopiesFrom`."""
+        return _copied(self, source, source_key, key)
+
+
+def _copied(target: FsspecS3Storage | FsspecGcsStorage | FsspecAzureStorage, *what: Any) -> bool:
+    source, source_key, key = what
+    files = files_of_same_account(target, source)
+    if files is None:
+        return False
+    target.copy(source_key, key, files=files)
+    return True
