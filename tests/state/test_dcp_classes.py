@@ -14,9 +14,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, InvalidState, RankFailed
+from ckptstore.config import RetryConfig, TransferConfig
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CkptstoreError,
+    InvalidInput,
+    InvalidState,
+    RankFailed,
+    StorageError,
+)
 from ckptstore.state import StoreReader, StoreWriter, translated
+from ckptstore.state.dcp_target import DirectoryTarget
+from ckptstore.storage.local import LocalStorage
+from ckptstore.testing.faults import FailAt, wrap
 from ckptstore.testing.ranks import run_ranks
+from ckptstore.transfer import Transfer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
 MIB = 1 << 20
@@ -87,6 +99,30 @@ def test_nothing_is_overwritten(written):
         dcp.save({"w": torch.ones(2)}, storage_writer=StoreWriter(written), no_dist=True)
     with pytest.raises(InvalidInput, match="checkpoint_id"):
         dcp.save({"w": torch.ones(2)}, storage_writer=StoreWriter(written), checkpoint_id="/elsewhere", no_dist=True)
+
+
+class Failing(DirectoryTarget):
+    """A directory whose storage fails at one of several files."""
+
+    def open(self):
+        if self._opened is None:
+            storage = wrap(LocalStorage(self._given, durable=False), FailAt("open_parts *-01.distcp", DISK_ERROR))
+            transfer = Transfer(storage, config=TransferConfig(durable=False), retry=RetryConfig(retry_attempts=1))
+            self._opened = storage, transfer
+        return self._opened
+
+
+DISK_ERROR = StorageError("the disk is gone")
+
+
+def test_an_error_of_a_thread_is_never_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptstore.state.shard_files.SHARED_FILE_BYTES", MIB)
+    state = {f"t{number}": torch.ones(512, 1024) for number in range(20)}
+    with pytest.raises(StorageError, match="the disk is gone"), translated():
+        dcp.save(state, storage_writer=StoreWriter(Failing(tmp_path / "c")), no_dist=True)
+    assert not (tmp_path / "c" / ".metadata").exists()
+    dcp.save(state, storage_writer=StoreWriter(tmp_path / "c"), no_dist=True)  # what is left is no hindrance
+    assert (tmp_path / "c" / ".metadata").exists()
 
 
 class Unsafe:
