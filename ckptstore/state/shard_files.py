@@ -171,6 +171,7 @@ class ShardFiles:
         """Name and source of each file."""
         return [(file.name, file.source()) for file in self.files]
 
+    @collector_paused()
     def index_part(self, block_crcs: Sequence[Sequence[bytes]]) -> bytes:
         """This rank's part of the tensor index, from the digests of each file's regions."""
         described, plan = self._described, self._plan

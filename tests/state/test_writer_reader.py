@@ -341,3 +341,15 @@ def test_the_second_save_reuses_templates_and_leaves_no_cycles(tmp_path):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3
     assert not (tmp_path / ATTEMPT.prefix).exists()
     transfer.close()
+
+
+@pytest.mark.parametrize("values", [{}, {"epoch": 3}])
+@pytest.mark.parametrize("tensors", [{}, {"none": torch.empty(0, 3)}])
+def test_a_state_of_hardly_anything(tmp_path, tensors, values):
+    save_plain(tmp_path, tensors, values)
+    transfer = make_transfer(tmp_path)
+    saved = open_stored(tmp_path, transfer).saved()
+    transfer.close()
+    assert set(saved.tensors) == set(tensors)
+    assert saved.values == values
+    load_into(tmp_path, {key: torch.empty_like(tensor) for key, tensor in tensors.items()})
