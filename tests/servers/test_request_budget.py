@@ -51,7 +51,7 @@ def directory(path: Path, *, large_bytes: int = 0) -> Path:
 def test_a_save(store: Any, requests_of: Any, tmp_path: Path) -> None:
     found = requests_of(lambda: store.save_directory(1, directory(tmp_path / "out")))
     assert found["PutObject"] == NUM_FILES + 3, "files, manifest, record, hint"
-    assert found["GetObject"] <= 4
+    assert found["GetObject"] <= 6, "the log is read forward; a few more where the hint is old"
     assert found["ListObjects"] == 1
     assert found["HeadObject"] == found["DeleteObjects"] == found["DeleteObject"] == 0
 
