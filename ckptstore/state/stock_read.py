@@ -150,9 +150,9 @@ class StockState:
     def _build_index(self) -> TensorIndex:
         """Where every chunk's payload, or whole frame, lies."""
         placed: list[tuple[_Frame, str, Box]] = []
-        for item, info in self.metadata.storage_data.items():
+        for item, place in self.metadata.storage_data.items():
             entry = self.metadata.state_dict_metadata.get(item.fqn)
-            frame = self._frame(item.fqn, info)
+            frame = self._frame(item.fqn, place)
             if not hasattr(entry, "chunks"):
                 self._values[item.fqn] = frame
                 continue
@@ -199,17 +199,17 @@ class StockState:
     def _dtype(self, fqn: str) -> str:
         return str(self.metadata.state_dict_metadata[fqn].properties.dtype).removeprefix("torch.")
 
-    def _frame(self, fqn: str, info: Any) -> _Frame:
-        if getattr(info, "transform_descriptors", None):
+    def _frame(self, fqn: str, place: Any) -> _Frame:
+        if getattr(place, "transform_descriptors", None):
             raise InvalidState(
-                f"{fqn} was written through {list(info.transform_descriptors)}, which ckptstore cannot undo",
+                f"{fqn} was written through {list(place.transform_descriptors)}, which ckptstore cannot undo",
                 hint="Load it with torch and save it again",
             )
-        name = check_name(str(info.relative_path))
+        name = check_name(str(place.relative_path))
         size_bytes = self.sizes_bytes.get(name)
         if size_bytes is None:
             raise CheckpointDamaged(f"{name} is missing, it holds {fqn}", file=name)
-        frame = _Frame(name, int(info.offset), int(info.length))
+        frame = _Frame(name, int(place.offset), int(place.length))
         if frame.offset < 0 or frame.size_bytes <= 0 or frame.offset + frame.size_bytes > size_bytes:
             raise CheckpointDamaged(f"{name} has {size_bytes} bytes, and {fqn} lies beyond its end", file=name)
         return frame

@@ -58,7 +58,7 @@ def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: 
 
 def add_stock_tensors(index: TensorIndex, items: dict[str, Any], storage: dict[MetadataIndex, Any]) -> None:
     """Put the tensors of an index into the two dicts of a `Metadata`; chunks of entries that are there are replaced."""
-    info, size = storage_info_class(), lru_cache(None)(torch.Size)  # equal parts are pickled once
+    lies_at, size = storage_info_class(), lru_cache(None)(torch.Size)  # equal parts are pickled once
     properties = lru_cache(None)(TensorProperties)
     for fqn, entry in index.tensors.items():
         if entry.beside_value:
@@ -71,7 +71,7 @@ def add_stock_tensors(index: TensorIndex, items: dict[str, Any], storage: dict[M
             offsets = size(chunk.box.offsets)
             chunks.append(ChunkStorageMetadata(offsets, size(chunk.box.sizes)))
             start = chunk.offset - len(frame.header)
-            storage[MetadataIndex(fqn, offsets, number)] = info(index.files[chunk.file], start, frame.size_bytes)
+            storage[MetadataIndex(fqn, offsets, number)] = lies_at(index.files[chunk.file], start, frame.size_bytes)
         if fqn in items:
             items[fqn].chunks = chunks
         else:
@@ -80,7 +80,7 @@ def add_stock_tensors(index: TensorIndex, items: dict[str, Any], storage: dict[M
 
 def add_stock_bytes(places: Mapping[str, StockPlace], items: dict[str, Any], storage: dict[MetadataIndex, Any]) -> None:
     """Put plain values, which lie at these places, into the two dicts of a `Metadata`."""
-    info = storage_info_class()
+    lies_at = storage_info_class()
     for key, place in places.items():
         items[key] = BytesStorageMetadata()
-        storage[MetadataIndex(key)] = info(*place)
+        storage[MetadataIndex(key)] = lies_at(*place)
