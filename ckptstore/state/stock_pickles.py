@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -28,17 +29,34 @@ _ALLOWED: Mapping[str, frozenset[str]] = {
     "pathlib._local": frozenset({"PosixPath", "PurePosixPath", "Path"}),
 }  # fmt: skip
 
+_IMMUTABLE = frozenset({"Size", "OrderedDict"})
+
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes of `.metadata`, dtypes and layouts. Anything else is refused before it is looked up."""
+    """Builds the classes of `.metadata`, dtypes and layouts. Anything else is refused before it is looked up.
+
+    A pickle may also set attributes of what it refers to. So it gets subclasses and functions of its own, made for this
+    one load, and never torch's.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._own: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("pathlib"):
-            if name in _ALLOWED.get(module, ()):
-                return _join_path
-        elif name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        elif module == "torch" and name.isidentifier():
+        if (module, name) not in self._own:
+            self._own[module, name] = self._made(module, name)
+        return self._own[module, name]
+
+    def _made(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            found = _join_path if module.startswith("pathlib") else super().find_class(module, name)
+            if name in _IMMUTABLE:
+                return found
+            if isinstance(found, type) and not issubclass(found, Enum):
+                return type(name, (found,), {"__module__": module})
+            return lambda *given: found(*given)
+        if module == "torch" and name.isidentifier():
             found = getattr(torch, name, None)
             if isinstance(found, torch.dtype | torch.layout):
                 return found
@@ -56,7 +74,7 @@ def load_metadata(data: bytes, *, file: str = DCP_METADATA_NAME) -> Any:
     Raises CheckpointDamaged when it is torn, or refers to anything that stock DCP does not write.
     """
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        metadata = _MetadataUnpickler(data).load()
         tensors, storage = metadata.state_dict_metadata, metadata.storage_data
         if not isinstance(tensors, dict) or not isinstance(storage, dict):
             raise TypeError("it holds no tensors")

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import sys
 
 import pytest
 import torch
@@ -183,6 +184,20 @@ def test_code_in_metadata_is_refused_and_not_run(tmp_path, kind):
     with pytest.raises(CheckpointDamaged, match="Nothing in it was run"):
         load_metadata(hostile(kind, mark))
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["metadata\nMetadata", "metadata\n_MEM_FORMAT_ENCODING", "filesystem\n_StorageInfo"],
+    ids=["class", "enum", "place"],
+)
+def test_metadata_cannot_change_torchs_classes(name):
+    module, _, attribute = name.partition("\n")
+    code = f"ctorch.distributed.checkpoint.{name}\n".encode() + b"(N(V__reduce__\nVpolluted\ndtb."
+    with pytest.raises(CheckpointDamaged):
+        load_metadata(code)
+    real = getattr(sys.modules[f"torch.distributed.checkpoint.{module}"], attribute)
+    assert real.__reduce__ != "polluted"
 
 
 @pytest.mark.parametrize("data", [b"", b"junk", pickle.dumps(3), pickle.dumps(Metadata({}))[:-5]])
