@@ -17,6 +17,7 @@ from ckptstore.layout import USER_METADATA_NAME
 from ckptstore.load import CheckpointFiles, copy_directory, open_directory
 from ckptstore.manifest import Manifest, Receipt
 from ckptstore.retried import with_retries
+from ckptstore.storage.base import Persists
 from ckptstore.storage.open import open_storage
 from ckptstore.transfer import Transfer
 from ckptstore.verify import VerifyReport, verify
@@ -135,7 +136,10 @@ class Checkpoint:
             raise InvalidMetadata(f"metadata is a {type(metadata).__name__}, not a mapping")
         data = dump_json(dict(metadata))
         self._require_there()
-        self._files.storage.write(self._files.prefix + USER_METADATA_NAME, [memoryview(data)])
+        storage, key = self._files.storage, self._files.prefix + USER_METADATA_NAME
+        storage.write(key, [memoryview(data)])
+        if isinstance(storage, Persists):
+            storage.persist([key])
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Set some fields of the user's metadata and keep the others."""

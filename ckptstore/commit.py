@@ -41,7 +41,7 @@ def commit(job: Job, request: Request, attempt: Attempt, contents: Contents, bea
         metadata=request.metadata,
     )
     data = manifest.encode()
-    _write_manifest(job, attempt, contents.directories, data)
+    _write_manifest(job, attempt, contents, data)
     beat()
     entry = CheckpointEntry(
         step=manifest.step,
@@ -125,14 +125,15 @@ def _created(job: Job, storage: CreatesExclusively, key: str, data: bytes) -> bo
     return retrying(job.config.retry, f"create {key}", create)
 
 
-def _write_manifest(job: Job, attempt: Attempt, directories: Sequence[str], data: bytes) -> None:
+def _write_manifest(job: Job, attempt: Attempt, contents: Contents, data: bytes) -> None:
     key = attempt.key(MANIFEST_NAME)
+    late = [attempt.key(name) for name in (*contents.directories, *contents.pending)]
     if isinstance(job.storage, HasLocalFiles):
-        for name in directories:
+        for name in contents.directories:
             job.storage.make_directory(attempt.key(name))
+    if late and isinstance(job.storage, Persists) and job.config.transfer.durable:
+        job.storage.persist(late)
     if not isinstance(job.storage, CreatesExclusively):
         job.storage.write(key, [memoryview(data)])
     elif not _created(job, job.storage, key, data):
         raise StorageError(f"{key} exists already with other contents", file=key)
-    if isinstance(job.storage, Persists) and job.config.transfer.durable:
-        job.storage.persist([key, *(attempt.key(name) for name in directories)])

@@ -29,6 +29,8 @@ class Contents(NamedTuple):
     receipts: Sequence[Receipt]
     directories: Sequence[str] = ()
     """Directories without a file in them."""
+    pending: Sequence[str] = ()
+    """Names of files that the leader wrote, and that become durable together with the manifest."""
 
 
 class Shard(Protocol):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from ckptstore.digest import crc32c
 from ckptstore.errors import CheckpointDamaged, InvalidState, StorageError
 from ckptstore.group import Beat, Group
 from ckptstore.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt
@@ -190,7 +191,12 @@ class StateShard:
         written = {INDEX_NAME: joined}
         if self._options.stock_readable and index.num_chunks <= MAX_CHUNKS:
             written[DCP_METADATA_NAME] = stock_metadata(index, *_stock_parts(heads))
-        return Contents([*receipts, *self._add(written, attempt, beat)])
+        if not isinstance(self._storage, Persists):
+            return Contents([*receipts, *self._add(written, attempt, beat)])
+        for name, data in written.items():
+            self._storage.write(attempt.key(name), [memoryview(data)])
+            receipts.append(Receipt(name, len(data), crc32c(data), self._group.rank))
+        return Contents(receipts, pending=list(written))
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
         """Files of the checkpoint before, under a second name or copied inside the storage. Nothing is read here."""

@@ -1,9 +1,9 @@
 """A directory on a disk or a shared file system as a storage.
 
 Keys are paths below the root. Create-if-absent is an exclusive hard link of a finished temporary file, so that it
-holds on every POSIX file system, NFS included. What was written is durable after `persist` (`create` and replacing a
-file are durable at once), unless the storage was opened with `durable=False`. No symbolic link below the root is
-followed or listed.
+holds on every POSIX file system, NFS included. What was written is durable after `persist`, and what was created at once,
+unless the storage was opened with `durable=False`. A file that is replaced is replaced whole. No symbolic link below
+the root is followed or listed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LocalStorage:
         self._root = os.path.abspath(root)
         self._durable = durable
         self._flushed: set[str] = set()
-        self._made_above: set[str] = set()
+        self._made_in: set[str] = set()
 
     def __repr__(self) -> str:
         return f"LocalStorage({self._root!r})"
@@ -158,7 +158,10 @@ class LocalStorage:
         path = self._path(key)
         if os.path.lexists(path):
             return False
-        with self._translating("Creating", key, len(data)), self._temporary(path, [memoryview(data)]) as temporary:
+        with (
+            self._translating("Creating", key, len(data)),
+            self._temporary(path, [memoryview(data)], durable=self._durable) as temporary,
+        ):
             if not posix.link_new(temporary, path):
                 return False
             if self._durable:
@@ -174,7 +177,7 @@ class LocalStorage:
 
         finished = self._flushed.add if self._durable else None
         with self._translating("Writing", key, size_bytes):
-            self._note_missing_root()
+            self._make_directories(os.path.dirname(path))
             _remove(path)
             return LocalParts(key, path, size_bytes=size_bytes, flushed=finished)
 
@@ -291,18 +294,19 @@ class LocalStorage:
             yield from self._walk(name, "")
 
     def _replace(self, key: str, path: str, views: Sequence[memoryview]) -> None:
-        with self._translating("Writing", key, sum(map(len, views))), self._temporary(path, views) as temporary:
+        size_bytes = sum(map(len, views))
+        with self._translating("Writing", key, size_bytes), self._temporary(path, views, durable=False) as temporary:
             os.rename(temporary, path)
 
     @contextlib.contextmanager
-    def _temporary(self, path: str, views: Sequence[memoryview]) -> Iterator[str]:
+    def _temporary(self, path: str, views: Sequence[memoryview], *, durable: bool) -> Iterator[str]:
         """A finished file beside `path`, durable where that is asked for; its name is gone when the context ends."""
         temporary = f"{os.path.dirname(path)}/{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
         descriptor = self._in_directory(path, lambda: os.open(temporary, _NEW, _READ_ONLY))
         try:
             try:
                 posix.write_at(descriptor, views, 0)
-                if self._durable:
+                if durable:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -320,30 +324,25 @@ class LocalStorage:
         return action()
 
     def _make_directories(self, path: str) -> None:
-        self._note_missing_root()
-        os.makedirs(path, exist_ok=True)
-
-    def _note_missing_root(self) -> None:
-        """Remember the directories above the root that come to hold a new one with it."""
-        above = self._root
+        """Create what is missing, and remember which directories hold a new one: those are not durable yet."""
+        if os.path.isdir(path):
+            return
+        above, holders = path, set()
         while not os.path.isdir(above):
             above = os.path.dirname(above)
-            self._made_above.add(above)
+            holders.add(above)
+        os.makedirs(path, exist_ok=True)
+        self._made_in |= holders
 
     def _flush_directories(self, keys: Sequence[str]) -> None:
-        """fsync every directory from the files to the root, and those above it that this storage created."""
-        left = {key.rpartition("/")[0] for key in keys}
-        done: set[str] = set()
-        while left:
-            directory = left.pop()
-            done.add(directory)
-            posix.flush_directory(f"{self._root}/{directory}")
-            if directory and (above := directory.rpartition("/")[0]) not in done:
-                left.add(above)
-        made = set(self._made_above)
-        for path in sorted(made, reverse=True):
+        """fsync the directories of the files, and every one in which this storage has created another.
+
+        What somebody else creates, somebody else makes durable before anything refers to it.
+        """
+        made = set(self._made_in)
+        for path in sorted({os.path.dirname(f"{self._root}/{key}") for key in keys} | made, reverse=True):
             posix.flush_directory(path)
-        self._made_above -= made
+        self._made_in -= made
 
     def _missing(self, key: str) -> FileMissing:
         return FileMissing(f"There is no file {key} in {self._root}", file=key)
