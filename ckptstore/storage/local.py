@@ -1,7 +1,7 @@
 """A directory on a disk or a shared file system as a storage.
 
 Keys are paths below the root. Create-if-absent is an exclusive hard link of a finished temporary file, so that it
-holds on every POSIX file system, NFS included. What was written is durable after `persist`, and what was created at once,
+holds on every POSIX file system, NFS included. What was written is durable after `persist`, what was created at once,
 unless the storage was opened with `durable=False`. A file that is replaced is replaced whole. No symbolic link below
 the root is followed or listed.
 """
