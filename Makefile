@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := dev,s3,gcs,azure,fast,ray
 STAMP  := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --durations=20
 
 .PHONY: install demo test test-slow test-ceph check format docs bench servers clean
 

@@ -28,7 +28,8 @@ logger = logging.getLogger("ckptstore")
 
 _held: dict[tuple[int, str], Storage] = {}
 _lock = threading.Lock()
-_wake = threading.Event()
+_released = threading.Event()
+"""Set when the last lease is given back: the thread that renews them ends."""
 _renewer: threading.Thread | None = None
 
 
@@ -45,6 +46,8 @@ def hold(storage: Storage, number: int) -> Iterator[None]:
     finally:
         with _lock:
             del _held[id(storage), key]
+            if not _held:
+                _released.set()
         try:
             storage.delete([key])
         except StorageError as error:
@@ -77,15 +80,21 @@ def _write(storage: Storage, key: str) -> None:
 
 def _start_renewer() -> None:
     global _renewer
-    if _renewer is None or not _renewer.is_alive():
+    if _renewer is None:
         _renewer = threading.Thread(target=_renew, name="ckptstore-leases", daemon=True)
         _renewer.start()
 
 
 def _renew() -> None:
+    global _renewer
     while True:
-        _wake.wait(RENEW_SECONDS)
+        _released.wait(RENEW_SECONDS)
         with _lock:
+            _released.clear()
             held = list(_held.items())
-        for (_, key), storage in held:
-            _write(storage, key)
+            if not held:
+                _renewer = None
+                return
+        for lease, storage in held:
+            if lease in _held:
+                _write(storage, lease[1])

@@ -109,7 +109,7 @@ class Pool:
 
     def _start_threads(self, num_tasks: int) -> None:
         for _ in range(min(num_tasks, self._num_threads) - len(self._threads)):
-            thread = threading.Thread(target=self._work, name=f"ckptstore-{len(self._threads)}", daemon=True)
+            thread = threading.Thread(target=self._work, name=f"ckptstore-transfer-{len(self._threads)}", daemon=True)
             self._threads.add(thread)
             thread.start()
 

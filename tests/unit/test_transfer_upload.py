@@ -34,7 +34,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 def no_threads_left() -> bool:
-    return not any(thread.name.startswith("ckptstore-") for thread in threading.enumerate())
+    return not any(thread.name.startswith("ckptstore-transfer-") for thread in threading.enumerate())
 
 
 @pytest.fixture(autouse=True)
