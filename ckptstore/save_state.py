@@ -19,6 +19,7 @@ from ckptstore.records import Record
 from ckptstore.request import Request
 from ckptstore.save import agree_on_save, finish_save, save
 from ckptstore.staging import Staging
+from ckptstore.state import device
 from ckptstore.state.agree import Negotiator
 from ckptstore.state.apply import collect
 from ckptstore.state.incremental import Kept, kept_file_name
@@ -193,7 +194,9 @@ class StateSaver:
 
     def _staging_for(self, *, shared: bool) -> Staging:
         if shared not in self._staging:
-            self._staging[shared] = Staging(shared=shared, num_threads=self.job.config.transfer.num_threads)
+            self._staging[shared] = Staging(
+                shared=shared, num_threads=self.job.config.transfer.num_threads, device=device
+            )
         return self._staging[shared]
 
 

@@ -13,6 +13,8 @@ import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from ckptstore.errors import InvalidState
 from ckptstore.plan import PlannedFile
@@ -25,10 +27,23 @@ _ROUND_BYTES = 2 << 20
 _numbers = itertools.count()
 
 
+class Device(Protocol):
+    """How copies from an accelerator are made; see `ckptstore.state.device`."""
+
+    def lock_memory(self, address: int, size_bytes: int) -> bool:
+        """Make memory a fast target of copies; whether it is now."""
+
+    def unlock_memory(self, address: int) -> None:
+        """Undo it."""
+
+    def copy_stream(self) -> AbstractContextManager[None]:
+        """Copies of this thread inside of it run beside everything that is launched later."""
+
+
 class Buffer:
     """Memory of this process that holds one file, or more than that."""
 
-    def __init__(self, size_bytes: int, *, shared: bool) -> None:
+    def __init__(self, size_bytes: int, *, shared: bool, device: Device) -> None:
         size_bytes = max(_ROUND_BYTES, -(-size_bytes // _ROUND_BYTES) * _ROUND_BYTES)
         self.number = next(_numbers)
         """Told apart from every other buffer that this process ever had."""
@@ -43,6 +58,7 @@ class Buffer:
                 self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self._unlock = device.unlock_memory if device.lock_memory(self.address, size_bytes) else None
 
     @property
     def size_bytes(self) -> int:
@@ -55,6 +71,9 @@ class Buffer:
 
     def close(self) -> None:
         """Give the memory back as soon as nothing looks at it any more."""
+        if self._unlock is not None:
+            self._unlock(self.address)
+            self._unlock = None
         self.view.release()
         if self.descriptor is not None:
             os.close(self.descriptor)
@@ -64,9 +83,10 @@ class Buffer:
 class Staging:
     """The buffers of one store in one process. One save at a time is staged in them."""
 
-    def __init__(self, *, shared: bool, num_threads: int) -> None:
+    def __init__(self, *, shared: bool, num_threads: int, device: Device) -> None:
         """`shared` buffers can be given to another process by their descriptors."""
         self._shared = shared
+        self._device = device
         self._num_threads = num_threads
         self.buffers: list[Buffer] = []
 
@@ -89,14 +109,18 @@ class Staging:
         ]
         if len(pieces) > 1:
             with ThreadPoolExecutor(self._num_threads, "ckptstore-staging") as pool:
-                list(pool.map(lambda piece: _copy(*piece), pieces))
+                list(pool.map(self._copy, pieces))
         else:
             for piece in pieces:
-                _copy(*piece)
+                self._copy(piece)
         return [
             PlannedFile(file.key, MemorySource((buffer.view[: file.source.size_bytes],), payloads=file.source.payloads))
             for file, buffer in zip(files, self.buffers, strict=False)
         ]
+
+    def _copy(self, piece: tuple[Source, Buffer, int]) -> None:
+        with self._device.copy_stream():
+            _copy(*piece)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -111,7 +135,7 @@ class Staging:
             if index < len(self.buffers) and self.buffers[index].size_bytes >= size_bytes:
                 continue
             try:
-                buffer = Buffer(size_bytes, shared=self._shared)
+                buffer = Buffer(size_bytes, shared=self._shared, device=self._device)
             except (OSError, MemoryError) as error:
                 raise InvalidState(
                     f"There is no memory to stage {sum(sizes_bytes)} bytes: {error}",
