@@ -177,7 +177,9 @@ def load_as(
             assert checkpoint is not None
             parameters = full_parameters(parts[0])
             assert all(len(state) for state in parts[1].state.values())
-            found[layout] = [name for name, item in parameters.items() if not torch.equal(item, expected[name])]
+            both = parameters.keys() & expected.keys()  # FSDP1 shows no buffers, and tied weights once
+            assert len(both) >= 7 or dist.get_rank() > 0  # torch gives the whole state to rank 0 alone
+            found[layout] = [name for name in both if not torch.equal(parameters[name], expected[name])]
     return found
 
 
