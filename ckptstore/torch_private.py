@@ -103,6 +103,10 @@ def storage_info_class() -> Any:
     return _StorageInfo
 
 
+REBUILDERS = frozenset({("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")})
+"""What the pickle of a tensor names for making it; it is recognised, not called."""
+
+
 def tensor_rebuilders() -> tuple[Any, Any]:
     """The functions that a file of `torch.save` names for making a tensor from a storage: with the dtype that the
     storage's class tells, and with one that is given."""

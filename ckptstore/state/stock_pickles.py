@@ -13,6 +13,7 @@ import torch
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.layout import DCP_METADATA_NAME
 from ckptstore.state.boxes import Box, strides_of
+from ckptstore.torch_private import REBUILDERS
 
 _ALLOWED: Mapping[str, frozenset[str]] = {
     "torch.distributed.checkpoint.metadata": frozenset(
@@ -95,7 +96,7 @@ class _TensorUnpickler(pickle.Unpickler):
     """Reads what a frame says of its tensor, and makes no tensor."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+        if (module, name) in REBUILDERS:
             return _told
         if (module, name) == ("collections", "OrderedDict"):
             return dict

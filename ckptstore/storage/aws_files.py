@@ -20,6 +20,9 @@ _COPY_BYTES = 5 << 30
 _COPY_PART_BYTES = 1 << 30
 
 
+_CLEARING_TRIES = 5
+
+
 class S3Files(ProcessBound):
     """Files below a prefix of a bucket."""
 
@@ -155,8 +158,10 @@ class S3Files(ProcessBound):
 
     def drop_other_uploads(self, key: str) -> None:
         """Abort the uploads of a key that were begun without an answer. Best effort; the key is written by us alone."""
-        if key in self._maybe_begun:
-            with suppress(CkptstoreError):
+        for _ in range(_CLEARING_TRIES):
+            if key not in self._maybe_begun:
+                return
+            with suppress(CkptstoreError):  # where one answer was lost, the next may be
                 for found, upload_id in self.unfinished(key):
                     if found == key:
                         self.abort_unfinished(key, upload_id)

