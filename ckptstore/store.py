@@ -26,7 +26,7 @@ from ckptstore.save import save
 
 if TYPE_CHECKING:
     from ckptstore.save_state import StateSaver
-    from ckptstore.state.state_shard import Incremental
+    from ckptstore.state.state_shard import Incremental, StockReadable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class CheckpointStore:
         exists: str = "replace",
         incremental: Incremental = False,
         allow_pickle: bool = False,
-        stock_readable: bool = True,
+        stock_readable: StockReadable = "auto",
     ) -> Checkpoint:
         """Save a state from all ranks at once. Collective; returns, or raises, as `save_directory` does.
 
@@ -78,7 +78,8 @@ class CheckpointStore:
             incremental: take over files of the latest checkpoint that have hardly changed, by hard links or by copies
                 inside the storage, and write only the rest. "reference" only refers to files of live checkpoints.
             allow_pickle: store values that nothing else can hold as pickles; loading must allow it again.
-            stock_readable: make it readable by torch's own DCP too.
+            stock_readable: make it readable by torch's own DCP too. "auto" leaves its `.metadata` out above 200,000
+                chunks, where it takes gigabytes to write and to read; True writes it whatever it takes.
 
         A tensor that all ranks hold is written once, split over them. A small tensor or a value that differs between
         ranks is stored for each rank. Raises InvalidState, with the key, for what cannot be stored.
@@ -99,7 +100,7 @@ class CheckpointStore:
         exists: str = "replace",
         incremental: Incremental = False,
         allow_pickle: bool = False,
-        stock_readable: bool = True,
+        stock_readable: StockReadable = "auto",
         on_busy: OnBusy = "wait",
         uploader: str = "thread",
         max_failures: int = 0,
@@ -138,7 +139,9 @@ class CheckpointStore:
         """A place in this store for `ckptstore.state.StoreWriter`, for those who call `dcp.save` themselves."""
         return StoreTarget.of(self._job, metrics=metrics, metadata=metadata)
 
-    def warm_up(self, state: Mapping[str, Any], *, stock_readable: bool = True, uploader: str = "thread") -> None:
+    def warm_up(
+        self, state: Mapping[str, Any], *, stock_readable: StockReadable = "auto", uploader: str = "thread"
+    ) -> None:
         """Make the memory, plans and processes that a first `save_async` needs. Collective."""
         from ckptstore.state.state_shard import StateOptions
 

@@ -33,6 +33,7 @@ from ckptstore.transfer import Stored
 _LENGTH = struct.Struct("<I")
 
 Incremental = bool | Literal["reference"]
+StockReadable = bool | Literal["auto"]
 
 
 class Upload(Protocol):
@@ -47,8 +48,8 @@ class StateOptions:
     """How a state is saved."""
 
     allow_pickle: bool = False
-    stock_readable: bool = True
-    """Whether stock DCP shall be able to read it: plain values twice, and `.metadata` up to 200,000 chunks."""
+    stock_readable: StockReadable = "auto"
+    """Whether stock DCP shall be able to read it: plain values twice, and `.metadata`; "auto": up to 200,000 chunks."""
     incremental: Incremental = False
     """Whether files of the checkpoint before are taken over where most of them has not changed: linked or copied into
     the new one, or only referred to."""
@@ -189,7 +190,7 @@ class StateShard:
             ) from None
         beat()
         written = {INDEX_NAME: joined}
-        if self._options.stock_readable and index.num_chunks <= MAX_CHUNKS:
+        if self._options.stock_readable is True or (self._options.stock_readable and index.num_chunks <= MAX_CHUNKS):
             written[DCP_METADATA_NAME] = stock_metadata(index, *_stock_parts(heads))
         if not isinstance(self._storage, Persists):
             return Contents([*receipts, *self._add(written, attempt, beat)])

@@ -25,7 +25,7 @@ from ckptstore.state.shard_files import StockPlace
 from ckptstore.torch_private import storage_info_class
 
 MAX_CHUNKS = 200_000
-"""With more chunks than this `.metadata` is not written: it would take stock readers gigabytes to read it."""
+"""With more chunks than this `.metadata` is written on request only: it takes stock readers gigabytes to read it."""
 
 Paths = Mapping[str, tuple[str | int, ...]]
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from ckptstore.errors import CheckpointDamaged, InvalidName, InvalidState, StateMismatch
+from ckptstore.state import state_shard
 from ckptstore.state.stock_read import StockState, load_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
@@ -91,6 +92,13 @@ def test_a_copy_is_read_by_stock_without_ckptstores_own_files(ours, tmp_path):
 def test_without_stock_readable_there_is_nothing_for_stock(tmp_path):
     directory = save_plain(tmp_path, {"w": torch.ones(2)}, {"epoch": 1}, stock_readable=False)
     assert sorted(path.name for path in directory.iterdir()) == ["state-rank=00000-00.distcp", "tensors.index"]
+
+
+@pytest.mark.parametrize("asked", ["auto", True])
+def test_metadata_of_very_many_chunks_is_written_on_request_only(tmp_path, monkeypatch, asked):
+    monkeypatch.setattr(state_shard, "MAX_CHUNKS", 1)
+    directory = save_plain(tmp_path, {"v": torch.zeros(2), "w": torch.ones(2)}, {}, stock_readable=asked)
+    assert (directory / ".metadata").exists() is (asked is True)
 
 
 def open_stock(path, **more):
