@@ -108,8 +108,8 @@ _HOMES = {
 }
 """Where a name is defined; every other public name is an error."""
 
-_SUBMODULES = {"state": "ckptstore.state"}
-"""Loaded on first use, and not part of `from ckptstore import *`: it needs torch."""
+_SUBMODULES = {"ray": "ckptstore.integrations.ray", "state": "ckptstore.state"}
+"""Loaded on first use, and not part of `from ckptstore import *`: they need torch, or Ray."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,29 @@
+"""Checkpoints of Ray Train runs; `ckptstore.ray` is this package.
+
+It can be imported where Ray is not installed: a training function that runs under torchrun, or in a plain process,
+calls the same names.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptstore.integrations.ray.context import Worker, current_worker
+
+__all__ = ["Worker", "current_worker"]
+
+_HOMES = {"Worker": "context", "current_worker": "context"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'ckptstore.ray' has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

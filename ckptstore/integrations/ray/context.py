@@ -1,0 +1,91 @@
+"""Where this process stands in a Ray Train run: its rank, its node, and the run's storage.
+
+Ray Train derives local ranks from IP addresses, so two nodes of one host look like one to it. Here a node is what Ray
+Core calls a node: its node id.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """A worker of a Ray Train run, as it sees itself. It holds for one start of the worker group."""
+
+    rank: int
+    world_size: int
+    node_id: str
+    """Ray's id of the node, in hex."""
+    run_name: str
+    """`RunConfig.name`."""
+    run_path: str
+    """The run's directory in `filesystem`, `<storage_path>/<run name>`: Ray's checkpoints lie right below it."""
+    filesystem: FileSystem = field(repr=False)
+    """The very object that Ray compares with; another one that leads to the same place may be refused."""
+
+    def path_of(self, directory_name: str) -> str:
+        """The path of a checkpoint directory of Ray's, in `filesystem`."""
+        return f"{self.run_path.rstrip('/')}/{directory_name}"
+
+    def broadcast(self, value: Any) -> Any:
+        """The small value that rank 0 gives, on every rank. Collective among the workers, in the training thread; it
+        waits without a deadline for a rank that does not call it."""
+        from ray.train.collective import broadcast_from_rank_zero
+
+        return broadcast_from_rank_zero(value)
+
+
+def current_worker() -> Worker | None:
+    """This worker, None outside of one: in the driver, an actor, a plain process, in local mode (`num_workers=0`).
+
+    Raises InvalidInput in a training function of Ray Train's first version, which has none of what is needed.
+    """
+    if "ray.train" not in sys.modules:
+        return None
+    import ray
+    from ray import train
+
+    try:
+        context = train.get_context()
+        storage = context.get_storage()
+    except (RuntimeError, NotImplementedError, DeprecationWarning):
+        return None  # not inside a training function, or in local mode, or in a function of Ray Tune
+    if not hasattr(train, "CheckpointUploadMode"):
+        _refuse_first_version(context)
+        return None
+    return Worker(
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        node_id=ray.get_runtime_context().get_node_id(),
+        run_name=context.get_experiment_name(),
+        run_path=storage.experiment_fs_path,
+        filesystem=storage.storage_filesystem,
+    )
+
+
+def require_worker(what: str) -> Worker:
+    """This worker. Raises InvalidInput, which names `what` was called, outside of one."""
+    worker = current_worker()
+    if worker is None:
+        raise InvalidInput(
+            f"{what} was called outside of a worker of Ray Train",
+            hint="Call it in the function that is given to the trainer",
+        )
+    return worker
+
+
+def _refuse_first_version(context: Any) -> None:
+    """The first version gives everybody a context; a worker's has a world size."""
+    if context.get_world_size() is not None:
+        raise InvalidInput(
+            "The first version of Ray Train has no reports without an upload, and is not supported",
+            hint="Unset RAY_TRAIN_V2_ENABLED",
+        )

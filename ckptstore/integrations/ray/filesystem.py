@@ -1,0 +1,125 @@
+"""From the file system that Ray uses, one of pyarrow or of fsspec behind it, to a storage of ckptstore at the same place.
+
+Bytes do not go through Ray's object: pyarrow loses its retry policy between processes and uploads file after file. What
+it says of the place, the endpoint and the credentials is taken over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore.config import StoreConfig
+from ckptstore.errors import InvalidInput
+from ckptstore.retried import with_retries
+from ckptstore.storage.base import Storage
+from ckptstore.storage.open import open_storage
+
+_LOCAL = frozenset({"file", "local"})
+_MAX_WRAPPERS = 8
+_GIVE_OPTIONS = "Give storage_options, in fsspec's names"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something lies, in words that `open_storage` takes."""
+
+    uri: str
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    def open(self, config: StoreConfig) -> Storage:
+        """The storage there, with retries; nothing is created."""
+        storage = open_storage(self.uri, storage_options=self.storage_options, durable=config.transfer.durable)
+        return with_retries(storage, config.retry)
+
+
+def place_of(filesystem: Any, path: str, *, storage_options: Mapping[str, Any] | None = None) -> Place:
+    """The place of `path` in a file system of pyarrow.
+
+    `storage_options` replace what the file system says of endpoint and credentials. Raises InvalidInput for a file
+    system that cannot be opened again from what it says of itself.
+    """
+    for _ in range(_MAX_WRAPPERS):
+        if type(filesystem).__name__ == "SubTreeFileSystem":
+            filesystem, path = filesystem.base_fs, f"{filesystem.base_path.rstrip('/')}/{path.lstrip('/')}"
+        elif filesystem.type_name.startswith("py::fsspec"):
+            return _place_in_fsspec(filesystem.handler.fs, path, storage_options)
+        else:
+            break
+    kind = type(filesystem).__name__
+    if kind == "LocalFileSystem":
+        return Place(path)
+    if kind not in _OPTIONS_OF:
+        raise InvalidInput(
+            f"Ray's file system is a {kind} of pyarrow, which ckptstore cannot open by itself",
+            hint="Use a shared directory, S3, GCS, Azure, or a file system of fsspec",
+        )
+    scheme, options_of = _OPTIONS_OF[kind]
+    if storage_options is None:
+        storage_options = options_of(_described(filesystem))
+    return Place(f"{scheme}://{path}", storage_options or None)
+
+
+def _place_in_fsspec(system: Any, path: str, storage_options: Mapping[str, Any] | None) -> Place:
+    for _ in range(_MAX_WRAPPERS):
+        if type(system).__mro__[-3].__name__ != "object" and hasattr(system, "fs") and "dir" in _protocols(system):
+            system, path = system.fs, f"{system.path.rstrip('/')}/{path.lstrip('/')}"
+    protocols = _protocols(system)
+    if _LOCAL & set(protocols):
+        return Place(path)
+    if "memory" in protocols:
+        raise InvalidInput(
+            "Ray's file system lives in the memory of one process", hint="Use a shared directory or an object store"
+        )
+    if storage_options is None:
+        storage_options = {name: value for name, value in system.storage_options.items() if value is not None}
+    return Place(f"{protocols[0]}://{path.lstrip('/')}", storage_options or None)
+
+
+def _protocols(system: Any) -> list[str]:
+    return [system.protocol] if isinstance(system.protocol, str) else list(system.protocol)
+
+
+def _described(filesystem: Any) -> dict[str, Any]:
+    """What a file system of pyarrow would tell another process to make the same one; what is empty is left out."""
+    (options,) = filesystem.__reduce__()[1]
+    return {name: value for name, value in options.items() if value not in (None, "", False)}
+
+
+def _s3(told: Mapping[str, Any]) -> dict[str, Any]:
+    if told.get("role_arn"):
+        raise InvalidInput("Ray's S3FileSystem assumes a role, which ckptstore cannot do", hint=_GIVE_OPTIONS)
+    names = {"key": "access_key", "secret": "secret_key", "token": "session_token", "anon": "anonymous"}
+    options: dict[str, Any] = {name: told[other] for name, other in names.items() if other in told}
+    if endpoint := told.get("endpoint_override"):
+        options["endpoint_url"] = endpoint if "://" in endpoint else f"{told.get('scheme', 'https')}://{endpoint}"
+    if region := told.get("region"):
+        options["client_kwargs"] = {"region_name": region}
+    return options
+
+
+def _gcs(told: Mapping[str, Any]) -> dict[str, Any]:
+    if "access_token" in told or "target_service_account" in told:
+        raise InvalidInput("Ray's GcsFileSystem has a token that ends, or acts for another account", hint=_GIVE_OPTIONS)
+    options: dict[str, Any] = {"token": "anon"} if told.get("anonymous") else {}
+    if endpoint := told.get("endpoint_override"):
+        options["endpoint_url"] = endpoint if "://" in endpoint else f"{told.get('scheme', 'https')}://{endpoint}"
+    if project := told.get("project_id"):
+        options["project"] = project
+    return options
+
+
+def _azure(told: Mapping[str, Any]) -> dict[str, Any]:
+    if told.get("blob_storage_authority") not in (None, ".blob.core.windows.net"):
+        raise InvalidInput("Ray's AzureFileSystem has an authority of its own", hint=_GIVE_OPTIONS)
+    names = ("account_name", "account_key", "sas_token", "client_id", "client_secret", "tenant_id")
+    return {name: told[name] for name in names if name in told}
+
+
+_OPTIONS_OF = {
+    "AzureFileSystem": ("abfs", _azure),
+    "GcsFileSystem": ("gs", _gcs),
+    "S3FileSystem": ("s3", _s3),
+}
+"""The scheme, and how its options are called in fsspec."""

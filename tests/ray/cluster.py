@@ -1,0 +1,139 @@
+"""A real Ray cluster of two nodes on this machine, and a training run on it.
+
+The second node has the address 127.0.0.2: Ray Train tells nodes apart by their addresses. Both have the same disk, so
+workers that are to have caches of their own set `CKPTSTORE_CACHE_DIR` from their node id.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+}
+"""What the driver and every process of the cluster have in their environment before Ray is imported."""
+
+_OBJECT_STORE_BYTES = 80 << 20
+"""Ray wants 75 MiB at least."""
+
+
+@dataclass
+class RayCluster:
+    """A running cluster; this process is connected to it."""
+
+    temp_dir: str
+    nodes: list[Any] = field(default_factory=list)
+    _cluster: Any = None
+
+    @property
+    def address(self) -> str:
+        """Where another driver reaches it."""
+        return str(self._cluster.address)
+
+    def add_node(self, *, num_cpus: int = 4) -> Any:
+        """One more node, on an address of its own."""
+        options = {"num_cpus": num_cpus, "object_store_memory": _OBJECT_STORE_BYTES}
+        node = self._cluster.add_node(node_ip_address=f"127.0.0.{len(self.nodes) + 1}", **options)
+        self.nodes.append(node)
+        return node
+
+    def remove_node(self, node: Any) -> None:
+        """Kill a node with everything that runs on it."""
+        self._cluster.remove_node(node, allow_graceful=False)
+        self.nodes.remove(node)
+
+
+@contextmanager
+def ray_cluster(*, num_nodes: int = 2, num_cpus: int = 4, environment: Mapping[str, str] = {}) -> Iterator[RayCluster]:
+    """A cluster for as long as the context lasts. CPUs are logical: there may be more than the machine has."""
+    temp_dir = tempfile.mkdtemp(prefix="ckr-", dir="/tmp")  # short: paths of sockets are bounded
+    before = dict(os.environ)
+    os.environ.update({**ENVIRONMENT, "RAY_TMPDIR": temp_dir, "PYTHONPATH": _python_path(), **environment})
+    try:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": num_cpus,
+                "include_dashboard": False,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+                "temp_dir": f"{temp_dir}/ray",  # where Ray looks for it by RAY_TMPDIR
+            },
+        )
+        running = RayCluster(temp_dir, [cluster.head_node], cluster)
+        try:
+            for _ in range(num_nodes - 1):
+                running.add_node(num_cpus=num_cpus)
+            ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+            yield running
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _python_path() -> str:
+    """Workers import the package and these helpers by name."""
+    return os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+
+def fit(
+    train: Callable[[dict[str, Any]], Any],
+    *,
+    storage_path: str | os.PathLike[str],
+    name: str,
+    config: Mapping[str, Any] | None = None,
+    num_workers: Any = 2,
+    torch: bool = False,
+    max_failures: int = 0,
+    environment: Mapping[str, str] = {},
+    **run_config: Any,
+) -> Any:
+    """Run `train` on workers that are spread over the nodes, and return Ray's result.
+
+    With `torch` the workers have a process group of gloo; without it they need no torch, and start much faster.
+    `environment` is set in the workers. Raises what Ray raises when the run fails.
+    """
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+    if torch:
+        from ray.train.torch import TorchTrainer as Trainer
+    else:
+        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer as Trainer
+    return Trainer(
+        train,
+        train_loop_config={**(config or {})},
+        scaling_config=ScalingConfig(
+            num_workers=num_workers, resources_per_worker={"CPU": 1}, placement_strategy="SPREAD"
+        ),
+        run_config=RunConfig(
+            storage_path=str(storage_path),
+            name=name,
+            failure_config=FailureConfig(max_failures=max_failures),
+            worker_runtime_env={"env_vars": dict(environment)} if environment else None,
+            **run_config,
+        ),
+    ).fit()
