@@ -1,4 +1,4 @@
-"""From the file system that Ray uses, one of pyarrow or of fsspec behind it, to a storage of ckptstore at the same place.
+"""From the file system that Ray uses, of pyarrow or of fsspec, to a storage of ckptstore at the same place.
 
 Bytes do not go through Ray's object: pyarrow loses its retry policy between processes and uploads file after file. What
 it says of the place, the endpoint and the credentials is taken over.
@@ -17,7 +17,6 @@ from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
 
 _LOCAL = frozenset({"file", "local"})
-_MAX_WRAPPERS = 8
 _GIVE_OPTIONS = "Give storage_options, in fsspec's names"
 
 
@@ -40,16 +39,13 @@ def place_of(filesystem: Any, path: str, *, storage_options: Mapping[str, Any] |
     `storage_options` replace what the file system says of endpoint and credentials. Raises InvalidInput for a file
     system that cannot be opened again from what it says of itself.
     """
-    for _ in range(_MAX_WRAPPERS):
-        if type(filesystem).__name__ == "SubTreeFileSystem":
-            filesystem, path = filesystem.base_fs, f"{filesystem.base_path.rstrip('/')}/{path.lstrip('/')}"
-        elif filesystem.type_name.startswith("py::fsspec"):
-            return _place_in_fsspec(filesystem.handler.fs, path, storage_options)
-        else:
-            break
+    if filesystem.type_name.startswith("py::fsspec"):
+        return _place_in_fsspec(filesystem.handler.fs, path, storage_options)
     kind = type(filesystem).__name__
     if kind == "LocalFileSystem":
         return Place(path)
+    if kind == "SubTreeFileSystem":
+        return place_of(filesystem.base_fs, _joined(filesystem.base_path, path), storage_options=storage_options)
     if kind not in _OPTIONS_OF:
         raise InvalidInput(
             f"Ray's file system is a {kind} of pyarrow, which ckptstore cannot open by itself",
@@ -62,10 +58,9 @@ def place_of(filesystem: Any, path: str, *, storage_options: Mapping[str, Any] |
 
 
 def _place_in_fsspec(system: Any, path: str, storage_options: Mapping[str, Any] | None) -> Place:
-    for _ in range(_MAX_WRAPPERS):
-        if type(system).__mro__[-3].__name__ != "object" and hasattr(system, "fs") and "dir" in _protocols(system):
-            system, path = system.fs, f"{system.path.rstrip('/')}/{path.lstrip('/')}"
-    protocols = _protocols(system)
+    protocols = [system.protocol] if isinstance(system.protocol, str) else list(system.protocol)
+    if "dir" in protocols:
+        return _place_in_fsspec(system.fs, _joined(system.path, path), storage_options)
     if _LOCAL & set(protocols):
         return Place(path)
     if "memory" in protocols:
@@ -77,8 +72,8 @@ def _place_in_fsspec(system: Any, path: str, storage_options: Mapping[str, Any] 
     return Place(f"{protocols[0]}://{path.lstrip('/')}", storage_options or None)
 
 
-def _protocols(system: Any) -> list[str]:
-    return [system.protocol] if isinstance(system.protocol, str) else list(system.protocol)
+def _joined(root: str, path: str) -> str:
+    return f"{root.rstrip('/')}/{path.lstrip('/')}"
 
 
 def _described(filesystem: Any) -> dict[str, Any]:
