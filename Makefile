@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := dev,s3,gcs,azure,fast,ray
+EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --durations=20
 

@@ -14,8 +14,6 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-LATER = {"lightning", "transformers"}
-"""Extras that `make install` does not install yet."""
 
 PINS = {
     canonicalize_name(line.partition("==")[0]): line.partition("==")[2]
@@ -26,7 +24,7 @@ PINS = {
 def direct_dependencies() -> list[Requirement]:
     extras = PROJECT["project"]["optional-dependencies"]
     lines = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
-    lines += [line for extra, items in extras.items() if extra not in LATER for line in items]
+    lines += [line for items in extras.values() for line in items]
     return [item for item in map(Requirement, lines) if item.name != "ckptstore"]
 
 
