@@ -1,0 +1,175 @@
+"""Metrics as Ray's bookkeeping can stand them. Pure.
+
+Ray keeps metrics as JSON, and ranks checkpoints by one of them, the score. A scalar of numpy there ends the run. A NaN
+score comes back as null after a restart, and ends the run then. A missing score counts as the lowest number, so that
+with order "min" it is the best, and the best one is deleted. So here a score is always a finite number: what is
+missing, or no finite number, becomes the worst one that there is, and `REPLACED` says what it was.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptstore.encoding import float_name
+from ckptstore.errors import InvalidInput, InvalidMetric
+
+Order = Literal["max", "min"]
+
+REPLACED = "ckptstore_replaced"
+"""The name under which the metrics say which score was replaced, and what it was: {"loss": "NaN"}."""
+
+_WORST = {"max": -sys.float_info.max, "min": sys.float_info.max}
+_SEPARATOR = "/"
+"""How Ray writes the name of a metric inside another one."""
+_MAX_DEPTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """By which metric Ray ranks checkpoints."""
+
+    name: str
+    """Parts of nested metrics are joined by "/"."""
+    order: Order
+
+    def __post_init__(self) -> None:
+        if self.order not in _WORST:
+            raise InvalidInput(f"order is {self.order!r}, it is 'max' or 'min'")
+
+    @property
+    def worst(self) -> float:
+        """The finite number that ranks below all others."""
+        return _WORST[self.order]
+
+
+def safe_metrics(metrics: Mapping[str, Any], *, score: Score | None) -> dict[str, Any]:
+    """The metrics of a report with a checkpoint, so that Ray neither fails on them nor keeps the wrong checkpoint.
+
+    Raises InvalidMetric as `plain_metrics` does, and for a score that is no number.
+    """
+    safe = plain_metrics(metrics)
+    if score is None:
+        return safe
+    places = list(_places(safe, score.name))
+    replaced = None if places else "missing"
+    for holder, name in places:
+        fault = _fault_of(holder[name], score.name)
+        if fault is not None:
+            holder[name], replaced = score.worst, fault
+    if not places:
+        safe[score.name] = score.worst
+    if replaced is not None:
+        safe[REPLACED] = {score.name: replaced}
+    return safe
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics with Python's own numbers in place of scalars of numpy and torch; lists and dicts are copied.
+
+    Raises InvalidMetric, which names it, for anything that JSON cannot hold, a tensor or an array for instance. NaN
+    and infinities stay: only as a score they do harm.
+    """
+    if not isinstance(metrics, Mapping):
+        raise InvalidMetric(f"metrics is a {type(metrics).__name__}, not a mapping of names to values")
+    return _plain_mapping(metrics, "", 0)
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """All numbers of plain metrics by their full names, as a manifest holds them; NaN and infinities included."""
+    found: dict[str, float] = {}
+    for name, value in _flat(metrics, ""):
+        if isinstance(value, int | float):
+            found[name] = _float(value)
+    return found
+
+
+def _plain(value: Any, name: str, depth: int) -> Any:
+    if value is None or type(value) in (bool, int, float):
+        return value
+    if isinstance(value, str):
+        return _text(str(value), name)
+    if depth > _MAX_DEPTH:
+        raise InvalidMetric(f"the metric {name!r} is nested too deeply, or holds itself")
+    if isinstance(value, Mapping):
+        return _plain_mapping(value, f"{name}{_SEPARATOR}", depth)
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{name}[{index}]", depth + 1) for index, item in enumerate(value)]
+    if callable(item := getattr(value, "item", None)) and getattr(value, "shape", None) == ():
+        return _plain(_unwrapped(item, value, name), name, depth)
+    if isinstance(value, int | float):  # a class of its own
+        return int(value) if isinstance(value, int) else float(value)
+    raise InvalidMetric(
+        f"the metric {name!r} is a {type(value).__name__}, which Ray cannot keep",
+        hint="Give numbers, text, None, and lists or dicts of them; of a tensor or an array give .tolist()",
+    )
+
+
+def _unwrapped(item: Callable[[], Any], value: Any, name: str) -> Any:
+    """The Python number in a scalar of numpy or torch."""
+    try:
+        number = item()
+    except Exception as error:  # whatever a library of tensors raises for one without a value
+        raise InvalidMetric(f"the metric {name!r} has no value: {error}") from None
+    if hasattr(number, "item"):  # a long double stays one
+        raise InvalidMetric(f"the metric {name!r} is a {type(value).__name__}, which no Python number stands for")
+    return number
+
+
+def _plain_mapping(metrics: Mapping[Any, Any], prefix: str, depth: int) -> dict[str, Any]:
+    plain = {}
+    for key, value in metrics.items():
+        if not isinstance(key, str) or not key:
+            raise InvalidMetric(f"the metric name {key!r} is not text")
+        name = f"{prefix}{_text(key, prefix + key)}"
+        plain[str(key)] = _plain(value, name, depth + 1)
+    return plain
+
+
+def _text(text: str, name: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidMetric(f"the metric {name!r} has text that is not valid Unicode: {error}") from None
+    return text
+
+
+def _places(metrics: dict[str, Any], name: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every place where Ray may find the metric: by its full name, or inside others. Names may hold "/" themselves."""
+    if name in metrics:
+        yield metrics, name
+    for index, char in enumerate(name):
+        inner = metrics.get(name[:index]) if char == _SEPARATOR else None
+        if isinstance(inner, dict):
+            yield from _places(inner, name[index + 1 :])
+
+
+def _fault_of(value: Any, name: str) -> str | None:
+    """Why a score cannot stay, None if it can."""
+    if value is None:
+        return "None"
+    if not isinstance(value, int | float):
+        raise InvalidMetric(
+            f"the metric {name!r} is {value!r}, and Ray is to rank checkpoints by it",
+            hint="Give a number, or leave it out",
+        )
+    number = _float(value)
+    return None if math.isfinite(number) else float_name(number)
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _flat(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}{_SEPARATOR}")
+        else:
+            yield f"{prefix}{name}", value
