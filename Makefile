@@ -7,6 +7,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --durations=20
+# Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself.
+AT_ONCE := -n 2 --dist loadfile --ignore=tests/ray
 
 .PHONY: install demo test test-slow test-ceph check format docs bench servers clean
 
@@ -30,11 +32,13 @@ servers: install
 
 # The benchmarks run too, at a small size: that shows that they work, and no more.
 test: install servers
-	$(PYTEST) -m "not slow and not ceph"
+	$(PYTEST) $(AT_ONCE) -m "not slow and not ceph"
+	$(PYTEST) -m "not slow" tests/ray
 	$(PYTEST) benchmarks -q
 
 test-slow: install servers
-	$(PYTEST) -m "slow and not ceph"
+	$(PYTEST) $(AT_ONCE) -m "slow and not ceph"
+	$(PYTEST) -m slow tests/ray
 
 test-ceph: install
 	$(PYTEST) -m ceph
