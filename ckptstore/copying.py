@@ -82,10 +82,17 @@ class Target:
         self.storage.close()
 
 
-def open_target(uri: str, *, storage_options: Mapping[str, Any] | None, config: StoreConfig | None = None) -> Target:
+def open_target(
+    uri: str,
+    *,
+    storage_options: Mapping[str, Any] | None,
+    config: StoreConfig | None = None,
+    engine: str | None = None,
+) -> Target:
     """Open the root that a copy goes to."""
     config = config or StoreConfig.from_env()
-    storage = open_storage(uri, storage_options=storage_options, durable=config.transfer.durable)
+    durable = config.transfer.durable
+    storage = open_storage(uri, storage_options=storage_options, durable=durable, engine=engine)
     storage = with_retries(storage, config.retry)
     return Target(
         storage=storage, transfer=Transfer(storage, config=config.transfer, retry=config.retry), config=config

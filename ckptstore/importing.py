@@ -13,6 +13,7 @@ from ckptstore.config import StoreConfig
 from ckptstore.errors import FileMissing, InvalidInput, InvalidSource
 from ckptstore.layout import DCP_METADATA_NAME
 from ckptstore.request import Request, check_step
+from ckptstore.retried import with_retries
 from ckptstore.save import save
 from ckptstore.state.agree import Negotiator
 from ckptstore.state.flatten import FlatState
@@ -77,7 +78,7 @@ def import_state(
 
 def _read_dcp(uri: str, storage_options: Mapping[str, Any] | None) -> FlatState:
     config = StoreConfig.from_env()
-    storage = open_storage(uri, storage_options=storage_options)
+    storage = with_retries(open_storage(uri, storage_options=storage_options), config.retry)
     with closing(storage), closing(Transfer(storage, config=config.transfer, retry=config.retry)) as transfer:
         sizes = {file.key: file.size_bytes for file in storage.list("")}
         try:

@@ -71,6 +71,7 @@ class Job:
         Raises StoreFenced when a later job has claimed it since.
         """
         if self.epoch is None:
+            self.log.try_creates()
             read_or_create_identity(self.storage)
             token, size = self.group.start_token, self.group.world_size
             newest = self.log.append(lambda _newest: Claim(start_token=token, world_size=size))

@@ -25,6 +25,7 @@ from ckptstore.log.hint import Hint
 from ckptstore.log.reader import LogReader, Probed
 from ckptstore.records import Change, Noop, Record
 from ckptstore.storage.base import CreatesExclusively, Persists, Storage
+from ckptstore.storage.probe import has_exclusive_create, is_server
 
 _CHECKED_LINKS = 64
 _BATCH_RECORDS = 1000
@@ -48,6 +49,14 @@ class Log(LogReader):
         self._appending = RLock()  # a decision may append something of its own first
         self._linked = 0
         """Up to which record the chain has been checked."""
+
+    def try_creates(self) -> None:
+        """Find out whether a server keeps to create-if-absent: some take the condition and ignore it. Where it does
+        not, records are written as `single_writer` allows. Costs about ten small requests; disks are not asked."""
+        if self._exclusive is None or not is_server(self._storage):
+            return
+        if not self._retrying("try to create", lambda: has_exclusive_create(self._storage)):
+            self._exclusive = None
 
     def append(self, decide: Decide) -> Record | None:
         """Write the record of the change that `decide` makes of the newest record, and return it.

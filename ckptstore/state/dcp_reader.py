@@ -22,6 +22,7 @@ from torch.futures import Future
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidState, RankFailed
 from ckptstore.layout import DCP_METADATA_NAME
+from ckptstore.retried import with_retries
 from ckptstore.state.boxes import Box
 from ckptstore.state.flatten import TensorRef, join_path, stock_leaves
 from ckptstore.state.index import INDEX_NAME, TensorIndex
@@ -87,8 +88,9 @@ class StoreReader(StorageReader):
 
     def _open(self) -> tuple[Storage, Transfer]:
         if self._opened is None:
-            storage = open_storage(self._given, storage_options=self._storage_options)
-            transfer = Transfer(storage, config=TransferConfig.from_env(), retry=RetryConfig.from_env())
+            retry = RetryConfig.from_env()
+            storage = with_retries(open_storage(self._given, storage_options=self._storage_options), retry)
+            transfer = Transfer(storage, config=TransferConfig.from_env(), retry=retry)
             self._opened = storage, transfer
         return self._opened
 

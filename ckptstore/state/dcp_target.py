@@ -15,6 +15,7 @@ from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import InvalidInput
 from ckptstore.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.manifest import Manifest, Receipt, sorted_receipts
+from ckptstore.retried import with_retries
 from ckptstore.state.index import INDEX_NAME
 from ckptstore.storage.base import Persists, Storage
 from ckptstore.storage.open import open_storage
@@ -70,8 +71,10 @@ class DirectoryTarget:
     def open(self) -> tuple[Storage, Transfer]:
         """The storage whose root is the directory."""
         if self._opened is None:
-            storage = open_storage(self._given, storage_options=self._storage_options, durable=self._config.durable)
-            self._opened = storage, Transfer(storage, config=self._config, retry=RetryConfig.from_env())
+            retry = RetryConfig.from_env()
+            given = open_storage(self._given, storage_options=self._storage_options, durable=self._config.durable)
+            storage = with_retries(given, retry)
+            self._opened = storage, Transfer(storage, config=self._config, retry=retry)
         return self._opened
 
     def begin(self, step: int | None) -> str:

@@ -269,6 +269,12 @@ class FastStorage(ProcessBound):
         if isinstance(error, foreign_errors.AlreadyExistsError):
             return foreign.from_status(409, code, key=key, what=what)
         if isinstance(error, foreign_errors.GenericError):
+            if "source: Header" in text:  # asking again changes nothing
+                return StorageError(
+                    f"{what}: obstore does not understand the server: {text.partition(chr(10))[0]}",
+                    file=key,
+                    hint='Open it with engine="fsspec"',
+                )
             if status is None and _is_about_credentials(text):
                 return AccessDenied(f"{what}: no usable credentials were found", file=key)
             return foreign.from_status(status, code, key=key, what=what)

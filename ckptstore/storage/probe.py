@@ -14,6 +14,11 @@ from ckptstore.storage.base import CreatesExclusively, Storage
 _RACERS = 8
 
 
+def is_server(storage: Storage) -> bool:
+    """Whether another program keeps the files, of which only its answers are known."""
+    return "://" in storage.uri and not storage.uri.startswith("memory://")
+
+
 def has_exclusive_create(storage: Storage) -> bool:
     """Whether of eight creates of one new key exactly one wins, and a ninth one loses.
 

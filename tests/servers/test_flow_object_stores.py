@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 import ckptstore
 from ckptstore import KeepLatest, StorageGroup
+from ckptstore.config import StoreConfig
+from ckptstore.copying import copy_store, open_target
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import RanksFailed, run_ranks
 from ckptstore.testing.s3_server import S3Server
@@ -28,9 +31,19 @@ STORES = [
     pytest.param(("gs", "fsspec"), id="gs-fsspec", marks=pytest.mark.slow),
     pytest.param(("az", "obstore"), id="az-obstore", marks=pytest.mark.slow),
     pytest.param(("az", "fsspec"), id="az-fsspec", marks=pytest.mark.slow),
+    pytest.param(("careless", "fsspec"), id="careless-fsspec", marks=pytest.mark.slow),
+    pytest.param(("ceph", "obstore"), id="ceph-obstore", marks=pytest.mark.ceph),
+    pytest.param(("ceph", "fsspec"), id="ceph-fsspec", marks=pytest.mark.ceph),
 ]
-FIXTURES = {"s3": "fast_s3", "moto": "moto", "gs": "fake_gcs", "az": "azurite"}
-SCHEMES = {"s3": "s3", "moto": "s3", "gs": "gs", "az": "az"}
+FIXTURES = {
+    "s3": "fast_s3",
+    "moto": "moto",
+    "gs": "fake_gcs",
+    "az": "azurite",
+    "careless": "careless_gcs",
+    "ceph": "ceph",
+}
+SCHEMES = {"s3": "s3", "moto": "s3", "gs": "gs", "az": "az", "careless": "gs", "ceph": "s3"}
 
 
 @pytest.fixture(params=STORES)
@@ -39,7 +52,8 @@ def place(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     name, engine = request.param
     server: S3Server | Any = request.getfixturevalue(FIXTURES[name])
     uri = f"{SCHEMES[name]}://test/flow/{engine}-{next(numbers)}"
-    return uri, {"storage_options": server.storage_options, "engine": engine}
+    keywords = {"storage_options": server.storage_options, "engine": engine}
+    return uri, {**keywords, "single_writer": True} if name == "careless" else keywords
 
 
 def weights(rank: int, step: int) -> bytes:
@@ -100,9 +114,22 @@ def test_a_life(place: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
         store.collect_garbage()
         kept = {checkpoint.step: checkpoint for checkpoint in store}
         assert kept.keys() <= {5, 6}, "the newest, and what it was resumed from"
-        kept[6].verify()
+        kept[6].verify().raise_if_damaged()
         storage = open_storage(uri, storage_options=keywords["storage_options"], engine=keywords["engine"])
         attempts = {file.key.split("/")[1] for file in storage.list("checkpoints/")}
         assert attempts == {checkpoint.uri.rpartition("/")[2] for checkpoint in kept.values()}, "no orphan is left"
         storage.close()
         assert (kept[6].to_directory(tmp_path / "mine") / "model.bin").read_bytes() == weights(0, 6)
+
+    given = dict(keywords)
+    config = StoreConfig(single_writer=given.pop("single_writer", False))
+    with (
+        ckptstore.open_store(uri, **keywords) as store,
+        closing(open_target(f"{uri}-copy", **given, config=config)) as target,
+    ):
+        job = store._job
+        report = copy_store(job.log, job.storage, target, lambda record: store._checkpoint(record)._files)
+        assert set(report.steps) == kept.keys()
+    with ckptstore.open_store(f"{uri}-copy", **keywords) as copy:
+        assert [checkpoint.step for checkpoint in copy] == sorted(kept)
+        copy[6].verify().raise_if_damaged()
