@@ -92,6 +92,11 @@ class Background:
         if error is not None:
             logger.warning("%d saves in a row have failed, %d are tolerated: %s", self._failures, max_failures, error)
 
+    def forgive(self, pending: PendingSave) -> None:
+        """Somebody has dealt with what this save failed with: it counts as a failure, and is raised no more."""
+        if self._unseen is pending.error():
+            self._unseen = None
+
     def start(self, pending: PendingSave, save: Callable[[], Checkpoint]) -> PendingSave:
         """Run `save` on a thread of its own. No other save is in flight."""
 

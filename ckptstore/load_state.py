@@ -16,7 +16,7 @@ from ckptstore.layout import DCP_METADATA_NAME
 from ckptstore.load import CheckpointFiles, NodeCopies, files_of
 from ckptstore.manifest import Manifest
 from ckptstore.records import Record
-from ckptstore.resume import told_resumed
+from ckptstore.resume import Order, newest_first, told_resumed
 from ckptstore.state.apply import Loading, begin_load
 from ckptstore.state.index import INDEX_NAME, TensorIndex
 from ckptstore.state.matching import Matching, Mismatch, Saved
@@ -56,14 +56,17 @@ class LoadReport:
     """Keys of the checkpoint, below names of the state, that found no place."""
 
 
-def load_newest(job: Job, state: Mapping[str, Any], options: LoadOptions, *, claim: bool) -> Record | None:
+def load_newest(
+    job: Job, state: Mapping[str, Any], options: LoadOptions, *, claim: bool, order: Order = newest_first
+) -> Record | None:
     """Load the newest checkpoint that is whole, the same on all ranks; None in an empty store. Collective.
 
-    With `claim` the store is claimed first. A damaged checkpoint moves all ranks on to the one before. Raises
-    NoUsableCheckpoint when none is left (the state may hold anything then), StateMismatch for one that does not fit.
+    With `claim` the store is claimed first. `order` says which one is tried when. A damaged checkpoint moves all ranks
+    on to the next one. Raises NoUsableCheckpoint when none is left (the state may hold anything then), StateMismatch
+    for one that does not fit.
     """
     reasons = []
-    for record in _candidates(job, claim=claim):
+    for record in _candidates(job, claim=claim, order=order):
         try:
             load_state(job.group, files_of(job, record), state, options)
         except (CheckpointDamaged, CheckpointGone, InvalidName) as error:
@@ -78,12 +81,12 @@ def load_newest(job: Job, state: Mapping[str, Any], options: LoadOptions, *, cla
     return None
 
 
-def _candidates(job: Job, *, claim: bool) -> list[Record]:
-    """The live checkpoints, newest first, as the leader sees them."""
+def _candidates(job: Job, *, claim: bool, order: Order) -> list[Record]:
+    """The live checkpoints, in the order to try them, as the leader sees them."""
 
     def join(_parts: list[Any], _beat: Beat) -> Any:
         newest = job.claim(job.log.newest() if job.epoch is not None else None) if claim else job.log.newest()
-        records = job.log.records(reversed(list(newest.state.live)) if newest else ())
+        records = job.log.records(order(list(newest.state.live)) if newest else ())
         claimed = job.claimed() if claim else None
         return {"claimed": claimed, "records": [[record.number, record.encode().decode()] for record in records]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidName, NoUsableCheckpoint
@@ -11,13 +12,21 @@ from ckptstore.job import Job
 from ckptstore.load import files_of
 from ckptstore.records import Record
 
+Order = Callable[[Sequence[int]], Iterable[int]]
+"""From the numbers of the live checkpoints, oldest first, to the order in which they are tried. The leader calls it."""
 
-def resume(job: Job) -> Record | None:
+
+def newest_first(numbers: Sequence[int]) -> Iterable[int]:
+    """The order of a job that goes on where the last one ended."""
+    return reversed(numbers)
+
+
+def resume(job: Job, *, order: Order = newest_first) -> Record | None:
     """Claim, and return the record of the newest whole checkpoint; None in an empty store. Collective."""
 
     def join(_parts: list[Any], beat: Beat) -> Any:
         newest = job.claim(job.log.newest() if job.epoch is not None else None)
-        record = newest_whole(job, newest, beat)
+        record = first_whole(job, order(list(newest.state.live)), beat)
         return {**job.claimed(), "record": None if record is None else [record.number, record.encode().decode()]}
 
     told = job.exchange("resume", lambda _beat: None, join)
@@ -36,13 +45,13 @@ def told_resumed(job: Job, record: Record) -> None:
     emit(CheckpointResumed(step=record.entry.step, number=record.number, rank=job.group.rank, epoch=job.epoch))
 
 
-def newest_whole(job: Job, newest: Record, beat: Beat) -> Record | None:
-    """The newest live checkpoint whose manifest is the committed one and whose files all have their sizes.
+def first_whole(job: Job, numbers: Iterable[int], beat: Beat) -> Record | None:
+    """The first checkpoint whose manifest is the committed one and whose files all have their sizes.
 
     Raises NoUsableCheckpoint, which says what is wrong with each, when there are some and none is whole.
     """
     reasons = []
-    for number in reversed(newest.state.live):
+    for number in numbers:
         (record,) = job.log.records([number])
         files = files_of(job, record)
         try:

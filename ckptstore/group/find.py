@@ -23,8 +23,8 @@ _SEEN_LATE_SECONDS = 3.0
 def find_group(given: object, *, storage: Storage, config: StoreConfig) -> Group:
     """The group of this job. Collective when the ranks are several.
 
-    `given` is a ProcessGroup of torch, a `StorageGroup`, a group that is at work already, or None: then
-    torch.distributed where it is initialised, else this process alone.
+    `given` is a ProcessGroup of torch, a `StorageGroup`, what an integration gives (it has a method `open_group`), a
+    group that is at work already, or None: then torch.distributed where it is initialised, else this process alone.
     Raises GroupMissing when there are several processes and no way between them, InvalidInput when `given` is none of
     these or when several processes share a `memory://` store.
     """
@@ -44,6 +44,8 @@ def _group_for(given: object, *, storage: Storage, config: StoreConfig) -> Group
         if given.world_size == 1:
             return SoloGroup(start_token=given.start_token, node=given.node)
         return given.open(storage, rank_timeout_seconds=config.rank_timeout_seconds, retry=config.retry)
+    if callable(open_group := getattr(given, "open_group", None)):
+        return cast(Group, open_group(storage, config))
     torch = _initialised_torch()
     if given is None:
         return _torch_group(None, config) if torch is not None else _alone()

@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptstore.integrations.ray.context import Worker, current_worker
+    from ckptstore.integrations.ray.ray_store import RayStore, store
+    from ckptstore.integrations.ray.resuming import resolve, resume
 
-__all__ = ["Worker", "current_worker"]
+__all__ = ["RayStore", "Worker", "current_worker", "resolve", "resume", "store"]
 
-_HOMES = {"Worker": "context", "current_worker": "context"}
+_HOMES = {
+    "RayStore": "ray_store",
+    "Worker": "context",
+    "current_worker": "context",
+    "resolve": "resuming",
+    "resume": "resuming",
+    "store": "ray_store",
+}
+"""The modules have other names than what they define: Python would put a module in the place of a function."""
 
 
 def __getattr__(name: str) -> Any:

@@ -6,14 +6,18 @@ Core calls a node: its node id.
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.errors import InvalidInput
+from ckptstore.integrations.ray.metrics import Score
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
+
+logger = logging.getLogger("ckptstore.ray")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,8 @@ class Worker:
     """The run's directory in `filesystem`, `<storage_path>/<run name>`: Ray's checkpoints lie right below it."""
     filesystem: FileSystem = field(repr=False)
     """The very object that Ray compares with; another one that leads to the same place may be refused."""
+    score: Score | None = None
+    """The metric by which Ray ranks the checkpoints of this run, None when it keeps the latest ones."""
 
     def path_of(self, directory_name: str) -> str:
         """The path of a checkpoint directory of Ray's, in `filesystem`."""
@@ -68,6 +74,7 @@ def current_worker() -> Worker | None:
         run_name=context.get_experiment_name(),
         run_path=storage.experiment_fs_path,
         filesystem=storage.storage_filesystem,
+        score=_score(),
     )
 
 
@@ -80,6 +87,19 @@ def require_worker(what: str) -> Worker:
             hint="Call it in the function that is given to the trainer",
         )
     return worker
+
+
+def _score() -> Score | None:
+    """From `RunConfig.checkpoint_config`, which no public name of Ray gives to a worker."""
+    try:
+        from ray.train.v2._internal.execution.context import get_train_context
+
+        config: Any = get_train_context().train_run_context.run_config.checkpoint_config
+        name, order = config.checkpoint_score_attribute, config.checkpoint_score_order
+    except (ImportError, AttributeError) as error:
+        logger.warning("this version of Ray does not say by which metric it ranks checkpoints: %s", error)
+        return None
+    return None if name is None else Score(name, order)
 
 
 def _refuse_first_version(context: Any) -> None:

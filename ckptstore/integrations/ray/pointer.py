@@ -1,0 +1,115 @@
+"""The pointer: the small file that stands in Ray's directory of a checkpoint for a checkpoint in a store.
+
+Ray registers, ranks and deletes pointers. What they point to is the store's, which deletes by its own retention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.config import RetryConfig
+from ckptstore.encoding import FORMAT_VERSION, dump_json, load_object
+from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
+from ckptstore.integrations.ray.context import Worker
+from ckptstore.retry import retrying
+
+POINTER_NAME = "ckptstore-pointer.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pointer:
+    """What stands in the file."""
+
+    root: str
+    """Of the store, without secrets: a URI or a path; relative to the directory of the run when it lies in there."""
+    step: int
+    number: int | None
+    """Of the record that committed the checkpoint. None when the save failed: then there is nothing to point to."""
+    attempt: str = ""
+    error: str = ""
+    """What the save failed with."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that this version does not know; kept."""
+
+    @staticmethod
+    def to(checkpoint: Checkpoint, *, root: str) -> Pointer:
+        """The pointer to a committed checkpoint of a store."""
+        attempt = checkpoint.uri.rpartition("/")[2]
+        return Pointer(root=root, step=checkpoint.step, number=checkpoint.number, attempt=attempt)
+
+    def encode(self) -> bytes:
+        """The pointer as bytes."""
+        known = {"root": self.root, "step": self.step, "number": self.number}
+        state = {"attempt": self.attempt} if self.number is not None else {"error": self.error}
+        return dump_json({**self.extra, "version": FORMAT_VERSION, **known, **state}, what=POINTER_NAME)
+
+    @staticmethod
+    def decode(data: bytes, *, file: str = POINTER_NAME) -> Pointer:
+        """Read a pointer. Raises CheckpointDamaged when it is none, UnsupportedVersion when it is from a newer one."""
+        value = load_object(data, file=file)
+        value.pop("version")
+        root, step, number = (value.pop(name, None) for name in ("root", "step", "number"))
+        attempt, error = value.pop("attempt", ""), value.pop("error", "")
+        is_number = number is None or (type(number) is int and number > 0)
+        if not isinstance(root, str) or not root or type(step) is not int or not is_number:
+            raise CheckpointDamaged(f"{file} does not say where the checkpoint lies", file=file)
+        if not isinstance(attempt, str) or not isinstance(error, str):
+            raise CheckpointDamaged(f"{file} is not what ckptstore writes there", file=file)
+        return Pointer(root=root, step=step, number=number, attempt=attempt, error=error, extra=value)
+
+
+def write_pointer(worker: Worker, directory_name: str, pointer: Pointer, *, retry: RetryConfig) -> None:
+    """Write a pointer into a checkpoint directory of Ray's. May be called again: the same bytes, the same place."""
+    directory = worker.path_of(directory_name)
+    path, data = f"{directory}/{POINTER_NAME}", pointer.encode()
+
+    def write() -> None:
+        with _translated(f"Writing {path}"):
+            if worker.filesystem.type_name != "s3":  # there a directory is made of nothing but requests
+                worker.filesystem.create_dir(directory)
+            with worker.filesystem.open_output_stream(path) as stream:
+                stream.write(data)
+
+    retrying(retry, f"write {path}", write)
+
+
+def read_pointer(ray_checkpoint: Any, *, retry: RetryConfig) -> Pointer:
+    """The pointer in a checkpoint of Ray's. Raises InvalidInput when it holds none, FileMissing when it is gone."""
+    path = f"{ray_checkpoint.path.rstrip('/')}/{POINTER_NAME}"
+
+    def read() -> bytes:
+        with _translated(f"Reading {path}"), ray_checkpoint.filesystem.open_input_stream(path) as stream:
+            return bytes(stream.read())
+
+    try:
+        return Pointer.decode(retrying(retry, f"read {path}", read), file=path)
+    except FileMissing:
+        if _is_there(ray_checkpoint):
+            raise InvalidInput(
+                f"{ray_checkpoint.path} holds no pointer to a checkpoint of a store",
+                hint="What was reported with its files opens with ckptstore.ray.wrap",
+            ) from None
+        raise
+
+
+@contextmanager
+def _translated(doing: str) -> Iterator[None]:
+    """Errors of pyarrow, which has the system's, as those of ckptstore."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileMissing(f"{doing} failed: {error}", file=POINTER_NAME) from error
+    except PermissionError as error:
+        raise AccessDenied(f"{doing} failed: {error}", file=POINTER_NAME) from error
+    except OSError as error:
+        raise StorageUnavailable(f"{doing} failed: {error}", file=POINTER_NAME) from error
+
+
+def _is_there(ray_checkpoint: Any) -> bool:
+    from pyarrow.fs import FileType
+
+    return bool(ray_checkpoint.filesystem.get_file_info(ray_checkpoint.path).type != FileType.NotFound)

@@ -1,0 +1,212 @@
+"""`ckptstore.ray.store()`: a store whose saves Ray Train hears of. The contract in which ckptstore keeps the files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckptstore.background import OnBusy, PendingSave
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.config import RetryConfig
+from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
+from ckptstore.integrations.ray.context import Worker, current_worker
+from ckptstore.integrations.ray.filesystem import place_of
+from ckptstore.integrations.ray.group import RayWorkers
+from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
+from ckptstore.integrations.ray.pointer import Pointer
+from ckptstore.integrations.ray.reports import Reports
+from ckptstore.opening import open_store
+from ckptstore.resume import Order, resume
+from ckptstore.store import CheckpointStore
+
+ROOT_NAME = "_ckptstore"
+"""Of the store's root, inside the directory of the run."""
+
+
+class RayStore(CheckpointStore):
+    """A `CheckpointStore` that tells Ray Train of every save, by one report on every rank, with a pointer to it.
+
+    Nobody else reports a step that was saved here. In Ray's results a checkpoint is a pointer; `ckptstore.ray.resolve`
+    gives the checkpoint behind it. Ray's retention deletes pointers, the store's own deletes files. Outside of a worker
+    of Ray Train it is a store like any other, and reports nothing.
+
+    Metrics may be what Ray takes, text and nested dicts too; the store keeps the numbers, nested ones as "a/b".
+    Collective are `save`, `save_async`, `save_directory`, `load`, `resume`, `warm_up` and `close`; in the training
+    thread, as Ray wants it of reports.
+    """
+
+    _reports: Reports | None = None
+
+    @property
+    def worker(self) -> Worker | None:
+        """This worker, None outside of Ray Train."""
+        return self._reports.worker if self._reports else None
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        validation: Any = False,
+        **options: Any,
+    ) -> Checkpoint:
+        """`CheckpointStore.save`, then a report. Collective; returns when the checkpoint is committed and reported.
+
+        An error is raised on all ranks, and nothing is reported then. `validation` is that of `ray.train.report`; its
+        function gets the pointer. The other keywords are those of `CheckpointStore.save`.
+        """
+        self._settle()
+        checkpoint = super().save(step, state, metrics=_numbers(metrics), **options)
+        return self._reported(checkpoint, metrics, validation)
+
+    def save_directory(
+        self,
+        step: int,
+        path: str | os.PathLike[str] | None,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        validation: Any = False,
+        **options: Any,
+    ) -> Checkpoint:
+        """`CheckpointStore.save_directory`, then a report; else as `save`."""
+        self._settle()
+        checkpoint = super().save_directory(step, path, metrics=_numbers(metrics), **options)
+        return self._reported(checkpoint, metrics, validation)
+
+    def save_async(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        on_busy: OnBusy = "wait",
+        max_failures: int = 0,
+        validation: Any = False,
+        **options: Any,
+    ) -> PendingSave:
+        """`CheckpointStore.save_async`, and a report that Ray registers when the checkpoint is committed, not before.
+
+        Returns once the state is copied and Ray has the report in its queue; it waits while `max_in_flight` reports
+        before it are still there. A save that fails is tolerated while no more than `max_failures` have failed in a
+        row: its report carries a pointer that says so, ranks last by Ray's score, and is passed over by `resume`. One
+        more ends this start of the run, as any error in a worker does, and `FailureConfig` decides. A skipped save
+        (`on_busy="skip"`) reports its metrics alone. Metrics are those at the time of the call: the next report counts
+        what became of this one.
+        """
+        reports = self._reports
+        if reports and on_busy == "wait":
+            with reports.counts.waiting(self._background.pending is not None):
+                self._background.wait()
+        options = {"metrics": _numbers(metrics), "on_busy": on_busy, "max_failures": max_failures, **options}
+        pending = super().save_async(step, state, **options)
+        if reports and pending.skipped:
+            reports.skipped(step, metrics)
+        elif reports:
+            reports.pending(pending, metrics, max_failures=max_failures, validation=validation)
+        return pending
+
+    def resume_in_order(self, order: Order, state: Mapping[str, Any] | None, **options: Any) -> Checkpoint | None:
+        """`resume`, but the live checkpoints are tried in an order of one's own. Collective; the leader asks for it."""
+        self._background.wait()
+        if state is None:
+            record = resume(self._job, order=order)
+        else:
+            from ckptstore.load_state import LoadOptions, load_newest  # it needs torch, and directories do not
+
+            record = load_newest(self._job, state, LoadOptions(**options), claim=True, order=order)
+        return self._checkpoint(record) if record else None
+
+    def at(self, pointer: Pointer) -> Checkpoint:
+        """The checkpoint that a pointer of this store stands for. Raises CheckpointGone, which names what is left."""
+        job = self._job
+        newest = job.log.newest()
+        live = newest.state.live if newest else ()
+        found = job.log.records([pointer.number]) if pointer.number is not None and pointer.number in live else []
+        if found and found[0].entry.attempt == pointer.attempt:
+            return self._checkpoint(found[0])
+        steps = [record.entry.step for record in job.log.records(live)]
+        left = ", ".join(map(str, steps[-10:])) or "none"
+        what = "was removed" if pointer.number is not None else f"was never committed ({pointer.error})"
+        raise CheckpointGone(
+            f"The checkpoint of step {pointer.step} {what}; live steps at {self.uri}: {left}",
+            step=pointer.step,
+            hint="Ray keeps pointers by its own rules: take one of the live ones from the store",
+        )
+
+    def close(self) -> None:
+        """`CheckpointStore.close`, after Ray knows what became of every save."""
+        self._settle()
+        super().close()
+
+    def _settle(self) -> None:
+        if self._reports:
+            self._reports.settle()
+
+    def _reported(self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, validation: Any) -> Checkpoint:
+        if self._reports:
+            self._reports.committed(checkpoint, metrics, validation=validation)
+        return checkpoint
+
+
+_opened: list[RayStore] = []
+"""The store that this training function opened last."""
+
+
+def store(
+    root: str | os.PathLike[str] | None = None,
+    *,
+    max_in_flight: int = 1,
+    storage_options: Mapping[str, Any] | None = None,
+    group: object = None,
+    **options: Any,
+) -> RayStore:
+    """Open the store of this run, in the training function; on every rank, and nothing is waited for.
+
+    Args:
+        root: where it lies; by default in the run's own directory, `<storage_path>/<run name>/_ckptstore`, which is
+            reached with the endpoint and the credentials of `RunConfig`. Outside of Ray Train it must be given.
+        max_in_flight: how many reports of asynchronous saves Ray may be behind before the next `save_async` waits. Of
+            saves themselves one at most is in flight.
+        storage_options: in fsspec's names; for the default root they replace what `RunConfig` says.
+        group: another group than that of Ray's workers.
+        options: the other keywords of `ckptstore.open_store`: `retention`, `grace_seconds`, `memory_budget_bytes`...
+
+    Raises InvalidInput for a bad value, or when the storage of the run is one that ckptstore cannot open by itself.
+    """
+    if type(max_in_flight) is not int or max_in_flight < 1:
+        raise InvalidInput(f"max_in_flight is {max_in_flight!r}, it must be an integer above 0")
+    worker = current_worker()
+    if root is not None:
+        uri = os.fspath(root)
+    elif worker is None:
+        raise InvalidInput("Outside of Ray Train a store needs a root", hint="Give ckptstore.ray.store a path or a URI")
+    else:
+        place = place_of(worker.filesystem, worker.path_of(ROOT_NAME), storage_options=storage_options)
+        uri, storage_options = place.uri, place.storage_options
+    if group is None and worker is not None:
+        group = RayWorkers(worker)
+    opened = RayStore(open_store(uri, storage_options=storage_options, group=group, **options)._job)
+    if worker is not None:
+        opened._reports = Reports(
+            worker=worker,
+            root=ROOT_NAME if root is None else opened.uri,
+            retry=RetryConfig.from_env(),
+            max_in_flight=max_in_flight,
+            forgive=opened._background.forgive,
+        )
+    _opened[:] = [opened]
+    return opened
+
+
+def current_store() -> RayStore:
+    """The store that this process opened last with `store`; the default one when there is none."""
+    return _opened[0] if _opened else store()
+
+
+def _numbers(metrics: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    try:
+        return None if metrics is None else numbers_of(plain_metrics(metrics))
+    except InvalidMetric:
+        return metrics  # refused by the save, where all ranks hear of it

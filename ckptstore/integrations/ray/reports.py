@@ -1,0 +1,180 @@
+"""Reports to Ray of what a store has committed: exactly one per save, on every rank, in the order of the saves.
+
+What Ray registers is committed: a report with a checkpoint is made after the commit, or, for a save in the background,
+Ray is given a function that waits for the commit before Ray counts the report as made. Ray's controller registers
+nothing before rank 0 has reported, and rank 0 writes the pointer before it does.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore.background import PendingSave
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.config import RetryConfig
+from ckptstore.errors import CkptstoreError
+from ckptstore.integrations.ray.context import Worker
+from ckptstore.integrations.ray.metrics import REPLACED, safe_metrics
+from ckptstore.integrations.ray.pointer import Pointer, write_pointer
+
+logger = logging.getLogger("ckptstore.ray")
+
+
+@dataclass
+class Counts:
+    """What the saves of this worker have met so far. It is part of every report."""
+
+    failed_saves: int = 0
+    """Saves that failed and were tolerated."""
+    skipped_saves: int = 0
+    """Saves that were left out: the one before was in flight, or the node was about to go."""
+    waits: int = 0
+    """Calls that had to wait, for a save in flight or for Ray to take a report."""
+    wait_seconds: float = 0.0
+
+    def as_metrics(self) -> dict[str, float]:
+        """Under the names that Ray's results show."""
+        return {f"ckptstore_{name}": value for name, value in vars(self).items()}
+
+    @contextmanager
+    def waiting(self, is_waiting: bool) -> Iterator[None]:
+        """Count what is done meanwhile as a wait, if it is one."""
+        started = time.monotonic()
+        yield
+        if is_waiting:
+            self.waits += 1
+            self.wait_seconds += time.monotonic() - started
+
+
+@dataclass(kw_only=True)
+class Reports:
+    """The reports of one store in one worker. Called from the training thread."""
+
+    worker: Worker
+    root: str
+    """As pointers name it."""
+    retry: RetryConfig
+    max_in_flight: int
+    forgive: Callable[[PendingSave], None]
+    """Told of a failed save that is tolerated."""
+    counts: Counts = field(default_factory=Counts)
+    _waiting: list[threading.Event] = field(default_factory=list)
+    """One for each report in the background whose outcome Ray has not asked for yet, oldest first."""
+    _failed_in_row: int = 0
+
+    def committed(self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, *, validation: Any) -> None:
+        """Report a checkpoint. Returns when Ray's controller is about to take it."""
+        import ray.train
+
+        name = _directory_name(checkpoint.step, checkpoint.uri.rpartition("-")[2])
+        if self.worker.rank == 0:
+            write_pointer(self.worker, name, Pointer.to(checkpoint, root=self.root), retry=self.retry)
+        ray.train.report(
+            self._metrics(checkpoint.step, metrics),
+            checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+            validation=validation,
+        )
+
+    def pending(
+        self, pending: PendingSave, metrics: Mapping[str, Any] | None, *, max_failures: int, validation: Any
+    ) -> None:
+        """Report a save in flight; Ray registers it when it is committed. Returns at once, unless `max_in_flight`
+        reports before it are still waiting."""
+        import ray.train
+
+        self._wait_until_at_most(self.max_in_flight - 1)
+        name = _directory_name(pending.step, secrets.token_hex(4))  # that of rank 0 counts
+        told = self._metrics(pending.step, metrics) | {"ckptstore_stalled_seconds": pending.stalled_seconds}
+        ended = threading.Event()
+        self._waiting.append(ended)
+        ray.train.report(
+            told,
+            checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=self._upload(pending, told, max_failures, ended),
+            delete_local_checkpoint_after_upload=False,  # there is nothing but what was just reported
+            validation=validation,
+        )
+
+    def skipped(self, step: int, metrics: Mapping[str, Any] | None) -> None:
+        """Report the metrics of a save that was left out, after the reports before it; returns at once."""
+        import ray.train
+
+        self.counts.skipped_saves += 1
+        mode = ray.train.CheckpointUploadMode.ASYNC
+        ray.train.report(self._metrics(step, metrics), checkpoint_upload_mode=mode)
+
+    def settle(self) -> None:
+        """Wait until the outcome of every save in the background is known, here and to Ray."""
+        self._wait_until_at_most(0)
+
+    def _upload(
+        self, pending: PendingSave, told: dict[str, Any], max_failures: int, ended: threading.Event
+    ) -> Callable[[Any, str], Any]:
+        """What Ray calls, on a thread of its own and in the order of the reports; more than once if it likes."""
+        judged: list[Pointer] = []
+
+        def upload(_reported: Any, directory_name: str) -> Any:
+            import ray.train
+
+            try:
+                if not judged:
+                    judged.append(self._judge(pending, told, max_failures))
+                if self.worker.rank == 0:
+                    write_pointer(self.worker, directory_name, judged[0], retry=self.retry)
+                return ray.train.Checkpoint(self.worker.path_of(directory_name), self.worker.filesystem)
+            finally:
+                ended.set()
+
+        return upload
+
+    def _judge(self, pending: PendingSave, told: dict[str, Any], max_failures: int) -> Pointer:
+        """Wait for the save; a failure that is tolerated becomes a pointer that says so."""
+        try:
+            checkpoint = pending.result()
+            assert checkpoint is not None  # a save that was skipped is not reported with a pointer
+        except CkptstoreError as error:
+            self._failed_in_row += 1
+            if self._failed_in_row > max_failures:
+                raise
+            self.counts.failed_saves += 1
+            self.forgive(pending)
+            logger.warning("step %d is not saved, and training goes on: %s", pending.step, error)
+            self._rank_last(told, str(error))
+            return Pointer(root=self.root, step=pending.step, number=None, error=str(error))
+        self._failed_in_row = 0
+        return Pointer.to(checkpoint, root=self.root)
+
+    def _rank_last(self, told: dict[str, Any], error: str) -> None:
+        """Ray reads the metrics once the upload is over: what failed is not to be the best that Ray has."""
+        told["ckptstore_error"] = error
+        if score := self.worker.score:
+            told[score.name] = score.worst
+            told[REPLACED] = {score.name: "save failed"}
+
+    def _metrics(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+        own = {"ckptstore_step": step, **self.counts.as_metrics()}
+        return safe_metrics({**(metrics or {}), **own}, score=self.worker.score)
+
+    def _wait_until_at_most(self, num_waiting: int) -> None:
+        self._waiting = [event for event in self._waiting if not event.is_set()]
+        if len(self._waiting) <= num_waiting:
+            return
+        with self.counts.waiting(True):
+            while len(self._waiting) > num_waiting:
+                self._waiting.pop(0).wait()
+
+
+def _directory_name(step: int, mark: str) -> str:
+    """Of Ray's directory for a checkpoint: no two attempts have the same, whatever the step."""
+    return f"checkpoint_step-{step:010d}-{mark}"
