@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, StorageError
 from ckptstore.group import Beat
 from ckptstore.identity import read_or_create_identity
@@ -18,31 +19,16 @@ from ckptstore.request import Request
 from ckptstore.retention import Candidate, decide
 from ckptstore.retry import retrying
 from ckptstore.shard import Contents
-from ckptstore.storage.base import CreatesExclusively, HasLocalFiles, Persists
+from ckptstore.storage.base import CreatesExclusively, HasLocalFiles, Persists, Storage
 
 logger = logging.getLogger("ckptstore")
 
 
 def commit(job: Job, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> Record:
     """Publish what is stored, as the next record of the log; retention decides in the same step."""
-    _check_stored(job, attempt, contents.receipts)
-    beat()
-    manifest = Manifest(
-        store_id=read_or_create_identity(job.storage),
-        step=request.step,
-        epoch=attempt.epoch,
-        attempt=str(attempt),
-        kind=request.kind,
-        world_size=job.group.world_size,
-        created_at=time.time(),
-        files=tuple(sorted_receipts(contents.receipts)),
-        directories=tuple(contents.directories),
-        metrics=request.metrics,
-        metadata=request.metadata,
-    )
-    data = manifest.encode()
-    _write_manifest(job, attempt, contents, data)
-    beat()
+    store_id, world_size = read_or_create_identity(job.storage), job.group.world_size
+    manifest = manifest_of(request, attempt, contents, store_id=store_id, world_size=world_size)
+    data = publish(job.storage, job.config, attempt, contents, manifest, beat)
     entry = CheckpointEntry(
         step=manifest.step,
         epoch=manifest.epoch,
@@ -58,6 +44,38 @@ def commit(job: Job, request: Request, attempt: Attempt, contents: Contents, bea
     record = job.log.append(lambda newest: _change(job, newest, entry, manifest.references))
     assert record is not None  # a commit is always written, or an error raised
     return record
+
+
+def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store_id: str, world_size: int) -> Manifest:
+    """What the attempt consists of, created now."""
+    return Manifest(
+        store_id=store_id,
+        step=request.step,
+        epoch=attempt.epoch,
+        attempt=str(attempt),
+        kind=request.kind,
+        world_size=world_size,
+        created_at=time.time(),
+        files=tuple(sorted_receipts(contents.receipts)),
+        directories=tuple(contents.directories),
+        metrics=request.metrics,
+        metadata=request.metadata,
+    )
+
+
+def publish(
+    storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, manifest: Manifest, beat: Beat
+) -> bytes:
+    """Write the manifest, after all else of the attempt is found there and durable; returns its bytes.
+
+    Raises StorageError when something is not there, or is there and nobody's.
+    """
+    _check_stored(storage, attempt, contents.receipts)
+    beat()
+    data = manifest.encode()
+    _write_manifest(storage, config, attempt, contents, data)
+    beat()
+    return data
 
 
 def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references: Collection[str]) -> Commit:
@@ -96,9 +114,9 @@ def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, 
     return tuple(sorted(live[attempt] for attempt in references))
 
 
-def _check_stored(job: Job, attempt: Attempt, receipts: Sequence[Receipt]) -> None:
+def _check_stored(storage: Storage, attempt: Attempt, receipts: Sequence[Receipt]) -> None:
     """Compare what is stored with the receipts, once, before anything refers to it."""
-    stored = {file.key: file.size_bytes for file in job.storage.list(attempt.prefix)}
+    stored = {file.key: file.size_bytes for file in storage.list(attempt.prefix)}
     prefix = attempt.prefix
     for receipt in (receipt for receipt in receipts if receipt.attempt is None):
         size_bytes = stored.pop(prefix + receipt.name, None)
@@ -116,24 +134,22 @@ def _check_stored(job: Job, attempt: Attempt, receipts: Sequence[Receipt]) -> No
         )
 
 
-def _created(job: Job, storage: CreatesExclusively, key: str, data: bytes) -> bool:
+def _created(
+    storage: Storage, create: Callable[[str, bytes], bool], config: StoreConfig, key: str, data: bytes
+) -> bool:
     """Whether the key holds the data now. A create whose answer was lost may be tried again: it reads itself back."""
-
-    def create() -> bool:
-        return storage.create(key, data) or job.storage.read(key) == data
-
-    return retrying(job.config.retry, f"create {key}", create)
+    return retrying(config.retry, f"create {key}", lambda: create(key, data) or storage.read(key) == data)
 
 
-def _write_manifest(job: Job, attempt: Attempt, contents: Contents, data: bytes) -> None:
+def _write_manifest(storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, data: bytes) -> None:
     key = attempt.key(MANIFEST_NAME)
     late = [attempt.key(name) for name in (*contents.directories, *contents.pending)]
-    if isinstance(job.storage, HasLocalFiles):
+    if isinstance(storage, HasLocalFiles):
         for name in contents.directories:
-            job.storage.make_directory(attempt.key(name))
-    if late and isinstance(job.storage, Persists) and job.config.transfer.durable:
-        job.storage.persist(late)
-    if not isinstance(job.storage, CreatesExclusively):
-        job.storage.write(key, [memoryview(data)])
-    elif not _created(job, job.storage, key, data):
+            storage.make_directory(attempt.key(name))
+    if late and isinstance(storage, Persists) and config.transfer.durable:
+        storage.persist(late)
+    if not isinstance(storage, CreatesExclusively):
+        storage.write(key, [memoryview(data)])
+    elif not _created(storage, storage.create, config, key, data):
         raise StorageError(f"{key} exists already with other contents", file=key)

@@ -9,14 +9,14 @@ from typing import Any
 from ckptstore.directories import Directory, scan, sha256_of_files
 from ckptstore.events import SaveStarted, emit
 from ckptstore.group import Beat
-from ckptstore.job import Job
 from ckptstore.layout import Attempt
 from ckptstore.manifest import Receipt
 from ckptstore.naming import Agreement, Offer, agree
 from ckptstore.plan import PlannedFile
 from ckptstore.request import Request
 from ckptstore.shard import Agreed, Contents
-from ckptstore.storage.base import HasLocalFiles, Persists
+from ckptstore.storage.base import HasLocalFiles, Persists, Storage
+from ckptstore.transfer import Transfer
 
 
 class DirectoryShard:
@@ -24,16 +24,20 @@ class DirectoryShard:
 
     def __init__(
         self,
-        job: Job,
         step: Any,
         directory: Any,
         *,
+        rank: int,
+        storage: Storage,
+        transfer: Transfer,
         suffix: str,
         shared: Collection[str],
         link: bool,
         **asked: Any,
     ) -> None:
-        self._job = job
+        self._rank = rank
+        self._storage = storage
+        self._transfer = transfer
         self._directory = directory
         self._asked = {"step": step, "suffix": suffix, "shared": sorted(shared), "link": link, **asked}
         self._found = Directory()
@@ -52,7 +56,7 @@ class DirectoryShard:
         return Agreed(json.dumps(self._agreement.to_json()).encode(), self._agreement.size_bytes)
 
     def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
-        agreement, rank = Agreement.from_json(json.loads(told)), self._job.group.rank
+        agreement, rank = Agreement.from_json(json.loads(told)), self._rank
         names = {
             name: stored for name in self._found.files if (stored := agreement.stored_name(name, rank)) is not None
         }
@@ -70,12 +74,12 @@ class DirectoryShard:
 
     def _link(self, attempt: Attempt, names: dict[str, str]) -> list[Receipt]:
         """Other names for the files of this rank, as far as the disk can; nothing of them is read."""
-        storage = self._job.storage
+        storage = self._storage
         if not isinstance(storage, HasLocalFiles):
             return []
         prefix = attempt.prefix
         receipts = [
-            Receipt(stored, source.size_bytes, None, self._job.group.rank, name if name != stored else None)
+            Receipt(stored, source.size_bytes, None, self._rank, name if name != stored else None)
             for name, stored in names.items()
             if storage.link((source := self._found.files[name]).path, prefix + stored)
         ]
@@ -84,13 +88,13 @@ class DirectoryShard:
         return receipts
 
     def _upload(self, attempt: Attempt, names: dict[str, str], beat: Beat) -> list[Receipt]:
-        prefix, rank = attempt.prefix, self._job.group.rank
+        prefix, rank = attempt.prefix, self._rank
         files = [PlannedFile(prefix + stored, self._found.files[name]) for name, stored in names.items()]
         size_bytes = sum(file.source.size_bytes for file in files)
         emit(
             SaveStarted(step=attempt.step, attempt=str(attempt), rank=rank, num_files=len(files), size_bytes=size_bytes)
         )
-        done = self._job.transfer.upload(files, beat=beat)
+        done = self._transfer.upload(files, beat=beat)
         return [
             Receipt(stored, file.size_bytes, file.crc32c, rank, name if name != stored else None, file.version)
             for (name, stored), file in zip(names.items(), done, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptstore.commit import commit
@@ -27,7 +27,7 @@ from ckptstore.records import Record
 from ckptstore.request import Request
 from ckptstore.retention import check_required
 from ckptstore.shard import Shard
-from ckptstore.storage.base import HasLocalFiles, Persists
+from ckptstore.storage.base import HasLocalFiles, Persists, Storage
 
 logger = logging.getLogger("ckptstore")
 
@@ -60,7 +60,7 @@ def finish_save(job: Job, shard: Shard, agreed: Agreed, *, group: Group) -> Reco
         error.at(step=request.step)
         emit(SaveFailed(step=request.step, rank=group.rank, error=str(error)))
         if error.committed is False:
-            _remove_files(job, attempt)
+            remove_files(job.storage, attempt)
         raise
     emit(
         CheckpointCommitted(
@@ -88,7 +88,7 @@ def agree_on_save(job: Job, shard: Shard) -> Agreed:
 
     def agree(parts: list[bytes], _beat: Beat) -> bytes:
         heads, descriptions = zip(*(_unpacked(part) for part in parts), strict=True)
-        _check_same_request(heads)
+        check_same_request(heads)
         agreed = shard.agree(descriptions)
         check_required(job.policy, asked[0].metrics, missing=job.missing)
         newest = job.claim(job.log.newest() if job.epoch is not None else None)
@@ -103,7 +103,8 @@ def agree_on_save(job: Job, shard: Shard) -> Agreed:
     return Agreed(asked[0], job.next_attempt(asked[0].step, job.epoch), told, started)
 
 
-def _check_same_request(heads: Sequence[dict[str, object]]) -> None:
+def check_same_request(heads: Sequence[Mapping[str, object]]) -> None:
+    """Raise InvalidStep or InvalidInput unless all ranks ask for the same; `heads` have "step" and "options"."""
     first = heads[0]
     for rank, head in enumerate(heads):
         if head["step"] != first["step"]:
@@ -161,12 +162,12 @@ def _committed_after_all(job: Job, attempt: Attempt) -> Record | None:
     return next((record for record in found if record.entry.attempt == str(attempt)), None)
 
 
-def _remove_files(job: Job, attempt: Attempt) -> None:
+def remove_files(storage: Storage, attempt: Attempt) -> None:
     """After a failure: nothing of the attempt is referred to, so everything of it may go. Best effort."""
     try:
-        job.storage.delete([file.key for file in job.storage.list(attempt.prefix)])
-        if isinstance(job.storage, HasLocalFiles):
-            job.storage.remove_directories(attempt.prefix.rstrip("/"))
+        storage.delete([file.key for file in storage.list(attempt.prefix)])
+        if isinstance(storage, HasLocalFiles):
+            storage.remove_directories(attempt.prefix.rstrip("/"))
     except CkptstoreError as error:
         logger.warning("what step %d left could not be removed: %s", attempt.step, error)
 

@@ -233,9 +233,11 @@ class CheckpointStore:
         RankTimeout, StoreFenced.
         """
         shard = DirectoryShard(
-            self._job,
             step,
             path,
+            rank=self._job.group.rank,
+            storage=self._job.storage,
+            transfer=self._job.transfer,
             metrics=metrics,
             metadata=metadata,
             exists=exists,
