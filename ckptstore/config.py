@@ -107,11 +107,14 @@ class StoreConfig(_Config):
     """How long a rank may give no sign of life."""
     single_writer: bool = False
     """Promise that no second job ever writes, for a storage that cannot create-if-absent."""
+    num_prefixes: int = 1
+    """Over how many directories the ranks of a state checkpoint spread their files, for storages that limit the
+    requests per second for each prefix. 1 puts all files side by side."""
     transfer: TransferConfig = field(default_factory=TransferConfig.from_env)
     retry: RetryConfig = field(default_factory=RetryConfig.from_env)
     cache: CacheConfig = field(default_factory=CacheConfig.from_env)
 
     def __post_init__(self) -> None:
-        self._check_positive("rank_timeout_seconds")
+        self._check_positive("rank_timeout_seconds", "num_prefixes")
         if not self.grace_seconds >= 0:
             raise InvalidInput(f"grace_seconds is {self.grace_seconds!r}, it must be at least 0")

@@ -30,6 +30,7 @@ def open_store(
     rank_timeout_seconds: float | None = None,
     memory_budget_bytes: int | None = None,
     single_writer: bool | None = None,
+    num_prefixes: int | None = None,
 ) -> CheckpointStore:
     """Open the store at `uri`; it need not exist, the first save creates it. Nothing is written and no rank is waited
     for: the ranks meet at the first collective call.
@@ -46,6 +47,7 @@ def open_store(
         rank_timeout_seconds: how long a rank may give no sign of life (600).
         memory_budget_bytes: the most memory that transfers of this process take for buffers (512 MiB).
         single_writer: promise that no other job ever writes, for storages without create-if-absent.
+        num_prefixes: over how many directories very many ranks spread the files of a state checkpoint (1).
 
     Raises InvalidInput for an unknown scheme or a bad value.
     """
@@ -59,6 +61,7 @@ def open_store(
         grace_seconds=grace_seconds,
         rank_timeout_seconds=rank_timeout_seconds,
         single_writer=single_writer,
+        num_prefixes=num_prefixes,
         transfer=transfer_config,
     )
     storage = open_storage(

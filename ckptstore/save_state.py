@@ -165,7 +165,7 @@ class StateSaver:
             group=job.group,
             storage=job.storage,
             upload=upload,
-            options=options,
+            options=replace(options, num_prefixes=self.job.config.num_prefixes),
             before=lambda: self._before(live_only=options.incremental == "reference"),
         )
 

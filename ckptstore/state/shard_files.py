@@ -18,7 +18,7 @@ from ckptstore.state.boxes import Box, inside
 from ckptstore.state.collector import collector_paused
 from ckptstore.state.describe import Described
 from ckptstore.state.frames import Template, template
-from ckptstore.state.incremental import Kept, KeptChunk, KeptFile, Place, digests_of, free_names
+from ckptstore.state.incremental import Kept, KeptChunk, KeptFile, Place, digests_of, free_names, spread_directory
 from ckptstore.state.part import PartBuilder
 from ckptstore.state.plan import RankPlan
 from ckptstore.state.segments import Bytes, Segment, SegmentSource, Slab, narrowed, payload_segment
@@ -96,12 +96,14 @@ class ShardFiles:
         num_files: int = 1,
         incremental: bool = False,
         before: Kept | None = None,
+        num_prefixes: int = 1,
     ) -> None:
         """`num_files` is how many files may be written at once. With `incremental` the chunks get digests, and files
-        of the checkpoint `before` are taken over."""
+        of the checkpoint `before` are taken over. `num_prefixes` directories share the files of all ranks."""
         self._described = described
         self._plan = plan
         self._rank = rank
+        self._directory = spread_directory(rank, num_prefixes)
         self._incremental = incremental
         self._before = before
         self._digests: dict[Place, str] = {}
@@ -124,7 +126,7 @@ class ShardFiles:
             filled += made.size_bytes
 
     def _free_names(self, count: int) -> list[str]:
-        return free_names(self._rank, [file.name for file in self.kept], count)
+        return free_names(self._rank, [file.name for file in self.kept], count, directory=self._directory)
 
     def _sorted_writes(self) -> tuple[list[_Frame], list[_Frame]]:
         small: list[_Frame] = []

@@ -55,6 +55,8 @@ class StateOptions:
     the new one, or only referred to."""
     num_files: int = 4
     """How many files a rank writes at once when there is much to write."""
+    num_prefixes: int = 1
+    """Over how many directories the files of all ranks are spread."""
 
 
 class StateShard:
@@ -124,6 +126,7 @@ class StateShard:
             num_files=options.num_files,
             incremental=bool(options.incremental),
             before=self._before,
+            num_prefixes=options.num_prefixes,
         )
         if options.stock_readable:
             self._add_stock_values(agreement, [*plan.common, *plan.own])
