@@ -3,36 +3,140 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import ckptstore
+from ckptstore.events import BytesMoved, Event, FileStored
+
+ROWS, FEATURES, WIDTH = 16, 8, 64
 
 
-def record(config: dict[str, Any], name: str, text: str) -> None:
-    """Leave a note for the test."""
+def note(config: dict[str, Any], name: str, text: str) -> None:
+    """Leave a line for the test."""
     directory = Path(config["notes"])
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / name).open("a") as file:
         file.write(f"{text}\n")
 
 
-def save_directories(config: dict[str, Any]) -> None:
-    """Every rank saves a file for some steps, after those that are there; then all read the newest one."""
+def notes(directory: Path, name: str) -> list[list[str]]:
+    """The lines that workers have left, split into words."""
+    path = directory / name
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def cache_of_ones_node(config: dict[str, Any]) -> None:
+    """The nodes of the test cluster share a disk, so each gets a cache directory of its own."""
     worker = ckptstore.ray.current_worker()
     assert worker is not None
     os.environ["CKPTSTORE_CACHE_DIR"] = f"{config['notes']}/cache-{worker.node_id}"
+
+
+def save_directories(config: dict[str, Any]) -> None:
+    """Every rank saves a file for some steps, after those that are there; then all read the newest one."""
+    cache_of_ones_node(config)
     store = ckptstore.ray.store(retention=ckptstore.KeepLatest(2), grace_seconds=0)
-    checkpoint = ckptstore.ray.resume(store=store)
+    rank = store.worker.rank if store.worker else 0
+    checkpoint = ckptstore.ray.resume(store=store, prefer=config.get("prefer", "newest"))
     first = 0 if checkpoint is None else checkpoint.step + 1
-    record(config, "resumed", f"{worker.rank} {first}")
+    note(config, "resumed", f"{rank} {first}")
     for step in range(first, first + config["steps"]):
-        path = Path(config["notes"], f"source-{worker.rank}")
+        path = Path(config["notes"], f"source-{rank}")
         path.mkdir(parents=True, exist_ok=True)
-        (path / "model.bin").write_bytes(bytes([step, worker.rank]) * 100_000)
+        (path / "model.bin").write_bytes(bytes([step, rank]) * 100_000)
         checkpoint = store.save_directory(step, path, metrics={"loss": abs(step - 1.5), "phase": "train"})
     assert checkpoint is not None
     with checkpoint.as_directory() as directory:
-        sizes = {file.name: file.stat().st_size for file in directory.glob("model*")}
-    record(config, "read", f"{worker.rank} {len(sizes)} {sum(sizes.values())}")
+        sizes = [file.stat().st_size for file in directory.glob("model*")]
+    note(config, "read", f"{rank} {len(sizes)} {sum(sizes)}")
     store.close()
+
+
+def batch_of(step: int) -> Any:
+    """The whole batch of a step: the same at any number of workers."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1000 + step)
+    inputs = torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64)
+    return inputs, torch.sin(inputs.sum(dim=1, keepdim=True))
+
+
+def new_model() -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+
+
+def losses_alone(steps: int) -> list[float]:
+    """The loss curve of one process without any checkpoint: what every run must repeat."""
+    import torch
+
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(steps):
+        inputs, targets = batch_of(step)
+        loss = ((model(inputs) - targets) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(config: dict[str, Any]) -> None:
+    """Train with DDP or FSDP2, save every other step, and go on from what is there."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    store = ckptstore.ray.store(retention=ckptstore.KeepLatest(3), **config.get("store", {}))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = new_model()
+    if config["parallel"] == "fsdp":
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = {"model": model, "optimizer": optimizer}
+    checkpoint = ckptstore.ray.resume(state, store, prefer=config.get("prefer", "newest"))
+    first = checkpoint.step + 1 if checkpoint else 0
+    note(config, "resumed", f"{rank} {world_size} {first}")
+    if "kill" in config:
+        kill_during_save(config, rank)
+    for step in range(first, config["steps"]):
+        inputs, targets = batch_of(step)
+        part = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+        loss = ((model(inputs[part]) - targets[part]) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        mean /= world_size
+        if rank == 0:
+            note(config, "losses", f"{step} {mean.item()!r}")
+        if step % 2 and config["how"] == "async":
+            store.save_async(step, state, metrics={"loss": mean, "step": step}, **config.get("options", {}))
+        elif step % 2:
+            store.save(step, state, metrics={"loss": mean, "step": step})
+    store.close()
+
+
+def kill_during_save(config: dict[str, Any], rank: int) -> None:
+    """Let the kernel end this worker when it has stored a part of a step, once in the life of the run."""
+    victim, step = config["kill"]
+    marker = Path(config["notes"], "killed")
+
+    def strike(event: Event) -> None:
+        if isinstance(event, BytesMoved | FileStored) and f"step-{step:010d}" in event.key and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == victim:
+        ckptstore.events.listening(strike).__enter__()

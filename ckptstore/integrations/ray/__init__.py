@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptstore.integrations.ray.context import Worker, current_worker
+    from ckptstore.integrations.ray.preemption import PreemptionSave
     from ckptstore.integrations.ray.ray_store import RayStore, store
     from ckptstore.integrations.ray.resuming import resolve, resume
 
-__all__ = ["RayStore", "Worker", "current_worker", "resolve", "resume", "store"]
+__all__ = ["PreemptionSave", "RayStore", "Worker", "current_worker", "resolve", "resume", "store"]
 
 _HOMES = {
+    "PreemptionSave": "preemption",
     "RayStore": "ray_store",
     "Worker": "context",
     "current_worker": "context",

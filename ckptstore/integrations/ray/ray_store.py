@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +11,13 @@ from ckptstore.background import OnBusy, PendingSave
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
+from ckptstore.group import Beat
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.group import RayWorkers
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
 from ckptstore.integrations.ray.pointer import Pointer
+from ckptstore.integrations.ray.preemption import MARGIN, Notice, PreemptionSave, current_notice
 from ckptstore.integrations.ray.reports import Reports
 from ckptstore.opening import open_store
 from ckptstore.resume import Order, resume
@@ -37,6 +40,7 @@ class RayStore(CheckpointStore):
     """
 
     _reports: Reports | None = None
+    _preempted: tuple[Notice, PreemptionSave] | None = None
 
     @property
     def worker(self) -> Worker | None:
@@ -58,8 +62,9 @@ class RayStore(CheckpointStore):
         function gets the pointer. The other keywords are those of `CheckpointStore.save`.
         """
         self._settle()
+        started = time.monotonic()
         checkpoint = super().save(step, state, metrics=_numbers(metrics), **options)
-        return self._reported(checkpoint, metrics, validation)
+        return self._reported(checkpoint, metrics, validation, started)
 
     def save_directory(
         self,
@@ -72,8 +77,9 @@ class RayStore(CheckpointStore):
     ) -> Checkpoint:
         """`CheckpointStore.save_directory`, then a report; else as `save`."""
         self._settle()
+        started = time.monotonic()
         checkpoint = super().save_directory(step, path, metrics=_numbers(metrics), **options)
-        return self._reported(checkpoint, metrics, validation)
+        return self._reported(checkpoint, metrics, validation, started)
 
     def save_async(
         self,
@@ -95,7 +101,7 @@ class RayStore(CheckpointStore):
         (`on_busy="skip"`) reports its metrics alone. Metrics are those at the time of the call: the next report counts
         what became of this one.
         """
-        reports = self._reports
+        reports, started = self._reports, time.monotonic()
         if reports and on_busy == "wait":
             with reports.counts.waiting(self._background.pending is not None):
                 self._background.wait()
@@ -104,8 +110,54 @@ class RayStore(CheckpointStore):
         if reports and pending.skipped:
             reports.skipped(step, metrics)
         elif reports:
-            reports.pending(pending, metrics, max_failures=max_failures, validation=validation)
+            reports.pending(pending, metrics, max_failures=max_failures, validation=validation, started=started)
         return pending
+
+    def save_on_preemption(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        needed_seconds: float | None = None,
+        **options: Any,
+    ) -> PreemptionSave | None:
+        """Once Ray says that nodes of the run are to be taken away, `save` if there is time. Collective: all ranks call
+        it after the same steps, each step or every few, and go on training whatever it returns; when the nodes are
+        gone Ray starts the run anew.
+
+        None while there is no notice, and outside of Ray Train; without a notice it costs a barrier of Ray's. For one
+        notice there is one save: later calls return what became of it, until more nodes are to go. When less time is
+        left than a save needs it is skipped, with the reason; the metrics are reported alone then.
+
+        Args:
+            needed_seconds: the time that a save needs; 1.5 times the longest one of this start when it is not given.
+            options: the other keywords of `save`.
+        """
+        reports = self._reports
+        notice = current_notice() if reports else None
+        if reports is None or notice is None:
+            return None
+        if self._preempted is None or self._preempted[0] != notice:
+            self._settle()
+            objection = self._objection(notice, needed_seconds, longest_seconds=reports.longest_save_seconds)
+            checkpoint = None
+            if objection:
+                reports.skipped(step, {**(metrics or {}), "ckptstore_error": objection})
+            else:
+                checkpoint = self.save(step, state, metrics=metrics, **options)
+            made = PreemptionSave(checkpoint=checkpoint, reason=objection, node_ids=notice.node_ids, ranks=notice.ranks)
+            self._preempted = (notice, made)
+        return self._preempted[1]
+
+    def _objection(self, notice: Notice, needed_seconds: float | None, *, longest_seconds: float) -> str:
+        """Why there is no time for a save, "" if there is. Collective; by the leader's clock."""
+
+        def decide(longest: list[Any], _beat: Beat) -> str:
+            needed = MARGIN * max(longest) if needed_seconds is None else needed_seconds
+            return notice.objection(needed_seconds=needed)
+
+        return str(self._job.exchange("preemption", lambda _beat: longest_seconds, decide))
 
     def resume_in_order(self, order: Order, state: Mapping[str, Any] | None, **options: Any) -> Checkpoint | None:
         """`resume`, but the live checkpoints are tried in an order of one's own. Collective; the leader asks for it."""
@@ -144,8 +196,11 @@ class RayStore(CheckpointStore):
         if self._reports:
             self._reports.settle()
 
-    def _reported(self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, validation: Any) -> Checkpoint:
+    def _reported(
+        self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, validation: Any, started: float
+    ) -> Checkpoint:
         if self._reports:
+            self._reports.took(time.monotonic() - started)
             self._reports.committed(checkpoint, metrics, validation=validation)
         return checkpoint
 

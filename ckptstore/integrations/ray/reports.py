@@ -65,9 +65,15 @@ class Reports:
     forgive: Callable[[PendingSave], None]
     """Told of a failed save that is tolerated."""
     counts: Counts = field(default_factory=Counts)
+    longest_save_seconds: float = 0.0
+    """From a call to its commit."""
     _waiting: list[threading.Event] = field(default_factory=list)
     """One for each report in the background whose outcome Ray has not asked for yet, oldest first."""
     _failed_in_row: int = 0
+
+    def took(self, seconds: float) -> None:
+        """A save that was committed took so long."""
+        self.longest_save_seconds = max(self.longest_save_seconds, seconds)
 
     def committed(self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, *, validation: Any) -> None:
         """Report a checkpoint. Returns when Ray's controller is about to take it."""
@@ -85,10 +91,16 @@ class Reports:
         )
 
     def pending(
-        self, pending: PendingSave, metrics: Mapping[str, Any] | None, *, max_failures: int, validation: Any
+        self,
+        pending: PendingSave,
+        metrics: Mapping[str, Any] | None,
+        *,
+        max_failures: int,
+        validation: Any,
+        started: float,
     ) -> None:
-        """Report a save in flight; Ray registers it when it is committed. Returns at once, unless `max_in_flight`
-        reports before it are still waiting."""
+        """Report a save in flight that was `started` then; Ray registers it when it is committed. Returns at once,
+        unless `max_in_flight` reports before it are still waiting."""
         import ray.train
 
         self._wait_until_at_most(self.max_in_flight - 1)
@@ -101,7 +113,7 @@ class Reports:
             checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
-            checkpoint_upload_fn=self._upload(pending, told, max_failures, ended),
+            checkpoint_upload_fn=self._upload(pending, told, max_failures, started, ended),
             delete_local_checkpoint_after_upload=False,  # there is nothing but what was just reported
             validation=validation,
         )
@@ -119,7 +131,7 @@ class Reports:
         self._wait_until_at_most(0)
 
     def _upload(
-        self, pending: PendingSave, told: dict[str, Any], max_failures: int, ended: threading.Event
+        self, pending: PendingSave, told: dict[str, Any], max_failures: int, started: float, ended: threading.Event
     ) -> Callable[[Any, str], Any]:
         """What Ray calls, on a thread of its own and in the order of the reports; more than once if it likes."""
         judged: list[Pointer] = []
@@ -129,7 +141,7 @@ class Reports:
 
             try:
                 if not judged:
-                    judged.append(self._judge(pending, told, max_failures))
+                    judged.append(self._judge(pending, told, max_failures, started))
                 if self.worker.rank == 0:
                     write_pointer(self.worker, directory_name, judged[0], retry=self.retry)
                 return ray.train.Checkpoint(self.worker.path_of(directory_name), self.worker.filesystem)
@@ -138,8 +150,9 @@ class Reports:
 
         return upload
 
-    def _judge(self, pending: PendingSave, told: dict[str, Any], max_failures: int) -> Pointer:
+    def _judge(self, pending: PendingSave, told: dict[str, Any], max_failures: int, started: float) -> Pointer:
         """Wait for the save; a failure that is tolerated becomes a pointer that says so."""
+        is_timed = not pending.done()  # else it ended while Ray was behind
         try:
             checkpoint = pending.result()
             assert checkpoint is not None  # a save that was skipped is not reported with a pointer
@@ -153,6 +166,8 @@ class Reports:
             self._rank_last(told, str(error))
             return Pointer(root=self.root, step=pending.step, number=None, error=str(error))
         self._failed_in_row = 0
+        if is_timed:
+            self.took(time.monotonic() - started)
         return Pointer.to(checkpoint, root=self.root)
 
     def _rank_last(self, told: dict[str, Any], error: str) -> None:
