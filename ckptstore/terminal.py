@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,26 @@ def progress(description: str, *, shown: bool | None = None) -> Iterator[None]:
         listening(_Bar(bar, description)),
     ):
         yield
+
+
+@contextmanager
+def counting(*, shown: bool | None = None) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar on stderr while the context lasts, moved by calls with a description, how much is done, of how much.
+
+    It is shown on a terminal only, unless `shown` says otherwise.
+    """
+    if not (is_terminal(sys.stderr) if shown is None else shown):
+        yield lambda _description, _completed, _total: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (bars.BarColumn(), bars.MofNCompleteColumn(), bars.TextColumn("{task.description}"))
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda description, completed, total: bar.update(
+            task, description=description, completed=completed, total=max(completed, total)
+        )
 
 
 class _Bar:

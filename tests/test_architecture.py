@@ -36,7 +36,8 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("opening it", {"opening"}),
     ("formats of other tools", {"exporting", "importing"}),
     ("surface", {""}),
-    ("edges", {"integrations", "testing", "terminal", "bench"}),
+    ("edges", {"integrations", "testing", "terminal"}),
+    ("benchmarks", {"bench"}),
     ("programs", {"demo"}),
     ("command line", {"cli"}),
 ]
@@ -57,16 +58,23 @@ IMPORTERS: dict[str, set[str]] = {
     "filelock": {"node_cache"},
     "fsspec": {"storage.remote"},
     "google": {"storage.chains", "storage.gcs"},
+    "jax": {"bench"},
+    "ml_dtypes": {"bench"},
+    "lightning": {"bench", "integrations.lightning"},
     "numpy": {"bench", "demo", "integrations", "staging", "state", "testing"},
     "obstore": {"storage.fast"},
+    "orbax": {"bench"},
     "psutil": {"bench"},
     "pyarrow": {"bench", "integrations.ray"},
-    "ray": {"integrations.ray"},
+    "ray": {"bench", "integrations.ray"},
     "requests": {"storage.azure", "storage.gcs"},
     "rich": {"terminal"},
+    "s3torchconnector": {"bench"},
+    "safetensors": {"bench"},
     "sklearn": {"demo"},
     "tenacity": {"retry"},
     "torch": {"bench", "demo", "group", "integrations", "state", "testing", "torch_private"},
+    "transformers": {"integrations.transformers"},
     "uvloop": {"testing.s3_server"},
     "xxhash": {"state"},
 }
@@ -81,6 +89,7 @@ WIDE_SIGNATURES = {"open_store", "save", "save_async", "save_directory", "load",
 READS_ENVIRONMENT = {"config", "group.find", "storage", "testing", "demo", "integrations"}
 
 HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "filelock", "awscrt", "click", "rich", "xxhash"}
+HEAVY |= {"lightning", "transformers"}
 
 
 def module_name(path: Path) -> str:

@@ -28,6 +28,7 @@ COMMANDS = (
     "prune",
     "gc",
     "doctor",
+    "bench",
     "demo",
 )
 """In the order of the help. The module of a command has its name, with an underscore behind words of Python, and

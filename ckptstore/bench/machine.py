@@ -1,0 +1,56 @@
+"""What a figure depends on besides the code: the machine, and the versions of everything that takes part."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ckptstore.bench.place import Place
+from ckptstore.storage.open import redact
+
+_PACKAGES = ("ckptstore", "torch", "numpy", "awscrt", "fsspec", "obstore")
+
+
+def describe(place: Place) -> dict[str, Any]:
+    """The machine, without its name."""
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "cores": os.cpu_count() or 1,
+        "memory_bytes": psutil.virtual_memory().total,
+        "storage": _file_system(place.path) if place.is_local else redact(place.uri).partition("://")[0],
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what ckptstore itself works with."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system that a path is on."""
+    found = [item for item in psutil.disk_partitions(all=True) if path.is_relative_to(item.mountpoint)]
+    return max(found, key=lambda item: len(item.mountpoint)).fstype if found else "a disk"

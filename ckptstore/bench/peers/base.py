@@ -1,0 +1,92 @@
+"""What a contender is asked to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ckptstore.bench.case import Case
+from ckptstore.bench.values import Role
+
+Wait = Callable[[], object]
+"""Returns when all that was begun is done."""
+
+
+class Contender:
+    """One way to save and to load. It is made in every rank; its methods are collective, but `objection` and `sweep`.
+
+    Only `save` and `load` are timed. A place is a URI below which nothing is, the same on all ranks.
+    """
+
+    name: ClassVar[str]
+    family: ClassVar[str]
+    """What `--peers` calls it."""
+    role: ClassVar[Role] = "peer"
+    modules: ClassVar[Sequence[str]] = ()
+    """What must be installed."""
+    packages: ClassVar[Sequence[str]] = ()
+    """Whose versions are recorded."""
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        self.case = case
+        self.settings = settings
+
+    @classmethod
+    def objection(cls, case: Case) -> str | None:
+        """Why it cannot take part here; None if it can."""
+        missing = [name for name in cls.modules if util.find_spec(name) is None]
+        return f"{', '.join(missing)} is not installed" if missing else None
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        """The settings to try for "save" or "load"."""
+        return [{}]
+
+    def prepare(self, place: str) -> None:
+        """What a job does once, and what is the same for all."""
+
+    def save(self, place: str) -> Wait | None:
+        """Save the case's state; returns how to wait for the rest, None when all is done."""
+        raise NotImplementedError(f"{self.name} does not save")
+
+    def after(self, place: str) -> None:
+        """After a save: give back what `prepare` took."""
+
+    def load(self, place: str) -> None:
+        """Load what was saved there into the case's target."""
+        raise NotImplementedError(f"{self.name} does not load")
+
+    def wrong(self) -> str | None:
+        """What differs after a load; None when nothing does."""
+        from ckptstore.bench.shapes import difference
+
+        return difference(self.case.local_target, self.case.local)
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def installed_versions(contenders: Sequence[type[Contender]]) -> dict[str, str]:
+    """Of every package that is named and installed."""
+    found = {}
+    for name in sorted({name for contender in contenders for name in contender.packages}):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def make_durable(path: Path) -> None:
+    """fsync of a file, or of all files below a directory, and of the directories."""
+    files = [path] if path.is_file() else [item for item in path.rglob("*") if item.is_file()]
+    directories = {file.parent for file in files} | {path.parent}
+    for item in [*files, *directories]:
+        descriptor = os.open(item, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

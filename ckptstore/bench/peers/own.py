@@ -1,0 +1,119 @@
+"""ckptstore itself."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from ckptstore.bench.case import Case
+from ckptstore.bench.peers.base import Contender, Wait
+from ckptstore.bench.values import OURS, Role
+from ckptstore.opening import open_store
+from ckptstore.store import CheckpointStore
+
+_STEP = 1
+
+
+class Ckptstore(Contender):
+    """`save` and `load` of a store. A job opens its store and claims it once, so that is not timed."""
+
+    name, family, packages = OURS, OURS, ("ckptstore", "torch", "awscrt", "obstore")
+    role: ClassVar[Role] = "ckptstore"
+    wrap: Callable[[CheckpointStore], CheckpointStore] = staticmethod(lambda store: store)
+    """What stands between the store and its storage."""
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        self.store: CheckpointStore | None = None
+
+    def opened(self, place: str) -> CheckpointStore:
+        """A store whose job has begun."""
+        options = self.case.place.storage_options
+        return self.wrap(open_store(place, durable=self.case.durable, storage_options=options))
+
+    def prepare(self, place: str) -> None:
+        self.store = self.opened(place)
+        self.store.save(0, {"epoch": 0})
+
+    def save(self, place: str) -> Wait | None:
+        assert self.store is not None
+        self.store.save(_STEP, self.case.state)
+        return None
+
+    def after(self, place: str) -> None:
+        self.close()
+
+    def load(self, place: str) -> None:
+        if self.store is None:
+            self.store = self.opened(place)
+        self.store.load(self.case.target)
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+
+class AsyncCkptstore(Ckptstore):
+    """`save_async`, warmed up. The store stays open from save to save, as in a job: its memory is used again."""
+
+    uploader: ClassVar[str] = "thread"
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        self._step = 0
+        self._token = case.gather(uuid.uuid4().hex[:8])[0]
+
+    def prepare(self, place: str) -> None:
+        if self.store is None:
+            self.store = self.opened(self.case.uri(f"async-{self.uploader}-{self._token}"))
+            self.store.save(0, {"epoch": 0})
+            self.store.warm_up(self.case.state, uploader=self.uploader)
+
+    def save(self, place: str) -> Wait | None:
+        assert self.store is not None
+        self._step += 1
+        pending = self.store.save_async(self._step, self.case.state, uploader=self.uploader)
+        return pending.result
+
+    def after(self, place: str) -> None:
+        """The files go, so that no turn finds a fuller disk than another; the log stays."""
+        assert self.store is not None
+        if self.case.rank == 0 and self.case.place.is_local:
+            for checkpoint in self.store:
+                shutil.rmtree(checkpoint.uri, ignore_errors=True)
+
+
+class AsyncCkptstoreProcess(AsyncCkptstore):
+    """The upload runs in a process of its own."""
+
+    name = "ckptstore, process"
+    uploader = "process"
+
+
+class DirectoryCkptstore(Ckptstore):
+    """`save_directory` of the case's files."""
+
+    link: ClassVar[bool] = False
+
+    def prepare(self, place: str) -> None:
+        self.store = self.opened(place)
+        self.store.resume()
+
+    def save(self, place: str) -> Wait | None:
+        assert self.store is not None
+        self.store.save_directory(_STEP, self.case.files, link=self.link)
+        return None
+
+
+class LinkedCkptstore(DirectoryCkptstore):
+    """`save_directory(link=True)`: files that will not change any more become links where that is possible."""
+
+    name = "ckptstore, linked"
+    link = True
+
+    @classmethod
+    def objection(cls, case: Case) -> str | None:
+        return None if case.place.is_local else "there is nothing to link to"

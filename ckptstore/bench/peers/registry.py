@@ -1,0 +1,32 @@
+"""Who takes part in which workload."""
+
+from __future__ import annotations
+
+from ckptstore.bench.peers.base import Contender
+from ckptstore.bench.peers.dcp import AsyncDcp, AsyncDcpProcess, Dcp, DcpFsspec, DcpS3
+from ckptstore.bench.peers.directories import CopyRecursively, RayPersist
+from ckptstore.bench.peers.files import Lightning, Orbax, Safetensors, TorchSave
+from ckptstore.bench.peers.limits import Memcpy, RawDisk, RawDiskLoad, RawRequests
+from ckptstore.bench.peers.node import OneDownload, RawDownload, RayAsDirectory
+from ckptstore.bench.peers.own import (
+    AsyncCkptstore,
+    AsyncCkptstoreProcess,
+    Ckptstore,
+    DirectoryCkptstore,
+    LinkedCkptstore,
+)
+
+_STATES: tuple[type[Contender], ...] = (Dcp, DcpFsspec, DcpS3, TorchSave, Safetensors, Lightning, Orbax)
+
+CONTENDERS: dict[str, tuple[type[Contender], ...]] = {
+    "save": (Ckptstore, *_STATES, RawDisk, RawRequests),
+    "load": (Ckptstore, *_STATES, RawDiskLoad, RawRequests),
+    "async": (AsyncCkptstore, AsyncCkptstoreProcess, AsyncDcp, AsyncDcpProcess, Memcpy),
+    "directory": (DirectoryCkptstore, LinkedCkptstore, RayPersist, CopyRecursively, RawDisk, RawRequests),
+    "node-cache": (OneDownload, RayAsDirectory, RawDownload),
+    "ranks": (Ckptstore, Dcp, DcpFsspec, DcpS3, RawDisk, RawRequests),
+}
+"""In the order of the tables."""
+
+FAMILIES = tuple(dict.fromkeys(one.family for found in CONTENDERS.values() for one in found if one.role == "peer"))
+"""What `--peers` knows."""

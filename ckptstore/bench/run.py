@@ -1,0 +1,195 @@
+"""A whole run: every workload in processes of its own, one report."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from ckptstore.bench import machine
+from ckptstore.bench.finding import finding
+from ckptstore.bench.peers.base import installed_versions
+from ckptstore.bench.peers.registry import CONTENDERS
+from ckptstore.bench.place import Place, check_room, opened_place
+from ckptstore.bench.scaling import scaling
+from ckptstore.bench.shapes import asked_bytes
+from ckptstore.bench.timeline import aligned, straggler
+from ckptstore.bench.values import OURS, Asked, Outcome, Report, Sample, Workload
+from ckptstore.bench.work import Task, figure_of, work
+from ckptstore.testing import RanksFailed, run_ranks
+
+_TIMEOUT_SECONDS = 3600.0
+_STATES_ON_DISK = {"save": 2, "load": 9, "async": 4, "directory": 3, "node-cache": 5, "ranks": 2, "ls": 0}
+_STATES_IN_MEMORY = {"save": 4, "load": 6, "async": 9, "directory": 2, "node-cache": 1, "ranks": 3, "ls": 0}
+"""At the most, as multiples of the size."""
+_TITLES = {
+    "save": "Save a state",
+    "load": "Load into tensors that exist",
+    "async": "Stall of an asynchronous save",
+    "directory": "Save a directory of files",
+    "node-cache": "All processes of a node open one checkpoint",
+}
+_LARGE_FILES = 4
+_SMALL_BYTES = 10 << 10
+
+Show = Callable[[str, int, int], None]
+"""Called with what is done now, how many turns are over, and how many there are."""
+
+
+def run(asked: Asked, *, storage_options: Mapping[str, Any], command: str, show: Show) -> Report:
+    """Measure everything that is asked for. Raises StorageFull before anything is written when it would not fit."""
+    size_bytes = asked_bytes(asked.shape, size_bytes=asked.size_bytes, scale=asked.scale)
+    started = time.time()
+    with opened_place(asked.to, storage_options) as place:
+        check_room(
+            place,
+            disk_bytes=size_bytes * max(_STATES_ON_DISK[name] for name in asked.workloads),
+            memory_bytes=size_bytes * max(_STATES_IN_MEMORY[name] for name in asked.workloads),
+        )
+        workloads: list[Workload] = []
+        curves: Mapping[str, Any] = {}
+        for name in asked.workloads:
+            if name == "ls":
+                workloads += finding(place, repeat=asked.repeat, tell=lambda text: show(f"ls: {text}", 0, 0))
+            elif name == "ranks":
+                curves = scaling(place, asked, size_bytes, lambda task, ranks: contest(task, ranks, show), show)
+            else:
+                workloads.append(_workload(name, asked, place, size_bytes, show))
+        told = machine.describe(place)
+    kinds = [kind for name in asked.workloads for kind in CONTENDERS.get(name, ())]
+    return Report(
+        created_at=started,
+        command=command,
+        machine=told,
+        versions={**machine.versions(), **installed_versions(kinds)},
+        asked={**asdict(replace(asked, to=None)), "size_bytes": size_bytes},
+        workloads=tuple(workloads),
+        scaling=curves,
+    )
+
+
+def _workload(name: str, asked: Asked, place: Place, size_bytes: int, show: Show) -> Workload:
+    task = Task(name=name, asked=asked, place=place, size_bytes=size_bytes)
+    if name in ("directory", "node-cache"):
+        with files_of(asked, name, size_bytes, place) as (files, facts):
+            return replace(contest(replace(task, files=str(files)), asked.ranks, show), facts=facts)
+    return contest(task, asked.ranks, show)
+
+
+def contest(task: Task, ranks: int, show: Show) -> Workload:
+    """One workload by real processes. Never raises for what a rank does: it is told as every contender's failure."""
+    with tempfile.TemporaryDirectory(prefix="ckptstore-bench-") as name, _told(Path(name), task.name, show) as told:
+        try:
+            with redirect_stdout(StringIO()):  # what peers print; of a failure it is in the error
+                found = run_ranks(
+                    ranks, work, replace(task, told=str(told)), timeout_seconds=_TIMEOUT_SECONDS, env=_env(task)
+                )
+        except RanksFailed as error:
+            return _failed(task, ranks, str(error))
+    return join(task, found)
+
+
+def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:
+    """One workload from what all ranks returned."""
+    outcomes = [_joined([rank["outcomes"][index] for rank in found]) for index in range(len(found[0]["outcomes"]))]
+    watched = [rank["watched"] for rank in found if rank["watched"]]
+    facts: dict[str, Any] = {}
+    timeline = aligned([one["phases"] for one in watched])
+    if watched:
+        calls: dict[str, int] = {}
+        for one in watched:
+            for verb, count in one["calls"].items():
+                calls[verb] = calls.get(verb, 0) + count
+        outcomes = [replace(one, calls=calls) if one.name == OURS else one for one in outcomes]
+        late = straggler(timeline)
+        facts["straggler"] = {"rank": late[0], "seconds": round(late[1], 6)} if late else None
+    return Workload(
+        name=task.name,
+        title=_TITLES.get(task.name, task.name),
+        size_bytes=found[0]["rank_bytes"] if task.name == "node-cache" else sum(rank["rank_bytes"] for rank in found),
+        ranks=len(found),
+        figure=figure_of(task.name),
+        facts=facts,
+        timeline=tuple(timeline),
+        outcomes=tuple(outcomes),
+    )
+
+
+def _joined(of_ranks: Sequence[Outcome]) -> Outcome:
+    turns = zip(*(one.samples for one in of_ranks), strict=True)
+    return replace(of_ranks[0], samples=tuple(Sample.over_ranks(turn) for turn in turns))
+
+
+def _failed(task: Task, ranks: int, reason: str) -> Workload:
+    outcomes = [
+        Outcome(name=kind.name, family=kind.family, role=kind.role, status="failed", reason=reason[:2000])
+        for kind in CONTENDERS[task.name]
+        if kind.role != "peer" or task.asked.wants(kind.family)
+    ]
+    title = _TITLES.get(task.name, task.name)
+    return Workload(name=task.name, title=title, size_bytes=task.size_bytes, ranks=ranks, outcomes=tuple(outcomes))
+
+
+def _env(task: Task) -> dict[str, str]:
+    """What clients that take no credentials find in their environment: those of the test server only."""
+    if task.place.endpoint_url is None:
+        return {}
+    return {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_REGION": "us-east-1"}
+
+
+@contextmanager
+def _told(directory: Path, workload: str, show: Show) -> Iterator[Path]:
+    """A file whose lines are shown as they come."""
+    path, over = directory / "told", threading.Event()
+    path.touch()
+
+    def follow() -> None:
+        count = 0
+        with path.open() as file:
+            while not over.wait(0.1):
+                for line in file:
+                    told = json.loads(line)
+                    show(f"{workload}: {told['turn']}", count, told["total"])
+                    count += 1
+
+    thread = threading.Thread(target=follow, name="ckptstore-bench-progress", daemon=True)
+    thread.start()
+    try:
+        yield path
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def files_of(
+    asked: Asked, name: str, size_bytes: int, place: Place, *, num_files: int | None = None
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The directories that are saved: for each rank one, or for "node-cache" one for all, with large files or, for the
+    shape "files", with many of 10 KiB."""
+    shares = 1 if name == "node-cache" else asked.ranks
+    if num_files is None:
+        num_files = max(1, size_bytes // _SMALL_BYTES) if asked.shape == "files" else _LARGE_FILES * shares
+    each = max(1, num_files // shares)
+    file_bytes = max(1, size_bytes // (each * shares))
+    above = place.path if place.is_local else Path(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(prefix="ckptstore-bench-files-", dir=above) as directory:
+        pattern = os.urandom(min(1 << 20, file_bytes))
+        for rank in range(shares):
+            target = Path(directory) / "source" / (f"rank-{rank}" if name == "directory" else "")
+            for number in range(each):
+                path = target / f"d{number // 1000}" / f"shard-{rank}-{number}.bin"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    for start in range(0, file_bytes, len(pattern)):
+                        file.write(pattern[: file_bytes - start])
+        os.sync()
+        yield Path(directory) / "source", {"files": each * shares, "file_bytes": file_bytes}

@@ -1,0 +1,96 @@
+"""What a commit costs the leader of many ranks that talk through the storage and nothing else.
+
+The leader is real. Every other rank is simulated by what it would have left in the storage: its file in the directory
+of the attempt, and its answer to each exchange, all there before the leader looks. So this is the leader's own cost.
+Every request waits for the given latency.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ckptstore.bench.measure import Meter
+from ckptstore.digest import crc32c
+from ckptstore.group import StorageGroup
+from ckptstore.group.message import Message
+from ckptstore.job import attempt_of
+from ckptstore.layout import ranked_name
+from ckptstore.manifest import Receipt
+from ckptstore.naming import Offer
+from ckptstore.opening import open_store
+from ckptstore.testing import Call, Delay, combine, with_faults
+
+_DATA = b"x" * 100
+_FILE = "shard.bin"
+_TOKEN = "bench"
+
+
+def answers(rank: int) -> dict[int, tuple[str, bytes]]:
+    """What a rank says in each exchange of a first save, by the number of the exchange."""
+    asked = {"kind": "directory", "exists": "replace", "suffix": "auto", "shared": [], "link": False}
+    offer = json.dumps(Offer("auto", [_FILE], size_bytes=len(_DATA)).to_json()).encode()
+    receipt = Receipt(ranked_name(_FILE, rank), len(_DATA), crc32c(_DATA), rank, _FILE)
+    return {
+        1: ("probe the root", b""),
+        2: ("read the probe", b""),
+        3: ("save", json.dumps({"step": 1, "options": asked}).encode() + b"\n" + offer),
+        4: ("receipts", json.dumps([receipt.to_json()]).encode()),
+    }
+
+
+def leave_followers(root: Path, world_size: int) -> None:
+    """All that ranks 1 and above would have left."""
+    group = root / "group" / _TOKEN
+    attempt = root / attempt_of(_TOKEN, num_saves=1, step=1, epoch=1).prefix
+    group.mkdir(parents=True)
+    attempt.mkdir(parents=True)
+    for rank in range(1, world_size):
+        (attempt / ranked_name(_FILE, rank)).write_bytes(_DATA)
+        for call, (tag, payload) in answers(rank).items():
+            message = Message(tag=tag, rank=rank, world_size=world_size, by=f"rank {rank}", payload=payload)
+            (group / f"{call:08d}.{rank:05d}").write_bytes(message.encode())
+
+
+def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[str, Any]:
+    """One save of the leader: seconds, requests, its memory and processor time. Meant for a process of its own."""
+    root, source = Path(directory) / "store", Path(directory) / "source"
+    shutil.rmtree(root, ignore_errors=True)
+    source.mkdir(parents=True, exist_ok=True)
+    (source / _FILE).write_bytes(_DATA)
+    leave_followers(root, world_size)
+    counted = Counter[str]()
+
+    def count(call: Call) -> None:
+        if call.phase == "before":
+            counted[call.verb] += 1
+
+    group = StorageGroup(0, world_size, _TOKEN)
+    store = with_faults(
+        open_store(root, group=group, durable=False, rank_timeout_seconds=600),
+        combine(count, Delay(latency_seconds)),
+    )
+    used = _used()
+    with Meter() as meter:
+        checkpoint = store.save_directory(1, source)
+    counts, seconds = dict(counted), meter.total_seconds
+    assert len(checkpoint.files) == world_size
+    shutil.rmtree(directory)
+    return {
+        "ranks": world_size,
+        "latency_seconds": latency_seconds,
+        "seconds": seconds,
+        "requests": sum(counts.values()),
+        "requests_by_verb": counts,
+        "cpu_seconds": _used() - used,
+        "peak_bytes": meter.peak_bytes,
+    }
+
+
+def _used() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

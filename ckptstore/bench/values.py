@@ -1,0 +1,231 @@
+"""What is asked of a benchmark and what comes out: plain values, and the figures that follow from them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+VERSION = 1
+GIB = 1 << 30
+WORKLOADS = ("save", "load", "async", "directory", "node-cache", "ranks", "ls")
+OURS = "ckptstore"
+S3_TEST = "s3-test"
+
+Role = Literal["ckptstore", "peer", "limit"]
+Status = Literal["measured", "skipped", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the caller wants measured; it is written into the report as it is, but for secrets."""
+
+    workloads: tuple[str, ...]
+    to: str | None = None
+    """A URI, "s3-test", or None for a temporary directory."""
+    size_bytes: int = 2 * GIB
+    """Of the whole state, over all ranks."""
+    scale: float | None = None
+    """A share of the preset's real size, in place of `size_bytes`."""
+    ranks: int = 1
+    shape: str = "llama-8b"
+    peers: tuple[str, ...] = ("all",)
+    repeat: int = 5
+    durable: bool = True
+    drop_caches: bool = False
+    max_ranks: int = 16_384
+    """The most ranks that are simulated."""
+    latency_seconds: float = 0.005
+    """What each request of a simulated commit waits for."""
+
+    def wants(self, family: str) -> bool:
+        """Whether peers of that family take part."""
+        return "all" in self.peers or family in self.peers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One turn of one contender, over all ranks: the slowest rank's seconds, everybody's processor time."""
+
+    blocked_seconds: float
+    """Until the call returned."""
+    total_seconds: float
+    """Until everything was stored or loaded."""
+    cpu_seconds: float
+    peak_bytes: int | None
+    """The most memory that a rank took beside its state; None where the system does not tell."""
+    requests: int | None = None
+    sent_bytes: int | None = None
+    received_bytes: int | None = None
+    retries: int | None = None
+
+    @classmethod
+    def over_ranks(cls, samples: Sequence[Sample]) -> Sample:
+        """One sample from those of all ranks."""
+        return cls(
+            blocked_seconds=max(one.blocked_seconds for one in samples),
+            total_seconds=max(one.total_seconds for one in samples),
+            cpu_seconds=sum(one.cpu_seconds for one in samples),
+            peak_bytes=_over(max, (one.peak_bytes for one in samples)),
+            requests=_over(sum, (one.requests for one in samples)),
+            sent_bytes=_over(sum, (one.sent_bytes for one in samples)),
+            received_bytes=_over(sum, (one.received_bytes for one in samples)),
+            retries=_over(sum, (one.retries for one in samples)),
+        )
+
+
+def _over(joined: Any, values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return joined(known) if known else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one contender did in one workload."""
+
+    name: str
+    family: str
+    """What `--peers` calls it."""
+    role: Role
+    status: Status
+    reason: str | None = None
+    """Why it was skipped, or what it failed with."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    sweep: tuple[Mapping[str, Any], ...] = ()
+    """Every setting that was tried, with its best seconds."""
+    samples: tuple[Sample, ...] = ()
+    calls: Mapping[str, int] = field(default_factory=dict)
+    """Calls of the storage by verb, over all ranks, in one more turn that was only watched; of ckptstore alone."""
+
+    @property
+    def median_seconds(self) -> float:
+        """Of the total seconds. Only for what was measured."""
+        return statistics.median(sample.total_seconds for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One workload with all its contenders. `figure` is what ratios are taken of."""
+
+    name: str
+    title: str
+    size_bytes: int
+    ranks: int
+    outcomes: tuple[Outcome, ...]
+    figure: str = "total_seconds"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    timeline: tuple[Mapping[str, Any], ...] = ()
+    """Of each rank, in one save."""
+
+    def measured(self, name: str) -> Outcome | None:
+        """The contender of that name, if it was measured."""
+        return next((one for one in self.outcomes if one.name == name and one.status == "measured"), None)
+
+    def figures(self, outcome: Outcome) -> list[float]:
+        """The samples that ratios are taken of."""
+        return [float(getattr(sample, self.figure)) for sample in outcome.samples]
+
+    def ratio(self, outcome: Outcome) -> float | None:
+        """Its median over ckptstore's: above 1, ckptstore is faster."""
+        ours = self.measured(OURS)
+        if ours is None or outcome.status != "measured":
+            return None
+        return statistics.median(self.figures(outcome)) / max(1e-9, statistics.median(self.figures(ours)))
+
+    def best(self, role: Role) -> Outcome | None:
+        """The fastest one of a role that was measured."""
+        found = [one for one in self.outcomes if one.role == role and one.status == "measured"]
+        return min(found, key=lambda one: statistics.median(self.figures(one)), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the schema, with the figures that follow from the samples."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "size_bytes": self.size_bytes,
+            "ranks": self.ranks,
+            "figure": self.figure,
+            "facts": dict(self.facts),
+            "timeline": [dict(rank) for rank in self.timeline],
+            "outcomes": [
+                {**asdict(one), "summary": summary(one, self.size_bytes), "ratio": rounded(self.ratio(one))}
+                for one in self.outcomes
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Workload:
+        """From what `to_json` made."""
+        outcomes = []
+        for one in value["outcomes"]:
+            fields = {name: item for name, item in one.items() if name not in ("summary", "ratio")}
+            samples = tuple(Sample(**sample) for sample in one["samples"])
+            outcomes.append(Outcome(**{**fields, "samples": samples, "sweep": tuple(one["sweep"])}))
+        names = ("name", "title", "size_bytes", "ranks", "figure", "facts")
+        fields = {name: value[name] for name in names}
+        return cls(**fields, timeline=tuple(value["timeline"]), outcomes=tuple(outcomes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One run."""
+
+    created_at: float
+    command: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    asked: Mapping[str, Any]
+    workloads: tuple[Workload, ...]
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    """Curves and laws of growth, of the workload "ranks"."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the schema."""
+        return {
+            "version": VERSION,
+            "kind": "ckptstore-bench",
+            "created_at": self.created_at,
+            "command": self.command,
+            "machine": dict(self.machine),
+            "versions": dict(self.versions),
+            "asked": dict(self.asked),
+            "workloads": [workload.to_json() for workload in self.workloads],
+            "scaling": dict(self.scaling),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Report:
+        """From what `to_json` made."""
+        names = ("created_at", "command", "machine", "versions", "asked", "scaling")
+        fields = {name: value[name] for name in names}
+        return cls(**fields, workloads=tuple(Workload.from_json(one) for one in value["workloads"]))
+
+
+def summary(outcome: Outcome, size_bytes: int) -> dict[str, Any] | None:
+    """Median, minimum and maximum of what was sampled, and the rates that follow; None without samples."""
+    if not outcome.samples:
+        return None
+    spread = {
+        name: _spread([getattr(sample, name) for sample in outcome.samples])
+        for name in ("blocked_seconds", "total_seconds", "cpu_seconds", "peak_bytes", "requests", "retries")
+    }
+    gib = size_bytes / GIB
+    cpu = statistics.median(sample.cpu_seconds for sample in outcome.samples)
+    return {
+        **spread,
+        "gigabytes_per_second": rounded(size_bytes / 1e9 / max(1e-9, outcome.median_seconds)) if size_bytes else None,
+        "cpu_seconds_per_gib": rounded(cpu / gib) if gib else None,
+    }
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return {"median": statistics.median(known), "min": min(known), "max": max(known)}
+
+
+def rounded(value: float | None, digits: int = 4) -> float | None:
+    """With so many significant digits; None stays None."""
+    return None if value is None else float(f"{value:.{digits}g}")

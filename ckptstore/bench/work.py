@@ -1,0 +1,129 @@
+"""What the process of each rank does."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptstore.bench.case import Case, process_group, use_threads
+from ckptstore.bench.peers.base import Contender
+from ckptstore.bench.peers.own import AsyncCkptstore, Ckptstore
+from ckptstore.bench.peers.registry import CONTENDERS
+from ckptstore.bench.place import Place
+from ckptstore.bench.timeline import Recorder
+from ckptstore.bench.turns import Contest, Tell
+from ckptstore.bench.values import Asked, Outcome
+from ckptstore.events import listening
+from ckptstore.store import CheckpointStore
+from ckptstore.testing import with_faults
+from ckptstore.testing.wrapped import Call
+
+FIGURES = {"async": "blocked_seconds"}
+"""What the ratios of a workload are taken of; total seconds where nothing else is said."""
+_ACTIONS = {"load": "load", "node-cache": "load"}
+_WATCHED: dict[str, type[Ckptstore]] = {"save": Ckptstore, "async": AsyncCkptstore}
+"""The workloads of which a timeline is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One workload, for all ranks."""
+
+    name: str
+    asked: Asked
+    place: Place
+    size_bytes: int
+    files: str = ""
+    """The directory that is saved: `rank-N` of it, or all of it in "node-cache"."""
+    told: str = ""
+    """The file to which the first rank writes what it does, a line for each turn."""
+    late_rank: int = -1
+    late_seconds: float = 0.0
+    """Each part that this rank writes in the timeline is so much slower: for looking at a straggler."""
+
+
+def figure_of(name: str) -> str:
+    """The figure of a workload."""
+    return FIGURES.get(name, "total_seconds")
+
+
+def work(task: Task) -> dict[str, Any]:
+    """All turns of one workload. Returns this rank's outcomes, and what it did in one save that was only watched."""
+    warnings.simplefilter("ignore")
+    with process_group() as (rank, world_size):
+        use_threads(world_size, os.cpu_count() or 1)
+        case = _case(task, rank, world_size)
+        tell = _teller(task, rank)
+        kinds = [kind for kind in CONTENDERS[task.name] if kind.role != "peer" or task.asked.wants(kind.family)]
+        contest = Contest(case, _ACTIONS.get(task.name, "save"), figure=figure_of(task.name), tell=tell)
+        outcomes: list[Outcome] = contest.run(kinds, repeat=task.asked.repeat)
+        watched: dict[str, Any] = {}
+        if task.name in _WATCHED and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
+            tell("timeline", 0)
+            watched = watch(case, _WATCHED[task.name], task)
+        return {"outcomes": outcomes, "watched": watched, "rank_bytes": case.rank_bytes}
+
+
+def _case(task: Task, rank: int, world_size: int) -> Case:
+    case = Case(
+        place=task.place,
+        rank=rank,
+        world_size=world_size,
+        durable=task.asked.durable,
+        drop_caches=task.asked.drop_caches,
+    )
+    if task.files:
+        case.files = Path(task.files) / f"rank-{rank}" if task.name == "directory" else Path(task.files)
+        case.rank_bytes = sum(path.stat().st_size for path in case.files.rglob("*") if path.is_file())
+    else:
+        case.make_state(task.asked.shape, task.size_bytes)
+        if task.name == "load":
+            case.make_target()
+    return case
+
+
+def _teller(task: Task, rank: int) -> Tell:
+    def tell(text: str, total: int) -> None:
+        if rank == 0 and task.told:
+            with open(task.told, "a") as file:
+                file.write(json.dumps({"turn": text, "total": total}) + "\n")
+
+    return tell
+
+
+def watch(case: Case, kind: type[Ckptstore], task: Task) -> dict[str, Any]:
+    """One more save, of which every call is noted; it is in no sample, for noting takes time."""
+    recorder = Recorder(rank=case.rank)
+
+    def hook(call: Call) -> None:
+        recorder(call)
+        if case.rank == task.late_rank and call.verb == "write_part" and call.phase == "before":
+            time.sleep(task.late_seconds)
+
+    def wrap(store: CheckpointStore) -> CheckpointStore:
+        return with_faults(store, hook)
+
+    contender: Contender = kind(case)
+    contender.wrap = wrap  # type: ignore[attr-defined]
+    place = case.uri("watched")
+    contender.prepare(place)
+    case.gather(None)
+    with listening(recorder.hear):
+        recorder.started = time.monotonic()
+        wait = contender.save(place)
+        if wait is not None:
+            wait()
+        recorder.ended = time.monotonic()
+    case.gather(None)
+    found = {"calls": recorder.counts(), "phases": recorder.phases()}
+    contender.after(place)
+    contender.close()
+    case.gather(None)
+    if case.rank == 0:
+        case.place.remove(place)
+    return found
