@@ -66,6 +66,7 @@ IMPORTERS: dict[str, set[str]] = {
     "orbax": {"bench"},
     "psutil": {"bench"},
     "pyarrow": {"bench", "integrations.ray"},
+    "pytorch_lightning": {"integrations.lightning"},
     "ray": {"bench", "integrations.ray"},
     "requests": {"storage.azure", "storage.gcs"},
     "rich": {"terminal"},

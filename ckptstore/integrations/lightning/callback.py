@@ -1,0 +1,153 @@
+"""The callback: it listens to the Trainer's hooks, asks the schedule, and saves through the store."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.integrations.given_store import GivenStore, StoreGiven
+from ckptstore.integrations.lightning.contents import check_strategy, metrics_of, state_of
+from ckptstore.integrations.lightning.schedule import Schedule
+
+if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning.callbacks import Checkpoint as _Base
+else:
+    from lightning.pytorch.callbacks import Checkpoint as _Base
+
+if TYPE_CHECKING:
+    from ckptstore.background import PendingSave
+    from ckptstore.checkpoint import Checkpoint
+    from ckptstore.store import CheckpointStore
+
+logger = logging.getLogger("ckptstore.lightning")
+
+
+class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any to the type checker
+    """Saves a Trainer's checkpoints in a store, every rank its own part, and resumes from the newest.
+
+    It stands in the place of `ModelCheckpoint`: with it in the list the Trainer writes no files of its own. Saved and
+    resumed are the model, optimizers, schedulers, loops, precision, DataModule, callbacks, and what
+    `on_save_checkpoint` adds. Nothing is gathered on one rank. Works with one device, DDP, FSDP and
+    ModelParallelStrategy; other strategies are refused with InvalidInput.
+
+    Which checkpoints stay is decided by the store's retention, for instance
+    `KeepBest(3, metric="val_loss", mode="min") | KeepLatest(1)`.
+
+    Args:
+        store: an open store, or, for each process to open its own, a URI or a function such as `ckptstore.ray.store`.
+        every_n_train_steps, every_n_epochs: when to save; every epoch when neither is given. A step is one of the
+            optimizer, as in `trainer.global_step`, and gives the checkpoint its number.
+        monitor: a metric that every checkpoint must have, and have of its own step. When a validation gives it, a save
+            waits for the end of the next one.
+        asynchronous: go on training while the state is stored, with `save_async`.
+        resume: claim the store at the start of `fit` and load the newest checkpoint that verifies, unless `ckpt_path`
+            is given or this Trainer has trained already.
+        save_options: keywords of `save` or `save_async`, such as `{"incremental": True}`.
+        load_options: keywords of `resume`, such as `{"per_rank": "first"}` for another number of ranks.
+        open_keywords: those of `open_store`, for a URI.
+
+    An error of a save is raised in the training loop, the same on all ranks; of an asynchronous one, by the next save
+    or at the end of training.
+    """
+
+    def __init__(
+        self,
+        store: StoreGiven,
+        *,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        monitor: str | None = None,
+        asynchronous: bool = False,
+        resume: bool = True,
+        save_options: Mapping[str, Any] | None = None,
+        load_options: Mapping[str, Any] | None = None,
+        **open_keywords: Any,
+    ) -> None:
+        super().__init__()
+        self._given = GivenStore(store, open_keywords)
+        self._schedule = Schedule(
+            every_n_train_steps=every_n_train_steps, every_n_epochs=every_n_epochs, monitor=monitor
+        )
+        self._monitor = monitor
+        self._asynchronous = asynchronous
+        self._resume = resume
+        self._save_options = dict(save_options or {})
+        self._load_options = dict(load_options or {})
+        self._pending: PendingSave | None = None
+        self.resumed: Checkpoint | None = None
+        """What the last `fit` resumed from."""
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The store; opened if it is not open."""
+        return self._given.get()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what cannot be saved before anything is trained."""
+        if stage == "fit":
+            check_strategy(trainer.strategy)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Resume: model and optimizers are in their final form here, under every strategy."""
+        self.resumed = None
+        if trainer.fast_dev_run:
+            return
+        if self._resume and not trainer.ckpt_path and trainer.global_step == 0:
+            options = {"strict": pl_module.strict_loading, **self._load_options}
+            self.resumed = self.store.resume(state_of(trainer), **options)
+        self._schedule.restart(step=trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save by steps."""
+        step, metrics = trainer.global_step, trainer.callback_metrics
+        if self._schedule.at_batch_end(step=step, is_last_batch=trainer.is_last_batch, metrics=metrics):
+            self._save(trainer)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """See `Schedule`."""
+        if not trainer.sanity_checking:
+            self._schedule.at_validation_start(metrics=trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Make the save that has waited for this validation."""
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        step, metrics = trainer.global_step, trainer.callback_metrics
+        if self._schedule.at_validation_end(step=step, is_last_batch=trainer.is_last_batch, metrics=metrics):
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save by epochs."""
+        epoch, step, metrics = trainer.current_epoch, trainer.global_step, trainer.callback_metrics
+        if self._schedule.at_epoch_end(epoch=epoch, step=step, metrics=metrics):
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the save in flight."""
+        if self._schedule.due_step is not None:
+            logger.warning(
+                "the save of step %d was not made: %s was not logged since", self._schedule.due_step, self._monitor
+            )
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Close the store if it was opened here."""
+        if stage == "fit":
+            self._given.close()
+
+    def _save(self, trainer: Any) -> None:
+        if trainer.fast_dev_run:
+            return
+        step = trainer.global_step
+        asked = {"metrics": metrics_of(trainer), "metadata": {"epoch": trainer.current_epoch}, **self._save_options}
+        if self._asynchronous:
+            self._pending = self.store.save_async(step, state_of(trainer), **asked)
+            if self._pending.skipped:
+                return
+        else:
+            self.store.save(step, state_of(trainer), **asked)
+        self._schedule.saved(step=step)

@@ -1,0 +1,128 @@
+"""What a Lightning Trainer is made of, as a state: its own live objects, so that nothing is gathered or copied.
+
+The keys follow the wrapped objects' own names, which DDP and sharding leave as they are: what was saved under one
+strategy is loaded under another. Only public names of Lightning are used.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ckptstore.errors import InvalidInput, InvalidState
+
+logger = logging.getLogger("ckptstore.lightning")
+
+_KNOWN = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_REFUSED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raise InvalidInput for a strategy whose model and optimizers are not plain torch objects on each rank."""
+    names = [cls.__name__ for cls in type(strategy).__mro__]
+    found = next((name for name in names if name in (*_KNOWN, *_REFUSED)), None)
+    if found not in _KNOWN:
+        raise InvalidInput(
+            f"{names[0]} keeps model and optimizer in a form of its own, which is not saved here",
+            hint=f"Use one of {', '.join(_KNOWN)}",
+        )
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """Everything that a Trainer needs to go on, for `store.save` and `store.resume`."""
+    return {
+        "model": trainer.model,
+        "optimizers": list(trainer.optimizers),
+        "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
+        "datamodule": IfGiven(trainer.datamodule),
+        "hooks": Hooks(trainer),
+        "callbacks": Callbacks(trainer),
+        "precision": IfGiven(trainer.precision_plugin),
+        "loops": trainer.fit_loop,
+    }
+
+
+def metrics_of(trainer: Any) -> dict[str, float]:
+    """The logged metrics that are single numbers."""
+    found = {}
+    for name, value in trainer.callback_metrics.items():
+        if getattr(value, "numel", lambda: 1)() == 1:
+            found[name] = float(value)
+    return found
+
+
+class IfGiven:
+    """An object that may be missing, or may have nothing to keep; then it is not asked to load anything."""
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the object keeps."""
+        return {} if self._item is None else dict(self._item.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hand it back."""
+        if state and self._item is not None:
+            self._item.load_state_dict(dict(state))
+
+
+class Callbacks:
+    """The states of a Trainer's callbacks, by the key that each gives itself."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Those of the callbacks that have one."""
+        states = {callback.state_key: callback.state_dict() for callback in self._trainer.callbacks}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Hand them back; a callback that is new, or gone, is left out."""
+        own = {callback.state_key: callback for callback in self._trainer.callbacks}
+        for key, state in states.items():
+            if key in own:
+                own[key].load_state_dict(copy.deepcopy(state))
+            else:
+                logger.warning("no callback takes the state that was saved for %s", key)
+
+
+class Hooks:
+    """What `on_save_checkpoint` of the LightningModule and of callbacks adds to a checkpoint.
+
+    The hooks get a dict with epoch and step, and none with the model: who wants to change what is saved of it cannot do
+    so here. `on_load_checkpoint` gets back the same dict, once model and optimizers are loaded.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Call the hooks. Raises InvalidState when one asks for what is not in the dict."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        contents = _Contents(epoch=trainer.current_epoch, global_step=trainer.global_step)
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, module, contents)
+        module.on_save_checkpoint(contents)
+        return dict(contents)
+
+    def load_state_dict(self, contents: Mapping[str, Any]) -> None:
+        """Call the hooks for loading, in Lightning's order."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        given = _Contents(copy.deepcopy(dict(contents)))
+        module.on_load_checkpoint(given)
+        for callback in trainer.callbacks:
+            callback.on_load_checkpoint(trainer, module, given)
+
+
+class _Contents(dict[str, Any]):
+    """The dict that hooks write to."""
+
+    def __missing__(self, key: str) -> Any:
+        raise InvalidState(
+            f"on_save_checkpoint or on_load_checkpoint asked for {key!r}, which is not in the dict that it gets",
+            hint="Tensors are saved by each rank from where they are; a hook may add entries, and read its own",
+        )

@@ -1,0 +1,75 @@
+"""When a Lightning Trainer's checkpoints are due, and whether the metric that ranks them is that of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ckptstore.errors import InvalidInput
+
+
+class Schedule:
+    """Saves every so many optimizer steps, or every so many epochs, or both; no step twice.
+
+    With `monitor` a save waits until that metric is there and belongs to the present step. A metric that only a
+    validation gives belongs to the step of that validation, so a save that is due between two of them is made at the
+    end of the next. All ranks log the same names, so all decide the same.
+
+    What is due with the last batch of an epoch is saved at the end of that epoch: Lightning, resuming from a place in
+    between, leaves out the rest of the epoch's end, such as its validation and the hooks of other callbacks.
+    """
+
+    def __init__(self, *, every_n_train_steps: int | None, every_n_epochs: int | None, monitor: str | None) -> None:
+        for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
+            if value is not None and value < 1:
+                raise InvalidInput(f"{name} is {value!r}, it must be at least 1")
+        self._steps = every_n_train_steps
+        self._epochs = 1 if every_n_train_steps is None and every_n_epochs is None else every_n_epochs
+        self._monitor = monitor
+        self.restart(step=0)
+
+    def restart(self, *, step: int) -> None:
+        """Begin at a step that is stored already, or that nothing has been trained for."""
+        self._saved_step = step
+        self.due_step: int | None = None
+        """The step of the save that waits for its metric."""
+        self._validated_step: int | None = None
+        self._was_there = False
+        self._is_of_validation = False
+
+    def saved(self, *, step: int) -> None:
+        """Take a note of a save."""
+        self._saved_step = step
+        self.due_step = None
+
+    def at_batch_end(self, *, step: int, is_last_batch: bool, metrics: Collection[str]) -> bool:
+        """Whether to save after a batch. The step does not move while gradients are accumulated."""
+        is_due = self._steps is not None and step % self._steps == 0
+        return self._now(is_due, step, metrics, wait=is_last_batch)
+
+    def at_epoch_end(self, *, epoch: int, step: int, metrics: Collection[str]) -> bool:
+        """Whether to save at the end of an epoch, counted from 0."""
+        is_due = self._epochs is not None and (epoch + 1) % self._epochs == 0
+        return self._now(is_due or self.due_step is not None, step, metrics)
+
+    def at_validation_start(self, *, metrics: Collection[str]) -> None:
+        """Note whether the metric was there before a validation."""
+        self._was_there = self._monitor in metrics
+
+    def at_validation_end(self, *, step: int, is_last_batch: bool, metrics: Collection[str]) -> bool:
+        """Whether to make a save now that has waited for its metric."""
+        if not self._was_there and self._monitor in metrics:
+            self._is_of_validation = True
+        self._validated_step = step
+        return self._now(self.due_step is not None, step, metrics, wait=is_last_batch)
+
+    def _now(self, is_due: bool, step: int, metrics: Collection[str], *, wait: bool = False) -> bool:
+        if not is_due or step == self._saved_step:
+            return False
+        if not wait and (self._monitor is None or self._is_known(step, metrics)):
+            return True
+        self.due_step = step
+        return False
+
+    def _is_known(self, step: int, metrics: Collection[str]) -> bool:
+        """Whether the monitored metric is there, and not that of an earlier validation."""
+        return self._monitor in metrics and (not self._is_of_validation or self._validated_step == step)

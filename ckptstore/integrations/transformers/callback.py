@@ -1,0 +1,177 @@
+"""The callback: after Trainer has written a checkpoint, every rank stores its share of the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from ckptstore.background import Background, PendingSave
+from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_wire, to_wire
+from ckptstore.integrations.given_store import GivenStore, StoreGiven
+from ckptstore.integrations.transformers.shares import Links, divide, seen_in
+
+if TYPE_CHECKING:
+    from ckptstore.checkpoint import Checkpoint
+    from ckptstore.store import CheckpointStore
+
+T = TypeVar("T")
+
+
+class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transformers is Any to the type checker
+    """Stores each checkpoint of a Hugging Face `Trainer` from where Trainer has written it; nothing is copied.
+
+    Trainer decides when to save (`save_strategy`, `save_steps`) and how many directories stay on its own disk
+    (`save_total_limit`), the store's retention what stays in the store. Each file is stored once, by a rank that sees
+    it.
+
+    `trainer.train(resume_from_checkpoint=callback.resume())` goes on from the newest checkpoint of the store, on nodes
+    that have never seen it too, and begins anew where the store is empty.
+
+    Args:
+        store: an open store, or, for each process to open its own, a URI or a function such as `ckptstore.ray.store`.
+        asynchronous: go on training while the files are stored. They keep a second name in `output_dir` for so long,
+            which takes a disk with hard links. One save is in flight; the next one waits for it.
+        max_failures: how many asynchronous saves in a row may fail before the next one raises what the last did.
+        save_options: keywords of `save_directory`, such as `{"link": True}`.
+        open_keywords: those of `open_store`, for a URI.
+
+    The metrics of a checkpoint are the last that Trainer logged of each name, those of an evaluation ("eval_...") only
+    when it was at the step that is saved. An error of a save is raised in the training loop, the same on all ranks; of
+    an asynchronous one, by the next save or at the end of training.
+    """
+
+    def __init__(
+        self,
+        store: StoreGiven,
+        *,
+        asynchronous: bool = False,
+        max_failures: int = 0,
+        save_options: Mapping[str, Any] | None = None,
+        **open_keywords: Any,
+    ) -> None:
+        self._given = GivenStore(store, open_keywords)
+        self._asynchronous = asynchronous
+        self._max_failures = max_failures
+        self._save_options = {"suffix": "never", **(save_options or {})}
+        self._background = Background()
+        self._resumed_directory = ExitStack()
+        self.resumed: Checkpoint | None = None
+        """What `resume` found last."""
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The store; opened if it is not open."""
+        return self._given.get()
+
+    def resume(self) -> str | None:
+        """Claim the store and return the newest whole checkpoint as a directory; None in an empty store. Collective.
+
+        To be called after `TrainingArguments` have been made, which is when the processes meet. The directory may be
+        read until the end of training or `close`; elsewhere than on a disk it is downloaded once per node.
+        """
+        self._resumed_directory.close()
+        self.resumed = checkpoint = self.store.resume()
+        if checkpoint is None:
+            return None
+        if checkpoint.kind != "directory":
+            raise InvalidInput(f"Step {checkpoint.step} of {self.store.uri} is not a Trainer's: it holds tensor state")
+        try:
+            paths = _exchanged(lambda: str(self._resumed_directory.enter_context(checkpoint.as_directory())))
+        except CkptstoreError:
+            self._resumed_directory.close()
+            raise
+        return paths[_rank()]
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Store what all ranks have just written."""
+        self._background.wait()
+        self._background.raise_failure(max_failures=self._max_failures)
+        step = state.global_step
+        directory = Path(args.output_dir) / f"checkpoint-{step}"
+        links = Links(Path(args.output_dir) / f".ckptstore-upload-{_rank():05d}")
+        path = self._share(directory, links, step)
+        asked = {"metrics": metrics_of(state), "metadata": {"epoch": state.epoch}, **self._save_options}
+
+        def save() -> Checkpoint:
+            try:
+                return self.store.save_directory(step, path, **asked)
+            finally:
+                links.remove()
+
+        if self._asynchronous:
+            self._background.start(PendingSave(step), save)
+        else:
+            save()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the save in flight and close what was opened here."""
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the save in flight, give up the directory of `resume`, and close the store if it was opened here.
+
+        Raises what the last asynchronous save failed with, unless that was raised already.
+        """
+        self._background.wait()
+        self._resumed_directory.close()
+        try:
+            self._background.raise_failure()
+        except CkptstoreError:
+            self._given.close()
+            raise
+        self._given.close()
+
+    def _share(self, directory: Path, links: Links, step: int) -> Path | None:
+        """The directory with the files that this rank stores; None if it has none. Collective."""
+        seen = _exchanged(lambda: seen_in(directory))
+        if not any(seen):
+            raise InvalidSource(f"No rank has files in {directory}", step=step, hint="Give trainer one output_dir")
+        shares = divide(seen)
+        own = shares[_rank()]
+        if not self._asynchronous and all(
+            share in (set(), set(files)) for share, files in zip(shares, seen, strict=True)
+        ):
+            return directory if own else None
+        _exchanged(lambda: links.make(directory, own))
+        return links.path if own else None
+
+
+def metrics_of(state: Any) -> dict[str, float]:
+    """The last number of each name in Trainer's log; of an evaluation only those of the present step."""
+    found: dict[str, float] = {}
+    for entry in state.log_history:
+        for name, value in entry.items():
+            if name == "step" or not isinstance(value, int | float):
+                continue
+            if not name.startswith("eval_") or entry.get("step") == state.global_step:
+                found[name] = float(value)
+    return found
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _exchanged(work: Callable[[], T]) -> list[T]:
+    """What `work` gives on every rank, once all have written what they write. Collective.
+
+    The error of any rank is raised on all, so that none is left waiting.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [work()]
+    dist.barrier()
+    try:
+        told: tuple[bool, Any] = (True, work())
+    except Exception as error:  # of whatever kind: the other ranks wait for an answer
+        told = (False, to_wire(error, rank=dist.get_rank()))
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, told)
+    failed = next((value for is_good, value in parts if not is_good), None)
+    if failed is not None:
+        raise from_wire(failed)
+    return [value for _, value in parts]

@@ -1,0 +1,210 @@
+"""Real Lightning Trainers on a tiny model, for processes started by the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ckptstore import open_store
+from ckptstore.integrations.lightning import CheckpointStoreCallback
+from ckptstore.retention import KeepBest, KeepLatest
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+
+BATCHES = 5
+"""Batches of an epoch, on each rank."""
+
+
+class Stopped(Exception):
+    """Ends a training in the middle."""
+
+
+class Model(pl.LightningModule):
+    """Counts what it has seen in a hook, and notes the loss before every optimizer step."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        self.losses: dict[int, float] = {}
+        self.num_batches = 0
+        self.kill_at: int | None = None
+        self.stop_at: int | None = None
+        self.stateful_loader = True
+
+    def configure_model(self) -> None:
+        if self.trainer.strategy.__class__.__name__ == "ModelParallelStrategy" and not hasattr(self.layers, "unshard"):
+            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+            for layer in self.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.layers, mesh=mesh)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.global_step == self.stop_at:
+            raise Stopped
+        loss = (self.layers(batch[0]) - batch[1]).square().mean()
+        self.losses[self.global_step] = loss.item()
+        self.num_batches += 1
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", (self.layers(batch[0]) - batch[1]).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.8)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def _data(self, seed: int) -> TensorDataset:
+        numbers = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(BATCHES * 8, 4, generator=numbers)
+        return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+    def train_dataloader(self) -> Any:
+        size, rank = self.trainer.world_size, self.trainer.global_rank
+        data = self._data(1)
+        sampler: Any = DistributedSampler(data, num_replicas=size, rank=rank, seed=3)
+        sampler.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed)  # Lightning does so too late
+        loader: Any = StatefulDataLoader if self.stateful_loader else DataLoader
+        return loader(data, batch_size=8 // size, sampler=sampler)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self._data(2), batch_size=20)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["num_batches"] = self.num_batches
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.num_batches = checkpoint["num_batches"]
+
+
+class Fsdp1OnCpu(pl.strategies.FSDPStrategy):
+    """Lightning keeps FSDPStrategy itself off the CPU, and lets classes made from it pass; torch wants the device."""
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+
+def strategy_of(name: str) -> Any:
+    """The strategy of a test, for the number of processes there are."""
+    if name == "fsdp2":
+        return pl.strategies.ModelParallelStrategy(
+            data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1
+        )
+    return Fsdp1OnCpu() if name == "fsdp1" else name
+
+
+def fit(
+    root: Any,
+    *,
+    strategy: str,
+    max_epochs: int,
+    seed: int = 0,
+    kill_at: int | None = None,
+    stop_at: int | None = None,
+    ckpt_path: str | None = None,
+    stateful_loader: bool = True,
+    trainer: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """One Trainer from its beginning to its end, or to the step where it is killed."""
+    if isinstance(root, str):
+        options.setdefault("retention", KeepBest(2, metric="val_loss", mode="min") | KeepLatest(2))
+        options.setdefault("missing", "worst")
+    callback = CheckpointStoreCallback(root, **options)
+    stopper = pl.callbacks.EarlyStopping("val_loss", patience=1000)
+    model = Model(seed)
+    model.kill_at, model.stop_at, model.stateful_loader = kill_at, stop_at, stateful_loader
+    fitter = pl.Trainer(
+        accelerator="cpu",
+        devices=1 if strategy == "auto" else int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        num_nodes=int(os.environ.get("NUM_NODES", "1")),
+        strategy=strategy_of(strategy),
+        max_epochs=max_epochs,
+        callbacks=[callback, stopper],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **(trainer or {}),
+    )
+    fitter.fit(model, ckpt_path=ckpt_path, weights_only=False)
+    store = callback.store
+    return {
+        "losses": model.losses,
+        "num_batches": model.num_batches,
+        "resumed": callback.resumed.step if callback.resumed else None,
+        "live": {checkpoint.step: checkpoint.metrics for checkpoint in store},
+        "written_by": {receipt.rank for checkpoint in store for receipt in checkpoint.files if _has_tensors(receipt)},
+        "waited": stopper.wait_count,
+        "verified": all(checkpoint.verify().ok for checkpoint in store),
+    }
+
+
+def _has_tensors(receipt: Any) -> bool:
+    return bool(receipt.name.endswith(".distcp") and receipt.size_bytes > 0)
+
+
+def stopped_and_resumed(root: str, cases: dict[str, dict[str, Any]], stop_at: int) -> dict[str, Any]:
+    """For each case an uninterrupted run, and one that resumes, with other initial weights, one that was stopped."""
+    found = {}
+    for name, asked in cases.items():
+        whole = fit(f"{root}/{name}-whole", **asked)
+        with suppress(Stopped):
+            fit(f"{root}/{name}", **asked, stop_at=stop_at)
+        found[name] = (whole, fit(f"{root}/{name}", **asked, seed=7))
+    return found
+
+
+def plain_losses(root: str, cases: list[str]) -> list[tuple[float, float]]:
+    """`plain_loss` of each case."""
+    return [plain_loss(f"{root}/{name}") for name in cases]
+
+
+def plain_loss(root: str) -> tuple[float, float]:
+    """The validation loss that a checkpoint tells, and that of its model on one process without a Trainer."""
+    with open_store(root) as store:
+        checkpoint = store.latest()
+        assert checkpoint is not None
+        model = Model(seed=9)
+        checkpoint.load({"model": model})
+    inputs, targets = model._data(2).tensors
+    return checkpoint.metrics["val_loss"], (model.layers(inputs) - targets).square().mean().item()
+
+
+def on_node_of_its_own(root: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """`stopped_and_resumed`, each process on what Lightning takes for a node of its own, with a disk of its own."""
+    rank = os.environ["RANK"]
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NUM_NODES": "2", "GROUP_RANK": rank, "NODE_RANK": rank}
+    disk = f"{root}/disk-{rank}"
+    os.makedirs(disk)
+    os.chdir(disk)
+    found = stopped_and_resumed(f"{root}/stores", {"case": asked}, 8)["case"]
+    return {"results": found, "left": os.listdir(disk)}
+
+
+def whole_then_killed(root: str, asked: dict[str, Any], kill_at: int) -> None:
+    """An uninterrupted run, whose result goes to a file, then one that is killed."""
+    result = fit(f"{root}/whole", **asked)
+    torch.save(result, f"{root}/whole-{os.environ['RANK']}.pt")
+    fit(f"{root}/killed", **asked, kill_at=kill_at)
+
+
+def resumed(root: str, asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The uninterrupted run's result, and that of a run with other initial weights that resumes the killed one."""
+    whole = torch.load(f"{root}/whole-{os.environ['RANK']}.pt", weights_only=False)
+    return whole, fit(f"{root}/killed", **asked, seed=7)

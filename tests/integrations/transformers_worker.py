@@ -1,0 +1,122 @@
+"""Real Hugging Face Trainers on a tiny GPT with random weights, for processes started by the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from ckptstore import open_store
+from ckptstore.integrations.transformers import CheckpointStoreCallback
+from ckptstore.retention import KeepBest, KeepLatest
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+
+
+def texts(seed: int, count: int) -> list[dict[str, torch.Tensor]]:
+    """Token sequences that follow a rule."""
+    numbers = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, 32, (count,), generator=numbers)
+    rows = [(start + torch.arange(12) * (1 + start % 3)) % 32 for start in starts]
+    return [{"input_ids": row, "labels": row.clone()} for row in rows]
+
+
+class Notes(TrainerCallback):
+    """The loss of each step, and the end of a process at one."""
+
+    def __init__(self, kill_at: int | None) -> None:
+        self.kill_at = kill_at
+        self.losses: dict[int, float] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.losses[state.global_step] = logs["loss"]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit(
+    root: Any,
+    output_dir: str,
+    *,
+    seed: int = 0,
+    kill_at: int | None = None,
+    arguments: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """One Trainer from where the store is to its end, or to the step where it is killed. Has dropout."""
+    if isinstance(root, str):
+        options.setdefault("retention", KeepBest(2, metric="eval_loss", mode="min") | KeepLatest(2))
+    torch.manual_seed(seed)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+    asked = TrainingArguments(
+        output_dir=output_dir,
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        max_steps=12,
+        learning_rate=5e-3,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_steps=3,
+        save_total_limit=1,
+        logging_steps=1,
+        seed=5,
+        report_to=[],
+        disable_tqdm=True,
+        **(arguments or {}),
+    )
+    callback = CheckpointStoreCallback(root, **options)
+    notes = Notes(kill_at)
+    trainer = Trainer(model, asked, train_dataset=texts(1, 40), eval_dataset=texts(2, 8), callbacks=[callback, notes])
+    trainer.train(resume_from_checkpoint=callback.resume())
+    with closing(callback.store) as store:
+        return {
+            "losses": notes.losses,
+            "resumed": callback.resumed.step if callback.resumed else None,
+            "live": {checkpoint.step: checkpoint.metrics["eval_loss"] for checkpoint in store},
+            "files": {
+                checkpoint.step: {receipt.name: receipt.rank for receipt in checkpoint.files} for checkpoint in store
+            },
+            "metrics": store.latest().metrics,  # type: ignore[union-attr]
+            "verified": all(checkpoint.verify().ok for checkpoint in store),
+            "left": sorted(os.listdir(output_dir)),
+        }
+
+
+def whole_then_killed(root: str, options: dict[str, Any], kill_at: int) -> None:
+    """An uninterrupted run, whose result goes to a file, then one that is killed."""
+    result = fit(f"{root}/whole", f"{root}/whole-out", **options)
+    torch.save(result, f"{root}/whole-{os.environ['RANK']}.pt")
+    fit(f"{root}/killed", f"{root}/killed-out", **options, kill_at=kill_at)
+
+
+def resumed(root: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The uninterrupted run's result, and that of a run with other initial weights, and another disk, that resumes."""
+    whole = torch.load(f"{root}/whole-{os.environ['RANK']}.pt", weights_only=False)
+    return whole, fit(f"{root}/killed", f"{root}/resumed-out", **options, seed=7)
+
+
+def on_disks_of_their_own(root: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Each process with an output directory that no other sees, as on nodes without a shared disk."""
+    rank = os.environ["RANK"]
+    os.environ["LOCAL_RANK"] = "0"
+    return fit(f"{root}/store", f"{root}/disk-{rank}", **options, arguments={"save_on_each_node": True})
+
+
+def weights_of(root: str) -> dict[str, float]:
+    """The sum of each tensor of the latest checkpoint, as transformers reads its directory."""
+    with open_store(root) as store:
+        checkpoint = store.latest()
+        assert checkpoint is not None
+        with checkpoint.as_directory() as path:
+            model = GPT2LMHeadModel.from_pretrained(Path(path))
+    return {name: tensor.sum().item() for name, tensor in model.state_dict().items()}
