@@ -87,6 +87,14 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
             raise
         return paths[_rank()]
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse what cannot be kept before anything is trained."""
+        if self._asynchronous and getattr(self.store, "worker", None) is not None:
+            raise InvalidInput(
+                "Ray takes reports from the training thread alone, and asynchronous saves of files end on another one",
+                hint="Give asynchronous=False, or a store that does not report to Ray",
+            )
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Store what all ranks have just written."""
         self._background.wait()
