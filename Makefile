@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest --durations=20
 # Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself.
 AT_ONCE := -n 2 --dist loadfile --ignore=tests/ray
 
-.PHONY: install demo test test-slow test-ceph check format docs bench servers clean
+.PHONY: install demo test test-slow test-ceph check format docs bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -58,6 +58,13 @@ docs: install
 
 bench: install servers
 	CKPTSTORE_BENCH=full $(PYTEST) benchmarks --benchmark-only --timeout 0
+
+# Small sizes, beside the peers: fails when a ratio is below what benchmarks/floors.json says.
+bench-check: install
+	for what in save load async directory node-cache ls; do \
+	  $(BIN)/ckptstore bench $$what --size 256MiB --repeat 7 --peers dcp,torch,safetensors,ray,cp \
+	    --floors benchmarks/floors.json || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist .servers .mypy_cache .ruff_cache .hypothesis .benchmarks

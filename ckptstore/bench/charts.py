@@ -100,11 +100,12 @@ def curves(lines: Sequence[Curve], *, x_title: str, y_title: str) -> str:
     parts.append(_text(left, 9, y_title, size=11))
     for index, one in enumerate(lines):
         color = _COLORS[index % len(_COLORS)]
-        placed = [place(x, y) for x, y in one.points if x > 0 and y > 0]
+        shown = [(x, y) for x, y in one.points if x > 0 and y > 0]
+        placed = [place(x, y) for x, y in shown]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         dash = ' stroke-dasharray="5 4"' if one.dashed else ""
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
-        for (x, y), (at, value) in zip(placed, one.points, strict=True):
+        for (x, y), (at, value) in zip(placed, shown, strict=True):
             title = escape(f"{one.label}: {_short(at)}: {value:.4g}")
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"><title>{title}</title></circle>')
         y = 24 + index * 20

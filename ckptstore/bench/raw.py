@@ -63,7 +63,7 @@ class Way:
             piece = source[number * share : (number + 1) * share]
             file = files[0 if self.one_file else number]
             start = number * share if self.one_file else 0
-            if self.kind == "early" and not self.one_file:
+            if self.kind == "early" and not self.one_file and len(piece):
                 os.posix_fallocate(file, 0, len(piece))
             for offset in range(0, len(piece), self.block_bytes):
                 block = piece[offset : offset + self.block_bytes]

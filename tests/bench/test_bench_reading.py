@@ -1,0 +1,186 @@
+"""What is read out of reports: ratios, significance, floors, laws of growth, the late rank, the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from click.testing import CliRunner
+from made import RANKS, report
+
+from ckptstore.bench.charts import Curve, curves
+from ckptstore.bench.compare import compare, rank_sum_p, smallest_p
+from ckptstore.bench.floors import check, read_floors
+from ckptstore.bench.laws import exponent, line
+from ckptstore.bench.page import page
+from ckptstore.bench.timeline import aligned, straggler
+from ckptstore.bench.values import Report
+from ckptstore.cli import main
+from ckptstore.errors import InvalidInput
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
+OURS, SLOWER = [1.0, 1.1, 1.2, 1.3, 1.4], [2.0, 2.1, 2.2, 2.3, 2.4]
+
+
+def valid(value: Any) -> None:
+    jsonschema.validate(value, SCHEMA, jsonschema.Draft202012Validator)
+
+
+def test_ratios_are_of_medians_and_say_how_much_faster_ckptstore_is() -> None:
+    (workload,) = report(ours=OURS, peer=[2.4, 2.4, 9.0], limit=[0.6]).workloads
+    peer, limit = workload.best("peer"), workload.best("limit")
+    assert peer is not None
+    assert limit is not None
+    assert workload.ratio(peer) == pytest.approx(2.0)
+    assert workload.ratio(limit) == pytest.approx(0.5)
+    assert workload.to_json()["outcomes"][0]["summary"]["gigabytes_per_second"] == pytest.approx(0.8948, rel=1e-3)
+
+
+def test_a_report_survives_json() -> None:
+    found = report(ours=OURS, peer=SLOWER, limit=[0.6])
+    value = json.loads(json.dumps(found.to_json()))
+    valid(value)
+    assert json.loads(json.dumps(Report.from_json(value).to_json())) == value
+
+
+@pytest.mark.parametrize("place", ["", "workloads/0", "workloads/0/outcomes/0", "workloads/0/outcomes/0/samples/0"])
+def test_the_schema_refuses_what_it_does_not_name(place: str) -> None:
+    value = report(ours=OURS).to_json()
+    inside: Any = value
+    for name in filter(None, place.split("/")):
+        inside = inside[int(name)] if name.isdigit() else inside[name]
+    inside["surprise"] = 1
+    with pytest.raises(jsonschema.ValidationError):
+        valid(value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(OURS, SLOWER), ([1.0, 3.0, 5.0], [2.0, 4.0, 6.0, 8.0]), ([1.0, 2.0, 9.0, 10.0], [3.0, 4.0, 5.0])],
+)
+def test_the_p_value_is_that_of_scipy(first: list[float], second: list[float]) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    expected = stats.mannwhitneyu(first, second, method="exact").pvalue
+    assert rank_sum_p(first, second) == pytest.approx(expected)
+
+
+def test_many_samples_and_ties_are_judged_as_by_scipy() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    first, second = [float(value % 7) for value in range(30)], [float(value % 9) for value in range(30)]
+    expected = stats.mannwhitneyu(first, second, method="asymptotic").pvalue
+    assert rank_sum_p(first, second) == pytest.approx(expected, rel=1e-6)
+    assert rank_sum_p([1.0] * 30, [1.0] * 30) == 1.0
+
+
+def test_few_samples_can_show_nothing() -> None:
+    assert smallest_p(5, 5) == pytest.approx(2 / 252)
+    assert smallest_p(3, 3) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"),
+    [
+        (SLOWER, "slower"),
+        ([0.1, 0.2, 0.3, 0.4, 0.5], "faster"),
+        ([0.9, 1.05, 1.25, 1.35, 1.5], "no change shown"),
+        ([9.0, 9.1, 9.2], "slower"),
+        ([9.0], "too few samples"),
+    ],
+)
+def test_a_change_is_told_only_where_the_spread_allows_it(after: list[float], verdict: str) -> None:
+    found = compare(report(ours=OURS, limit=[0.5] * 5), report(ours=after, limit=[0.5] * 5))
+    valid(found.to_json())
+    assert {change.contender: change.verdict for change in found.changes}["ckptstore"] == verdict
+
+
+def test_what_makes_two_runs_hard_to_compare_is_named(tmp_path: Path) -> None:
+    first, second = report(ours=OURS).to_json(), report(ours=SLOWER).to_json()
+    second["versions"] = {"torch": "3.0"}
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, value in zip(paths, (first, second), strict=True):
+        path.write_text(json.dumps(value))
+    result = CliRunner().invoke(main, ["bench", "compare", *map(str, paths)])
+    assert result.exit_code == 0, result.output
+    assert "differs: version of torch: 2.13.0 before, 3.0 after" in result.output
+    assert re.search(r"ckptstore +1\.2000 +2\.2000 +0\.55 +0\.008 +slower", result.output)
+
+
+def test_compare_refuses_what_is_no_report(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    result = CliRunner().invoke(main, ["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")])
+    assert result.exit_code == InvalidInput.exit_code
+    assert "no report" in result.output
+    assert CliRunner().invoke(main, ["bench", "compare"]).exit_code == 2
+
+
+def floors(*found: dict[str, Any]) -> list[str]:
+    measured = report(ours=OURS, peer=SLOWER, limit=[0.6])
+    return [str(verdict).partition(":")[0] for verdict in check(measured, found)]
+
+
+def test_a_floor_that_is_too_high_fails_and_a_lower_one_holds() -> None:
+    against = {"workload": "save", "contender": "DCP FileSystemWriter"}
+    assert floors({**against, "floor": 1.8}) == ["ok"]
+    assert floors({**against, "floor": 1.9}) == ["BELOW"]
+    assert floors({"workload": "save", "role": "limit", "floor": 0.5}) == ["ok"]
+    assert floors({"workload": "save", "role": "limit", "floor": 0.51}) == ["BELOW"]
+
+
+def test_a_floor_against_nobody_does_not_hold_and_one_of_another_workload_is_not_asked() -> None:
+    assert floors({"workload": "save", "contender": "gone", "floor": 0.1}) == ["BELOW"]
+    assert floors({"workload": "load", "contender": "gone", "floor": 0.1}) == []
+
+
+def test_the_recorded_floors_can_be_read(tmp_path: Path) -> None:
+    recorded = read_floors(Path(__file__).parents[2] / "benchmarks/floors.json")
+    assert all(floor["floor"] > 0 for floor in recorded)
+    assert all(floor["why"] for floor in recorded)
+    (tmp_path / "floors.json").write_text('{"floors": [{"workload": "save"}]}')
+    with pytest.raises(InvalidInput, match="lacks a field"):
+        read_floors(tmp_path / "floors.json")
+
+
+def test_a_line_is_found_and_its_error_told() -> None:
+    numbers = [64.0, 256.0, 1024.0]
+    found = line(numbers, [2 + 0.5 * number for number in numbers])
+    assert (found.base, found.slope, found.error) == pytest.approx((2, 0.5, 0))
+    assert line(numbers, [number**2 for number in numbers]).error > 0.5
+    assert exponent(numbers, [3 * number**2 for number in numbers]) == pytest.approx(2)
+    with pytest.raises(ValueError, match="two different numbers"):
+        line([8.0, 8.0], [1.0, 2.0])
+
+
+def test_the_late_rank_is_found_and_an_even_save_has_none() -> None:
+    late = straggler(RANKS)
+    assert late is not None
+    assert late[0] == 1
+    assert late[1] == pytest.approx(0.5)
+    assert straggler([{**rank, "stored": 0.4} for rank in RANKS]) is None
+    assert straggler(RANKS[:1]) is None
+
+
+def test_the_leader_commits_once_the_last_rank_has_stored() -> None:
+    leader, other = aligned([{**rank, "start": 5.0, "stored": 5 + rank["stored"], "end": 6.0} for rank in RANKS])
+    phases = {span["phase"]: span for span in leader["spans"]}
+    assert (phases["wait"]["start"], phases["wait"]["end"]) == pytest.approx((0.4, 0.9))
+    assert (phases["commit"]["start"], phases["commit"]["end"]) == pytest.approx((0.9, 1.0))
+    assert [span["phase"] for span in other["spans"]].count("commit") == 0
+
+
+def test_the_page_needs_no_network_and_escapes_what_it_shows() -> None:
+    text = page(report(ours=OURS, peer=SLOWER, limit=[0.6]))
+    assert "<b>broken" not in text
+    assert "no &lt;luck&gt;" in text
+    assert text.count("<svg") == 2
+    assert "rank 1 (late)" in text
+    assert not re.search(r"(src|href)=|@import|url\(|<script", text)
+
+
+def test_curves_leave_out_what_a_logarithm_cannot_show() -> None:
+    drawn = curves([Curve(label="a", points=[(1, 0.0), (10, 1.0), (100, 2.0)])], x_title="x", y_title="y")
+    assert drawn.count("<circle") == 2
+    assert curves([], x_title="x", y_title="y") == ""

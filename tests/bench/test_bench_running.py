@@ -1,0 +1,203 @@
+"""Benchmarks that run: real processes, real storages, nothing left behind, nothing of others touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from click.testing import CliRunner, Result
+from made import report
+
+from ckptstore.bench.page import page
+from ckptstore.bench.place import Place, check_room, opened_place
+from ckptstore.bench.run import contest
+from ckptstore.bench.shapes import PRESETS, asked_bytes, shapes_of
+from ckptstore.bench.simulated import commit_of
+from ckptstore.bench.timeline import straggler
+from ckptstore.bench.values import Asked
+from ckptstore.bench.work import Task
+from ckptstore.cli import main
+from ckptstore.errors import InvalidInput, StorageFull
+from ckptstore.testing import run_ranks
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def bench(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, ["bench", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def measured(path: Path) -> dict[str, Any]:
+    """A report, held to its schema: contenders that were measured, by workload and name."""
+    value = json.loads(path.read_text())
+    jsonschema.validate(value, SCHEMA, jsonschema.Draft202012Validator)
+    return {
+        workload["name"]: {one["name"]: one for one in workload["outcomes"] if one["status"] == "measured"}
+        for workload in value["workloads"]
+    }
+
+
+def test_a_save_is_measured_beside_a_peer_and_the_limit_and_leaves_nothing(tmp_path: Path) -> None:
+    target, told, shown = tmp_path / "new" / "place", tmp_path / "told.json", tmp_path / "shown.html"
+    floors = tmp_path / "floors.json"
+    floors.write_text(json.dumps({"floors": [{"workload": "save", "role": "peer", "floor": 1e6, "why": "too high"}]}))
+    options = ["--size", "1MiB", "--shape", "tensors", "--repeat", 2, "--peers", "safetensors"]
+    options += ["--to", target, "--json", told, "--html", shown, "--floors", floors]
+    result = bench("save", *options, code=1)
+    assert "BELOW: save against the best peer" in result.output
+    found = measured(told)["save"]
+    assert set(found) == {"ckptstore", "safetensors", "raw disk"}
+    assert all(len(one["samples"]) == 2 for one in found.values())
+    assert found["ckptstore"]["calls"]["create"] >= 1
+    assert len(found["raw disk"]["sweep"]) > 5
+    assert "ckptstore" in shown.read_text()
+    assert not (tmp_path / "new").exists()
+
+
+def test_finding_checkpoints_takes_two_requests_at_any_size(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("stays")
+    bench("ls", "--to", tmp_path, "--repeat", 1, "--json", tmp_path / "told.json")
+    value = json.loads((tmp_path / "told.json").read_text())
+    requests = [workload["outcomes"][0]["samples"][0]["requests"] for workload in value["workloads"]]
+    assert requests == [2, 2, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "told.json"]
+
+
+def test_a_commit_of_simulated_ranks_asks_for_a_number_of_requests_that_grows_with_them(tmp_path: Path) -> None:
+    few, many = (run_ranks(1, commit_of, str(tmp_path / str(n)), n, 0.0)[0] for n in (8, 64))
+    assert 3 * 56 <= many["requests"] - few["requests"] <= 5 * 56
+
+
+def test_a_disk_is_not_filled(tmp_path: Path) -> None:
+    free_bytes = shutil.disk_usage(tmp_path).free
+    with pytest.raises(StorageFull, match="are free"):
+        check_room(Place(uri=str(tmp_path)), disk_bytes=free_bytes, memory_bytes=0)
+    with pytest.raises(StorageFull, match="of memory"):
+        check_room(Place(uri=str(tmp_path)), disk_bytes=0, memory_bytes=1 << 50)
+    assert "are free" in bench("save", "--size", "100000GiB", "--to", tmp_path, code=StorageFull.exit_code).output
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_only_what_is_below_its_own_prefix_is_removed(tmp_path: Path) -> None:
+    with opened_place(str(tmp_path), {}) as place, pytest.raises(ValueError, match="not below"):
+        place.remove(str(tmp_path))
+    with pytest.raises(InvalidInput, match="one process"), opened_place("memory://x", {}):
+        pass
+
+
+@pytest.mark.parametrize(("name", "gib"), [("llama-8b", 105), ("llama-70b", 912), ("llama-405b", 5290)])
+def test_presets_have_the_sizes_of_mlperf_storage(name: str, gib: float) -> None:
+    assert PRESETS[name].size_bytes / (1 << 30) == pytest.approx(gib, rel=0.04)
+
+
+@pytest.mark.parametrize("rank_bytes", [1 << 20, 1 << 30])
+def test_a_scaled_preset_keeps_its_tensors_and_about_its_size(rank_bytes: int) -> None:
+    found = shapes_of("llama-8b", rank_bytes)
+    assert len(found) == 4 * (2 + 32 * 9 + 1)
+    size_bytes = sum(dtype.itemsize * _product(shape) for shape, dtype in found.values())
+    assert 0.8 * rank_bytes < size_bytes < 1.1 * rank_bytes + (64 << 10)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    found = 1
+    for size in shape:
+        found *= size
+    return found
+
+
+def test_a_scale_is_that_of_a_preset() -> None:
+    assert asked_bytes("llama-8b", size_bytes=1, scale=0.5) == PRESETS["llama-8b"].size_bytes // 2
+    with pytest.raises(InvalidInput, match="is none"):
+        asked_bytes("tensors", size_bytes=1, scale=0.5)
+
+
+def test_unknown_peers_and_sizes_are_refused() -> None:
+    assert "does not know tape" in bench("save", "--peers", "tape", code=InvalidInput.exit_code).output
+    bench("save", "--size", "many", code=2)
+    bench("save", "a.json", code=2)
+
+
+def test_a_secret_is_not_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptstore.cli.bench import _command
+
+    monkeypatch.setattr(
+        "sys.argv", ["ckptstore", "bench", "--storage-option", "key=sesame", "--storage-option=a=sesame"]
+    )
+    assert "sesame" not in _command()
+
+
+@pytest.mark.slow
+def test_every_workload_runs_on_a_disk(tmp_path: Path) -> None:
+    told, shown = tmp_path / "told.json", tmp_path / "shown.html"
+    options = ["--size", "8MiB", "--repeat", 1, "--max-ranks", 256, "--latency-ms", 1, "--to", tmp_path / "place"]
+    bench("all", *options, "--json", told, "--html", shown)
+    found, value = measured(told), json.loads(told.read_text())
+    assert {"ckptstore", "DCP FileSystemWriter", "torch.save", "safetensors", "raw disk"} <= set(found["save"])
+    assert {"ckptstore", "DCP FileSystemWriter", "torch.save", "safetensors", "raw disk"} <= set(found["load"])
+    assert {"ckptstore", "ckptstore, process", "dcp.async_save, thread", "memcpy"} <= set(found["async"])
+    assert {"ckptstore", "ckptstore, linked", "Ray Train persist", "cp -r", "raw disk"} <= set(found["directory"])
+    assert {"ckptstore", "Ray Train as_directory", "one raw copy"} <= set(found["node-cache"])
+    failed = [one for workload in value["workloads"] for one in workload["outcomes"] if one["status"] == "failed"]
+    assert failed == []
+    assert [point["at"] for point in value["scaling"]["real"]["ranks"]] == [1, 2, 4, 8]
+    assert value["scaling"]["simulated"]["laws"]["requests"]["exponent"] == pytest.approx(1, abs=0.1)
+    assert not (tmp_path / "place").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_on_the_test_server(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    bench("save", "--to", "s3-test", "--size", "24MiB", "--ranks", 2, "--repeat", 1, "--json", told)
+    found = measured(told)["save"]
+    assert {"ckptstore", "DCP FsspecWriter", "s3torchconnector DCP", "raw requests"} <= set(found)
+    for one in found.values():
+        (sample,) = one["samples"]
+        assert sample["requests"] > 0
+        assert sample["sent_bytes"] >= 20 << 20
+
+
+@pytest.mark.slow
+def test_a_rank_that_writes_slowly_is_seen_in_the_timeline(tmp_path: Path) -> None:
+    asked = Asked(workloads=("save",), peers=("none",), repeat=1, shape="tensors", ranks=2)
+    with opened_place(str(tmp_path), {}) as place:
+        task = Task(name="save", asked=asked, place=place, size_bytes=32 << 20, late_rank=1, late_seconds=0.5)
+        workload = contest(task, 2, lambda *_: None)
+    late = straggler(workload.timeline)
+    assert late is not None
+    assert late[0] == 1
+    assert late[1] > 0.4
+    assert workload.facts["straggler"]["rank"] == 1
+
+
+@pytest.mark.slow
+def test_the_page_looks_like_something_in_a_real_browser(tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+    (tmp_path / "page.html").write_text(page(report(ours=[1.0, 1.1], peer=[2.0, 2.1], limit=[0.6])))
+    picture = tmp_path / "page.png"
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,900"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}", (tmp_path / "page.html").as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env={**os.environ, "HOME": str(tmp_path)})
+    shares = _shares_of_colours(picture)
+    assert shares[(255, 255, 255)] < 0.97
+    for colour in ("#0b6e4f", "#4a6fa5", "#9aa5b1"):  # ckptstore, the peer, the limit
+        assert shares.get(tuple(bytes.fromhex(colour[1:])), 0) > 0.001, f"{colour} is hardly to be seen"
+
+
+def _shares_of_colours(picture: Path) -> dict[tuple[int, ...], float]:
+    """How much of a picture has which colour."""
+    image_module = pytest.importorskip("PIL.Image")
+    with image_module.open(picture) as image:
+        pixels = image.convert("RGB")
+        counts = pixels.getcolors(maxcolors=1 << 24)
+        return {colour: count / (pixels.width * pixels.height) for count, colour in counts}
