@@ -190,7 +190,7 @@ class Checkpoint:
         )
         if self._files.job is not None:
             return load_state(self._files.job.group, self._files, state, options)
-        group = find_group(None, storage=self._files.storage, config=self._files.config)
+        group = find_group(self._files.given_group, storage=self._files.storage, config=self._files.config)
         try:
             return load_state(group, self._files, state, options)
         finally:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ckptstore.directories import Directory, scan, sha256_of_files
+from ckptstore.directories import Directory, sha256_of_files
 from ckptstore.events import SaveStarted, emit
 from ckptstore.group import Beat
 from ckptstore.layout import Attempt
@@ -25,7 +25,7 @@ class DirectoryShard:
     def __init__(
         self,
         step: Any,
-        directory: Any,
+        find: Callable[[], Directory],
         *,
         rank: int,
         storage: Storage,
@@ -35,17 +35,18 @@ class DirectoryShard:
         link: bool,
         **asked: Any,
     ) -> None:
+        """`find` looks what this rank's directory holds; nothing is looked at yet."""
         self._rank = rank
         self._storage = storage
         self._transfer = transfer
-        self._directory = directory
+        self._find = find
         self._asked = {"step": step, "suffix": suffix, "shared": sorted(shared), "link": link, **asked}
         self._found = Directory()
         self._agreement: Agreement | None = None
 
     def describe(self) -> tuple[Request, bytes]:
         request = Request.of(kind="directory", **self._asked)
-        found = self._found = scan(self._directory)
+        found = self._found = self._find()
         digests = sha256_of_files(found, self._asked["shared"])
         size_bytes = 0 if self._asked["link"] else found.size_bytes
         offer = Offer(self._asked["suffix"], list(found.files), found.empty, digests, size_bytes)

@@ -25,6 +25,10 @@ MANIFEST_NAME = "ckptstore.json"
 USER_METADATA_NAME = "user-metadata.json"
 DCP_METADATA_NAME = ".metadata"
 RESERVED_NAMES = frozenset({MANIFEST_NAME, USER_METADATA_NAME})
+RAY_METADATA_NAME = ".metadata.json"
+"""Where Ray keeps a user's metadata of a checkpoint, which may change at any time."""
+UNLISTED_NAMES = RESERVED_NAMES | {RAY_METADATA_NAME}
+"""What may lie beside the files of a checkpoint without being in its manifest."""
 
 MAX_NAME_BYTES = 1024
 MAX_PART_BYTES = 255

@@ -41,6 +41,8 @@ class CheckpointFiles:
     """The record that committed it, None outside of a store."""
     job: Job | None = None
     """Whose ranks load a state together, None outside of a store."""
+    given_group: object = None
+    """The same outside of a store, as for `find_group`."""
 
     @property
     def uri(self) -> str:

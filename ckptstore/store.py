@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ckptstore.background import Background, Deadline, OnBusy, PendingSave, install_sigterm
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.dcp_store import StoreTarget
+from ckptstore.directories import scan
 from ckptstore.directory_shard import DirectoryShard
 from ckptstore.errors import InvalidInput, StoreMissing
 from ckptstore.garbage import Garbage, collect_garbage
@@ -234,7 +235,7 @@ class CheckpointStore:
         """
         shard = DirectoryShard(
             step,
-            path,
+            lambda: scan(path),
             rank=self._job.group.rank,
             storage=self._job.storage,
             transfer=self._job.transfer,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ckptstore.digest import to_hex
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidName
-from ckptstore.layout import MANIFEST_NAME, USER_METADATA_NAME
+from ckptstore.layout import MANIFEST_NAME, UNLISTED_NAMES
 from ckptstore.load import CheckpointFiles
 from ckptstore.manifest import Receipt
 
@@ -79,7 +79,7 @@ def verify(
     stored = files.stored_sizes(manifest)
     if MANIFEST_NAME not in stored:
         raise CheckpointGone(f"Step {manifest.step} was removed while it was verified", step=manifest.step)
-    problems = _sizes(manifest.files, stored)
+    problems = check_sizes(manifest.files, stored)
     bad = {problem.file for problem in problems}
     whole = [receipt for receipt in manifest.files if receipt.name not in bad and receipt.crc32c is not None]
     chosen = whole if share is None else random.sample(whole, min(len(whole), max(1, round(share * len(whole)))))
@@ -107,7 +107,8 @@ def parse_sample(sample: float | str | None) -> float | None:
     return share
 
 
-def _sizes(receipts: Sequence[Receipt], stored: dict[str, int]) -> list[Problem]:
+def check_sizes(receipts: Sequence[Receipt], stored: Mapping[str, int]) -> list[Problem]:
+    """What a listing (sizes by name) shows of missing, truncated, longer and extra files."""
     extra = dict(stored)
     problems = []
     for receipt in receipts:
@@ -126,7 +127,7 @@ def _sizes(receipts: Sequence[Receipt], stored: dict[str, int]) -> list[Problem]
         )
     problems.extend(
         Problem(file=name, fault="extra", rank=None, expected="nothing", found=f"{extra[name]} bytes")
-        for name in extra.keys() - {MANIFEST_NAME, USER_METADATA_NAME}
+        for name in extra.keys() - UNLISTED_NAMES
     )
     return problems
 

@@ -13,18 +13,37 @@ if TYPE_CHECKING:
     from ckptstore.integrations.ray.context import Worker, current_worker
     from ckptstore.integrations.ray.preemption import PreemptionSave
     from ckptstore.integrations.ray.ray_store import RayStore, store
+    from ckptstore.integrations.ray.reporting import report
     from ckptstore.integrations.ray.resuming import resolve, resume
+    from ckptstore.integrations.ray.upload import safe_metrics, upload_fn
+    from ckptstore.integrations.ray.wrapping import wrap
 
-__all__ = ["PreemptionSave", "RayStore", "Worker", "current_worker", "resolve", "resume", "store"]
+__all__ = [
+    "PreemptionSave",
+    "RayStore",
+    "Worker",
+    "current_worker",
+    "report",
+    "resolve",
+    "resume",
+    "safe_metrics",
+    "store",
+    "upload_fn",
+    "wrap",
+]
 
 _HOMES = {
     "PreemptionSave": "preemption",
     "RayStore": "ray_store",
     "Worker": "context",
     "current_worker": "context",
+    "report": "reporting",
     "resolve": "resuming",
     "resume": "resuming",
+    "safe_metrics": "upload",
     "store": "ray_store",
+    "upload_fn": "upload",
+    "wrap": "wrapping",
 }
 """The modules have other names than what they define: Python would put a module in the place of a function."""
 

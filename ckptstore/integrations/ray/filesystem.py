@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, InvalidSource
 from ckptstore.retried import with_retries
 from ckptstore.storage.base import Storage
-from ckptstore.storage.open import open_storage
+from ckptstore.storage.open import open_storage, scheme_of
 
 _LOCAL = frozenset({"file", "local"})
 _GIVE_OPTIONS = "Give storage_options, in fsspec's names"
@@ -27,10 +27,23 @@ class Place:
     uri: str
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
-    def open(self, config: StoreConfig) -> Storage:
-        """The storage there, with retries; nothing is created."""
-        storage = open_storage(self.uri, storage_options=self.storage_options, durable=config.transfer.durable)
+    def open(self, config: StoreConfig, *, durable: bool | None = None) -> Storage:
+        """The storage there, with retries; nothing is created. `durable` goes before the configuration's."""
+        durable = config.transfer.durable if durable is None else durable
+        storage = open_storage(self.uri, storage_options=self.storage_options, durable=durable)
         return with_retries(storage, config.retry)
+
+
+def local_path_of(ray_checkpoint: Any) -> str:
+    """Where a checkpoint of Ray's lies on this node. Raises InvalidSource when it lies elsewhere."""
+    uri = place_of(ray_checkpoint.filesystem, ray_checkpoint.path).uri
+    if scheme_of(uri):
+        raise InvalidSource(
+            f"The checkpoint that was reported lies at {uri}, not on this node",
+            hint="Report a local directory; what is in the run's directory already can be reported to Ray with "
+            "CheckpointUploadMode.NO_UPLOAD",
+        )
+    return uri
 
 
 def place_of(filesystem: Any, path: str, *, storage_options: Mapping[str, Any] | None = None) -> Place:
