@@ -6,28 +6,18 @@ import time
 from typing import Any
 
 from ckptstore import open_store
+from ckptstore.bench.no_paths import NoPaths
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.load import CheckpointFiles
-from ckptstore.storage.local import LocalStorage
 from ckptstore.testing import CountCalls, wrap
 from ckptstore.transfer import Transfer
-
-
-class NoDisk:
-    """A disk that gives no paths away, as an object store has none."""
-
-    def __init__(self, root: str) -> None:
-        self._disk = LocalStorage(root)
-        self.uri = f"nodisk:{root}"
-        for verb in ("write", "read", "read_into", "stat", "list", "delete", "close"):
-            setattr(self, verb, getattr(self._disk, verb))
 
 
 def open_once(directory: str, start_at: float) -> tuple[float, int]:
     """Open the checkpoint at the given time; seconds until it is there, and bytes that this process fetched."""
     counted = CountCalls()
     config = open_store("memory://config")._job.config
-    storage: Any = wrap(NoDisk(directory), counted)  # type: ignore[arg-type]
+    storage: Any = wrap(NoPaths(directory), counted)  # type: ignore[arg-type]
     transfer = Transfer(storage, config=config.transfer, retry=config.retry)
     checkpoint = Checkpoint(CheckpointFiles(storage=storage, transfer=transfer, config=config, prefix="", record=None))
     time.sleep(max(0.0, start_at - time.time()))

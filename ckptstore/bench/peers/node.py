@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckptstore.bench.case import Case
+from ckptstore.bench.no_paths import NoPaths
 from ckptstore.bench.peers.base import Contender, Wait
 from ckptstore.bench.peers.directories import RayPersist, arrow_filesystem, arrow_path
 from ckptstore.bench.peers.own import Ckptstore
@@ -20,21 +21,10 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import CacheConfig, StoreConfig
 from ckptstore.load import CheckpointFiles
 from ckptstore.storage.base import Storage
-from ckptstore.storage.local import LocalStorage
 from ckptstore.storage.open import open_storage
 from ckptstore.transfer import Transfer
 
 _STEP = 1
-
-
-class NoPaths:
-    """A disk that gives no paths away, as an object store has none: what is on it must be downloaded."""
-
-    def __init__(self, root: str) -> None:
-        self._disk = LocalStorage(root)
-        self.uri = f"nopaths:{root}"
-        for verb in ("write", "read", "read_into", "stat", "list", "delete", "close"):
-            setattr(self, verb, getattr(self._disk, verb))
 
 
 class OneDownload(Ckptstore):
