@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +19,9 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckptstore import open_store
+from ckptstore.errors import CkptstoreError, StateMismatch
 from ckptstore.integrations.lightning import CheckpointStoreCallback
+from ckptstore.integrations.lightning.contents import check_strategy
 from ckptstore.retention import KeepBest, KeepLatest
 
 warnings.simplefilter("ignore")
@@ -39,6 +44,7 @@ class Model(pl.LightningModule):
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
         self.losses: dict[int, float] = {}
         self.num_batches = 0
+        self.rank_given: int | None = None
         self.kill_at: int | None = None
         self.stop_at: int | None = None
         self.stateful_loader = True
@@ -87,9 +93,11 @@ class Model(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["num_batches"] = self.num_batches
+        checkpoint["rank"] = self.global_rank
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.num_batches = checkpoint["num_batches"]
+        self.rank_given = checkpoint["rank"]
 
 
 class Fsdp1OnCpu(pl.strategies.FSDPStrategy):
@@ -118,6 +126,7 @@ def fit(
     stop_at: int | None = None,
     ckpt_path: str | None = None,
     stateful_loader: bool = True,
+    callbacks: Sequence[pl.Callback] = (),
     trainer: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -135,7 +144,7 @@ def fit(
         num_nodes=int(os.environ.get("NUM_NODES", "1")),
         strategy=strategy_of(strategy),
         max_epochs=max_epochs,
-        callbacks=[callback, stopper],
+        callbacks=[callback, stopper, *callbacks],
         use_distributed_sampler=False,
         logger=False,
         enable_progress_bar=False,
@@ -147,6 +156,7 @@ def fit(
     return {
         "losses": model.losses,
         "num_batches": model.num_batches,
+        "rank_given": model.rank_given,
         "resumed": callback.resumed.step if callback.resumed else None,
         "live": {checkpoint.step: checkpoint.metrics for checkpoint in store},
         "written_by": {receipt.rank for checkpoint in store for receipt in checkpoint.files if _has_tensors(receipt)},
@@ -208,3 +218,107 @@ def resumed(root: str, asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     """The uninterrupted run's result, and that of a run with other initial weights that resumes the killed one."""
     whole = torch.load(f"{root}/whole-{os.environ['RANK']}.pt", weights_only=False)
     return whole, fit(f"{root}/killed", **asked, seed=7)
+
+
+def without_resume(root: str) -> dict[str, Any]:
+    """What keeps a run from resuming: `resume=False`, a path that was given, a Trainer that has trained already."""
+    fit(root, strategy="auto", max_epochs=2)
+    off = fit(root, strategy="auto", max_epochs=3, resume=False)
+
+    path = f"{root}-plain.ckpt"
+    model = Model(seed=3)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(model)
+    trainer.save_checkpoint(path)
+    given = fit(root, strategy="auto", max_epochs=3, ckpt_path=path)
+
+    model = Model(seed=0)
+    callback = CheckpointStoreCallback(f"{root}-twice", every_n_epochs=1)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, logger=False, callbacks=[callback], enable_progress_bar=False)
+    trainer.fit(model)
+    trainer.fit_loop.max_epochs = 3
+    with torch.no_grad():
+        model.layers[2].bias.fill_(100.0)
+    trainer.fit(model)
+    callback.store.close()
+    return {"off": off, "given": given, "bias": model.layers[2].bias.item(), "files": os.listdir(".")}
+
+
+def dry_run(root: str) -> tuple[bool, list[str]]:
+    """`fast_dev_run`, and what is there afterwards: the store, and files in the working directory."""
+    os.makedirs(f"{root}-cwd")
+    os.chdir(f"{root}-cwd")
+    callback = CheckpointStoreCallback(root, every_n_train_steps=1)
+    pl.Trainer(accelerator="cpu", fast_dev_run=3, callbacks=[callback], enable_progress_bar=False).fit(Model(0))
+    return os.path.exists(root), os.listdir(".")
+
+
+def other_size(root: str) -> tuple[str, dict[str, Any]]:
+    """Resume on one process what two have saved: refused, until it is said what becomes of their own values."""
+    try:
+        fit(root, strategy="auto", max_epochs=4)
+    except StateMismatch as error:
+        refused = str(error)
+    return refused, fit(root, strategy="auto", max_epochs=4, load_options={"per_rank": "first"})
+
+
+def refusals(root: str) -> list[str]:
+    """The errors for what cannot be saved."""
+    found = []
+    deepspeed = object.__new__(pl.strategies.DeepSpeedStrategy)
+    for action in (
+        lambda: check_strategy(deepspeed),
+        lambda: fit(root, strategy="auto", max_epochs=1, callbacks=[AsksForWeights()]),
+        lambda: fit("s3:/", strategy="auto", max_epochs=1),
+    ):
+        try:
+            action()
+        except CkptstoreError as error:
+            found.append(str(error))
+    return found
+
+
+class AsksForWeights(pl.Callback):
+    """Wants to change what is saved of the model."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"].clear()
+
+
+class Breaks(pl.Callback):
+    """Takes the place of the checkpoints away in epoch 1, and gives it back in epoch 2, when the save has failed."""
+
+    def __init__(self, root: str) -> None:
+        self.place, self.hidden = Path(root, "checkpoints"), Path(root, "hidden")
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            self._wait(trainer)
+            self.place.rename(self.hidden)
+            self.place.write_text("no directory")
+        if trainer.current_epoch == 2:
+            self._wait(trainer)
+            self.place.unlink()
+            self.hidden.rename(self.place)
+
+    def _wait(self, trainer: Any) -> None:
+        pending = trainer.checkpoint_callback._pending
+        while not pending.done():
+            time.sleep(0.01)
+
+
+def failing(root: str) -> list[tuple[str, list[int]]]:
+    """An asynchronous save fails: what comes of it, and the steps that are live, without tolerance and with it."""
+    found = []
+    for max_failures in (0, 1):
+        place, text = f"{root}-{max_failures}", ""
+        options = {"asynchronous": True, "save_options": {"max_failures": max_failures}, "retention": KeepLatest(9)}
+        try:
+            fit(place, strategy="auto", max_epochs=4, callbacks=[Breaks(place)], **options)
+        except CkptstoreError as error:
+            text = f"{type(error).__name__} at step {error.step}"
+        with open_store(place) as store:
+            found.append((text, [checkpoint.step for checkpoint in store]))
+    return found

@@ -19,6 +19,13 @@ def call(name: str, *args: Any) -> Any:
     return getattr(lightning_worker, name)(*args)
 
 
+def call_alone(root: str) -> Any:
+    """`other_name_of_lightning`, in a process that has not loaded Lightning by its first name."""
+    from lightning_alone import other_name_of_lightning
+
+    return other_name_of_lightning(root)
+
+
 def check_resumed(whole: dict[str, Any], resumed: dict[str, Any], *, steps: tuple[int, ...]) -> None:
     """The run went on from one of the steps exactly as the uninterrupted one."""
     num_steps = max(whole["losses"]) + 1
@@ -35,8 +42,10 @@ def check_resumed(whole: dict[str, Any], resumed: dict[str, Any], *, steps: tupl
 def test_a_killed_job_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     asked = {"strategy": "ddp", "max_epochs": 4, "every_n_train_steps": 3, "asynchronous": True}
     run_ranks(2, call, "whole_then_killed", str(tmp_path), asked, 14, env=ELASTIC, expect_killed=[0, 1])
-    for whole, resumed in run_ranks(2, call, "resumed", str(tmp_path), asked, env=ELASTIC):
+    results = run_ranks(2, call, "resumed", str(tmp_path), asked, env=ELASTIC)
+    for rank, (whole, resumed) in enumerate(results):
         check_resumed(whole, resumed, steps=(9, 12))  # the save of step 12 may have been in flight
+        assert resumed["rank_given"] == rank  # what differs between ranks comes back to each
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -64,3 +73,65 @@ def test_a_stopped_job_goes_on_under_every_strategy(tmp_path: Path) -> None:
     (losses,) = run_ranks(1, call, "plain_losses", str(tmp_path), list(CASES))
     for told, found_loss in losses:
         assert found_loss == pytest.approx(told, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_nodes_without_a_common_disk(tmp_path: Path) -> None:
+    asked = {"strategy": "fsdp2", "every_n_train_steps": 4, "max_epochs": 3}
+    for found in run_ranks(2, call, "on_node_of_its_own", str(tmp_path), asked, env={"TORCHELASTIC_RUN_ID": "tests"}):
+        check_resumed(*found["results"], steps=(8,))
+        assert found["results"][1]["written_by"] == {0, 1}
+        assert found["left"] == []  # Lightning's own checkpointing would have left shards on each disk
+
+
+@pytest.mark.slow
+def test_other_numbers_of_ranks(tmp_path: Path) -> None:
+    cases = {"case": {"strategy": "fsdp2", "every_n_train_steps": 4, "max_epochs": 3}}
+    run_ranks(2, call, "stopped_and_resumed", str(tmp_path), cases, 9, env=ELASTIC)
+    ((refused, found),) = run_ranks(1, call, "other_size", f"{tmp_path}/case")
+    assert "hooks" in refused
+    assert "per_rank" in refused
+    assert found["resumed"] == 12
+    assert sorted(found["losses"]) == list(range(12, 20))
+
+
+@pytest.mark.slow
+def test_what_keeps_a_run_from_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    (found,) = run_ranks(1, call, "without_resume", f"{tmp_path}/store")
+    assert found["off"]["resumed"] is None
+    assert min(found["off"]["losses"]) == 0
+    assert found["given"]["resumed"] is None
+    assert min(found["given"]["losses"]) == 5  # from Lightning's own file of one epoch
+    assert found["bias"] == pytest.approx(100, abs=1)  # a second fit goes on with the weights that are there
+    assert found["files"] == []
+
+
+@pytest.mark.slow
+def test_a_dry_run_saves_nothing(tmp_path: Path) -> None:
+    assert run_ranks(1, call, "dry_run", f"{tmp_path}/store") == [(False, [])]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    ((deepspeed, hook, uri),) = run_ranks(1, call, "refusals", f"{tmp_path}/store")
+    assert "DeepSpeedStrategy keeps model and optimizer in a form of its own" in deepspeed
+    assert "DDPStrategy" in deepspeed
+    assert "asked for 'state_dict'" in hook
+    assert "s3" in uri
+
+
+@pytest.mark.slow
+def test_a_failed_asynchronous_save_is_raised_or_tolerated(tmp_path: Path) -> None:
+    ((strict, tolerant),) = run_ranks(1, call, "failing", f"{tmp_path}/store")
+    assert strict == ("FileMissing at step 10", [5])
+    assert tolerant == ("", [5, 15, 20])
+
+
+@pytest.mark.slow
+def test_the_other_name_of_lightning(tmp_path: Path) -> None:
+    ((names, step),) = run_ranks(1, call_alone, f"{tmp_path}/store")
+    assert "pytorch_lightning" in names
+    assert "lightning" not in names
+    assert step == 4
