@@ -1,0 +1,143 @@
+"""A state to S3 and back, against DCP through s3fs and through s3torchconnector; and what latency costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from s3_contest import ROOT, Server, contest, serving
+from s3_peers import (
+    Body,
+    load_with_connector,
+    load_with_fsspec,
+    missing_peers,
+    save_with_connector,
+    save_with_fsspec,
+)
+from states import assert_equal, empty_like, even_state, size_of
+from told import CLOCK
+from versus import FULL
+
+from ckptstore import CheckpointStore, open_store
+
+MIB = 1 << 20
+TOTAL_BYTES = (1 << 30) if FULL else (32 << 20)
+LATENCY_SECONDS = 0.03
+CONNECTOR = not missing_peers("s3torchconnector")
+
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")  # s3torchconnector takes none from its caller
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
+    with serving() as server:
+        yield server
+
+
+class Saves:
+    """Each save goes to a place where nothing is. A job opens its store once: that is not timed."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.stores: dict[str, CheckpointStore] = {}
+
+    def clear(self) -> None:
+        self.close()
+        self.server.clear()
+        for engine in ("obstore", "fsspec"):
+            uri, options = f"{ROOT}/{engine}", self.server.storage_options
+            self.stores[engine] = open_store(uri, storage_options=options, engine=engine)
+            self.stores[engine].save(0, {"epoch": 0})
+
+    def close(self) -> None:
+        while self.stores:
+            self.stores.popitem()[1].close()
+
+
+def test_save(benchmark: Any, server: Server) -> None:
+    torch.manual_seed(0)
+    state, saves = even_state(TOTAL_BYTES), Saves(server)
+    bodies: dict[str, Body] = {
+        "ckptstore": lambda: saves.stores["obstore"].save(1, state),
+        "ckptstore, fsspec": lambda: saves.stores["fsspec"].save(1, state),
+        "DCP, s3fs": partial(save_with_fsspec, state, f"{ROOT}/dcp", server),
+    }
+    for threads in (1, 4) if CONNECTOR else ():
+        save = partial(save_with_connector, state, f"{ROOT}/connector", server, num_threads=threads)
+        bodies[f"DCP, s3torchconnector, {threads} threads"] = save
+    contest(
+        benchmark,
+        bodies,
+        size_bytes=size_of(state),
+        prepare=saves.clear,
+        left_out=missing_peers("s3torchconnector"),
+    )
+    saves.clear()
+    saves.stores["obstore"].save(1, state)
+    target = empty_like(state)
+    saves.stores["obstore"].load(target)
+    assert_equal(target, state)
+    saves.close()
+
+
+@pytest.mark.parametrize("tensor_bytes", [16 * MIB, MIB], ids=["16MiB", "1MiB"])
+def test_load(benchmark: Any, server: Server, tensor_bytes: int) -> None:
+    torch.manual_seed(0)
+    state = even_state(TOTAL_BYTES if tensor_bytes > MIB else TOTAL_BYTES // 4, tensor_bytes)
+    target = empty_like(state)
+    options = {"storage_options": server.storage_options}
+    save_with_fsspec(state, f"{ROOT}/dcp", server)
+    with (
+        open_store(f"{ROOT}/store", **options, engine="obstore") as store,
+        open_store(f"{ROOT}/store", **options, engine="fsspec") as other,
+    ):
+        store.save(1, state)
+        bodies: dict[str, Body] = {
+            "ckptstore": lambda: store.load(target),
+            "ckptstore, fsspec": lambda: other.load(target),
+            "DCP, s3fs": partial(load_with_fsspec, target, f"{ROOT}/dcp", server),
+        }
+        for by_ranges in (False, True) if CONNECTOR else ():
+            how = "by ranges" if by_ranges else "sequential"
+            load = partial(load_with_connector, target, f"{ROOT}/dcp", server, by_ranges=by_ranges)
+            bodies[f"DCP, s3torchconnector, {how}"] = load
+        contest(benchmark, bodies, size_bytes=size_of(state), left_out=missing_peers("s3torchconnector"))
+        for tensor in target.values():
+            tensor.zero_()
+        store.load(target)
+    assert_equal(target, state)
+
+
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_latency(benchmark: Any, server: Server, way: str) -> None:
+    """The peer is ckptstore itself without the latency: a ratio of 0.8 means that 0.8 of the throughput is left."""
+    torch.manual_seed(0)
+    state = even_state(TOTAL_BYTES)
+    target, saves = empty_like(state), Saves(server)
+
+    def move(seconds: float) -> None:
+        server.delay(seconds)
+        try:
+            if way == "save":
+                saves.stores["obstore"].save(2, state)
+            else:
+                saves.stores["obstore"].load(target)
+        finally:
+            server.delay(0)
+
+    def prepare() -> None:
+        saves.clear()
+        if way == "load":
+            saves.stores["obstore"].save(1, state)
+
+    bodies: dict[str, Body] = {
+        f"ckptstore, {LATENCY_SECONDS} s more for each request": lambda: move(LATENCY_SECONDS),
+        "ckptstore without": lambda: move(0.0),
+    }
+    contest(benchmark, bodies, size_bytes=size_of(state), prepare=prepare)
+    saves.close()
