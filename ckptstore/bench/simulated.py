@@ -57,7 +57,11 @@ def leave_followers(root: Path, world_size: int) -> None:
 
 
 def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[str, Any]:
-    """One save of the leader: seconds, requests, its memory and processor time. Meant for a process of its own."""
+    """One save of the leader: seconds, requests, its memory and processor time.
+
+    For a process of its own: the store is not closed, because nobody would answer, and what it still deletes in the
+    background ends with the process. The caller removes the directory.
+    """
     root, source = Path(directory) / "store", Path(directory) / "source"
     shutil.rmtree(root, ignore_errors=True)
     source.mkdir(parents=True, exist_ok=True)
@@ -79,7 +83,6 @@ def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[s
         checkpoint = store.save_directory(1, source)
     counts, seconds = dict(counted), meter.total_seconds
     assert len(checkpoint.files) == world_size
-    shutil.rmtree(directory)
     return {
         "ranks": world_size,
         "latency_seconds": latency_seconds,
