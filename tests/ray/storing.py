@@ -1,0 +1,94 @@
+"""Checkpoints that Ray keeps, stored without a run of Ray: the ranks are threads, and meet as in `upload_fn`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from pyarrow.fs import FileSystem, LocalFileSystem, S3FileSystem
+from ray.train import Checkpoint
+
+from ckptstore import StorageGroup
+from ckptstore.integrations.ray.context import Worker
+from ckptstore.integrations.ray.ray_keeps import RayAttempt, Run, store_checkpoint
+from ckptstore.integrations.ray.ray_shards import RayDirectoryShard
+from ckptstore.testing.s3_server import S3Server
+
+
+def arrow_s3(server: S3Server) -> S3FileSystem:
+    """The server as pyarrow reaches it."""
+    return S3FileSystem(
+        access_key="test",
+        secret_key="testsecret",
+        endpoint_override=server.endpoint_url.removeprefix("http://"),
+        scheme="http",
+        region="us-east-1",
+    )
+
+
+def make_run(path: str, filesystem: FileSystem | None = None) -> None:
+    """What the driver does before the workers start."""
+    filesystem = filesystem or LocalFileSystem()
+    filesystem.create_dir(path)
+    with filesystem.open_output_stream(f"{path}/.validate_storage_marker"):
+        pass
+
+
+def worker_at(path: str, *, rank: int = 0, world_size: int = 1, filesystem: FileSystem | None = None) -> Worker:
+    """One worker of a run at that path, two of them on each node."""
+    return Worker(
+        rank=rank,
+        world_size=world_size,
+        node_id=f"node-{rank // 2}",
+        run_name="run",
+        run_path=path,
+        filesystem=filesystem or LocalFileSystem(),
+    )
+
+
+def store(
+    path: str,
+    directories: Sequence[Path | None],
+    *,
+    name: str = "checkpoint_1",
+    filesystem: FileSystem | None = None,
+    ranks: Sequence[int] | None = None,
+    world_size: int | None = None,
+    asked: Mapping[str, Any] = {},
+) -> list[RayAttempt | Exception]:
+    """Store one directory for each rank; what a rank raises is its result."""
+    ranks = list(range(len(directories))) if ranks is None else ranks
+    token = uuid4().hex
+
+    def run_rank(index: int) -> RayAttempt | Exception:
+        worker = worker_at(path, rank=ranks[index], world_size=world_size or len(ranks), filesystem=filesystem)
+        try:
+            run = Run.open(worker, rank_timeout_seconds=30)
+            seat = StorageGroup(index, len(ranks), token, worker.node_id)
+            group = seat.open(run.board, rank_timeout_seconds=30, retry=run.config.retry)
+            options = {"step": 7, "metrics": {"loss": 0.5}, "metadata": None, **asked}
+            shard = RayDirectoryShard(run, directories[index], ranks=ranks, **options)
+            try:
+                return store_checkpoint(run, group, shard, directory=name, beside=lambda: shard.beside)
+            finally:
+                group.close()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(directories)) as pool:
+        return list(pool.map(run_rank, range(len(directories))))
+
+
+def stored(
+    path: str, directories: Sequence[Path | None], *, filesystem: FileSystem | None = None, **keywords: Any
+) -> Checkpoint:
+    """The checkpoint of Ray's that all ranks agree on."""
+    found = store(path, directories, filesystem=filesystem, **keywords)
+    for attempt in found:
+        if isinstance(attempt, Exception):
+            raise attempt
+    assert len({str(attempt) for attempt in found}) == 1
+    return Checkpoint(f"{path}/{found[0]}", filesystem or LocalFileSystem())

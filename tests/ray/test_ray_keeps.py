@@ -1,0 +1,224 @@
+"""The story of a checkpoint that Ray keeps, over real storages and threads as ranks: no run of Ray is needed for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pyarrow.fs import SubTreeFileSystem
+from ray.train import Checkpoint
+from storing import arrow_s3, make_run, store, stored, worker_at
+
+import ckptstore
+from ckptstore import (
+    CheckpointDamaged,
+    CheckpointGone,
+    InvalidInput,
+    InvalidName,
+    InvalidSource,
+    StorageFull,
+    StoreNotShared,
+)
+from ckptstore.identity import read_store_json
+from ckptstore.integrations.ray.ray_keeps import Run
+from ckptstore.storage.local import LocalStorage
+from ckptstore.testing.s3_server import s3_server
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    make_run(str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+def tree(directory: Path, **files: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (directory / name.replace("__", ".")).write_text(text)
+    return directory
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+
+
+def test_all_ranks_fill_one_directory_and_nothing_else_is_left(run: Path, tmp_path: Path) -> None:
+    sources = [tree(tmp_path / str(rank), model__pt=f"of {rank}") for rank in range(3)]
+    (sources[1] / "only.txt").write_text("one")
+    checkpoint = stored(str(run), [*sources, None])
+    assert names(run) == [
+        ".validate_storage_marker",
+        "checkpoint_1/ckptstore.json",
+        "checkpoint_1/model-rank=00000.pt",
+        "checkpoint_1/model-rank=00001.pt",
+        "checkpoint_1/model-rank=00002.pt",
+        "checkpoint_1/only.txt",
+        "store.json",
+    ]
+    ours = ckptstore.ray.wrap(checkpoint)
+    assert (ours.step, ours.world_size, ours.metrics, ours.number) == (7, 4, {"loss": 0.5}, None)
+    assert [(file.name, file.rank, file.original_name) for file in ours.files][1] == (
+        "model-rank=00001.pt",
+        1,
+        "model.pt",
+    )
+    assert ours.verify().ok
+    with ours.as_directory() as path:
+        assert path == run / "checkpoint_1", "on a disk it is the real one"
+    identity = read_store_json(LocalStorage(str(run)))
+    assert identity is not None
+    assert identity.kept_by == "ray"
+    with ckptstore.open_store(run) as mine, pytest.raises(InvalidInput, match="kept by ray"):
+        mine.save_directory(1, sources[0])
+
+
+def test_only_the_ranks_that_take_part_are_waited_for(run: Path, tmp_path: Path) -> None:
+    sources = [tree(tmp_path / str(rank), model__pt=f"of {rank}") for rank in (1, 3)]
+    checkpoint = stored(str(run), sources, ranks=[1, 3], world_size=4)
+    ours = ckptstore.ray.wrap(checkpoint)
+    assert [(file.name, file.rank) for file in ours.files] == [("model-rank=00001.pt", 1), ("model-rank=00003.pt", 3)]
+    assert ours.world_size == 4
+
+
+def test_ranks_that_share_a_directory_store_it_once(run: Path, tmp_path: Path) -> None:
+    shared, other = tree(tmp_path / "a", model__pt="one"), tree(tmp_path / "b", model__pt="two")
+    checkpoint = stored(str(run), [shared, shared, other, shared])  # the last one is on another node
+    files = {file.name: file.rank for file in ckptstore.ray.wrap(checkpoint).files}
+    assert files == {"model-rank=00000.pt": 0, "model-rank=00002.pt": 2, "model-rank=00003.pt": 3}
+
+
+def test_a_name_that_is_taken_gets_a_mark_and_its_files_stay(run: Path, tmp_path: Path) -> None:
+    first = stored(str(run), [tree(tmp_path / "a", model__pt="first")], name="latest")
+    second = stored(str(run), [tree(tmp_path / "b", model__pt="second")], name="latest")
+    assert first.path == str(run / "latest")
+    assert second.path.startswith(f"{run}/latest-")
+    assert (run / "latest/model.pt").read_text() == "first"
+    assert (Path(second.path) / "model.pt").read_text() == "second"
+
+
+def test_what_lies_in_the_run_is_copied_and_may_be_deleted(run: Path) -> None:
+    """Ray deletes what was reported after an asynchronous upload, wherever it lies."""
+    reported = tree(run / "checkpoint_1", model__pt="bytes")
+    checkpoint = stored(str(run), [reported], name="checkpoint_1")
+    (reported / "model.pt").unlink()
+    reported.rmdir()
+    assert ckptstore.ray.wrap(checkpoint).verify().ok
+
+
+def test_metadata_of_ray_stay_where_ray_looks_for_them(run: Path, tmp_path: Path) -> None:
+    sources = [tree(tmp_path / str(rank), model__pt=f"of {rank}") for rank in range(2)]
+    Checkpoint.from_directory(str(sources[1])).set_metadata({"epoch": 3})
+    checkpoint = stored(str(run), sources)
+    assert checkpoint.get_metadata() == {"epoch": 3}
+    checkpoint.update_metadata({"validated": True})
+    assert checkpoint.get_metadata() == {"epoch": 3, "validated": True}
+    assert ckptstore.ray.wrap(checkpoint).verify().ok
+
+
+def test_an_error_of_one_rank_is_everybodys_and_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    good, bad = tree(tmp_path / "good", model__pt="bytes"), tree(tmp_path / "bad", model__pt="bytes")
+    (bad / "outside").symlink_to("/etc/hostname")
+    errors = store(str(run), [good, bad, good])
+    assert [type(error) for error in errors] == [InvalidSource] * 3
+    assert all(error.rank == 1 for error in errors if isinstance(error, InvalidSource))
+    assert names(run) == [".validate_storage_marker"]
+
+
+def test_a_rank_that_fails_half_way_leaves_no_directory(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [tree(tmp_path / str(rank), model__pt="bytes" * 1000) for rank in range(2)]
+
+    def full(self: LocalStorage, key: str, *_: object, **__: object) -> None:
+        if "rank=00001" in key:
+            raise StorageFull("no space left", file=key)
+        return write(self, key, *_, **__)
+
+    write = LocalStorage.write
+    monkeypatch.setattr(LocalStorage, "write", full)
+    monkeypatch.setattr(LocalStorage, "write_many", lambda self, files: [self.write(*file) for file in files])
+    errors = store(str(run), sources)
+    assert [type(error) for error in errors] == [StorageFull] * 2
+    assert names(run) == [".validate_storage_marker", "store.json"]
+    assert not (run / "checkpoint_1").exists()
+
+
+def test_names_that_lead_out_of_the_run_are_refused(run: Path, tmp_path: Path) -> None:
+    (error,) = store(str(run), [tree(tmp_path / "a", model__pt="bytes")], name="../other")
+    assert isinstance(error, InvalidName)
+
+
+def test_a_run_that_a_log_keeps_is_refused(run: Path, tmp_path: Path) -> None:
+    source = tree(tmp_path / "a", model__pt="bytes")
+    with ckptstore.open_store(run) as mine:
+        mine.save_directory(1, source)
+    (error,) = store(str(run), [source])
+    assert isinstance(error, InvalidInput)
+    assert "kept by ckptstore" in str(error)
+
+
+def test_a_path_that_is_not_the_drivers_is_found_out(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(StoreNotShared, match="Rank 2 does not see"):
+        Run.open(worker_at(str(tmp_path / "run"), rank=2, world_size=4))
+
+
+def test_a_copy_opens_anywhere(run: Path, tmp_path: Path) -> None:
+    checkpoint = stored(str(run), [tree(tmp_path / "a", model__pt="bytes")])
+    checkpoint.to_directory(str(tmp_path / "copy"))
+    assert ckptstore.Checkpoint.from_directory(tmp_path / "copy").verify().ok
+    inside = SubTreeFileSystem(str(tmp_path), checkpoint.filesystem)
+    assert ckptstore.ray.wrap(Checkpoint("copy", inside)).verify().ok
+
+
+class TestIncomplete:
+    """What `wrap` refuses, and why."""
+
+    def test_without_a_manifest(self, run: Path, tmp_path: Path) -> None:
+        directory = tree(run / "plain", model__pt="of the ranks that were left")
+        with pytest.raises(CheckpointDamaged, match="1 files and no manifest: it was not stored through ckptstore"):
+            ckptstore.ray.wrap(Checkpoint.from_directory(str(directory)))
+
+    def test_a_pointer(self, run: Path) -> None:
+        directory = tree(run / "pointer")
+        (directory / "ckptstore-pointer.json").write_text(json.dumps({}))
+        with pytest.raises(CheckpointDamaged, match=r"open it with ckptstore\.ray\.resolve"):
+            ckptstore.ray.wrap(Checkpoint.from_directory(str(directory)))
+
+    def test_deleted(self, run: Path) -> None:
+        with pytest.raises(CheckpointGone, match="Ray has deleted the checkpoint"):
+            ckptstore.ray.wrap(Checkpoint.from_directory(str(run / "gone")))
+
+    def test_without_a_shard(self, run: Path, tmp_path: Path) -> None:
+        sources = [tree(tmp_path / str(rank), model__pt=f"of {rank}") for rank in range(2)]
+        checkpoint = stored(str(run), sources)
+        (run / "checkpoint_1/model-rank=00001.pt").unlink()
+        with pytest.raises(CheckpointDamaged, match=r"model-rank=00001.pt: missing") as caught:
+            ckptstore.ray.wrap(checkpoint)
+        assert caught.value.rank == 1
+
+    def test_merged_with_another_attempt(self, run: Path, tmp_path: Path) -> None:
+        checkpoint = stored(str(run), [tree(tmp_path / "a", model__pt="bytes")])
+        (run / "checkpoint_1/stale.pt").write_text("of another attempt")
+        with pytest.raises(CheckpointDamaged, match=r"stale.pt: extra"):
+            ckptstore.ray.wrap(checkpoint)
+
+
+def test_on_s3_every_byte_is_checked(tmp_path: Path) -> None:
+    with s3_server(buckets=["test"]) as server:
+        system = arrow_s3(server)
+        make_run("test/runs/run", system)
+        sources = [tree(tmp_path / str(rank), model__pt=f"of {rank}") for rank in range(2)]
+        checkpoint = stored("test/runs/run", sources, filesystem=system)
+        ours = ckptstore.ray.wrap(checkpoint)
+        assert ours.verify().ok
+        with ours.as_directory() as path:
+            assert names(path) == ["ckptstore.json", "model-rank=00000.pt", "model-rank=00001.pt"]
+        left = {key for key in server.objects.buckets["test"] if "checkpoint_1" not in key and not key.endswith("/")}
+        assert left == {"runs/run/.validate_storage_marker", "runs/run/store.json"}
+        with system.open_output_stream(f"{checkpoint.path}/model-rank=00001.pt") as file:
+            file.write(b"OF 1")
+        with pytest.raises(CheckpointDamaged):
+            ckptstore.ray.wrap(checkpoint).to_directory(tmp_path / "copy")
+        assert [problem.fault for problem in ckptstore.ray.wrap(checkpoint).verify().problems] == ["flipped"]
