@@ -41,6 +41,7 @@ test-slow: install servers
 	$(PYTEST) -m slow tests/ray
 
 test-ceph: install
+	$(BIN)/python tests/servers/install_ceph.py
 	$(PYTEST) -m ceph
 
 check: install
@@ -62,7 +63,7 @@ bench: install servers
 # Small sizes, beside the peers: fails when a ratio is below what benchmarks/floors.json says.
 bench-check: install
 	for what in save load async directory node-cache ls; do \
-	  $(BIN)/ckptstore bench $$what --size 256MiB --repeat 7 --peers dcp,torch,safetensors,ray,cp \
+	  $(BIN)/ckptstore bench $$what --size 256MiB --shape tensors --repeat 7 --peers dcp,ray,cp \
 	    --floors benchmarks/floors.json || exit 1; \
 	done
 

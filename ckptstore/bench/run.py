@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import threading
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.bench import machine
+from ckptstore.bench.files import files_of
 from ckptstore.bench.finding import finding
 from ckptstore.bench.peers.base import installed_versions
 from ckptstore.bench.peers.registry import CONTENDERS
@@ -37,8 +37,6 @@ _TITLES = {
     "directory": "Save a directory of files",
     "node-cache": "All processes of a node open one checkpoint",
 }
-_LARGE_FILES = 4
-_SMALL_BYTES = 10 << 10
 
 Show = Callable[[str, int, int], None]
 """Called with what is done now, how many turns are over, and how many there are."""
@@ -167,29 +165,3 @@ def _told(directory: Path, workload: str, show: Show) -> Iterator[Path]:
     finally:
         over.set()
         thread.join()
-
-
-@contextmanager
-def files_of(
-    asked: Asked, name: str, size_bytes: int, place: Place, *, num_files: int | None = None
-) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The directories that are saved: for each rank one, or for "node-cache" one for all, with large files or, for the
-    shape "files", with many of 10 KiB."""
-    shares = 1 if name == "node-cache" else asked.ranks
-    if num_files is None:
-        num_files = max(1, size_bytes // _SMALL_BYTES) if asked.shape == "files" else _LARGE_FILES * shares
-    each = max(1, num_files // shares)
-    file_bytes = max(1, size_bytes // (each * shares))
-    above = place.path if place.is_local else Path(tempfile.gettempdir())
-    with tempfile.TemporaryDirectory(prefix="ckptstore-bench-files-", dir=above) as directory:
-        pattern = os.urandom(min(1 << 20, file_bytes))
-        for rank in range(shares):
-            target = Path(directory) / "source" / (f"rank-{rank}" if name == "directory" else "")
-            for number in range(each):
-                path = target / f"d{number // 1000}" / f"shard-{rank}-{number}.bin"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("wb") as file:
-                    for start in range(0, file_bytes, len(pattern)):
-                        file.write(pattern[: file_bytes - start])
-        os.sync()
-        yield Path(directory) / "source", {"files": each * shares, "file_bytes": file_bytes}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckptstore.bench.files import files_of
 from ckptstore.bench.laws import exponent, line
 from ckptstore.bench.place import Place
 from ckptstore.bench.simulated import commit_of
@@ -19,6 +20,8 @@ REAL_RANKS = (1, 2, 4, 8)
 SIMULATED_RANKS = (64, 256, 1024, 4096, 16_384)
 _SIZES = (16, 4, 1)
 """Parts of the whole size."""
+_FILE_COUNTS = (10, 100, 1000)
+_FILES_BYTES = 256 << 20
 _TIMEOUT_SECONDS = 1800.0
 _FIGURES = ("seconds", "requests", "cpu_seconds", "peak_bytes")
 
@@ -35,9 +38,19 @@ def scaling(place: Place, asked: Asked, size_bytes: int, contest: Contest, show:
         smaller = replace(task, size_bytes=max(1 << 20, size_bytes // part))
         sizes.append((smaller.size_bytes, contest(smaller, asked.ranks)))
     return {
-        "real": {"ranks": _curve(ranks), "bytes": _curve(sizes)},
+        "real": {"ranks": _curve(ranks), "bytes": _curve(sizes), "files": _curve(_over_files(task, contest))},
         "simulated": simulate(place, max_ranks=asked.max_ranks, latency_seconds=asked.latency_seconds, show=show),
     }
+
+
+def _over_files(task: Task, contest: Contest) -> list[tuple[int, Workload]]:
+    """The same bytes in more and more files of a directory."""
+    size_bytes, found = min(task.size_bytes, _FILES_BYTES), []
+    for count in _FILE_COUNTS:
+        with files_of(task.asked, "directory", size_bytes, task.place, num_files=count) as (files, facts):
+            smaller = replace(task, name="directory", size_bytes=size_bytes, files=str(files))
+            found.append((facts["files"], contest(smaller, task.asked.ranks)))
+    return found
 
 
 def _curve(points: Sequence[tuple[int, Workload]]) -> list[dict[str, Any]]:
