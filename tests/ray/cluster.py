@@ -18,6 +18,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_SECRET_ACCESS_KEY": "testsecret",
     "OMP_NUM_THREADS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AUTH_MODE": "disabled",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import ckptstore
-from ckptstore.events import BytesMoved, Event, FileStored
+from ckptstore.events import BytesMoved, Event, FileStored, listening
 
 ROWS, FEATURES, WIDTH = 16, 8, 64
 
@@ -107,8 +109,9 @@ def train(config: dict[str, Any]) -> None:
     checkpoint = ckptstore.ray.resume(state, store, prefer=config.get("prefer", "newest"))
     first = checkpoint.step + 1 if checkpoint else 0
     note(config, "resumed", f"{rank} {world_size} {first}")
-    if "kill" in config:
-        kill_during_save(config, rank)
+    listeners = ExitStack()
+    if "strike" in config:
+        strike_during_save(config, rank, listeners)
     for step in range(first, config["steps"]):
         inputs, targets = batch_of(step)
         part = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
@@ -121,22 +124,32 @@ def train(config: dict[str, Any]) -> None:
         mean /= world_size
         if rank == 0:
             note(config, "losses", f"{step} {mean.item()!r}")
+        time.sleep(config.get("pause_seconds", 0))
+        metrics = {"loss": mean, "step": step}
         if step % 2 and config["how"] == "async":
-            store.save_async(step, state, metrics={"loss": mean, "step": step}, **config.get("options", {}))
-        elif step % 2:
-            store.save(step, state, metrics={"loss": mean, "step": step})
+            store.save_async(step, state, metrics=metrics, **config.get("options", {}))
+        elif step % 2 and config["how"] == "sync":
+            store.save(step, state, metrics=metrics)
+        if "needed_seconds" in config:
+            made = store.save_on_preemption(step, state, metrics=metrics, needed_seconds=config["needed_seconds"])
+            if made is not None and rank == 0:
+                saved = -1 if made.checkpoint is None else made.checkpoint.step
+                note(config, "preempted", f"{step} {saved} {len(made.node_ids)} {len(made.ranks)} {made.reason}")
     store.close()
 
 
-def kill_during_save(config: dict[str, Any], rank: int) -> None:
-    """Let the kernel end this worker when it has stored a part of a step, once in the life of the run."""
-    victim, step = config["kill"]
-    marker = Path(config["notes"], "killed")
+def strike_during_save(config: dict[str, Any], rank: int, listeners: ExitStack) -> None:
+    """When this worker has stored a part of a step, once in the life of the run: let the kernel end it, or let it hang
+    until the test does something worse."""
+    victim, step, how = config["strike"]
+    marker = Path(config["notes"], "struck")
 
     def strike(event: Event) -> None:
         if isinstance(event, BytesMoved | FileStored) and f"step-{step:010d}" in event.key and not marker.exists():
             marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
 
     if rank == victim:
-        ckptstore.events.listening(strike).__enter__()
+        listeners.enter_context(listening(strike))

@@ -106,7 +106,8 @@ def _translated(doing: str) -> Iterator[None]:
     except PermissionError as error:
         raise AccessDenied(f"{doing} failed: {error}", file=POINTER_NAME) from error
     except OSError as error:
-        raise StorageUnavailable(f"{doing} failed: {error}", file=POINTER_NAME) from error
+        cls = AccessDenied if "ACCESS_DENIED" in str(error) else StorageUnavailable  # S3's, in the text alone
+        raise cls(f"{doing} failed: {error}", file=POINTER_NAME) from error
 
 
 def _is_there(ray_checkpoint: Any) -> bool:

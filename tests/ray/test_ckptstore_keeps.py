@@ -1,0 +1,123 @@
+"""Runs of Ray Train whose checkpoints ckptstore keeps: what is registered is committed, and a run goes on from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keeping
+import pytest
+from checking import check_losses, s3_path
+from cluster import RayCluster, fit
+from keeping import notes
+
+import ckptstore
+from ckptstore import CheckpointGone, InvalidInput
+from ckptstore.config import RetryConfig
+from ckptstore.integrations.ray.pointer import read_pointer
+from ckptstore.testing.s3_server import Fault, S3Server, s3_server
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    """A server that the whole cluster reaches."""
+    with s3_server(buckets=["test"]) as server:
+        yield server
+
+
+def test_directories_on_s3_are_downloaded_once_per_node(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:
+    from ray.train import CheckpointConfig
+
+    ranked = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    config = {"notes": str(tmp_path), "steps": 4}
+    result = fit(
+        keeping.save_directories,
+        storage_path=s3_path(s3),
+        name="directories",
+        config=config,
+        num_workers=4,
+        checkpoint_config=ranked,
+    )
+    assert [line[1:] for line in notes(tmp_path, "read")] == [["4", "800000"]] * 4
+    downloads = Counter(item.path for item in s3.log if item.method == "GET" and "model" in item.path)
+    assert sorted(downloads.values()) == [2] * 4, "four workers on two nodes download each file twice"
+
+    assert result.metrics["phase"] == "train"
+    assert result.metrics["ckptstore_step"] == 3
+    assert ckptstore.ray.resolve(result.checkpoint).step == 3
+    kept = {int(metrics["ckptstore_step"]): pointer for pointer, metrics in result.best_checkpoints}
+    assert set(kept) == {1, 2}, "Ray keeps the two best pointers beside the latest"
+    assert ckptstore.ray.resolve(kept[2]).metrics == {"loss": 0.5}
+    with pytest.raises(CheckpointGone, match=r"step 1 was removed; live steps at .*: 2, 3"):
+        ckptstore.ray.resolve(kept[1])  # the store keeps the latest two
+
+    again = fit(keeping.save_directories, storage_path=s3_path(s3), name="directories", config=config | {"steps": 1})
+    assert notes(tmp_path, "resumed")[4:] in ([["0", "4"], ["1", "4"]], [["1", "4"], ["0", "4"]])
+    with ckptstore.ray.resolve(again.checkpoint).as_directory() as directory:
+        assert (directory / "model-rank=00001.bin").read_bytes() == bytes([4, 1]) * 100_000
+
+
+def test_a_leader_killed_during_an_upload_loses_nothing(cluster: RayCluster, tmp_path: Path) -> None:
+    config = {"notes": str(tmp_path), "steps": STEPS, "parallel": "ddp", "how": "async", "strike": [0, 5, "kill"]}
+    result = fit(keeping.train, storage_path=tmp_path / "runs", name="ddp", config=config, torch=True, max_failures=1)
+    assert (tmp_path / "struck").exists()
+    assert sorted(notes(tmp_path, "resumed")) == [["0", "2", "0"], ["0", "2", "4"], ["1", "2", "0"], ["1", "2", "4"]]
+    check_losses(tmp_path, STEPS)
+    assert result.metrics["ckptstore_step"] == STEPS - 1
+    assert ckptstore.ray.resolve(result.checkpoint).step == STEPS - 1
+    with ckptstore.open_store(tmp_path / "runs/ddp/_ckptstore") as store:
+        assert [checkpoint.step for checkpoint in store] == [3, 5, 7]
+        for checkpoint in store:
+            assert checkpoint.verify().ok
+
+
+def test_a_tolerated_failure_is_passed_over_and_counted(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:
+    from ray.train import CheckpointConfig
+
+    config = {
+        "notes": str(tmp_path),
+        "steps": 6,
+        "parallel": "fsdp",
+        "how": "async",
+        "options": {"max_failures": 1},
+    }
+    written = "^(PUT|POST).*_ckptstore/checkpoints/step-0000000003"
+    s3.faults.add(Fault(action="status", match=written, status=403, code="AccessDenied", times=None))
+    ranked = CheckpointConfig(checkpoint_score_attribute="step", checkpoint_score_order="max")
+    run: dict[str, Any] = {"storage_path": s3_path(s3), "name": "fsdp", "torch": True, "checkpoint_config": ranked}
+    try:
+        result = fit(keeping.train, config=config, **run)
+    finally:
+        s3.faults.clear()
+    check_losses(tmp_path, 6)
+    assert result.metrics["ckptstore_failed_saves"] == 1
+    by_step = {int(metrics["ckptstore_step"]): (pointer, metrics) for pointer, metrics in result.best_checkpoints}
+    assert list(by_step) == [3, 1, 5], "what failed ranks last"
+    assert "AccessDenied" in by_step[3][1]["ckptstore_error"]
+    assert read_pointer(by_step[3][0], retry=RetryConfig()).number is None
+    with pytest.raises(CheckpointGone, match=r"step 3 was never committed .* live steps at .*: 1, 5"):
+        ckptstore.ray.resolve(by_step[3][0])
+
+
+def in_local_mode(config: dict[str, Any]) -> None:
+    import ray.train
+
+    with pytest.raises(InvalidInput, match="needs a root"):
+        ckptstore.ray.store()
+    with ckptstore.ray.store(config["root"]) as store:
+        assert ckptstore.ray.resume(store=store, prefer="ray") is None
+        checkpoint = store.save_directory(0, config["root"].parent, metrics={"loss": 1.0})
+        assert store.save_on_preemption(1, {}) is None
+    ray.train.report({"saved": checkpoint.step})
+
+
+def test_in_local_mode_a_store_works_and_reports_nothing(cluster: RayCluster, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/model.bin").write_bytes(b"weights")
+    config = {"root": tmp_path / "source/store"}
+    result = fit(in_local_mode, storage_path=tmp_path, name="local", config=config, num_workers=0, torch=True)
+    assert result.metrics == {"saved": 0}
