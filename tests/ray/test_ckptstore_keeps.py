@@ -16,6 +16,7 @@ from keeping import notes
 import ckptstore
 from ckptstore import CheckpointGone, InvalidInput
 from ckptstore.config import RetryConfig
+from ckptstore.integrations.ray.context import require_worker
 from ckptstore.integrations.ray.pointer import read_pointer
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
@@ -45,6 +46,11 @@ def test_directories_on_s3_are_downloaded_once_per_node(cluster: RayCluster, s3:
     assert [line[1:] for line in notes(tmp_path, "read")] == [["4", "800000"]] * 4
     downloads = Counter(item.path for item in s3.log if item.method == "GET" and "model" in item.path)
     assert sorted(downloads.values()) == [2] * 4, "four workers on two nodes download each file twice"
+
+    places = sorted(notes(tmp_path, "places"))
+    assert [place[0] for place in places] == ["0/4", "1/4", "2/4", "3/4"]
+    assert len({place[1] for place in places}) == 2
+    assert {(place[2], place[3]) for place in places} == {("directories", "test/runs/directories/there")}
 
     assert result.metrics["phase"] == "train"
     assert result.metrics["ckptstore_step"] == 3
@@ -101,6 +107,12 @@ def test_a_tolerated_failure_is_passed_over_and_counted(cluster: RayCluster, s3:
     assert read_pointer(by_step[3][0], retry=RetryConfig()).number is None
     with pytest.raises(CheckpointGone, match=r"step 3 was never committed .* live steps at .*: 1, 5"):
         ckptstore.ray.resolve(by_step[3][0])
+
+
+def test_in_the_driver_there_is_no_worker(cluster: RayCluster) -> None:
+    assert ckptstore.ray.current_worker() is None
+    with pytest.raises(InvalidInput, match="report was called outside of a worker"):
+        require_worker("report")
 
 
 def in_local_mode(config: dict[str, Any]) -> None:

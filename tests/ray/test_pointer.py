@@ -1,0 +1,150 @@
+"""The file that stands in Ray's directory for a checkpoint in a store; no cluster is needed for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import pytest
+
+import ckptstore
+from ckptstore import AccessDenied, CheckpointDamaged, CheckpointGone, InvalidInput, UnsupportedVersion
+from ckptstore.config import RetryConfig
+from ckptstore.integrations.ray.context import Worker
+from ckptstore.integrations.ray.pointer import POINTER_NAME, Pointer, read_pointer, write_pointer
+from ckptstore.integrations.ray.preemption import Notice
+
+ONCE = RetryConfig(retry_attempts=1)
+
+
+def worker_in(directory: Path, *, filesystem: Any = None) -> Worker:
+    return Worker(
+        rank=0,
+        world_size=1,
+        node_id="node",
+        run_name=directory.name,
+        run_path=str(directory),
+        filesystem=filesystem or pyarrow.fs.LocalFileSystem(),
+    )
+
+
+def reported(worker: Worker, name: str) -> Any:
+    from ray.train import Checkpoint
+
+    return Checkpoint(worker.path_of(name), worker.filesystem)
+
+
+def save_step(run: Path, step: int, **options: Any) -> ckptstore.Checkpoint:
+    """A committed checkpoint where the default store of a run lies."""
+    source = run.parent / "source"
+    source.mkdir(exist_ok=True)
+    (source / "model.bin").write_bytes(bytes([step]))
+    with ckptstore.open_store(run / "_ckptstore", **options) as store:
+        return store.save_directory(step, source)
+
+
+@pytest.mark.parametrize(
+    "pointer",
+    [
+        Pointer(root="_ckptstore", step=3, number=7, attempt="step-0000000003-e0001-0a0b0c0d"),
+        Pointer(root="s3://bucket/runs", step=3, number=None, error="AccessDenied: no", extra={"later": [1]}),
+    ],
+)
+def test_a_pointer_is_read_as_it_was_written(tmp_path: Path, pointer: Pointer) -> None:
+    worker = worker_in(tmp_path)
+    for _ in range(2):  # Ray may call an upload function again
+        write_pointer(worker, "checkpoint_1", pointer, retry=ONCE)
+    assert read_pointer(reported(worker, "checkpoint_1"), retry=ONCE) == pointer
+    assert [path.name for path in (tmp_path / "checkpoint_1").iterdir()] == [POINTER_NAME]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("not JSON", CheckpointDamaged),
+        ('{"version": 1, "step": 3, "number": 7}', CheckpointDamaged),
+        ('{"version": 1, "root": "x", "step": 3, "number": 0}', CheckpointDamaged),
+        ('{"version": 1, "root": "x", "step": true, "number": 1}', CheckpointDamaged),
+        ('{"version": 1, "root": "x", "step": 3, "number": 1, "attempt": 4}', CheckpointDamaged),
+        ('{"version": 2, "root": "x", "step": 3, "number": 1}', UnsupportedVersion),
+    ],
+)
+def test_what_is_no_pointer_is_refused(text: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Pointer.decode(text.encode())
+
+
+def test_a_checkpoint_without_a_pointer_is_told_from_one_that_is_gone(tmp_path: Path) -> None:
+    worker = worker_in(tmp_path)
+    (tmp_path / "of_files").mkdir()
+    with pytest.raises(InvalidInput, match=r"holds no pointer.*ckptstore\.ray\.wrap"):
+        ckptstore.ray.resolve(reported(worker, "of_files"))
+    with pytest.raises(CheckpointGone, match="directory of the checkpoint was removed"):
+        ckptstore.ray.resolve(reported(worker, "nowhere"))
+
+
+def test_a_run_that_was_moved_still_resolves(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    pointer = Pointer.to(save_step(run, 3), root="_ckptstore")
+    write_pointer(worker_in(run), "checkpoint_1", pointer, retry=ONCE)
+    run.rename(tmp_path / "elsewhere")
+    found = ckptstore.ray.resolve(reported(worker_in(tmp_path / "elsewhere"), "checkpoint_1"))
+    with found.as_directory() as path:
+        assert (path / "model.bin").read_bytes() == b"\3"
+
+
+def test_a_pointer_never_leads_to_another_attempt(tmp_path: Path) -> None:
+    """A store that was made anew at the same place has the same numbers."""
+    run = tmp_path / "run"
+    checkpoint = save_step(run, 3)
+    pointer = Pointer(root="_ckptstore", step=3, number=checkpoint.number, attempt="step-0000000003-e0001-00000000")
+    write_pointer(worker_in(run), "checkpoint_1", pointer, retry=ONCE)
+    with pytest.raises(CheckpointGone, match=r"step 3 was removed; live steps at .*: 3"):
+        ckptstore.ray.resolve(reported(worker_in(run), "checkpoint_1"))
+
+
+class _Denied(pyarrow.fs.FileSystemHandler):
+    """A file system that lets nobody write, and says so as pyarrow's S3 does."""
+
+    def get_type_name(self) -> str:
+        return "denied"
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        raise OSError("AWS Error ACCESS_DENIED during PutObject operation")
+
+    def _unused(self, *_given: Any) -> Any:
+        raise NotImplementedError
+
+    normalize_path = get_file_info = get_file_info_selector = delete_dir = delete_dir_contents = _unused
+    delete_root_dir_contents = delete_file = move = copy_file = _unused
+    open_input_stream = open_input_file = open_output_stream = open_append_stream = _unused
+
+
+def test_a_refusal_is_not_tried_again(tmp_path: Path) -> None:
+    worker = worker_in(tmp_path, filesystem=pyarrow.fs.PyFileSystem(_Denied()))
+    with pytest.raises(AccessDenied, match="ACCESS_DENIED"):
+        write_pointer(worker, "checkpoint_1", Pointer(root="x", step=1, number=1), retry=RetryConfig())
+
+
+def test_the_file_is_json_that_people_can_read(tmp_path: Path) -> None:
+    checkpoint = save_step(tmp_path / "run", 3)
+    told = json.loads(Pointer.to(checkpoint, root="_ckptstore").encode())
+    assert told == {
+        "version": 1,
+        "root": "_ckptstore",
+        "step": 3,
+        "number": checkpoint.number,
+        "attempt": Path(checkpoint.uri).name,
+    }
+
+
+def test_a_notice_without_a_deadline_stops_no_save() -> None:
+    notice = Notice(deadline_seconds=None, node_ids=("a",), ranks=(0,))
+    assert notice.objection(needed_seconds=1e9) == ""
+
+
+def test_a_notice_whose_deadline_is_past_stops_every_save() -> None:
+    notice = Notice(deadline_seconds=1.0, node_ids=("a",), ranks=(0,))
+    assert "0.0 s are left" in notice.objection(needed_seconds=0.0)
