@@ -96,11 +96,11 @@ def event_table() -> str:
     return table(["event", "log level", "fields", "meaning"], rows)
 
 
-def api() -> str:
-    """Signature and docstring of every public name, errors apart."""
+def api(module: Any) -> str:
+    """Signature and docstring of every public name of a module, errors apart."""
     parts = []
-    for name in ckptstore.__all__:
-        value = getattr(ckptstore, name)
+    for name in module.__all__:
+        value = getattr(module, name)
         if name == "__version__" or (isinstance(value, type) and issubclass(value, CkptstoreError)):
             continue
         parts.append(f"## {name}\n\n{_described(name, value)}")
@@ -201,7 +201,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "error tree": error_tree,
     "error codes": error_table,
     "events": event_table,
-    "api": api,
+    "api": lambda: api(ckptstore),
+    "ray": lambda: api(ckptstore.ray),
     "commands": commands,
     "json": json_tables,
     "how to": lambda: index("how-to"),
