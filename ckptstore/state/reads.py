@@ -1,7 +1,8 @@
 """Planning of reads: which blocks of which files fill which memory, each block checked. Moves no bytes itself.
 
-A box that is one range in the file and in memory is read straight into place, its ends widened to block borders. All
-else goes through a buffer: small tensors, which come a slab at a time, slices across rows, memory on a device.
+A box that is one range in the file and in memory is read straight into place, its ends widened to block borders; of a
+slab, which is read as a whole, the larger tensors too. All else goes through a buffer: small tensors, slices across
+rows, memory on a device.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ MAX_SKIP_BYTES = 2 << 20
 """Wanted bytes that are closer than this are read in one range, with what lies between them."""
 BUFFER_BYTES = 32 << 20
 """The most that one buffer of a read holds."""
+_SCATTERED_BYTES = 16 << 10
+"""Below this, to copy out of a buffer costs less than one more place to read into."""
 
 
 class Copy(NamedTuple):
@@ -39,6 +42,17 @@ class Copy(NamedTuple):
     """The memory, of the shape of the box."""
     strides: tuple[int, ...]
     """Of the box in the file, in elements."""
+
+    @property
+    def stop(self) -> int:
+        """Where it ends in the file."""
+        return self.offset + self.size_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the bytes lie in memory as they lie in the file."""
+        size_bytes = self.target.numel() * self.target.element_size()
+        return size_bytes == self.size_bytes and is_plain_memory(self.target)
 
 
 @dataclass(slots=True)
@@ -69,6 +83,34 @@ class Step:
             head = self.direct_offset - self.offset
             views = tuple(part for part in (view[:head], self.direct, view[head:]) if part)
         return RangeRead(self.key, self.offset, views, self.checks), buffer
+
+    def scattered_read(self) -> tuple[RangeRead, list[tuple[Copy, memoryview]]]:
+        """The same with every copy that can be read straight into its memory; and those that are left, with their
+        bytes."""
+        if self.direct is not None:
+            return self.range_read()[0], []
+        views: list[memoryview] = []
+        left: list[tuple[Copy, memoryview]] = []
+        start, waiting, waiting_stop = self.offset, list[Copy](), self.offset
+
+        def buffer_until(stop: int) -> None:
+            if stop > start:
+                view = memoryview(bytearray(stop - start))
+                views.append(view)
+                left.extend((copy, view[copy.offset - start :][: copy.size_bytes]) for copy in waiting)
+            waiting.clear()
+
+        for copy, following in zip(self.copies, [*self.copies[1:], None], strict=True):
+            is_apart = waiting_stop <= copy.offset and (following is None or copy.stop <= following.offset)
+            if is_apart and copy.size_bytes >= _SCATTERED_BYTES and copy.is_whole:
+                buffer_until(copy.offset)
+                views.append(view_of(copy.target))
+                start = waiting_stop = copy.stop
+            else:
+                waiting.append(copy)
+                waiting_stop = max(waiting_stop, copy.stop)
+        buffer_until(self.offset + self.size_bytes)
+        return RangeRead(self.key, self.offset, tuple(views), self.checks), left
 
     def finish(self, buffer: bytearray) -> None:
         """Copy out of the buffer."""
@@ -240,7 +282,8 @@ def run_steps(steps: Iterable[Step], read: Callable[[Sequence[RangeRead]], None]
 
 
 def _run_wave(wave: Sequence[Step], read: Callable[[Sequence[RangeRead]], None]) -> None:
-    reads = [step.range_read() for step in wave]
+    reads = [step.scattered_read() for step in wave]
     read([item for item, _ in reads])
-    for step, (_, buffer) in zip(wave, reads, strict=True):
-        step.finish(buffer)
+    for _, left in reads:
+        for copy, data in left:
+            fill(copy.target, data, copy.strides)

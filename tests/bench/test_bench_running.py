@@ -136,6 +136,7 @@ def test_a_secret_is_not_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_workload_runs_on_a_disk(tmp_path: Path) -> None:
     told, shown = tmp_path / "told.json", tmp_path / "shown.html"
     options = ["--size", "8MiB", "--repeat", 1, "--max-ranks", 256, "--latency-ms", 1, "--to", tmp_path / "place"]
@@ -149,6 +150,7 @@ def test_every_workload_runs_on_a_disk(tmp_path: Path) -> None:
     failed = [one for workload in value["workloads"] for one in workload["outcomes"] if one["status"] == "failed"]
     assert failed == []
     assert [point["at"] for point in value["scaling"]["real"]["ranks"]] == [1, 2, 4, 8]
+    assert [point["at"] for point in value["scaling"]["real"]["files"]] == [10, 100, 1000]
     assert value["scaling"]["simulated"]["laws"]["requests"]["exponent"] == pytest.approx(1, abs=0.1)
     assert not (tmp_path / "place").exists()
 

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import tracemalloc
 
 import pytest
 import torch
@@ -231,6 +232,22 @@ def test_small_tensors_cost_requests_in_proportion_to_bytes(tmp_path):
     assert all(torch.equal(targets[key], state[key]) for key in state)
     assert counted.ranges <= 2
     assert counted.size_bytes <= written
+
+
+def test_tensors_of_a_slab_are_read_straight_into_their_memory(tmp_path):
+    """All but the small and the strided ones, which lie between them."""
+    state = {f"t{number}": torch.randn(200 if number % 5 == 0 else 60_000 + number) for number in range(80)}
+    save_plain(tmp_path, state)
+    targets = {key: torch.zeros(len(tensor)) for key, tensor in state.items()}
+    targets["t17"] = torch.zeros(len(state["t17"]), 2)[:, 0]
+    wanted = {key: (tensor, key) for key, tensor in targets.items()}
+    stored = open_stored(tmp_path, make_transfer(tmp_path))
+    tracemalloc.start()
+    stored.fill(wanted)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert all(torch.equal(targets[key], state[key]) for key in state)
+    assert peak_bytes < sum(tensor.nbytes for tensor in state.values()) / 4
 
 
 def test_the_buffers_of_a_load_are_bounded(tmp_path):
