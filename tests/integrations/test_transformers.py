@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ckptstore.testing.ranks import run_ranks
 
 
@@ -37,3 +39,39 @@ def test_a_killed_job_goes_on_with_the_same_losses(tmp_path: Path) -> None:
         assert whole["left"] == ["checkpoint-12"]  # Trainer rotates; no second names are left
         assert set(whole["metrics"]) >= {"loss", "grad_norm", "learning_rate", "epoch", "eval_loss"}
         assert "step" not in whole["metrics"]
+
+
+@pytest.mark.slow
+def test_nodes_without_a_common_disk(tmp_path: Path) -> None:
+    for found in run_ranks(2, call, "on_disks_of_their_own", str(tmp_path), {}):
+        for files in found["files"].values():
+            assert files["rng_state_0.pth"] == 0
+            assert files["rng_state_1.pth"] == 1
+            assert list(files).count("model.safetensors") == 1  # both nodes have it, one stores it
+        assert found["verified"]
+    (sums,) = run_ranks(1, call, "weights_of", f"{tmp_path}/store")
+    assert len(sums) > 10
+
+
+@pytest.mark.slow
+def test_one_process_waits_for_each_save(tmp_path: Path) -> None:
+    run_ranks(1, call, "whole_then_killed", str(tmp_path), {}, 8, expect_killed=[0])
+    ((whole, resumed),) = run_ranks(1, call, "resumed", str(tmp_path), {})
+    check_resumed(whole, resumed, steps=(6,))
+
+
+@pytest.mark.slow
+def test_what_cannot_be_saved_or_resumed_is_refused(tmp_path: Path) -> None:
+    ((missing, removed, in_the_way, kind),) = run_ranks(1, call, "damaged", str(tmp_path))
+    assert "No rank has files in" in missing
+    assert "step 3" in missing
+    assert "later steps" in removed
+    assert "cannot get a second name" in in_the_way
+    assert "is not a Trainer's: it holds tensor state" in kind
+
+
+@pytest.mark.slow
+def test_an_evaluation_counts_for_its_own_step(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, call, "evaluated_seldom", str(tmp_path))
+    assert {step: "eval_loss" in names for step, names in found.items()} == {3: False, 6: True, 9: False, 12: True}
+    assert all("loss" in names for names in found.values())

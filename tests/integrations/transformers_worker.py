@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from ckptstore import open_store
+from ckptstore.errors import CkptstoreError
 from ckptstore.integrations.transformers import CheckpointStoreCallback
 from ckptstore.retention import KeepBest, KeepLatest
 
@@ -51,6 +53,7 @@ def fit(
     seed: int = 0,
     kill_at: int | None = None,
     arguments: dict[str, Any] | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
     **options: Any,
 ) -> dict[str, Any]:
     """One Trainer from where the store is to its end, or to the step where it is killed. Has dropout."""
@@ -58,31 +61,37 @@ def fit(
         options.setdefault("retention", KeepBest(2, metric="eval_loss", mode="min") | KeepLatest(2))
     torch.manual_seed(seed)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2))
-    asked = TrainingArguments(
-        output_dir=output_dir,
-        use_cpu=True,
-        per_device_train_batch_size=4,
-        max_steps=12,
-        learning_rate=5e-3,
-        eval_strategy="steps",
-        eval_steps=3,
-        save_steps=3,
-        save_total_limit=1,
-        logging_steps=1,
-        seed=5,
-        report_to=[],
-        disable_tqdm=True,
+    chosen = {
+        "output_dir": output_dir,
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "max_steps": 12,
+        "learning_rate": 5e-3,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 3,
+        "save_total_limit": 1,
+        "logging_steps": 1,
+        "seed": 5,
+        "report_to": [],
+        "disable_tqdm": True,
         **(arguments or {}),
-    )
+    }
     callback = CheckpointStoreCallback(root, **options)
     notes = Notes(kill_at)
-    trainer = Trainer(model, asked, train_dataset=texts(1, 40), eval_dataset=texts(2, 8), callbacks=[callback, notes])
+    trainer = Trainer(
+        model,
+        TrainingArguments(**chosen),
+        train_dataset=texts(1, 40),
+        eval_dataset=texts(2, 8),
+        callbacks=[*callbacks, callback, notes],
+    )
     trainer.train(resume_from_checkpoint=callback.resume())
     with closing(callback.store) as store:
         return {
             "losses": notes.losses,
             "resumed": callback.resumed.step if callback.resumed else None,
-            "live": {checkpoint.step: checkpoint.metrics["eval_loss"] for checkpoint in store},
+            "live": {checkpoint.step: checkpoint.metrics.get("eval_loss") for checkpoint in store},
             "files": {
                 checkpoint.step: {receipt.name: receipt.rank for receipt in checkpoint.files} for checkpoint in store
             },
@@ -120,3 +129,39 @@ def weights_of(root: str) -> dict[str, float]:
         with checkpoint.as_directory() as path:
             model = GPT2LMHeadModel.from_pretrained(Path(path))
     return {name: tensor.sum().item() for name, tensor in model.state_dict().items()}
+
+
+def damaged(root: str) -> list[str]:
+    """What comes of a missing output directory of one rank, of a disk without links, and of a checkpoint of state."""
+    found = []
+    (Path(root) / "out").mkdir(parents=True)
+
+    def refused(action: Any) -> None:
+        try:
+            action()
+        except CkptstoreError as error:
+            found.append(str(error))
+
+    class Elsewhere(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            args.output_dir = f"{root}/nothing-here"
+
+    class NoLinks(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            Path(args.output_dir, ".ckptstore-upload-00000").write_text("in the way")
+
+    refused(lambda: fit(f"{root}/a", f"{root}/out", callbacks=[Elsewhere()]))
+    Path(root, "stale", "checkpoint-99").mkdir(parents=True)
+    refused(lambda: fit(f"{root}/d", f"{root}/stale"))
+    refused(lambda: fit(f"{root}/b", f"{root}/out", callbacks=[NoLinks()], asynchronous=True))
+    with open_store(f"{root}/c") as store:
+        store.save(3, {"epoch": 1})
+    refused(lambda: fit(f"{root}/c", f"{root}/out"))
+    return found
+
+
+def evaluated_seldom(root: str) -> dict[int, list[str]]:
+    """The metrics of each checkpoint of a run that saves oftener than it evaluates."""
+    fit(f"{root}/store", f"{root}/out", arguments={"eval_steps": 6}, retention=KeepLatest(9))
+    with open_store(f"{root}/store") as store:
+        return {checkpoint.step: sorted(checkpoint.metrics) for checkpoint in store}

@@ -138,7 +138,11 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         """The directory with the files that this rank stores; None if it has none. Collective."""
         seen = _exchanged(lambda: seen_in(directory))
         if not any(seen):
-            raise InvalidSource(f"No rank has files in {directory}", step=step, hint="Give trainer one output_dir")
+            raise InvalidSource(
+                f"No rank has files in {directory}",
+                step=step,
+                hint="With save_total_limit Trainer removes it at once where output_dir has checkpoints of later steps",
+            )
         shares = divide(seen)
         own = shares[_rank()]
         if not self._asynchronous and all(

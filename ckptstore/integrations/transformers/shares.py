@@ -60,8 +60,8 @@ class Links:
         self.remove()
         for name in names:
             target = self.path / name
-            target.parent.mkdir(parents=True, exist_ok=True)
             try:
+                target.parent.mkdir(parents=True, exist_ok=True)
                 os.link(source / name, target)
             except OSError as error:
                 self.remove()
