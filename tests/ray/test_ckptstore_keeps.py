@@ -81,8 +81,11 @@ def test_a_leader_killed_during_an_upload_loses_nothing(cluster: RayCluster, tmp
             assert checkpoint.verify().ok
 
 
-def test_a_tolerated_failure_is_passed_over_and_counted(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:
+def test_failed_and_skipped_saves_are_counted_and_what_is_registered_is_whole(
+    cluster: RayCluster, s3: S3Server, tmp_path: Path
+) -> None:
     from ray.train import CheckpointConfig
+    from watching import Watcher
 
     config = {
         "notes": str(tmp_path),
@@ -90,22 +93,35 @@ def test_a_tolerated_failure_is_passed_over_and_counted(cluster: RayCluster, s3:
         "parallel": "fsdp",
         "how": "async",
         "options": {"max_failures": 1},
+        "hurry": True,
     }
+    slow = "^PUT.*_ckptstore/checkpoints/step-0000000006.*/ckptstore.json"
+    s3.faults.add(Fault(action="delay", match=slow, seconds=3.0))
     written = "^(PUT|POST).*_ckptstore/checkpoints/step-0000000003"
     s3.faults.add(Fault(action="status", match=written, status=403, code="AccessDenied", times=None))
     ranked = CheckpointConfig(checkpoint_score_attribute="step", checkpoint_score_order="max")
     run: dict[str, Any] = {"storage_path": s3_path(s3), "name": "fsdp", "torch": True, "checkpoint_config": ranked}
     try:
-        result = fit(keeping.train, config=config, **run)
+        result = fit(keeping.train, config=config, callbacks=[Watcher(config)], **run)
     finally:
         s3.faults.clear()
     check_losses(tmp_path, 6)
+    assert [" ".join(line) for line in notes(tmp_path, "registered")] == [
+        "1 good",
+        "3 checkpoint-gone",
+        "5 good",
+        "6 good",
+        "7 metrics",
+        "8 good",
+    ]
     assert result.metrics["ckptstore_failed_saves"] == 1
+    assert result.metrics["ckptstore_skipped_saves"] == 1
+    assert result.metrics["ckptstore_waits"] >= 1
     by_step = {int(metrics["ckptstore_step"]): (pointer, metrics) for pointer, metrics in result.best_checkpoints}
-    assert list(by_step) == [3, 1, 5], "what failed ranks last"
+    assert list(by_step) == [3, 1, 5, 6, 8], "what failed ranks last"
     assert "AccessDenied" in by_step[3][1]["ckptstore_error"]
     assert read_pointer(by_step[3][0], retry=RetryConfig()).number is None
-    with pytest.raises(CheckpointGone, match=r"step 3 was never committed .* live steps at .*: 1, 5"):
+    with pytest.raises(CheckpointGone, match=r"step 3 was never committed .* live steps at .*: 5, 6, 8"):
         ckptstore.ray.resolve(by_step[3][0])
 
 

@@ -85,6 +85,13 @@ def test_a_checkpoint_without_a_pointer_is_told_from_one_that_is_gone(tmp_path: 
         ckptstore.ray.resolve(reported(worker, "nowhere"))
 
 
+def test_a_store_with_a_root_of_its_own_is_found(tmp_path: Path) -> None:
+    checkpoint = save_step(tmp_path / "far", 3)
+    pointer = Pointer.to(checkpoint, root=str(tmp_path / "far/_ckptstore"))
+    write_pointer(worker_in(tmp_path / "run"), "checkpoint_1", pointer, retry=ONCE)
+    assert ckptstore.ray.resolve(reported(worker_in(tmp_path / "run"), "checkpoint_1")) == checkpoint
+
+
 def test_a_run_that_was_moved_still_resolves(tmp_path: Path) -> None:
     run = tmp_path / "run"
     pointer = Pointer.to(save_step(run, 3), root="_ckptstore")

@@ -13,6 +13,7 @@ from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.pointer import read_pointer
 from ckptstore.integrations.ray.ray_store import ROOT_NAME, RayStore, current_store
 from ckptstore.opening import open_store
+from ckptstore.resume import newest_first
 
 logger = logging.getLogger("ckptstore.ray")
 
@@ -48,10 +49,10 @@ def resume(
         from ray.train import get_checkpoint
 
         handed = get_checkpoint()
-        number = None if handed is None else _number_of(handed)
-        if number is None:
-            return reversed(numbers)
-        return sorted(numbers, key=lambda other: (other > number, -other))
+        pointed = None if handed is None else _number_of(handed, root=store.pointer_root)
+        if pointed is None:
+            return newest_first(numbers)
+        return sorted(numbers, key=lambda number: (number > pointed, -number))
 
     return store.resume_in_order(order, state, **options)
 
@@ -79,8 +80,8 @@ def resolve(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = 
     return opened.at(pointer)
 
 
-def _number_of(ray_checkpoint: Any) -> int | None:
-    """The number of the record that Ray's checkpoint points to; None, and a warning, when there is none."""
+def _number_of(ray_checkpoint: Any, *, root: str) -> int | None:
+    """The number of the record that Ray's checkpoint points to; None, and a warning, when there is none at `root`."""
     try:
         pointer = read_pointer(ray_checkpoint, retry=RetryConfig.from_env())
     except CkptstoreError as error:
@@ -88,4 +89,7 @@ def _number_of(ray_checkpoint: Any) -> int | None:
         return None
     if pointer.number is None:
         logger.warning("what Ray hands back is passed over: the save of step %d failed", pointer.step)
+    elif pointer.root != root:
+        logger.warning("what Ray hands back is passed over: it lies in another store, %s", pointer.root)
+        return None
     return pointer.number
