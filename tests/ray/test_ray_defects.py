@@ -1,11 +1,12 @@
 """Defects of Ray's downloads: each is shown with Ray alone, and its absence for the same files through ckptstore.
 
-Both read one checkpoint from one server, with the same faults. Those of metrics are in test_metrics.py, those of
-uploads and names in test_ray_runs.py.
+Both read one checkpoint from one server, with the same faults. Those of metrics are in test_metrics.py, that of uploads
+in test_ray_runs.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import subprocess
 import sys
@@ -20,7 +21,10 @@ from typing import Any
 
 import pytest
 import reading
-from ray.train import Checkpoint
+from ray.train import Checkpoint, CheckpointConfig
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2._internal.execution.training_report import _TrainingReport
 from storing import arrow_s3, make_run, stored
 
 import ckptstore
@@ -211,3 +215,22 @@ class TestLateReader:
     @pytest.mark.usefixtures("cache")
     def test_ckptstore_downloads_once(self, checkpoint: Checkpoint, s3: S3Server) -> None:
         assert self.read_late("ckptstore", checkpoint, s3) == (NUM_FILES, False, True)
+
+
+def test_with_ray_alone_a_name_used_twice_deletes_what_is_live(tmp_path: Path) -> None:
+    """That an upload through ckptstore takes another name is shown in test_ray_runs.py."""
+    (tmp_path / "run/latest").mkdir(parents=True)
+    storage = StorageContext(str(tmp_path), experiment_dir_name="run")
+
+    async def register(times: int) -> None:
+        manager = CheckpointManager(CheckpointConfig(num_to_keep=1), storage)
+        for step in range(times):
+            (tmp_path / "run/latest/step").write_text(str(step))
+            reported = Checkpoint(str(tmp_path / "run/latest"))
+            manager.register_checkpoint(_TrainingReport(checkpoint=reported, metrics={}, validation=False))
+
+    asyncio.run(register(2))
+    assert not (tmp_path / "run/latest").exists(), "it is the only checkpoint that Ray has"
+    with pytest.raises(Exception, match="does not exist") as caught:
+        asyncio.run(register(0))
+    assert type(caught.value).__name__ == "CheckpointManagerInitializationError"
