@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pyarrow.fs import SubTreeFileSystem
 from ray.train import Checkpoint
@@ -15,6 +17,7 @@ from ckptstore import (
     CheckpointDamaged,
     CheckpointGone,
     InvalidInput,
+    InvalidMetric,
     InvalidName,
     InvalidSource,
     StorageFull,
@@ -222,3 +225,29 @@ def test_on_s3_every_byte_is_checked(tmp_path: Path) -> None:
         with pytest.raises(CheckpointDamaged):
             ckptstore.ray.wrap(checkpoint).to_directory(tmp_path / "copy")
         assert [problem.fault for problem in ckptstore.ray.wrap(checkpoint).verify().problems] == ["flipped"]
+
+
+class TestOutsideOfAWorker:
+    """In the driver, under torchrun, in a plain process."""
+
+    def test_a_report_checks_metrics_and_stores_nothing(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        directory = tree(tmp_path / "a", model__pt="bytes")
+        assert ckptstore.ray.report({"loss": 1.0}, directory=directory) is None
+        assert ckptstore.ray.report({"loss": 1.0}, state={"step": 1}) is None
+        assert "nothing is stored: report was called with a state" in caplog.text
+        with pytest.raises(InvalidMetric, match="'loss' is a object"):
+            ckptstore.ray.report({"loss": object()})
+        with pytest.raises(InvalidInput, match="not directory and state"):
+            ckptstore.ray.report({}, directory=directory, state={})
+
+    def test_an_upload_says_where_it_belongs(self, tmp_path: Path) -> None:
+        upload = pickle.loads(pickle.dumps(ckptstore.ray.upload_fn({"secret": "hidden"}, ranks={1, 0})))
+        assert upload.ranks == (0, 1)
+        assert "hidden" not in repr(upload)
+        with pytest.raises(InvalidInput, match="outside of a worker of Ray Train"):
+            upload(Checkpoint.from_directory(str(tmp_path)), "checkpoint_1")
+        with pytest.raises(InvalidInput, match="ranks is"):
+            ckptstore.ray.upload_fn(ranks=[])
+
+    def test_metrics_are_made_plain(self) -> None:
+        assert ckptstore.ray.safe_metrics({"loss": np.float32(0.5)}) == {"loss": 0.5}

@@ -27,7 +27,9 @@ class RayDirectoryShard:
     stay where Ray looks for them; those of the lowest rank that has some count.
     """
 
-    def __init__(self, run: Run, directory: str | os.PathLike[str] | None, *, ranks: Sequence[int], **asked: Any):
+    def __init__(
+        self, run: Run, directory: str | os.PathLike[str] | None, *, ranks: Sequence[int], **asked: Any
+    ) -> None:
         """`ranks` are those that take part, in the order of the group."""
         self._run = run
         self._directory = directory
