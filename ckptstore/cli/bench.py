@@ -14,6 +14,7 @@ import click
 from ckptstore.cli.options import storage_option
 from ckptstore.cli.output import echo_table
 from ckptstore.errors import InvalidInput
+from ckptstore.storage.open import redact
 from ckptstore.terminal import counting
 
 if TYPE_CHECKING:
@@ -105,11 +106,15 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
 
 
 def _command() -> str:
-    """What was called, without the values of storage options."""
+    """What was called, without the values of storage options and what a URI may hold of secrets."""
     words: list[str] = []
     for word in sys.argv[1:]:
         is_value = words[-1:] == ["--storage-option"]
-        words.append(word.partition("=")[0] + "=..." if is_value or word.startswith("--storage-option=") else word)
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if is_value or (equals and option == "--storage-option"):
+            words.append(f"{word.partition('=')[0]}=...")
+        else:
+            words.append(f"{option}{equals}{redact(value)}")
     return shlex.join(["ckptstore", *words])
 
 
