@@ -151,8 +151,6 @@ def damaged(root: str) -> list[str]:
             Path(args.output_dir, ".ckptstore-upload-00000").write_text("in the way")
 
     refused(lambda: fit(f"{root}/a", f"{root}/out", callbacks=[Elsewhere()]))
-    Path(root, "stale", "checkpoint-99").mkdir(parents=True)
-    refused(lambda: fit(f"{root}/d", f"{root}/stale"))
     refused(lambda: fit(f"{root}/b", f"{root}/out", callbacks=[NoLinks()], asynchronous=True))
     with open_store(f"{root}/c") as store:
         store.save(3, {"epoch": 1})

@@ -141,7 +141,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
             raise InvalidSource(
                 f"No rank has files in {directory}",
                 step=step,
-                hint="With save_total_limit Trainer removes it at once where output_dir has checkpoints of later steps",
+                hint="Trainer wrote elsewhere, or save_total_limit removed it: give it an output_dir without older runs",
             )
         shares = divide(seen)
         own = shares[_rank()]
