@@ -91,6 +91,12 @@ def test_ranks_that_share_a_directory_store_it_once(run: Path, tmp_path: Path) -
     assert files == {"model-rank=00000.pt": 0, "model-rank=00002.pt": 2, "model-rank=00003.pt": 3}
 
 
+def test_a_directory_in_the_run_is_the_same_on_all_nodes(run: Path) -> None:
+    shared = tree(run / "written", model__pt="one")
+    checkpoint = stored(str(run), [shared] * 4)
+    assert {file.name: file.rank for file in ckptstore.ray.wrap(checkpoint).files} == {"model.pt": 0}
+
+
 def test_a_name_that_is_taken_gets_a_mark_and_its_files_stay(run: Path, tmp_path: Path) -> None:
     first = stored(str(run), [tree(tmp_path / "a", model__pt="first")], name="latest")
     second = stored(str(run), [tree(tmp_path / "b", model__pt="second")], name="latest")

@@ -15,6 +15,7 @@ from ckptstore.layout import RAY_METADATA_NAME, Attempt
 from ckptstore.naming import Offer
 from ckptstore.request import Request
 from ckptstore.shard import Agreed, Contents
+from ckptstore.storage.base import HasLocalFiles
 
 if TYPE_CHECKING:
     from ckptstore.integrations.ray.ray_keeps import Run
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 class RayDirectoryShard:
     """The files of a directory, as `ckptstore.shard.Shard` wants them.
 
-    Ranks that bring one and the same directory of one node bring it once. Metadata that were set on Ray's checkpoint
-    stay where Ray looks for them; those of the lowest rank that has some count.
+    Ranks that bring one and the same directory, of one node or of the run, bring it once. Metadata that were set on
+    Ray's checkpoint stay where Ray looks for them; those of the lowest rank that has some count.
     """
 
     def __init__(
@@ -59,11 +60,14 @@ class RayDirectoryShard:
         return request, json.dumps(head).encode() + b"\n" + description
 
     def _where(self) -> list[Any] | None:
-        """Which directory of which node it is."""
+        """Which directory of which node it is; what lies in the directory of the run is the same on all nodes."""
         if self._directory is None:
             return None
+        worker, path = self._run.worker, Path(os.path.realpath(self._directory))
+        if isinstance(self._run.storage, HasLocalFiles) and path.is_relative_to(os.path.realpath(worker.run_path)):
+            return ["run", str(path)]
         status = os.stat(self._directory)
-        return [self._run.worker.node_id, status.st_dev, status.st_ino]
+        return [worker.node_id, status.st_dev, status.st_ino]
 
     def agree(self, descriptions: Sequence[bytes]) -> Agreed:
         """See `Shard.agree`. Names follow from Ray's ranks, also of those that take no part."""

@@ -1,0 +1,145 @@
+"""Runs of Ray Train whose checkpoints Ray keeps and ckptstore stores: what Ray registers is whole, ranked as it should
+be, and found again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reporting
+from checking import check_losses, s3_path
+from cluster import RayCluster, fit
+from keeping import notes
+
+import ckptstore
+from ckptstore.testing.s3_server import S3Server, s3_server
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with s3_server(buckets=["test"]) as server:
+        yield server
+
+
+def kept_by(result: Any) -> list[tuple[int, dict[str, Any]]]:
+    """The steps of what Ray has kept, all of it verified, with Ray's metrics."""
+    found = []
+    for checkpoint, metrics in result.best_checkpoints:
+        ours = ckptstore.ray.wrap(checkpoint)
+        ours.verify().raise_if_damaged()
+        found.append((ours.step, metrics))
+    return found
+
+
+def directories(run: Path) -> set[str]:
+    return {path.name for path in run.iterdir() if path.is_dir()}
+
+
+def test_an_upload_never_deletes_what_it_saved(cluster: RayCluster, tmp_path: Path) -> None:
+    result = fit(reporting.upload_into_the_run, storage_path=tmp_path, name="run")
+    (by_ray, _), (by_us, _) = result.best_checkpoints
+    assert not Path(by_ray.path).exists(), "Ray alone has registered a checkpoint, and deleted it"
+    assert by_us.path.startswith(f"{tmp_path}/run/written-1-"), "the name was taken by what was to be uploaded"
+    ours = ckptstore.ray.wrap(by_us)
+    assert [file.name for file in ours.files] == ["model-0.pt", "model-1.pt"]
+    assert ours.verify().ok
+    assert not (tmp_path / "run/written-1").exists(), "Ray has deleted that, as it was asked to"
+
+
+def test_a_name_used_twice_loses_nothing(cluster: RayCluster, tmp_path: Path) -> None:
+    from ray.train import CheckpointConfig
+
+    config = {"notes": str(tmp_path), "steps": 3}
+    keep = CheckpointConfig(num_to_keep=1)
+    for first in (0, 3):
+        result = fit(
+            reporting.report_one_name, storage_path=tmp_path, name="run", config=config, checkpoint_config=keep
+        )
+        assert sorted(notes(tmp_path, "resumed"))[-1] == ["1", str(first)]
+        assert (Path(result.checkpoint.path) / "step").read_text() == str(first + 2)
+        assert directories(tmp_path / "run") == {Path(result.checkpoint.path).name}
+
+
+def test_scores_of_all_kinds(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:
+    from ray.train import CheckpointConfig
+
+    result = fit(
+        reporting.report_scores,
+        storage_path=s3_path(s3),
+        name="scores",
+        config={"notes": str(tmp_path)},
+        num_workers=3,
+        checkpoint_config=CheckpointConfig(
+            num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min"
+        ),
+    )
+    assert sorted(notes(tmp_path, "failed")) == [["0", "1"], ["1", "1"], ["2", "1"]], "the same on all ranks"
+    assert [step for step, _ in kept_by(result)] == [4, 1], "worst first"
+    assert ckptstore.ray.wrap(result.checkpoint).step == 4
+    assert list(result.metrics_dataframe["step"]) == [4, 1]
+    manifests = [key for key in s3.objects.buckets["test"] if "/scores/" in key and key.endswith("ckptstore.json")]
+    assert len(manifests) == 2, "Ray has deleted the others"
+    assert not [key for key in s3.objects.buckets["test"] if "/scores/group/" in key]
+
+
+RUNS = [
+    ("fsdp", "state", "s3"),
+    ("ddp", "async", "local"),
+    *(
+        pytest.param(parallel, how, where, marks=pytest.mark.slow)
+        for parallel in ("ddp", "fsdp")
+        for how in ("state", "directory", "sync", "async")
+        for where in ("local", "s3")
+        if (parallel, how, where) not in (("fsdp", "state", "s3"), ("ddp", "async", "local"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("parallel", "how", "where"), RUNS)
+def test_a_killed_worker_costs_nothing(
+    cluster: RayCluster, s3: S3Server, tmp_path: Path, parallel: str, how: str, where: str
+) -> None:
+    """The run goes on from what Ray hands back, with the losses of a run without any failure."""
+    from ray.train import CheckpointConfig
+
+    result = fit(
+        reporting.train,
+        storage_path=s3_path(s3) if where == "s3" else tmp_path / "runs",
+        name=f"{parallel}-{how}",
+        config={"notes": str(tmp_path), "steps": STEPS, "parallel": parallel, "how": how, "kill_at": 2},
+        torch=True,
+        max_failures=1,
+        checkpoint_config=CheckpointConfig(num_to_keep=2),
+    )
+    assert (tmp_path / "killed").exists()
+    check_losses(tmp_path, STEPS)
+    first = {int(line[2]) for line in notes(tmp_path, "resumed")}
+    assert first - {0} <= {1, 2}, "what Ray had registered when the worker was killed"
+    kept = kept_by(result)
+    assert [metrics["step"] for _, metrics in kept] == [STEPS - 2, STEPS - 1]
+    assert ckptstore.ray.wrap(result.checkpoint) == ckptstore.ray.wrap(result.best_checkpoints[-1][0])
+
+
+@pytest.mark.slow
+def test_a_state_is_loaded_by_more_workers(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:
+    config = {"notes": str(tmp_path), "parallel": "fsdp", "how": "state"}
+    run = {"storage_path": s3_path(s3), "name": "grows", "torch": True}
+    fit(reporting.train, config=config | {"steps": 2}, num_workers=2, **run)
+    result = fit(reporting.train, config=config | {"steps": STEPS}, num_workers=4, **run)
+    assert sorted(notes(tmp_path, "resumed"))[-1] == ["3", "4", "2"]
+    check_losses(tmp_path, STEPS)
+    assert ckptstore.ray.wrap(result.checkpoint).world_size == 4
+
+
+@pytest.mark.slow
+def test_scores_where_more_is_better(cluster: RayCluster, tmp_path: Path) -> None:
+    from ray.train import CheckpointConfig
+
+    ranked = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="max")
+    config = {"notes": str(tmp_path)}
+    result = fit(reporting.report_scores, storage_path=tmp_path, name="max", config=config, checkpoint_config=ranked)
+    assert [step for step, _ in kept_by(result)] == [4, 0]
