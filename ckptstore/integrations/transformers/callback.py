@@ -141,7 +141,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
             raise InvalidSource(
                 f"No rank has files in {directory}",
                 step=step,
-                hint="Trainer wrote elsewhere, or save_total_limit removed it: give it an output_dir without older runs",
+                hint="Trainer wrote elsewhere, or save_total_limit removed it: empty its output_dir",
             )
         shares = divide(seen)
         own = shares[_rank()]
