@@ -113,12 +113,14 @@ def fit(
     torch: bool = False,
     max_failures: int = 0,
     environment: Mapping[str, str] = {},
+    trainer: Mapping[str, Any] = {},
     **run_config: Any,
 ) -> Any:
     """Run `train` on workers that are spread over the nodes, and return Ray's result.
 
     With `torch` the workers have a process group of gloo; without it they need no torch, and start much faster.
-    `environment` is set in the workers. Raises what Ray raises when the run fails.
+    `environment` is set in the workers, `trainer` are more keywords of the trainer. Raises what Ray raises when the run
+    fails.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
@@ -139,4 +141,5 @@ def fit(
             worker_runtime_env={"env_vars": dict(environment)} if environment else None,
             **run_config,
         ),
+        **trainer,
     ).fit()
