@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest --durations=20
 # Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself.
 AT_ONCE := -n 2 --dist loadfile --ignore=tests/ray
 
-.PHONY: install demo test test-slow test-ceph check format docs bench bench-check servers clean
+.PHONY: install demo demo-ray test test-slow test-ceph check format docs bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -24,6 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/ckptstore demo
+
+demo-ray: install
+	$(BIN)/ckptstore demo --engine ray
 
 # The servers that the object-store tests talk to, on 127.0.0.1 alone. Where one cannot be installed, its tests are
 # skipped and say so; with CI set that is a failure.

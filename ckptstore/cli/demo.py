@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
+
+EPOCHS = {"processes": 3, "ray": 6}
 
 
 @click.command()
+@click.option(
+    "--engine",
+    type=click.Choice(list(EPOCHS)),
+    default="processes",
+    show_default=True,
+    help="What runs the ranks: processes of its own, or Ray Train on a Ray of its own.",
+)
 @click.option("--store", help="Where the demo's stores go; an empty place. A temporary directory without it.")
 @click.option("--ranks", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes.")
 @click.option("--width", type=click.IntRange(1, 64), default=32, show_default=True, help="Channels of the stem.")
 @click.option(
-    "--epochs", type=click.IntRange(3, 100), default=3, show_default=True, help="A checkpoint is saved in each."
+    "--epochs",
+    type=click.IntRange(3, 100),
+    help="A checkpoint is saved in each. When it is not given 3, and 6 with Ray.",
 )
-def command(store: str | None, ranks: int, width: int, epochs: int) -> None:
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    default=Path("ckptstore-demo.png"),
+    show_default=True,
+    help="Where the picture goes that is drawn with Ray.",
+)
+def command(engine: str, store: str | None, ranks: int, width: int, epochs: int | None, picture: Path) -> None:
     """Train a ResNet-18 on handwritten digits, kill a rank in the middle of an upload, and resume.
 
-    Once with DDP and once sharded with FSDP2, on the CPU. Needs the extra "demo".
+    Once with DDP and once sharded with FSDP2, on the CPU. Needs the extra "demo", and "ray" for --engine ray: there
+    Ray recovers by itself, an actor reads digits with the best checkpoint, and a picture shows them and the losses.
     """
-    from ckptstore.demo.story import DemoFailed, tell
+    from ckptstore.demo.telling import DemoFailed
 
+    epochs = epochs or EPOCHS[engine]
     try:
-        tell(store, num_ranks=ranks, width=width, epochs=epochs)
+        if engine == "ray":
+            from ckptstore.demo import ray_story
+
+            ray_story.tell(store, num_ranks=ranks, width=width, epochs=epochs, picture=picture)
+        else:
+            from ckptstore.demo import story
+
+            story.tell(store, num_ranks=ranks, width=width, epochs=epochs)
     except DemoFailed as error:
         raise click.ClickException(f"the demo failed: {error}") from error

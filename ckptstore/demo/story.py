@@ -14,17 +14,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptstore import InvalidInput, open_store
+from ckptstore import open_store
 from ckptstore.demo.launch import Ended, run_job
+from ckptstore.demo.telling import DemoFailed, head, require_empty, say, shout
 from ckptstore.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, parse_record_key
 from ckptstore.storage.open import open_storage
 
 TOLERANCE = 1e-6
 """The largest relative difference between two losses that count as the same."""
-
-
-class DemoFailed(Exception):
-    """Something in the demo was not as it has to be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +49,9 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int) -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-demo-")))
         place = (root or str(directory / "stores")).rstrip("/")
         if root is not None:
-            _require_empty(root)
-        _shout(f"ResNet-18 of width {width} on 1,437 handwritten digits: {num_ranks} processes,")
-        _shout(f"{epochs} epochs, AdamW, a checkpoint from all ranks after each. Stores: {place}")
+            require_empty(root)
+        shout(f"ResNet-18 of width {width} on 1,437 handwritten digits: {num_ranks} processes,")
+        shout(f"{epochs} epochs, AdamW, a checkpoint from all ranks after each. Stores: {place}")
         for name, title, flags in (
             ("ddp", "DDP: every rank holds the whole model", ()),
             ("sharded", "FSDP2: every rank holds a part of every tensor", ("--sharded",)),
@@ -69,40 +66,32 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int) -> None:
             )
             _play(scene)
     seconds = time.monotonic() - started
-    _shout(f"\nThe demo took {seconds:.0f} s; both jobs ended as if nothing had happened.")
-
-
-def _require_empty(root: str) -> None:
-    storage = open_storage(root)
-    first = next(iter(storage.list("")), None)
-    storage.close()
-    if first is not None:
-        raise InvalidInput(f"{root} is not empty: it holds {first.key}", hint="Give the demo a place of its own")
+    shout(f"\nThe demo took {seconds:.0f} s; both jobs ended as if nothing had happened.")
 
 
 def _play(scene: Scene) -> None:
-    _shout(f"\n{scene.title}")
+    shout(f"\n{scene.title}")
 
-    _head("1. Without interruption")
+    head("1. Without interruption")
     _require_success(_train(scene, f"{scene.root}/reference", report="reference"))
 
     kill_rank, kill_step = scene.num_ranks - 1, scene.epochs
-    _head(f"2. Again, and rank {kill_rank} gets SIGKILL in the middle of its upload of step {kill_step}")
+    head(f"2. Again, and rank {kill_rank} gets SIGKILL in the middle of its upload of step {kill_step}")
     ended = _train(scene, scene.store, "--kill-rank", str(kill_rank), "--kill-step", str(kill_step), report="killed")
     if (ended.failed_rank, ended.signal) != (kill_rank, signal.SIGKILL):
         raise DemoFailed(f"rank {kill_rank} was to die by SIGKILL, and rank {ended.failed_rank} ended first")
-    _say(f"rank {kill_rank} died by SIGKILL; the other ranks were ended, as a launcher does")
+    say(f"rank {kill_rank} died by SIGKILL; the other ranks were ended, as a launcher does")
     _show_torn(scene, kill_step)
 
-    _head("3. The job starts again")
+    head("3. The job starts again")
     _require_success(_train(scene, scene.store, report="resumed"))
     _compare(scene)
 
     other = scene.num_ranks - 1 or 2
-    _head(f"4. One more epoch, on {other} rank{'s' if other > 1 else ''}")
+    head(f"4. One more epoch, on {other} rank{'s' if other > 1 else ''}")
     _require_success(_train(scene, scene.store, "--epochs", str(scene.epochs + 1), report="other", num_ranks=other))
 
-    _head("5. What is left")
+    head("5. What is left")
     for arguments in (
         ("ls", scene.store),
         ("gc", scene.store),
@@ -115,7 +104,7 @@ def _play(scene: Scene) -> None:
 def _train(scene: Scene, store: str, *arguments: str, report: str, num_ranks: int | None = None) -> Ended:
     path = scene.directory / f"{report}.json"
     given = ("--store", store, "--report", str(path), *scene.arguments, *arguments)
-    return run_job(num_ranks or scene.num_ranks, given, tell=_say)
+    return run_job(num_ranks or scene.num_ranks, given, tell=say)
 
 
 def _require_success(ended: Ended) -> None:
@@ -137,15 +126,13 @@ def _show_torn(scene: Scene, kill_step: int) -> None:
             complete |= {attempt} if name == MANIFEST_NAME else set()
     storage.close()
     for attempt in sorted(sizes.keys() - complete):
-        _say(
-            f"left behind: {attempt} with {sizes[attempt]:,} bytes, no manifest, and none of {num_records} log records"
-        )
+        say(f"left behind: {attempt} with {sizes[attempt]:,} bytes, no manifest, and none of {num_records} log records")
     with open_store(scene.store) as store:
         steps = [checkpoint.step for checkpoint in store]
         latest = store.latest()
     if latest is None or latest.step != kill_step - 1 or kill_step in steps:
         raise DemoFailed(f"after the crash the store shows the steps {steps}, and step {kill_step} was torn")
-    _say(f"the torn attempt is invisible: the store holds the steps {steps}, the latest is {latest.step}")
+    say(f"the torn attempt is invisible: the store holds the steps {steps}, the latest is {latest.step}")
 
 
 def _compare(scene: Scene) -> None:
@@ -155,31 +142,19 @@ def _compare(scene: Scene) -> None:
     if len(reference) != len(resumed):
         raise DemoFailed(f"{len(resumed)} losses after the resume, {len(reference)} without interruption")
     worst = max(abs(a - b) / abs(a) for a, b in zip(reference, resumed, strict=True))
-    _say(f"the loss curve has {len(reference)} steps, from {reference[0]:.4f} to {reference[-1]:.4f};")
-    _say(f"it differs from the one without interruption by {worst:.1e} at most ({TOLERANCE:.0e} is allowed)")
+    say(f"the loss curve has {len(reference)} steps, from {reference[0]:.4f} to {reference[-1]:.4f};")
+    say(f"it differs from the one without interruption by {worst:.1e} at most ({TOLERANCE:.0e} is allowed)")
     if not worst <= TOLERANCE:
         raise DemoFailed("the loss curve after the resume is another one")
 
 
 def _command(*arguments: str) -> None:
     """Run a command of ckptstore as a user would."""
-    _say(f"$ ckptstore {shlex.join(arguments)}")
+    say(f"$ ckptstore {shlex.join(arguments)}")
     done = subprocess.run(
         [sys.executable, "-m", "ckptstore.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     for line in done.stdout.splitlines():
-        _say(line)
+        say(line)
     if done.returncode:
         raise DemoFailed(f"ckptstore {arguments[0]} failed with exit code {done.returncode}")
-
-
-def _head(text: str) -> None:
-    _shout(f"\n {text}")
-
-
-def _say(text: str) -> None:
-    print(f"   {text}", flush=True)
-
-
-def _shout(text: str) -> None:
-    print(f"\033[1m{text}\033[0m" if sys.stdout.isatty() else text, flush=True)

@@ -7,7 +7,7 @@ import argparse
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptstore import KeepBest, KeepLatest, open_store
+from ckptstore import CheckpointStore, KeepBest, KeepLatest, open_store
 from ckptstore.demo.model import Digits, ResNet18, load_digits
 from ckptstore.events import (
     CheckpointCommitted,
@@ -75,14 +75,16 @@ class Progress:
     """Epochs that are done."""
     losses: list[float] = field(default_factory=list)
     """The mean loss over all ranks, of every step."""
+    eval_losses: list[float] = field(default_factory=list)
+    """The loss on digits that are not trained on, after every epoch."""
 
     def state_dict(self) -> dict[str, Any]:
         """The same on all ranks, so stored once."""
-        return {"epoch": self.epoch, "losses": self.losses}
+        return {"epoch": self.epoch, "losses": self.losses, "eval_losses": self.eval_losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was saved."""
-        self.epoch, self.losses = state["epoch"], list(state["losses"])
+        self.epoch, self.losses, self.eval_losses = state["epoch"], list(state["losses"]), list(state["eval_losses"])
 
 
 class RandomNumbers:
@@ -174,13 +176,8 @@ def mean_over_ranks(value: Tensor) -> float:
     return value.item() / dist.get_world_size()
 
 
-def run(options: Options) -> None:
-    """Train to the last epoch, from wherever the store is."""
-    is_first = dist.get_rank() == 0
-    store = open_store(options.store, retention=RETENTION)
-    if options.kill_step is not None and options.kill_rank == dist.get_rank():
-        pattern = f"checkpoints/step-{options.kill_step:010d}-*"
-        store = with_faults(store, KillAt(f"write* {pattern}", when="during"))
+def run(options: Options, store: CheckpointStore, tell: Callable[[str], None]) -> None:
+    """Train to the last epoch, from wherever the store is. Rank 0 tells of it."""
     train_digits, eval_digits = load_digits()
     trainer = Trainer(options)
     progress = trainer.progress
@@ -196,28 +193,36 @@ def run(options: Options) -> None:
         while progress.epoch < options.epochs:
             trainer.train_epoch(train_digits)
             metrics = trainer.evaluate(eval_digits)
+            progress.eval_losses.append(metrics["eval_loss"])
             shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             tell(f"epoch {progress.epoch}  train_loss {progress.losses[-1]:.4f}  {shown}")
             store.save(progress.epoch, trainer.state, metrics=metrics)
     if not all(map(math.isfinite, progress.losses)):
         raise ArithmeticError(f"the training diverged: {progress.losses}")
-    if is_first and options.report:
+    if options.report and dist.get_rank() == 0:
         options.report.write_text(json.dumps(progress.losses))
 
 
-def tell(text: str) -> None:
-    """Print on rank 0."""
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+def open_demo_store(options: Options) -> CheckpointStore:
+    """The store of the command line, with the fault that it asks for."""
+    store = open_store(options.store, retention=RETENTION)
+    if options.kill_step is not None and options.kill_rank == dist.get_rank():
+        pattern = f"checkpoints/step-{options.kill_step:010d}-*"
+        store = with_faults(store, KillAt(f"write* {pattern}", when="during"))
+    return store
 
 
-def show(event: Event) -> None:
-    """Print what the user of a training job wants to see."""
-    if isinstance(event, CheckpointCommitted):
-        size_mb, seconds = event.size_bytes / 1e6, event.seconds
-        print(f"committed step {event.step}: {size_mb:.1f} MB from all ranks in {seconds:.2f} s", flush=True)
-    elif isinstance(event, CheckpointSkipped | SaveFailed | PruneFailed | RequestRetried):
-        print(event, flush=True)
+def showing(tell: Callable[[str], None]) -> Callable[[Event], None]:
+    """Tells what the user of a training job wants to see."""
+
+    def show(event: Event) -> None:
+        if isinstance(event, CheckpointCommitted):
+            size_mb, seconds = event.size_bytes / 1e6, event.seconds
+            tell(f"committed step {event.step}: {size_mb:.1f} MB from all ranks in {seconds:.2f} s")
+        elif isinstance(event, CheckpointSkipped | SaveFailed | PruneFailed | RequestRetried):
+            tell(str(event))
+
+    return show
 
 
 def main() -> None:
@@ -229,9 +234,14 @@ def main() -> None:
     handler = logging.StreamHandler()
     handler.addFilter(lambda record: not hasattr(record, "event"))  # `show` prints those that matter here
     logging.basicConfig(format="%(message)s", level=logging.INFO if is_first else logging.WARNING, handlers=[handler])
+
+    def tell(text: str) -> None:
+        if is_first:
+            print(text, flush=True)
+
     try:
-        with listening(show) if is_first else nullcontext():
-            run(options)
+        with listening(showing(tell)) if is_first else nullcontext():
+            run(options, open_demo_store(options), tell)
     finally:
         dist.destroy_process_group()
 
