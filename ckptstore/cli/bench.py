@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,8 +102,12 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
         max_ranks=given["max_ranks"],
         latency_seconds=given["latency_ms"] / 1000,
     )
-    with counting() as show:
-        return run(asked, storage_options=given["storage_options"], command=_command(), show=show)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed then too
+    try:
+        with counting() as show:
+            return run(asked, storage_options=given["storage_options"], command=_command(), show=show)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _command() -> str:
