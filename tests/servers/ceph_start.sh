@@ -12,6 +12,8 @@ mount --rbind /dev "$root/dev"
 mount --rbind /sys "$root/sys"
 mount -t proc proc "$root/proc"
 
+libraries=$(cd "$root" && echo usr/lib/*-linux-gnu/rados-classes)
+libraries=/${libraries%/rados-classes}
 cat > "$state/ceph.conf" <<CONF
 [global]
 fsid = $(cat /proc/sys/kernel/random/uuid)
@@ -26,6 +28,9 @@ run dir = /state
 admin socket = /state/\$name.asok
 pid file = /state/\$name.pid
 crash dir = /state
+plugin dir = $libraries/ceph
+osd class dir = $libraries/rados-classes
+erasure code dir = $libraries/ceph/erasure-code
 setuser match path = /nonexistent
 osd pool default size = 1
 osd pool default min size = 1
@@ -42,6 +47,7 @@ keyring = /state/osd.keyring
 osd data = /state/osd
 osd objectstore = memstore
 memstore device bytes = 3G
+memstore page set = false
 [client]
 rgw frontends = beast endpoint=127.0.0.1:$port
 rgw data = /state/rgw
