@@ -1,0 +1,47 @@
+"""The page about Ray Train is true: its blocks run one after another, on a Ray of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import ENVIRONMENT, ROOT
+
+PAGE = ROOT / "docs/how-to/ray-train.md"
+
+
+def load_docs_tests() -> Any:
+    """How the other pages are read and run."""
+    spec = importlib.util.spec_from_file_location("test_docs", ROOT / "tests/docs/test_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["test_docs"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_block_runs(tmp_path: Path) -> None:
+    docs = load_docs_tests()
+    code = [(block.line, block.text) for block in docs.blocks(PAGE) if block.language == "python"]
+    assert len(code) > 10
+    start = "import ray; ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)"
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", docs.RUNNER, str(PAGE)],
+        input=json.dumps([(1, start), *code]),
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
