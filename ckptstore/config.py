@@ -51,14 +51,16 @@ class TransferConfig(_Config):
     """How bytes move."""
 
     num_threads: int = field(default_factory=lambda: min(16, 2 * (os.cpu_count() or 1)))
-    """Files or parts in flight at once, in one process."""
+    """Files or parts in flight at once on a disk or in memory, in one process."""
+    num_requests: int = 16
+    """Requests in flight at once to a server, in one process; fewer while it throttles."""
     memory_budget_bytes: int = 512 << 20
     """The most memory that buffers of a transfer take, in one process."""
     durable: bool = True
     """Whether a disk is told to make everything durable before a checkpoint is committed."""
 
     def __post_init__(self) -> None:
-        self._check_positive("num_threads", "memory_budget_bytes")
+        self._check_positive("num_threads", "num_requests", "memory_budget_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

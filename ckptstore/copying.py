@@ -245,7 +245,7 @@ def _copy_inside(
     known = [receipt for receipt in receipts if receipt.crc32c is not None]
     if not known or not copy(known[0]):
         return set()
-    with ThreadPoolExecutor(target.config.transfer.num_threads) as pool:
+    with ThreadPoolExecutor(target.transfer.num_tasks) as pool:
         list(pool.map(copy, known[1:]))
     if isinstance(storage, Persists) and target.config.transfer.durable:
         storage.persist([prefix + receipt.name for receipt in known])

@@ -79,8 +79,7 @@ class CheckpointStore:
             incremental: take over files of the latest checkpoint that have hardly changed, by hard links or by copies
                 inside the storage, and write only the rest. "reference" only refers to files of live checkpoints.
             allow_pickle: store values that nothing else can hold as pickles; loading must allow it again.
-            stock_readable: make it readable by torch's own DCP too. "auto" leaves its `.metadata` out above 200,000
-                chunks, where it takes gigabytes to write and to read; True writes it whatever it takes.
+            stock_readable: make it readable by torch's own DCP too; "auto" up to 200,000 chunks, True whatever it takes.
 
         A tensor that all ranks hold is written once, split over them. A small tensor or a value that differs between
         ranks is stored for each rank. Raises InvalidState, with the key, for what cannot be stored.
@@ -121,17 +120,16 @@ class CheckpointStore:
         """
         from ckptstore.state.state_shard import StateOptions
 
+        asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
+        options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
         return self._state_saver.save_async(
             state,
             self._checkpoint,
-            step=step,
-            metrics=metrics,
-            metadata=metadata,
-            exists=exists,
-            options=StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable),
+            options=options,
             on_busy=on_busy,
             uploader=uploader,
             max_failures=max_failures,
+            **asked,
         )
 
     def dcp_target(

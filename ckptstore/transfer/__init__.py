@@ -12,6 +12,7 @@ from pathlib import Path
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.plan import PlannedFile
 from ckptstore.storage.base import Storage
+from ckptstore.storage.probe import is_server
 from ckptstore.transfer import fetch, reads, upload
 from ckptstore.transfer.engine import Engine
 from ckptstore.transfer.pool import Pool
@@ -39,9 +40,14 @@ class Transfer:
             config=config,
             retry=retry,
             rank=rank,
-            pool=Pool(config.num_threads),
+            pool=Pool(config.num_requests if is_server(storage) else config.num_threads),
             scratch=Scratch(config.memory_budget_bytes),
         )
+
+    @property
+    def num_tasks(self) -> int:
+        """How many files or parts it moves at once."""
+        return self._engine.pool.num_threads
 
     def upload(self, files: Sequence[PlannedFile], *, beat: Callable[[], None] = _no_beat) -> list[Stored]:
         """Write each source to its key, durable on a disk unless the configuration says otherwise.

@@ -52,7 +52,7 @@ class Engine:
         object.__setattr__(self, "is_local", isinstance(self.storage, HasLocalFiles))
         object.__setattr__(self, "parts", self.storage if isinstance(self.storage, WritesParts) else None)
         object.__setattr__(self, "many", self.storage if isinstance(self.storage, WritesMany) else None)
-        object.__setattr__(self, "flow", None if self.is_local else Flow(self.config.num_threads))
+        object.__setattr__(self, "flow", None if self.is_local else Flow(self.pool.num_threads))
 
     @property
     def request_bytes(self) -> int:
@@ -80,13 +80,13 @@ class Engine:
 
     def small_tasks(self) -> int:
         """How many tasks small files are dealt to: no more than are of use on a disk, else as many as come."""
-        if self.many is None or (useful := self.many.useful_threads()) >= self.config.num_threads:
+        if self.many is None or (useful := self.many.useful_threads()) >= self.pool.num_threads:
             return sys.maxsize
         return useful
 
     def batches(self, sizes_bytes: list[int]) -> list[slice]:
         """How small files, given by their sizes, are dealt to tasks: what one task reads stays in the cache."""
-        most = max(1, min(_MAX_BATCH_FILES, len(sizes_bytes) // (4 * self.config.num_threads)))
+        most = max(1, min(_MAX_BATCH_FILES, len(sizes_bytes) // (4 * self.pool.num_threads)))
         found, start, total = [], 0, 0
         for index, size_bytes in enumerate(sizes_bytes):
             if index > start and (index - start >= most or total + size_bytes > STEP_BYTES):

@@ -56,7 +56,7 @@ class Pool:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._changed = threading.Condition()
         self._runs: deque[Run] = deque()
         self._threads: set[threading.Thread] = set()
@@ -108,7 +108,7 @@ class Pool:
             run.ended.wait()
 
     def _start_threads(self, num_tasks: int) -> None:
-        for _ in range(min(num_tasks, self._num_threads) - len(self._threads)):
+        for _ in range(min(num_tasks, self.num_threads) - len(self._threads)):
             thread = threading.Thread(target=self._work, name=f"ckptstore-transfer-{len(self._threads)}", daemon=True)
             self._threads.add(thread)
             thread.start()

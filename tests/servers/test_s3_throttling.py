@@ -14,7 +14,7 @@ import ckptstore
 from ckptstore.events import ConcurrencyChanged, Event, RequestRetried, listening
 from ckptstore.testing.s3_server import Fault, S3Server
 
-NUM_THREADS = 8
+NUM_REQUESTS = 8
 DEADLINE_SECONDS = 120.0
 
 
@@ -24,7 +24,7 @@ DEADLINE_SECONDS = 120.0
 def test_fewer_requests_while_every_second_one_is_throttled(
     fast_s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, seconds: float
 ) -> None:
-    monkeypatch.setenv("CKPTSTORE_NUM_THREADS", str(NUM_THREADS))
+    monkeypatch.setenv("CKPTSTORE_NUM_REQUESTS", str(NUM_REQUESTS))
     monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "60")  # each try is a toss of a coin
     monkeypatch.setenv("CKPTSTORE_RETRY_WAIT_MAX_SECONDS", "0.5")
     (tmp_path / "big.bin").write_bytes(os.urandom(40 << 20))
@@ -44,7 +44,7 @@ def test_fewer_requests_while_every_second_one_is_throttled(
         try:
             for last in itertools.count(1):
                 store.save_directory(last, tmp_path)
-                if not fast_s3.faults.pending and limits(events)[-1:] == [NUM_THREADS]:
+                if not fast_s3.faults.pending and limits(events)[-1:] == [NUM_REQUESTS]:
                     break
                 assert time.monotonic() < deadline, limits(events)
         finally:
