@@ -79,7 +79,7 @@ class CheckpointStore:
             incremental: take over files of the latest checkpoint that have hardly changed, by hard links or by copies
                 inside the storage, and write only the rest. "reference" only refers to files of live checkpoints.
             allow_pickle: store values that nothing else can hold as pickles; loading must allow it again.
-            stock_readable: make it readable by torch's own DCP too; "auto" up to 200,000 chunks, True whatever it takes.
+            stock_readable: make it readable by torch's own DCP too; "auto" up to 200,000 chunks, True always.
 
         A tensor that all ranks hold is written once, split over them. A small tensor or a value that differs between
         ranks is stored for each rank. Raises InvalidState, with the key, for what cannot be stored.
