@@ -113,3 +113,10 @@ def tensor_rebuilders() -> tuple[Any, Any]:
     from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
     return _rebuild_tensor_v2, _rebuild_tensor_v3
+
+
+def fsspec_classes() -> tuple[Any, Any]:
+    """DCP's FsspecWriter and FsspecReader, which torch documents but keeps in a private module."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+    return FsspecWriter, FsspecReader

@@ -32,11 +32,22 @@ def nth_change(index: int) -> Any:
     return lambda call: changes_something(call) and next(seen) == index
 
 
-def save_step(root: str, token: str, source: str, step: int, victim: int | None, index: int, when: str) -> str:
+def save_step(
+    root: str,
+    token: str,
+    source: str,
+    step: int,
+    victim: int | None,
+    index: int,
+    when: str,
+    rank_timeout_seconds: float,
+) -> str:
     """One rank of a save; the victim dies at its `index`-th change. Returns what came of it."""
     rank = int(os.environ["RANK"])
     group = StorageGroup(rank, int(os.environ["WORLD_SIZE"]), token)
-    store = open_store(root, group=group, rank_timeout_seconds=0.5, grace_seconds=0, retention=KeepLatest(1))
+    store = open_store(
+        root, group=group, rank_timeout_seconds=rank_timeout_seconds, grace_seconds=0, retention=KeepLatest(1)
+    )
     if rank == victim:
         store = with_faults(store, KillAt(nth_change(index), when=when))  # type: ignore[arg-type]
     try:

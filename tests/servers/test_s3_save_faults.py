@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 import ckptstore
 from ckptstore.errors import AccessDenied
+from ckptstore.storage.open import open_storage
 from ckptstore.testing import run_ranks
 from ckptstore.testing.s3_server import Fault, S3Server
 
@@ -82,8 +84,15 @@ def test_it_fails_clearly_and_nothing_is_seen(store: Any, fast_s3: S3Server, fil
 
 def save_and_die(uri: str, options: dict[str, Any], files: str) -> None:
     """The server never answers the second part; it is on its way when the process is killed."""
+
+    def die(storage: Any) -> None:
+        while not storage.unfinished(""):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     with ckptstore.open_store(uri, storage_options=options) as store:
-        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Thread(target=die, args=(open_storage(uri, storage_options=options),), daemon=True).start()
         store.save_directory(1, files)
 
 

@@ -66,9 +66,9 @@ class DcpFsspec(Dcp):
         return missing or ("on a disk FileSystemWriter is DCP's way" if case.place.is_local else None)
 
     def writer(self, place: str) -> Any:
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+        from ckptstore.torch_private import fsspec_classes
 
-        return FsspecWriter(
+        return fsspec_classes()[0](
             place,
             thread_count=self.settings.get("thread_count", 2),
             sync_files=False,  # an object is durable when it is there
@@ -76,9 +76,9 @@ class DcpFsspec(Dcp):
         )
 
     def reader(self, place: str) -> Any:
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+        from ckptstore.torch_private import fsspec_classes
 
-        return FsspecReader(place, **self.case.place.storage_options)
+        return fsspec_classes()[1](place, **self.case.place.storage_options)
 
 
 class DcpS3(Dcp):
