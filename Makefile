@@ -6,7 +6,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers
 STAMP  := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest --durations=20
+# In CI a test that fails is tried once more, and shown as RERUN if it passes then: that is a defect too, but no red light.
+PYTEST := $(BIN)/python -m pytest --durations=20 $(if $(CI),--reruns 1)
 # Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself.
 AT_ONCE := -n 2 --dist loadfile --ignore=tests/ray
 

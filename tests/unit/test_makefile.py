@@ -38,7 +38,7 @@ def test_the_slow_tests_are_the_rest(tmp_path: Path) -> None:
         for target in ("test", "test-slow")
     )
     assert "--ignore=tests/ray" in quick[0], "each test runs once"
-    assert quick[1] == '--durations=20 -m "not slow" tests/ray'
+    assert quick[1].endswith(' -m "not slow" tests/ray')
     assert slow == [quick[0].replace('"not slow', '"slow'), quick[1].replace('"not slow"', "slow")]
 
 
