@@ -100,7 +100,7 @@ def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], o
     """Load one checkpoint. Collective in `group`; an error of any rank is raised on all ranks."""
     with ExitStack() as stack:
         reader = _Reader(files, options, stack)
-        stored, saved = _open(group, files, reader, options)
+        stored, saved = _open(group, files, reader, state, options)
         loading, mismatch = _match(group, saved, state, options)
         targets = {name: (target.tensor, target.source) for name, target in loading.targets.items()}
         try:
@@ -183,18 +183,22 @@ def _open_stock(files: CheckpointFiles, reader: _Reader, manifest: Manifest, opt
 
 
 def _open(
-    group: Group, files: CheckpointFiles, reader: _Reader, options: LoadOptions
+    group: Group, files: CheckpointFiles, reader: _Reader, state: Mapping[str, Any], options: LoadOptions
 ) -> tuple[StoredState | StockState, Saved]:
     """The stored state, as this rank sees it, and what it has besides tensors."""
     held: list[tuple[StoredState | StockState, Saved]] = []
+    included = Matching(Saved({}, {}), include=options.include).includes
+    names = {str(name) for name in state}
+
+    def asked(key: str) -> bool:
+        return included(key) and any(key == name or key.startswith(f"{name}.") for name in names)
 
     def work(beat: Beat) -> bytes:
         reader.beat = beat
         manifest, _ = files.read_manifest()
         if is_stock(manifest):
             stock = _open_stock(files, reader, manifest, options)
-            wanted = Matching(Saved({}, {}), include=options.include).includes
-            held.append((stock, stock.saved(wanted)))
+            held.append((stock, stock.saved(included)))
             return b""
         stored = StoredState(
             reader.open(manifest, share=group.world_size > 1 or options.read_once == "node"),
@@ -205,6 +209,7 @@ def _open(
             per_rank=options.per_rank,
             allow_pickle=options.allow_pickle,
             buffer_bytes=files.config.transfer.memory_budget_bytes // 2,
+            asked=asked,
         )
         held.append((stored, stored.saved()))
         return b""

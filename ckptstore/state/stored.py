@@ -40,6 +40,8 @@ class StoredState:
     buffer_bytes: int = 256 << 20
     """The most that buffers of a read take."""
     checked: bool = True
+    asked: Callable[[str], bool] = lambda key: True
+    """Which keys somebody wants. The others may differ between ranks, whatever `per_rank` says: they are left out."""
     _ranks: dict[str, int] = field(default_factory=dict)
     """Whose a key is that differs between ranks."""
 
@@ -86,8 +88,9 @@ class StoredState:
                 ranks[fqn] = self.index.ranks_of(fqn)
         if len(self.index.parts) == self.world_size:
             return dict.fromkeys(ranks, self.rank)
-        if self.per_rank == "error" and ranks:
-            shown = ", ".join(sorted(ranks)[:10]) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
+        refused = sorted(filter(self.asked, ranks)) if self.per_rank == "error" else []
+        if refused:
+            shown = ", ".join(refused[:10]) + (f" and {len(refused) - 10} more" if len(refused) > 10 else "")
             raise StateMismatch(
                 f"the checkpoint of {len(self.index.parts)} ranks has for each of them its own {shown}, and there are "
                 f"{self.world_size} ranks now",

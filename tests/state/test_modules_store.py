@@ -76,6 +76,12 @@ def on_fewer_ranks(directory: Path, layouts: tuple[str, ...]) -> None:
             with pytest.raises(ckptstore.StateMismatch, match=r"for each of them its own .*\bown\b"):
                 store.load(state)
             assert (state["epoch"], not run.optimizer.state) == (0, True)
+            part = {"epoch": 0}
+            store.load(part)
+            assert part == {"epoch": 3}, "what nobody asks for may differ"
+            store.load(state, include="epoch")
+            assert (state["epoch"], state["own"]) == (3, -1)
+            state["epoch"] = 0
             store.load(state, per_rank="skip")
             assert (state["epoch"], state["own"]) == (3, -1)
             if layout.startswith("fsdp"):  # under DDP rank 0's count, tensor parallel ranks have the same
