@@ -65,7 +65,11 @@ def open_store(
         transfer=transfer_config,
     )
     storage = open_storage(
-        os.fspath(uri), storage_options=storage_options, engine=engine, durable=transfer_config.durable
+        os.fspath(uri),
+        storage_options=storage_options,
+        engine=engine,
+        durable=transfer_config.durable,
+        direct_io=transfer_config.direct_io,
     )
     storage = with_retries(storage, config.retry)
     return CheckpointStore(

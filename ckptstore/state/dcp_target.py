@@ -72,7 +72,12 @@ class DirectoryTarget:
         """The storage whose root is the directory."""
         if self._opened is None:
             retry = RetryConfig.from_env()
-            given = open_storage(self._given, storage_options=self._storage_options, durable=self._config.durable)
+            given = open_storage(
+                self._given,
+                storage_options=self._storage_options,
+                durable=self._config.durable,
+                direct_io=self._config.direct_io,
+            )
             storage = with_retries(given, retry)
             self._opened = storage, Transfer(storage, config=self._config, retry=retry)
         return self._opened

@@ -43,18 +43,20 @@ _DIRECTORY_TRIES = 8
 class LocalStorage:
     """The files below one directory. Safe for threads and processes; pickled as its path and options."""
 
-    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
-        """Nothing is created before the first write. With `durable=False` nothing is ever told to reach the disk."""
+    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True, direct_io: bool = True) -> None:
+        """Nothing is created before the first write. With `durable=False` nothing is ever told to reach the disk.
+        `direct_io` writes large files past the page cache, where they are to be durable and the file system can."""
         self._root = os.path.abspath(root)
         self._durable = durable
+        self._direct_io = direct_io
         self._flushed: set[str] = set()
         self._made_in: set[str] = set()
 
     def __repr__(self) -> str:
         return f"LocalStorage({self._root!r})"
 
-    def __reduce__(self) -> tuple[Callable[..., LocalStorage], tuple[str, bool]]:
-        return _reopen, (self._root, self._durable)
+    def __reduce__(self) -> tuple[Callable[..., LocalStorage], tuple[str, bool, bool]]:
+        return _reopen, (self._root, self._durable, self._direct_io)
 
     @property
     def uri(self) -> str:
@@ -179,7 +181,7 @@ class LocalStorage:
         with self._translating("Writing", key, size_bytes):
             self._make_directories(os.path.dirname(path))
             _remove(path)
-            return LocalParts(key, path, size_bytes=size_bytes, flushed=finished)
+            return LocalParts(key, path, size_bytes=size_bytes, flushed=finished, direct=self._direct_io)
 
     def persist(self, keys: Sequence[str]) -> None:
         if not self._durable or not keys:
@@ -368,8 +370,8 @@ class LocalStorage:
         )
 
 
-def _reopen(root: str, durable: bool) -> LocalStorage:
-    return LocalStorage(root, durable=durable)
+def _reopen(root: str, durable: bool, direct_io: bool) -> LocalStorage:
+    return LocalStorage(root, durable=durable, direct_io=direct_io)
 
 
 def _remove(path: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ckptstore.errors import StorageError
 from ckptstore.storage import posix
+from ckptstore.storage.direct import DirectFile
 
 _WRITE_BACK_BYTES = 8 << 20
 """How much is written before the disk is told to begin with it."""
@@ -18,8 +19,11 @@ _MANY_FILES = 16
 class NewFile:
     """A file that has its name, and its room, from the beginning. Its parts may come in any order."""
 
-    def __init__(self, key: str, path: str, *, size_bytes: int, writes_back: bool, mode: int = 0o666) -> None:
-        """`writes_back` has the disk begin early, for a file that is fsynced in the end. `key` is for errors.
+    def __init__(
+        self, key: str, path: str, *, size_bytes: int, writes_back: bool, direct: bool = False, mode: int = 0o666
+    ) -> None:
+        """`writes_back` has the disk begin early, for a file that is fsynced in the end; `direct` passes by the page
+        cache where that is possible. `key` is for errors.
 
         The directory is created. Raises StorageFull when there is no room, StorageError when the path exists.
         """
@@ -27,9 +31,11 @@ class NewFile:
         self._path = path
         self._size_bytes = size_bytes
         self._writes_back = writes_back
+        self._direct: DirectFile | None = None
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            is_direct = direct and posix.writes_directly(path)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
             self._descriptor = os.open(path, flags, mode)
         except OSError as error:
             raise self._error(error) from error
@@ -38,10 +44,15 @@ class NewFile:
         except OSError as error:
             self.abort()
             raise self._error(error) from error
+        if is_direct:
+            self._direct = DirectFile(self._descriptor)
 
     def write_part(self, offset: int, views: Sequence[memoryview]) -> None:
         """Write the views one after another. Raises StorageError."""
         try:
+            if self._direct:
+                self._direct.write(views, offset)
+                return
             posix.write_at(self._descriptor, views, offset)
         except OSError as error:
             raise self._error(error) from error
@@ -53,6 +64,7 @@ class NewFile:
     def close(self) -> None:
         """The file is complete. Raises StorageError."""
         try:
+            self._complete()
             self._close()
         except OSError as error:
             raise self._error(error) from error
@@ -63,6 +75,10 @@ class NewFile:
             self._close()
         with contextlib.suppress(OSError):
             os.unlink(self._path)
+
+    def _complete(self) -> None:
+        if self._direct:
+            self._direct.finish()
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -82,14 +98,18 @@ class NewFile:
 class LocalParts(NewFile):
     """The `PartWriter` of a local storage."""
 
-    def __init__(self, key: str, path: str, *, size_bytes: int, flushed: Callable[[str], None] | None) -> None:
-        """`flushed` hears of the key when it was fsynced; None asks for no fsync."""
-        super().__init__(key, path, size_bytes=size_bytes, writes_back=flushed is not None, mode=0o444)
+    def __init__(
+        self, key: str, path: str, *, size_bytes: int, flushed: Callable[[str], None] | None, direct: bool
+    ) -> None:
+        """`flushed` hears of the key when it was fsynced; None asks for no fsync, and then nothing is direct."""
+        durable = flushed is not None
+        super().__init__(key, path, size_bytes=size_bytes, writes_back=durable, direct=durable and direct, mode=0o444)
         self._flushed = flushed
 
     def finish(self) -> None:
         """Raises a StorageError that is not worth a retry: a second fsync may lie about the first."""
         try:
+            self._complete()
             if self._flushed:
                 os.fsync(self._descriptor)
             self._close()

@@ -48,19 +48,21 @@ def open_storage(
     storage_options: Mapping[str, Any] | None = None,
     engine: str | None = None,
     durable: bool = True,
+    direct_io: bool = True,
 ) -> Storage:
     """The storage at a URI. Nothing is created there, and whether it can be reached is not tried.
 
     `storage_options` go to the client of an object store and are shown nowhere. `engine` is "obstore" or "fsspec",
-    to have that one or an error. `durable=False` lets a disk write back when it likes. Raises InvalidInput for a URI,
-    option or engine that cannot be used, naming the extra to install where one is missing.
+    to have that one or an error. `durable=False` lets a disk write back when it likes, `direct_io=False` has it write
+    through the page cache. Raises InvalidInput for a URI, option or engine that cannot be used, naming the extra to
+    install where one is missing.
     """
     uri = os.fspath(uri)
     choice = choose_engine(uri, storage_options=storage_options, engine=engine)
     if choice.engine == "local":
         from ckptstore.storage.local import LocalStorage
 
-        return LocalStorage(_local_path(uri), durable=durable)
+        return LocalStorage(_local_path(uri), durable=durable, direct_io=direct_io)
     if choice.engine == "memory":
         from ckptstore.storage.memory import MemoryStorage
 

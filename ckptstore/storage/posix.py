@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import platform
+import struct
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -32,6 +33,12 @@ _SYNCFS_REPORTS_SINCE = (5, 8)
 _PLAIN_FILE_SYSTEMS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x2FC12FC1})
 """ext2 to ext4, XFS, Btrfs, F2FS, tmpfs, ZFS. Others, FUSE and those on a network, may keep their promise only for an
 fsync of each file."""
+_DIRECT_FILE_SYSTEMS = frozenset({0xEF53, 0x58465342})
+"""ext2 to ext4, XFS. Others copy all the same, or send each direct write to a server before they return."""
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_STATX_DIO_AT = 152
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
@@ -61,7 +68,7 @@ def write_at(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
         while pending:
             count = os.pwritev(descriptor, pending, offset)
             offset += count
-            pending = _after(pending, count)
+            pending = after(pending, count)
 
 
 def read_at(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
@@ -74,12 +81,12 @@ def read_at(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
             if count == 0 and any(pending):
                 return offset - start
             offset += count
-            pending = _after(pending, count)
+            pending = after(pending, count)
     return offset - start
 
 
-def _after(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
-    """What is left of the views behind their first `count` bytes; a call may move less than it was asked to."""
+def after(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
+    """What is left of views behind their first `count` bytes; a call may move less than it was asked to."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]
@@ -111,6 +118,23 @@ def start_writing_back(descriptor: int, offset: int, size_bytes: int) -> None:
         )
 
 
+def writes_directly(path: str) -> bool:
+    """Whether writes that pass by the page cache are known to be what they claim on the file system of a path."""
+    return _file_system_of(path) in _DIRECT_FILE_SYSTEMS
+
+
+def direct_alignment(descriptor: int) -> tuple[int, int]:
+    """To multiples of what addresses in memory and offsets in the file a direct write has to keep, in bytes; 0 for what
+    the system does not tell (Linux before 6.1)."""
+    facts = ctypes.create_string_buffer(_STATX_BYTES)
+    try:
+        _call("statx", descriptor, b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), facts)
+    except OSError:
+        return 0, 0
+    memory, offset = struct.unpack_from("=II", facts, _STATX_DIO_AT)
+    return memory, offset
+
+
 def flush(path: str) -> None:
     """fsync of a file. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -140,12 +164,17 @@ def _syncfs_reports() -> bool:
 
 def is_on_disk(path: str) -> bool:
     """Whether the file system of a path, which need not exist yet, is a plain one of this machine."""
+    return _file_system_of(path) in _PLAIN_FILE_SYSTEMS
+
+
+def _file_system_of(path: str) -> int:
+    """The magic number of the file system of a path, which need not exist yet (statfs(2)); 0 when there is none."""
     facts = ctypes.create_string_buffer(256)
     try:
         _call("statfs", os.fsencode(_existing(path)), facts)
     except OSError:
-        return False
-    return ctypes.c_long.from_buffer(facts).value in _PLAIN_FILE_SYSTEMS
+        return 0
+    return ctypes.c_long.from_buffer(facts).value
 
 
 def flush_filesystem(path: str) -> bool:

@@ -30,7 +30,9 @@ class Place:
     def open(self, config: StoreConfig, *, durable: bool | None = None) -> Storage:
         """The storage there, with retries; nothing is created. `durable` goes before the configuration's."""
         durable = config.transfer.durable if durable is None else durable
-        storage = open_storage(self.uri, storage_options=self.storage_options, durable=durable)
+        storage = open_storage(
+            self.uri, storage_options=self.storage_options, durable=durable, direct_io=config.transfer.direct_io
+        )
         return with_retries(storage, config.retry)
 
 
