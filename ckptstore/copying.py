@@ -18,6 +18,7 @@ from typing import Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StoreMissing
+from ckptstore.executor import Beat, Executor, InProcess
 from ckptstore.identity import read_identity, write_identity
 from ckptstore.layout import MANIFEST_NAME, USER_METADATA_NAME
 from ckptstore.load import CheckpointFiles, attempt_prefix
@@ -91,30 +92,37 @@ def open_target(
 ) -> Target:
     """Open the root that a copy goes to."""
     config = config or StoreConfig.from_env()
-    durable = config.transfer.durable
-    storage = open_storage(uri, storage_options=storage_options, durable=durable, engine=engine)
+    storage = open_storage(
+        uri,
+        storage_options=storage_options,
+        engine=engine,
+        durable=config.transfer.durable,
+        direct_io=config.transfer.direct_io,
+    )
     storage = with_retries(storage, config.retry)
     return Target(
         storage=storage, transfer=Transfer(storage, config=config.transfer, retry=config.retry), config=config
     )
 
 
-def copy_checkpoint(files: CheckpointFiles, target: Target, *, prefix: str = "") -> CopyReport:
+def copy_checkpoint(
+    files: CheckpointFiles, target: Target, *, prefix: str = "", executor: Executor | None = None
+) -> CopyReport:
     """Copy one checkpoint to keys below `prefix`: every file, then the manifest, all digests checked on both sides.
 
-    Raises CheckpointDamaged when the source is not what its manifest says; nothing is complete at the target then.
+    The executor says where the files are copied; the manifest is written here. Raises CheckpointDamaged when the source
+    is not what its manifest says; nothing is complete at the target then.
     """
     manifest, data = whole_manifest(files)
     there = {file.key.removeprefix(prefix): file.size_bytes for file in target.storage.list(prefix)}
     _refuse_other_contents(manifest, data, target, prefix, there)
-    candidates = [receipt for receipt in manifest.files if there.get(receipt.name) == receipt.size_bytes]
-    found = _intact(target, prefix, candidates)
-    missing = [receipt for receipt in manifest.files if receipt.name not in found]
     sources = {receipt.name: files.key_of(receipt) for receipt in files.read_manifest()[0].files}
-    inside = _copy_inside(files, sources, target, prefix, missing)
-    streamed = [receipt for receipt in missing if receipt.name not in inside]
-    _copy_files(files, sources, target, prefix, streamed)
-    _check_arrived(target, prefix, streamed)
+    share = _Share(files.alone(), target, prefix, sources, there)
+    founds = (executor or InProcess()).run(
+        share, manifest.files, size_bytes=lambda item: item.size_bytes, beat=_no_beat
+    )
+    found = set().union(*founds)
+    missing = [receipt for receipt in manifest.files if receipt.name not in found]
     if isinstance(target.storage, HasLocalFiles):
         for name in manifest.directories:
             target.storage.make_directory(prefix + name)
@@ -135,6 +143,35 @@ def copy_checkpoint(files: CheckpointFiles, target: Target, *, prefix: str = "")
     )
 
 
+def _no_beat() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Copies some of the files."""
+
+    files: CheckpointFiles
+    target: Target
+    prefix: str
+    sources: Mapping[str, str]
+    """By the name of a file the key from which it comes."""
+    there: Mapping[str, int]
+    """By name the size of what lies at the target."""
+
+    def __call__(self, receipts: Sequence[Receipt], beat: Beat) -> set[str]:
+        """Give the names of those that had been copied before."""
+        target, prefix = self.target, self.prefix
+        candidates = [receipt for receipt in receipts if self.there.get(receipt.name) == receipt.size_bytes]
+        found = _intact(target, prefix, candidates)
+        missing = [receipt for receipt in receipts if receipt.name not in found]
+        inside = _copy_inside(self.files, self.sources, target, prefix, missing)
+        streamed = [receipt for receipt in missing if receipt.name not in inside]
+        _copy_files(self.files, self.sources, target, prefix, streamed)
+        _check_arrived(target, prefix, streamed)
+        return found
+
+
 def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
     """The manifest of a copy: that of the checkpoint, but that all files lie in its own directory."""
     manifest, data = files.read_manifest()
@@ -147,6 +184,8 @@ def copy_store(
     storage: Storage,
     target: Target,
     open_files: Callable[[Record], CheckpointFiles],
+    *,
+    executor: Executor | None = None,
 ) -> CopyReport:
     """Copy all live checkpoints of a store to another root, oldest first, with pins, into a log of its own.
 
@@ -168,7 +207,7 @@ def copy_store(
         if record.entry.attempt in held:
             total = replace(total, present=(*total.present, record.entry.step))
             continue
-        report = copy_checkpoint(open_files(record), target, prefix=attempt_prefix(record))
+        report = copy_checkpoint(open_files(record), target, prefix=attempt_prefix(record), executor=executor)
         digest = sha256_of(whole_manifest(open_files(record))[1]) if record.entry.bases else None
         entry = replace(record.entry, epoch=epoch, bases=(), manifest_sha256=digest or record.entry.manifest_sha256)
         committed = own.append(lambda _newest, entry=entry: Commit(entry=entry))  # type: ignore[misc]

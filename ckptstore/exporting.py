@@ -13,10 +13,12 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput, InvalidState, StorageError, StorageFull
+from ckptstore.executor import Beat, Executor, InProcess
 from ckptstore.layout import DCP_METADATA_NAME
 from ckptstore.load import CheckpointFiles
 from ckptstore.load_state import is_stock, open_alone
@@ -26,7 +28,7 @@ from ckptstore.state.selection import KINDS, Kind, Paths, Selection, fitting, se
 from ckptstore.state.stock_read import load_metadata
 from ckptstore.state.stored import StoredState
 from ckptstore.state.to_dcp import write_dcp
-from ckptstore.state.to_safetensors import lay_out, write_safetensors
+from ckptstore.state.to_safetensors import LaidOut, Layout, lay_out, write_files, write_index
 from ckptstore.state.to_torch import build_tree, write_torch
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -61,6 +63,7 @@ def export(
     strip_prefix: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
+    executor: Executor | None = None,
 ) -> ExportReport:
     """Write a state checkpoint to a new directory in a format of other tools; every byte is checked on the way.
 
@@ -73,10 +76,12 @@ def export(
         directory: where the files go; new or empty, or with `overwrite` one that holds nothing but exported files.
         include: only keys that fit a pattern ("model.*") or one of several.
         strip_prefix: taken from the beginning of keys ("model."), so that names are the model's own.
+        executor: where the files are written; all its processes have to see `directory`.
 
     Raises InvalidInput and InvalidState before anything is written, CheckpointDamaged (nothing is left then).
     """
-    target = Path(directory)
+    target = Path(directory).absolute()
+    executor = executor or InProcess()
     _check(target, to, max_file_bytes, overwrite=overwrite)
     files = checkpoint._files
     manifest, _ = files.read_manifest()
@@ -94,8 +99,13 @@ def export(
         notices += [f"{num_values} plain values are left out, safetensors holds tensors only"] if num_values else []
         notices += [f"{name} is tied to {kept}, and stored as that" for name, kept in layout.tied.items()]
         with _new_directory(target) as path:
-            names = write_safetensors(stored, layout, path, durable=durable)
+            share = partial(_write_safetensors, files.alone(), layout, path)
+            executor.run(share, layout.files, size_bytes=_size_of, beat=lambda: None)
+            names = write_index(layout, path, durable=durable)
         size_bytes = layout.size_bytes
+    elif not executor.is_local:
+        hint = 'Leave the engine out, or export "safetensors"'
+        raise InvalidInput(f'An export to "{to}" is one file, which one process writes', hint=hint)
     elif to == "torch":
         paths = _paths(files, manifest)
         tree = build_tree(stored, selection, paths)
@@ -121,6 +131,20 @@ def export(
         size_bytes=size_bytes,
         notices=tuple(notices),
     )
+
+
+def _write_safetensors(
+    files: CheckpointFiles, layout: Layout, directory: Path, share: Sequence[LaidOut], beat: Beat
+) -> None:
+    """Write a share of the files, wherever this runs. The state is opened here: it does not travel."""
+    if not directory.is_dir():
+        hint = "Export to a file system that all nodes share, or leave the engine out"
+        raise InvalidInput(f"{directory} is not seen by a node that is to write to it", hint=hint)
+    write_files(open_alone(files), layout, share, directory, durable=files.config.transfer.durable)
+
+
+def _size_of(file: LaidOut) -> int:
+    return sum(entry.size_bytes for entry in file[1])
 
 
 def _check(target: Path, to: str, max_file_bytes: int, *, overwrite: bool) -> None:

@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptstore import leases
@@ -73,6 +73,10 @@ class CheckpointFiles:
                 file=MANIFEST_NAME,
             )
         return Manifest.decode(data, file=key), data
+
+    def alone(self) -> CheckpointFiles:
+        """The same for a process that works on its own: it can be pickled."""
+        return replace(self, job=None, given_group=None)
 
     def check_complete(self, manifest: Manifest) -> None:
         """Raise CheckpointDamaged unless every file is there with its size. One listing."""

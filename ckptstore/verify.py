@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Literal
 
 from ckptstore.digest import to_hex
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidName
+from ckptstore.executor import Beat, Executor, InProcess
 from ckptstore.layout import MANIFEST_NAME, UNLISTED_NAMES
 from ckptstore.load import CheckpointFiles
 from ckptstore.manifest import Receipt
+from ckptstore.transfer import Checked
 
 Fault = Literal["missing", "truncated", "longer", "flipped", "swapped", "extra", "manifest"]
 
@@ -59,7 +63,11 @@ class VerifyReport:
 
 
 def verify(
-    files: CheckpointFiles, *, sample: float | str | None = None, beat: Callable[[], None] = lambda: None
+    files: CheckpointFiles,
+    *,
+    sample: float | str | None = None,
+    beat: Beat = lambda: None,
+    executor: Executor | None = None,
 ) -> VerifyReport:
     """Check every file's presence and size, and the digest of every file or of a random sample of them.
 
@@ -83,7 +91,7 @@ def verify(
     bad = {problem.file for problem in problems}
     whole = [receipt for receipt in manifest.files if receipt.name not in bad and receipt.crc32c is not None]
     chosen = whole if share is None else random.sample(whole, min(len(whole), max(1, round(share * len(whole)))))
-    problems += _digests(files, chosen, manifest.files, beat)
+    problems += _digests(files, chosen, manifest.files, executor or InProcess(), beat)
     return VerifyReport(
         step=manifest.step,
         num_files=len(manifest.files),
@@ -133,12 +141,13 @@ def check_sizes(receipts: Sequence[Receipt], stored: Mapping[str, int]) -> list[
 
 
 def _digests(
-    files: CheckpointFiles, chosen: Sequence[Receipt], receipts: Sequence[Receipt], beat: Callable[[], None]
+    files: CheckpointFiles, chosen: Sequence[Receipt], receipts: Sequence[Receipt], executor: Executor, beat: Beat
 ) -> list[Problem]:
     owners = {(receipt.size_bytes, receipt.crc32c): receipt.name for receipt in receipts}
     by_key = {files.key_of(receipt): receipt for receipt in chosen}
     problems = []
-    for checked in files.transfer.check([files.wanted(receipt) for receipt in chosen], beat=beat):
+    shares = executor.run(partial(_check, files.alone()), chosen, size_bytes=lambda item: item.size_bytes, beat=beat)
+    for checked in chain.from_iterable(shares):
         receipt = by_key[checked.wanted.key]
         if checked.crc32c == receipt.crc32c:
             continue
@@ -155,3 +164,7 @@ def _digests(
             )
         )
     return problems
+
+
+def _check(files: CheckpointFiles, chosen: Sequence[Receipt], beat: Beat) -> list[Checked]:
+    return files.transfer.check([files.wanted(receipt) for receipt in chosen], beat=beat)

@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
-from ckptstore.cli.options import as_json, parse_storage_options, storage_option
+from ckptstore.cli.options import as_json, engine_option, opened_executor, parse_storage_options, storage_option
 from ckptstore.cli.output import print_json, show_size
 from ckptstore.cli.targets import is_checkpoint, opened_checkpoint, opened_store, parse_target
 from ckptstore.copying import CopyReport, Target, copy_checkpoint, copy_store, open_target
+from ckptstore.executor import Executor
 from ckptstore.terminal import progress
 
 
@@ -24,10 +25,16 @@ from ckptstore.terminal import progress
     metavar="KEY=VALUE",
     help="Like --storage-option, for DESTINATION; without any, those of --storage-option hold for both.",
 )
+@engine_option
 @storage_option
 @as_json
 def command(
-    source: str, destination: str, target_options: tuple[str, ...], storage_options: dict[str, Any], as_json: bool
+    source: str,
+    destination: str,
+    target_options: tuple[str, ...],
+    engine: str,
+    storage_options: dict[str, Any],
+    as_json: bool,
 ) -> None:
     """Copy a store, or one checkpoint, to the empty or half-copied place DESTINATION; every byte is checked.
 
@@ -38,8 +45,12 @@ def command(
     is_whole = parse_target(source).step is None and not is_checkpoint(source, storage_options)
     copy = _copy_store if is_whole else _copy_checkpoint
     shown = False if as_json else None
-    with closing(open_target(destination, storage_options=given)) as target, progress("copy", shown=shown):
-        report = copy(source, target, storage_options)
+    with (
+        opened_executor(engine) as executor,
+        closing(open_target(destination, storage_options=given)) as target,
+        progress("copy", shown=shown),
+    ):
+        report = copy(source, target, storage_options, executor)
     if as_json:
         print_json(
             uri=report.uri,
@@ -55,12 +66,13 @@ def command(
     click.echo(f"files copied: {report.num_copied}, {show_size(report.copied_bytes)}; {found}")
 
 
-def _copy_store(source: str, target: Target, storage_options: dict[str, Any]) -> CopyReport:
+def _copy_store(source: str, target: Target, storage_options: dict[str, Any], executor: Executor) -> CopyReport:
     with opened_store(source, storage_options) as store:
         job = store._job
-        return copy_store(job.log, job.storage, target, lambda record: store._checkpoint(record)._files)
+        files_of = lambda record: store._checkpoint(record)._files  # noqa: E731
+        return copy_store(job.log, job.storage, target, files_of, executor=executor)
 
 
-def _copy_checkpoint(source: str, target: Target, storage_options: dict[str, Any]) -> CopyReport:
+def _copy_checkpoint(source: str, target: Target, storage_options: dict[str, Any], executor: Executor) -> CopyReport:
     with opened_checkpoint(source, storage_options) as checkpoint:
-        return copy_checkpoint(checkpoint._files, target)
+        return copy_checkpoint(checkpoint._files, target, executor=executor)

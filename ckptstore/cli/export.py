@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import click
 
-from ckptstore.cli.options import as_json, storage_option
+from ckptstore.cli.options import as_json, engine_option, opened_executor, storage_option
 from ckptstore.cli.output import checkpoint_json, print_json, show_size
 from ckptstore.cli.targets import opened_checkpoint
 from ckptstore.errors import InvalidInput
@@ -27,6 +27,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")
 @click.option("--strip-prefix", default="", metavar="PREFIX", help='Taken off the front of keys, such as "model.".')
 @click.option("--max-file-size", default="5GB", show_default=True, metavar="SIZE", help="Of a safetensors file.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in DIRECTORY.")
+@engine_option
 @storage_option
 @as_json
 def command(
@@ -37,6 +38,7 @@ def command(
     strip_prefix: str,
     max_file_size: str,
     overwrite: bool,
+    engine: str,
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -49,7 +51,11 @@ def command(
 
     max_file_bytes = parse_size(max_file_size)
     shown = False if as_json else None
-    with opened_checkpoint(target, storage_options) as checkpoint, progress("export", shown=shown):
+    with (
+        opened_executor(engine) as executor,
+        opened_checkpoint(target, storage_options) as checkpoint,
+        progress("export", shown=shown),
+    ):
         report = export(
             checkpoint,
             directory,
@@ -58,6 +64,7 @@ def command(
             strip_prefix=strip_prefix,
             max_file_bytes=max_file_bytes,
             overwrite=overwrite,
+            executor=executor,
         )
     if as_json:
         print_json(

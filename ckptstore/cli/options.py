@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
 
 from ckptstore.errors import InvalidInput
+from ckptstore.executor import Executor, InProcess
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,6 +41,29 @@ def storage_option(function: F) -> F:
         callback=lambda _ctx, _param, values: parse_storage_options(values),
         help="For the storage's client, in fsspec's names; never shown.",
     )(function)
+
+
+def engine_option(function: F) -> F:
+    """`--engine local|ray`, where the files are worked on."""
+    return click.option(
+        "--engine",
+        type=click.Choice(["local", "ray"]),
+        default="local",
+        show_default=True,
+        help="Where the bytes move: in this process, or in a task on each node of the Ray cluster.",
+    )(function)
+
+
+@contextmanager
+def opened_executor(engine: str) -> Iterator[Executor]:
+    """What `--engine` names."""
+    if engine == "local":
+        yield InProcess()
+        return
+    from ckptstore.integrations.ray.tasks import ray_executor
+
+    with ray_executor() as executor:
+        yield executor
 
 
 def parse_storage_options(texts: tuple[str, ...]) -> dict[str, Any]:

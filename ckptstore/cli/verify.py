@@ -9,21 +9,24 @@ from typing import Any
 import click
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.cli.options import as_json, storage_option
+from ckptstore.cli.options import as_json, engine_option, opened_executor, storage_option
 from ckptstore.cli.output import print_json, show_size
 from ckptstore.cli.targets import opened_checkpoint, opened_store
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.terminal import progress
-from ckptstore.verify import VerifyReport, parse_sample
+from ckptstore.verify import VerifyReport, parse_sample, verify
 
 
 @click.command()
 @click.argument("target")
 @click.option("--sample", metavar="SHARE", help="Read a random share of the files, such as 5%; sizes of all.")
 @click.option("--all", "every", is_flag=True, help="Verify every checkpoint of a store, not its latest alone.")
+@engine_option
 @storage_option
 @as_json
-def command(target: str, sample: str | None, every: bool, storage_options: dict[str, Any], as_json: bool) -> None:
+def command(
+    target: str, sample: str | None, every: bool, engine: str, storage_options: dict[str, Any], as_json: bool
+) -> None:
     """Check every byte of TARGET against its digests. Of a store alone, its latest checkpoint.
 
     Missing, truncated, flipped, swapped and extra files are named, and the exit code is that of checkpoint-damaged.
@@ -31,10 +34,10 @@ def command(target: str, sample: str | None, every: bool, storage_options: dict[
     """
     parse_sample(sample)
     reports = []
-    with _chosen(target, every, storage_options) as (checkpoints, log_problems):
+    with opened_executor(engine) as executor, _chosen(target, every, storage_options) as (checkpoints, log_problems):
         for checkpoint in checkpoints:
             with progress(f"step {checkpoint.step}", shown=False if as_json else None):
-                report = checkpoint.verify(sample)
+                report = verify(checkpoint._files, sample=sample, executor=executor)
             reports.append((checkpoint, report))
             if not as_json:
                 _echo(checkpoint, report)

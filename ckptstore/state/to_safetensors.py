@@ -19,12 +19,16 @@ from ckptstore.state.streaming import close_off, stream_tensors
 INDEX_NAME = "model.safetensors.index.json"
 
 
+LaidOut = tuple[str, tuple[Entry, ...]]
+"""A file's name and tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Which tensor goes into which file."""
 
-    files: tuple[tuple[str, tuple[Entry, ...]], ...]
-    """Name and tensors of each file."""
+    files: tuple[LaidOut, ...]
+    """All files."""
     keys: dict[str, str]
     """For each tensor's name the key under which it is stored."""
     tied: dict[str, str]
@@ -96,12 +100,13 @@ def _aligned(group: list[Entry]) -> list[Entry]:
     return sorted(group, key=lambda entry: (-DTYPES[entry.dtype][1], entry.name))
 
 
-def write_safetensors(stored: StoredState, layout: Layout, directory: Path, *, durable: bool) -> list[str]:
-    """Write the files, and an index if there are several; their names. Raises CheckpointDamaged."""
-    order = [layout.keys[entry.name] for _, entries in layout.files for entry in entries]
+def write_files(
+    stored: StoredState, layout: Layout, files: Sequence[LaidOut], directory: Path, *, durable: bool
+) -> None:
+    """Write some of the files. Raises CheckpointDamaged."""
+    order = [layout.keys[entry.name] for _, entries in files for entry in entries]
     pieces = groupby(stream_tensors(stored, order), key=lambda piece: piece[0])
-    written = []
-    for name, entries in layout.files:
+    for name, entries in files:
         names = {entry.name for entry in entries}
         tied = {other: kept for other, kept in layout.tied.items() if kept in names}
         with (directory / name).open("xb") as file:
@@ -109,13 +114,17 @@ def write_safetensors(stored: StoredState, layout: Layout, directory: Path, *, d
             for _ in entries:
                 _write(file, next(pieces)[1])
             close_off(file, durable=durable)
-        written.append(name)
-    if len(layout.files) > 1:
-        with (directory / INDEX_NAME).open("xb") as file:
-            file.write(layout.index())
-            close_off(file, durable=durable)
-        written.append(INDEX_NAME)
-    return written
+
+
+def write_index(layout: Layout, directory: Path, *, durable: bool) -> list[str]:
+    """Write what leads to several files; the names of all."""
+    names = [name for name, _ in layout.files]
+    if len(names) == 1:
+        return names
+    with (directory / INDEX_NAME).open("xb") as file:
+        file.write(layout.index())
+        close_off(file, durable=durable)
+    return [*names, INDEX_NAME]
 
 
 def _write(file: Any, pieces: Iterator[tuple[str, memoryview]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.plan import PlannedFile
@@ -22,12 +23,16 @@ from ckptstore.transfer.values import Checked, RangeRead, Stored, Wanted
 __all__ = ["Checked", "RangeRead", "Stored", "Transfer", "Wanted"]
 
 
+def _open(storage: Storage, config: TransferConfig, retry: RetryConfig, rank: int) -> Transfer:
+    return Transfer(storage, config=config, retry=retry, rank=rank)
+
+
 def _no_beat() -> None:
     pass
 
 
 class Transfer:
-    """Moves bytes between this process and one storage. Safe for threads.
+    """Moves bytes between this process and one storage. Safe for threads; a pickle makes a new one for the storage.
 
     `beat` is called by the calling thread while bytes move; what it raises ends the operation. All operations raise
     the first error that occurs, and name the file in it; requests that may go through later are tried again.
@@ -43,6 +48,9 @@ class Transfer:
             pool=Pool(config.num_requests if is_server(storage) else config.num_threads),
             scratch=Scratch(config.memory_budget_bytes),
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (self._engine.storage, self._engine.config, self._engine.retry, self._engine.rank)
 
     @property
     def num_tasks(self) -> int:

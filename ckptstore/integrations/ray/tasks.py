@@ -1,0 +1,97 @@
+"""Large jobs off the training path as Ray tasks: one task for each node, with the files dealt to them by size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ckptstore.errors import InvalidInput
+from ckptstore.executor import Beat, Item, Result, Task, deal
+
+_TICK_SECONDS = 0.5
+"""How often the caller looks for progress."""
+_MAX_RETRIES = 3
+"""How often a task is begun anew whose node or process died; what it had done is found there and kept."""
+
+
+@contextmanager
+def ray_executor() -> Iterator[RayExecutor]:
+    """An executor over the cluster that this process is connected to, or that Ray finds: RAY_ADDRESS, or a local one.
+
+    Raises InvalidInput when there is none.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise InvalidInput("Ray is not installed", hint="pip install ckptstore[ray]") from error
+    if ray.is_initialized():
+        yield RayExecutor()
+        return
+    try:
+        ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
+    except ConnectionError as error:
+        hint = "Start one with `ray start --head`, or name it in RAY_ADDRESS"
+        raise InvalidInput("There is no Ray cluster to work on", hint=hint) from error
+    try:
+        yield RayExecutor()
+    finally:
+        ray.shutdown()
+
+
+class RayExecutor:
+    """Runs tasks on the nodes of the cluster that have a free CPU.
+
+    Every node has to have ckptstore, and to reach the storages by the same URIs and credentials; a local path has to be
+    on a file system that all nodes share.
+    """
+
+    is_local = False
+
+    def run(
+        self, task: Task[Item, Result], items: Sequence[Item], *, size_bytes: Callable[[Item], int], beat: Beat
+    ) -> list[Result]:
+        """As `Executor.run`. A task whose node dies runs again on another one."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        nodes = [node["NodeID"] for node in found if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+        if not nodes:
+            raise InvalidInput("No node of the Ray cluster has a CPU to work with")
+        remote: Any = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(_work)
+        references = [
+            remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)).remote(task, share)
+            for node, share in zip(nodes, deal(items, size_bytes, len(nodes)), strict=False)
+        ]
+        try:
+            _wait(references, beat)
+        except BaseException:
+            for reference in references:
+                ray.cancel(reference)
+            raise
+        return [_result(reference) for reference in references]
+
+
+def _work(task: Task[Item, Result], share: Sequence[Item]) -> Result:
+    return task(share, lambda: None)
+
+
+def _wait(references: Sequence[Any], beat: Beat) -> None:
+    import ray
+
+    pending = list(references)
+    while pending:
+        _, pending = ray.wait(pending, num_returns=len(pending), timeout=_TICK_SECONDS)
+        beat()
+
+
+def _result(reference: Any) -> Any:
+    """What the task returned. Raises what it raised, without Ray's envelope."""
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error

@@ -1,0 +1,20 @@
+"""A large job that is to run on Ray where there is none. This module has no cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from click.testing import CliRunner
+
+import ckptstore
+from ckptstore import InvalidInput
+from ckptstore.cli import main
+
+
+def test_without_a_cluster_it_says_so(tmp_path: Path) -> None:
+    with ckptstore.open_store(tmp_path / "store") as store:
+        store.save(1, {"epoch": 1})
+    result = CliRunner().invoke(main, ["verify", str(tmp_path / "store"), "--engine", "ray"])
+    assert result.exit_code == InvalidInput.exit_code, result.output
+    assert "There is no Ray cluster to work on" in result.stderr
+    assert "ray start --head" in result.stderr

@@ -1,0 +1,168 @@
+"""Large jobs as Ray tasks: `cp`, `verify` and `export` on two nodes do what they do in one process."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from cluster import RayCluster
+
+import ckptstore
+from ckptstore import CheckpointDamaged, InvalidInput
+from ckptstore.cli import main
+from ckptstore.executor import Beat
+from ckptstore.integrations.ray.tasks import RayExecutor, ray_executor
+from ckptstore.layout import MANIFEST_NAME
+from ckptstore.testing.s3_server import S3Server, s3_server
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server(buckets=["test"]) as running:
+        yield running
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """A state in the first checkpoint, files in the second."""
+    root = tmp_path / "store"
+    source = tmp_path / "source"
+    (source / "empty").mkdir(parents=True)
+    for number in range(12):
+        (source / f"{number}.bin").write_bytes(os.urandom(1000 * number + 3_000_000 * (number == 5)))
+    with ckptstore.open_store(root) as opened:
+        opened.save(1, {"model": {f"w{number}": torch.randn(300, 100 + number) for number in range(20)}})
+        opened.save_directory(2, source)
+    return str(root)
+
+
+def run(*arguments: str, expect: int = 0) -> Any:
+    result = CliRunner().invoke(main, [*arguments, "--engine", "ray", "--json"])
+    assert result.exit_code == expect, result.output
+    return json.loads(result.stdout)
+
+
+def node_of(share: Any, _beat: Beat) -> tuple[str, list[int]]:
+    import ray
+
+    return ray.get_runtime_context().get_node_id(), list(share)
+
+
+def fail(share: Any, _beat: Beat) -> None:
+    if 7 in share:
+        raise CheckpointDamaged("seven is bad", step=3, rank=1, file="seven")
+
+
+def test_each_node_gets_a_share(cluster: RayCluster) -> None:
+    beats: list[int] = []
+    with ray_executor() as executor:
+        found = executor.run(node_of, [1, 9, 4, 6], size_bytes=int, beat=lambda: beats.append(1))
+    assert len({node for node, _ in found}) == len(cluster.nodes) == 2
+    assert sorted(sum(share) for _, share in found) == [10, 10]
+    assert beats
+
+
+def test_an_error_comes_back_as_it_was_raised() -> None:
+    with pytest.raises(CheckpointDamaged, match="seven is bad") as caught:
+        RayExecutor().run(fail, [1, 7, 3], size_bytes=int, beat=lambda: None)
+    assert (caught.value.step, caught.value.rank, caught.value.file) == (3, 1, "seven")
+
+
+def test_verify_finds_what_is_damaged(store: str) -> None:
+    report = run("verify", store, "--all")
+    assert report["ok"]
+    assert [item["num_read"] for item in report["reports"]] == [item["num_files"] for item in report["reports"]]
+    with ckptstore.open_store(store) as opened:
+        place = Path(opened[2].uri)
+    damaged = next(path for path in place.iterdir() if path.stat().st_size > 1_000_000)
+    data = bytearray(damaged.read_bytes())
+    data[1_234_567] ^= 1
+    damaged.chmod(0o644)
+    damaged.write_bytes(data)
+    (report,) = run("verify", f"{store}@2", expect=CheckpointDamaged.exit_code)["reports"]
+    assert [(problem["file"], problem["fault"]) for problem in report["problems"]] == [(damaged.name, "flipped")]
+
+
+def test_a_store_is_copied_to_a_bucket_and_back(store: str, server: S3Server, tmp_path: Path) -> None:
+    names = ("key", "secret", "endpoint_url")
+    flags = [part for name in names for part in ("--target-option", f"{name}={server.storage_options[name]}")]
+    there = run("cp", store, "s3://test/copy", *flags)
+    assert there["copied_steps"] == [1, 2]
+    again = run("cp", store, "s3://test/copy", *flags)
+    assert (again["copied_steps"], again["present_steps"], again["num_copied"]) == ([], [1, 2], 0)
+    with ckptstore.open_store("s3://test/copy", storage_options=server.storage_options) as copied:
+        assert all(checkpoint.verify().ok for checkpoint in copied)
+        copied[2].to_directory(tmp_path / "back")
+    back = filecmp.dircmp(tmp_path / "source", tmp_path / "back")
+    assert not back.left_only
+    assert not back.diff_files
+    assert (tmp_path / "back" / "empty").is_dir()
+
+
+def test_a_copy_goes_on_where_it_broke_off(store: str, tmp_path: Path) -> None:
+    target = tmp_path / "alone"
+    run("cp", f"{store}@2", str(target))
+    (target / MANIFEST_NAME).unlink()
+    lost = next(path for path in target.iterdir() if path.suffix == ".bin" and path.stat().st_size > 1_000_000)
+    lost.unlink()
+    report = run("cp", f"{store}@2", str(target))
+    assert report["num_copied"] == 1
+    assert report["num_found"] == 11
+    assert ckptstore.Checkpoint.from_directory(target).verify().ok
+
+
+def test_safetensors_are_the_same_files(store: str, tmp_path: Path) -> None:
+    sizes = ["--max-file-size", "500KB", "--strip-prefix", "model."]
+    found = run("export", f"{store}@1", str(tmp_path / "ray"), *sizes)
+    assert len(found["files"]) > 3
+    local = CliRunner().invoke(main, ["export", f"{store}@1", str(tmp_path / "local"), *sizes])
+    assert local.exit_code == 0
+    _, different, missing = filecmp.cmpfiles(tmp_path / "ray", tmp_path / "local", found["files"], shallow=False)
+    assert (different, missing) == ([], [])
+    assert sorted(os.listdir(tmp_path / "ray")) == sorted(os.listdir(tmp_path / "local"))
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_one_file_is_not_dealt_to_nodes(store: str, tmp_path: Path, kind: str) -> None:
+    found = run("export", f"{store}@1", str(tmp_path / "out"), "--to", kind, expect=InvalidInput.exit_code)
+    assert "one file" in found["error"]["message"]
+    assert not (tmp_path / "out").exists()
+
+
+def stay(doomed: str, marker: str, share: Any, beat: Beat) -> tuple[str, list[int]]:
+    """Work that never ends on one node."""
+    node, numbers = node_of(share, beat)
+    if node == doomed:
+        Path(marker).touch()
+        time.sleep(600)
+    return node, numbers
+
+
+def test_the_task_of_a_node_that_dies_runs_on_another(cluster: RayCluster, tmp_path: Path) -> None:
+    extra = cluster.add_node()
+    marker = tmp_path / "begun"
+
+    def kill() -> None:
+        while not marker.exists():
+            time.sleep(0.1)
+        cluster.remove_node(extra)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    task = partial(stay, extra.node_id, str(marker))
+    found = RayExecutor().run(task, [1, 2, 3], size_bytes=int, beat=lambda: None)
+    killer.join()
+    assert sorted(number for _, share in found for number in share) == [1, 2, 3]
+    assert extra.node_id not in {node for node, _ in found}
