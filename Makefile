@@ -38,11 +38,11 @@ servers: install
 test: install servers
 	$(PYTEST) $(AT_ONCE) -m "not slow and not ceph"
 	$(PYTEST) -m "not slow" tests/ray
-	$(PYTEST) benchmarks -q
+	$(PYTEST) -m "not slow" benchmarks -q
 
 test-slow: install servers
 	$(PYTEST) $(AT_ONCE) -m "slow and not ceph"
-	$(PYTEST) -m slow tests/ray
+	$(PYTEST) -m slow tests/ray benchmarks
 
 test-ceph: install
 	$(BIN)/python tests/servers/install_ceph.py

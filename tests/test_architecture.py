@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ckptstore"
 
 LAYERS: list[tuple[str, set[str]]] = [
     ("vocabulary", {"errors"}),
-    ("values", {"config", "events", "layout", "sources", "encoding", "digest", "retention", "executor"}),
+    ("values", {"config", "events", "layout", "sources", "encoding", "digest", "retention", "executor", "lazy"}),
     ("joined values", {"manifest", "plan", "naming", "directories"}),
     ("records and requests", {"records", "request"}),
     ("ports", {"retry", "storage", "torch_private", "staging"}),

@@ -6,7 +6,9 @@ says of a tensor that it is the same on all ranks. Submodules load torch; import
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ckptstore.lazy import exports
 
 if TYPE_CHECKING:
     from ckptstore.state.dcp_reader import StoreReader, translated
@@ -15,17 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreReader", "StoreWriter", "replicated", "translated"]
 
-_PLACES = {
-    "StoreReader": "dcp_reader",
-    "StoreWriter": "dcp_writer",
-    "replicated": "flatten",
-    "translated": "dcp_reader",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+__getattr__ = exports(
+    __name__,
+    {
+        "StoreReader": "dcp_reader",
+        "StoreWriter": "dcp_writer",
+        "replicated": "flatten",
+        "translated": "dcp_reader",
+    },
+)

@@ -94,21 +94,46 @@ def losses_alone(steps: int) -> list[float]:
     return losses
 
 
-def train(config: dict[str, Any]) -> None:
-    """Train with DDP or FSDP2, save every other step, and go on from what is there."""
+def parallel_model(config: dict[str, Any]) -> tuple[Any, Any]:
+    """The model over all workers, by DDP or FSDP2, and its optimizer."""
     import torch
-    import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    store = ckptstore.ray.store(retention=ckptstore.KeepLatest(3), **config.get("store", {}))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     model = new_model()
     if config["parallel"] == "fsdp":
         fully_shard(model)
     else:
         model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train_step(config: dict[str, Any], model: Any, optimizer: Any, step: int) -> Any:
+    """One step over this worker's rows; the mean loss of all, which rank 0 notes."""
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    inputs, targets = batch_of(step)
+    part = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+    loss = ((model(inputs[part]) - targets[part]) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    mean /= world_size
+    if rank == 0:
+        note(config, "losses", f"{step} {mean.item()!r}")
+    return mean
+
+
+def train(config: dict[str, Any]) -> None:
+    """Train with DDP or FSDP2, save every other step, and go on from what is there."""
+    import torch.distributed as dist
+
+    store = ckptstore.ray.store(retention=ckptstore.KeepLatest(3), **config.get("store", {}))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, optimizer = parallel_model(config)
     state = {"model": model, "optimizer": optimizer}
     checkpoint = ckptstore.ray.resume(state, store, prefer=config.get("prefer", "newest"))
     first = checkpoint.step + 1 if checkpoint else 0
@@ -117,17 +142,7 @@ def train(config: dict[str, Any]) -> None:
     if "strike" in config:
         strike_during_save(config, rank, listeners)
     for step in range(first, config["steps"]):
-        inputs, targets = batch_of(step)
-        part = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
-        loss = ((model(inputs[part]) - targets[part]) ** 2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        mean /= world_size
-        if rank == 0:
-            note(config, "losses", f"{step} {mean.item()!r}")
+        mean = train_step(config, model, optimizer, step)
         time.sleep(config.get("pause_seconds", 0))
         metrics = {"loss": mean, "step": step}
         if step % 2 and config["how"] == "async":

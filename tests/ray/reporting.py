@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from keeping import batch_of, new_model, note
+from keeping import note, parallel_model, train_step
 
 import ckptstore
 
@@ -86,33 +86,15 @@ def report_scores(config: dict[str, Any]) -> None:
 def train(config: dict[str, Any]) -> None:
     """Train with DDP or FSDP2, and report after every step, in one of the ways that there are."""
     import ray.train
-    import torch
     import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = new_model()
-    if config["parallel"] == "fsdp":
-        fully_shard(model)
-    else:
-        model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = parallel_model(config)
     first = _restore(config, model, optimizer, ray.train.get_checkpoint())
     note(config, "resumed", f"{rank} {world_size} {first}")
     upload = ckptstore.ray.upload_fn()
     for step in range(first, config["steps"]):
-        inputs, targets = batch_of(step)
-        part = slice(rank * len(inputs) // world_size, (rank + 1) * len(inputs) // world_size)
-        loss = ((model(inputs[part]) - targets[part]) ** 2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        mean /= world_size
-        if rank == 0:
-            note(config, "losses", f"{step} {mean.item()!r}")
+        mean = train_step(config, model, optimizer, step)
         if step == config.get("kill_at") and rank == world_size - 1 and not Path(config["notes"], "killed").exists():
             Path(config["notes"], "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)

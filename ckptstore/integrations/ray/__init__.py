@@ -6,8 +6,9 @@ calls the same names.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ckptstore.lazy import exports
 
 if TYPE_CHECKING:
     from ckptstore.integrations.ray.context import Worker, current_worker
@@ -32,28 +33,22 @@ __all__ = [
     "wrap",
 ]
 
-_HOMES = {
-    "PreemptionSave": "preemption",
-    "RayStore": "ray_store",
-    "Worker": "context",
-    "current_worker": "context",
-    "report": "reporting",
-    "resolve": "resuming",
-    "resume": "resuming",
-    "safe_metrics": "upload",
-    "store": "ray_store",
-    "upload_fn": "upload",
-    "wrap": "wrapping",
-}
-"""The modules have other names than what they define: Python would put a module in the place of a function."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'ckptstore.ray' has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = exports(
+    __name__,
+    {
+        "PreemptionSave": "preemption",
+        "RayStore": "ray_store",
+        "Worker": "context",
+        "current_worker": "context",
+        "report": "reporting",
+        "resolve": "resuming",
+        "resume": "resuming",
+        "safe_metrics": "upload",
+        "store": "ray_store",
+        "upload_fn": "upload",
+        "wrap": "wrapping",
+    },
+)
 
 
 def __dir__() -> list[str]:

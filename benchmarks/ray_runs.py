@@ -1,0 +1,103 @@
+"""Training functions of the Ray benchmark. Steps take a fixed time; what a save blocks is told by rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckptstore
+
+
+def new_state(config: dict[str, Any], rank: int) -> dict[str, Any]:
+    """This worker's share of the state: what differs from rank to rank, as under FSDP, in tensors of 16 MiB at most."""
+    generator = torch.Generator().manual_seed(rank)
+    size = min(4 << 20, config["size_bytes"] // 8)
+    count = max(1, config["size_bytes"] // config["num_workers"] // (4 * size))
+    return {f"rank{rank}.{index}": torch.randn(size, generator=generator) for index in range(count)}
+
+
+def train(config: dict[str, Any]) -> None:
+    """Save after each of some steps in one way; rank 0 notes what each save blocked and how long all of it took."""
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+    state = new_state(config, rank)
+    save, finish = _saver(config, state)
+    save(0)  # the first one starts threads and connections
+    blocked = []
+    started = time.perf_counter()
+    for step in range(1, config["num_steps"] + 1):
+        time.sleep(config["step_seconds"])
+        began = time.perf_counter()
+        save(step)
+        blocked.append(time.perf_counter() - began)
+    looped = time.perf_counter()
+    finish()
+    if rank == 0:
+        told = {"blocked": blocked, "loop": looped - started, "all": time.perf_counter() - started}
+        Path(config["told"]).write_text(json.dumps(told))
+
+
+def _saver(config: dict[str, Any], state: dict[str, Any]) -> Any:
+    import ray.train
+    from ray.train import Checkpoint, CheckpointUploadMode
+
+    rank, way = ray.train.get_context().get_world_rank(), config["way"]
+    if way.startswith("ckptstore"):
+        durable = way.startswith("ckptstore, durable")
+        store = ckptstore.ray.store(retention=ckptstore.KeepLatest(2), grace_seconds=0, durable=durable)
+        kind = store.save_async if way.endswith("save_async") else store.save
+        return lambda step: kind(step, state, metrics={"step": step}), store.close
+
+    mode = CheckpointUploadMode.ASYNC if way.endswith("ASYNC") else CheckpointUploadMode.SYNC
+
+    def report(step: int) -> None:
+        directory = tempfile.mkdtemp(dir=config["scratch"])
+        torch.save(state, f"{directory}/model-rank={rank}.pt")
+        ray.train.report(
+            {"step": step},
+            Checkpoint.from_directory(directory),
+            checkpoint_upload_mode=mode,
+            delete_local_checkpoint_after_upload=True,
+        )
+
+    def finish() -> None:
+        """Every upload is over when Ray has registered what was reported."""
+        ray.train.get_all_reported_checkpoints()
+
+    return report, finish
+
+
+def restore(config: dict[str, Any]) -> None:
+    """Load this worker's share of the newest checkpoint; each rank notes how long it took."""
+    import ray.train
+    from ray.train.collective import barrier
+
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    own = tempfile.mkdtemp(dir=config["scratch"])  # the nodes here share a disk, others do not
+    os.environ["CKPTSTORE_CACHE_DIR"], tempfile.tempdir = f"{own}/cache", own
+    expected = new_state(config, rank)
+    state = {key: torch.zeros_like(value) for key, value in expected.items()}
+    barrier()
+    began = time.perf_counter()
+    if config["way"] == "ckptstore":
+        assert ckptstore.ray.resume(state, ckptstore.ray.store()) is not None
+    else:
+        checkpoint = ray.train.get_checkpoint()
+        with checkpoint.as_directory() as directory:
+            loaded = torch.load(f"{directory}/model-rank={rank}.pt", mmap=True)
+            for key, value in loaded.items():
+                state[key].copy_(value)
+    seconds = time.perf_counter() - began
+    assert all(torch.equal(state[key], value) for key, value in expected.items())
+    Path(config["told"], str(rank)).write_text(str(seconds))
+    barrier()
+    shutil.rmtree(own)
