@@ -72,7 +72,8 @@ def verify(
     """Check every file's presence and size, and the digest of every file or of a random sample of them.
 
     `sample` is a share of the files: 0.05 or "5%"; at least one file is read. The report names missing, truncated,
-    flipped, swapped and extra files with what was expected and found. Raises CheckpointGone when there is no manifest.
+    flipped, swapped and extra files with what was expected and found. Raises CheckpointGone when there is no manifest,
+    InvalidInput for what torch's DCP wrote on its own and a copy without its manifest.
     """
     share = parse_sample(sample)
     try:
@@ -85,6 +86,9 @@ def verify(
             step=error.step, num_files=0, num_read=0, read_bytes=0, num_without_digest=0, problems=(problem,)
         )
     stored = files.stored_sizes(manifest)
+    if MANIFEST_NAME not in stored and all(receipt.crc32c is None for receipt in manifest.files):
+        hint = "Copy it with its manifest, or import it into a store"
+        raise InvalidInput(f"{files.uri} has no manifest, and so no digests to check", hint=hint)
     if MANIFEST_NAME not in stored:
         raise CheckpointGone(f"Step {manifest.step} was removed while it was verified", step=manifest.step)
     problems = check_sizes(manifest.files, stored)

@@ -346,8 +346,11 @@ def test_a_directory_checkpoint_has_no_state(tmp_path: Path) -> None:
 
 def test_what_stock_dcp_wrote_is_to_be_imported_first(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    checkpoint = Checkpoint.from_uri(str(tmp_path / "stock"))
     with pytest.raises(InvalidInput, match="Import it"):
-        export(Checkpoint.from_uri(str(tmp_path / "stock")), tmp_path / "out", to="safetensors")
+        export(checkpoint, tmp_path / "out", to="safetensors")
+    with pytest.raises(InvalidInput, match=r"no digests to check.*import it"):
+        checkpoint.verify()
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
