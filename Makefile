@@ -7,9 +7,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers
 STAMP  := $(VENV)/.installed
 # In CI a test that fails is tried once more, and shown as RERUN if it passes then: that is a defect too, but no red light.
-PYTEST := $(BIN)/python -m pytest --durations=20 $(if $(CI),--reruns 1)
+PYTEST := $(BIN)/python -m pytest --durations=20 $(if $(CI),--reruns 1 -rR)
 # Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself.
-AT_ONCE := -n 2 --dist loadfile --ignore=tests/ray
+AT_ONCE := -n 3 --dist loadfile --ignore=tests/ray
 
 .PHONY: install demo demo-ray test test-slow test-ceph check format docs bench bench-check servers clean
 
@@ -34,15 +34,15 @@ demo-ray: install
 servers: install
 	$(BIN)/python tests/servers/install.py || test -z "$$CI"
 
-# The benchmarks run too, at a small size: that shows that they work, and no more.
 test: install servers
 	$(PYTEST) $(AT_ONCE) -m "not slow and not ceph"
 	$(PYTEST) -m "not slow" tests/ray
-	$(PYTEST) -m "not slow" benchmarks -q
 
+# The benchmarks run too, at a small size: that shows that they work, and no more.
 test-slow: install servers
 	$(PYTEST) $(AT_ONCE) -m "slow and not ceph"
-	$(PYTEST) -m slow tests/ray benchmarks
+	$(PYTEST) -m slow tests/ray
+	$(PYTEST) benchmarks -q
 
 test-ceph: install
 	$(BIN)/python tests/servers/install_ceph.py

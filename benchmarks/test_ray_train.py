@@ -22,7 +22,7 @@ from s3_contest import Server, serving
 from told import CLOCK, tell
 from versus import FULL, ROUNDS
 
-pytestmark = [pytest.mark.slow, pytest.mark.benchmark(timer=CLOCK)]
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 SIZE_BYTES = (1 << 30) if FULL else (4 << 20)
 NUM_STEPS = 10 if FULL else 2

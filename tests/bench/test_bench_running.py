@@ -63,6 +63,7 @@ def test_a_save_is_measured_beside_a_peer_and_the_limit_and_leaves_nothing(tmp_p
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_finding_checkpoints_takes_two_requests_at_any_size(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("stays")
     bench("ls", "--to", tmp_path, "--repeat", 1, "--json", tmp_path / "told.json")

@@ -86,7 +86,7 @@ def kill_in_save(
         shutil.rmtree(root)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.timeout(600)
 def test_a_save_killed_at_every_change(base: Path, tmp_path: Path, victim: int) -> None:
     source = sources(tmp_path)

@@ -39,6 +39,7 @@ def check_resumed(whole: dict[str, Any], resumed: dict[str, Any], *, steps: tupl
     assert resumed["verified"]
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     asked = {"strategy": "ddp", "max_epochs": 4, "every_n_train_steps": 3, "asynchronous": True}
     run_ranks(2, call, "whole_then_killed", str(tmp_path), asked, 14, env=ELASTIC, expect_killed=[0, 1])

@@ -28,6 +28,7 @@ def check_resumed(whole: dict[str, Any], resumed: dict[str, Any], *, steps: tupl
     assert resumed["verified"]
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     options = {"asynchronous": True}
     run_ranks(2, call, "whole_then_killed", str(tmp_path), options, 8, expect_killed=[0, 1])

@@ -96,6 +96,7 @@ def on_fewer_ranks(directory: Path, layouts: tuple[str, ...]) -> None:
     given.finish()
 
 
+@pytest.mark.slow
 def test_two_ranks_in_every_layout_and_one_rank_after_them(tmp_path: Path) -> None:
     run_ranks(2, stop_and_go_on, tmp_path, LAYOUTS, timeout_seconds=240, env=QUIET)
     run_ranks(1, on_fewer_ranks, tmp_path, LAYOUTS, timeout_seconds=120, env=QUIET)
