@@ -69,8 +69,9 @@ def command(
 def _copy_store(source: str, target: Target, storage_options: dict[str, Any], executor: Executor) -> CopyReport:
     with opened_store(source, storage_options) as store:
         job = store._job
-        files_of = lambda record: store._checkpoint(record)._files  # noqa: E731
-        return copy_store(job.log, job.storage, target, files_of, executor=executor)
+        return copy_store(
+            job.log, job.storage, target, lambda record: store._checkpoint(record)._files, executor=executor
+        )
 
 
 def _copy_checkpoint(source: str, target: Target, storage_options: dict[str, Any], executor: Executor) -> CopyReport:
