@@ -22,6 +22,7 @@ from ckptstore.storage.open import open_storage
 
 GIB = 1 << 30
 ROOT = "s3://bench/root"
+LATENCY_SECONDS = 0.03
 
 
 class Server:
@@ -46,6 +47,18 @@ class Server:
         """From now on every request waits so long before anything is done; 0 for no wait."""
         self.ask("faults", [{"action": "delay", "seconds": seconds, "times": None}] if seconds else [])
 
+    def late(self, body: Callable[[], object], seconds: float = LATENCY_SECONDS) -> Callable[[], None]:
+        """The same, while every request waits so long."""
+
+        def run() -> None:
+            self.delay(seconds)
+            try:
+                body()
+            finally:
+                self.delay(0)
+
+        return run
+
     def clear(self, prefix: str = "") -> None:
         """Delete everything below a prefix of the root."""
         with closing(open_storage(ROOT, storage_options=self.storage_options)) as storage:
@@ -53,10 +66,15 @@ class Server:
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
-    """A server that believes all digests: SHA-256 would cost it more for some clients than for others."""
+def serving(*, keeps_bodies: bool = True) -> Iterator[Server]:
+    """A server that believes all digests: SHA-256 would cost it more for some clients than for others.
+
+    One that keeps no bodies receives them into the same memory again and again. Memory that is new to it can cost it
+    several times what the transfer costs, now more and now less.
+    """
     module = "ckptstore.testing.s3_server"
     command = [sys.executable, "-m", module, "--port", "0", "--bucket", "bench", "--no-verify"]
+    command += [] if keeps_bodies else ["--no-bodies"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -30,6 +30,13 @@ def server() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture
+def sink() -> Iterator[Server]:
+    """A server that keeps nothing of what is large."""
+    with serving(keeps_bodies=False) as server:
+        yield server
+
+
 @pytest.fixture(params=list(SHAPES))
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     count, size_bytes = SHAPES[request.param]
@@ -49,19 +56,25 @@ def peers_for(source: Path) -> dict[str, Callable[..., tuple[Body, Body]]]:
     return PEERS if source.name == "small" else {"pyarrow, as Ray Train": pyarrow_copies}
 
 
-def test_up(benchmark: Any, server: Server, source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+def test_up(benchmark: Any, sink: Server, source: Path, tmp_path: Path, late: bool) -> None:
+    """`late` is with 30 ms more for each request, about as far away as a bucket is."""
+    if late and source.name == "small" and FULL:
+        pytest.skip("10,000 round trips one after another take the peers five minutes a turn")
     opened: list[CheckpointStore] = []
 
     def prepare() -> None:
         while opened:
             opened.pop().close()
-        server.clear()
-        opened.append(open_store(f"{ROOT}/store", storage_options=server.storage_options))
+        sink.clear()
+        opened.append(open_store(f"{ROOT}/store", storage_options=sink.storage_options))
         opened[0].save(0, {"epoch": 0})
 
     bodies: dict[str, Body] = {"ckptstore": lambda: opened[0].save_directory(1, source)}
     for number, (name, make) in enumerate(peers_for(source).items()):
-        bodies[name], _ = make(server, source, f"bench/root/{number}", tmp_path / "unused")
+        bodies[name], _ = make(sink, source, f"bench/root/{number}", tmp_path / "unused")
+    if late:
+        bodies = {name: sink.late(body) for name, body in bodies.items()}
     contest(benchmark, bodies, size_bytes=size_of(source), prepare=prepare)
     opened[0].close()
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from s3_contest import ROOT, Server, contest, serving
+from s3_contest import LATENCY_SECONDS, ROOT, Server, contest, serving
 from s3_peers import (
     Body,
     load_with_connector,
     load_with_fsspec,
     missing_peers,
+    raw_puts,
     save_with_connector,
     save_with_fsspec,
 )
@@ -25,17 +26,27 @@ from ckptstore import CheckpointStore, open_store
 
 MIB = 1 << 20
 TOTAL_BYTES = (1 << 30) if FULL else (32 << 20)
-LATENCY_SECONDS = 0.03
 CONNECTOR = not missing_peers("s3torchconnector")
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")  # s3torchconnector takes none from its caller
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testsecret")
+
+
+@pytest.fixture
+def server(credentials: None) -> Iterator[Server]:
     with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def sink(credentials: None) -> Iterator[Server]:
+    """A server that takes everything and keeps nothing."""
+    with serving(keeps_bodies=False) as server:
         yield server
 
 
@@ -59,16 +70,18 @@ class Saves:
             self.stores.popitem()[1].close()
 
 
-def test_save(benchmark: Any, server: Server) -> None:
+def test_save(benchmark: Any, sink: Server) -> None:
+    """That what was saved can be loaded is seen below."""
     torch.manual_seed(0)
-    state, saves = even_state(TOTAL_BYTES), Saves(server)
+    state, saves = even_state(TOTAL_BYTES), Saves(sink)
     bodies: dict[str, Body] = {
         "ckptstore": lambda: saves.stores["obstore"].save(1, state),
         "ckptstore, fsspec": lambda: saves.stores["fsspec"].save(1, state),
-        "DCP, s3fs": partial(save_with_fsspec, state, f"{ROOT}/dcp", server),
+        "DCP, s3fs": partial(save_with_fsspec, state, f"{ROOT}/dcp", sink),
     }
+    bodies["raw, tensors over plain sockets"] = partial(raw_puts, state, "bench/root/raw", sink)
     for threads in (1, 4) if CONNECTOR else ():
-        save = partial(save_with_connector, state, f"{ROOT}/connector", server, num_threads=threads)
+        save = partial(save_with_connector, state, f"{ROOT}/connector", sink, num_threads=threads)
         bodies[f"DCP, s3torchconnector, {threads} threads"] = save
     contest(
         benchmark,
@@ -77,11 +90,6 @@ def test_save(benchmark: Any, server: Server) -> None:
         prepare=saves.clear,
         left_out=missing_peers("s3torchconnector"),
     )
-    saves.clear()
-    saves.stores["obstore"].save(1, state)
-    target = empty_like(state)
-    saves.stores["obstore"].load(target)
-    assert_equal(target, state)
     saves.close()
 
 
@@ -113,31 +121,26 @@ def test_load(benchmark: Any, server: Server, tensor_bytes: int) -> None:
     assert_equal(target, state)
 
 
-@pytest.mark.parametrize("way", ["save", "load"])
-def test_latency(benchmark: Any, server: Server, way: str) -> None:
+def late_and_not(server: Server, body: Body) -> dict[str, Body]:
     """The peer is ckptstore itself without the latency: a ratio of 0.8 means that 0.8 of the throughput is left."""
+    return {f"ckptstore, {LATENCY_SECONDS} s more for each request": server.late(body), "ckptstore without": body}
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_latency_of_save(benchmark: Any, sink: Server, times: int) -> None:
+    """About ten requests of a save wait for each other, whatever its size."""
+    torch.manual_seed(0)
+    state, saves = even_state(TOTAL_BYTES * times), Saves(sink)
+    bodies = late_and_not(sink, lambda: saves.stores["obstore"].save(1, state))
+    contest(benchmark, bodies, size_bytes=size_of(state), prepare=saves.clear)
+    saves.close()
+
+
+def test_latency_of_load(benchmark: Any, server: Server) -> None:
     torch.manual_seed(0)
     state = even_state(TOTAL_BYTES)
-    target, saves = empty_like(state), Saves(server)
-
-    def move(seconds: float) -> None:
-        server.delay(seconds)
-        try:
-            if way == "save":
-                saves.stores["obstore"].save(2, state)
-            else:
-                saves.stores["obstore"].load(target)
-        finally:
-            server.delay(0)
-
-    def prepare() -> None:
-        saves.clear()
-        if way == "load":
-            saves.stores["obstore"].save(1, state)
-
-    bodies: dict[str, Body] = {
-        f"ckptstore, {LATENCY_SECONDS} s more for each request": lambda: move(LATENCY_SECONDS),
-        "ckptstore without": lambda: move(0.0),
-    }
-    contest(benchmark, bodies, size_bytes=size_of(state), prepare=prepare)
-    saves.close()
+    target = empty_like(state)
+    with open_store(f"{ROOT}/store", storage_options=server.storage_options, engine="obstore") as store:
+        store.save(1, state)
+        contest(benchmark, late_and_not(server, lambda: store.load(target)), size_bytes=size_of(state))
+    assert_equal(target, state)

@@ -33,6 +33,14 @@ def crc32c(data: Bytes, previous: int = 0) -> int:
     return _native()[0](data, previous)
 
 
+def crc32c_of(views: Iterable[Bytes]) -> int:
+    """The CRC32C of the views, one after another."""
+    value = 0
+    for view in views:
+        value = crc32c(view, value)
+    return value
+
+
 def combine(first: int, second: int, second_bytes: int) -> int:
     """The CRC32C of two stretches one after another, from the digest of each and the size of the second."""
     return _native()[1](first, second, second_bytes)
@@ -76,14 +84,13 @@ class FileDigest:
         self._cuts = [cut for offset, size in payloads if size for cut in block_borders(offset, size)]
         self._segments: list[tuple[int, int, int]] = []
 
-    def add(self, offset: int, views: Iterable[memoryview]) -> None:
-        """Hash the bytes at `offset`. Each byte of the file is added exactly once."""
+    def add(self, offset: int, views: Sequence[memoryview]) -> int:
+        """Hash the bytes at `offset`, and return the CRC32C of them. Each byte of the file is added exactly once."""
         if not self._cuts:
-            size_bytes, total = 0, 0
-            for view in views:
-                total, size_bytes = crc32c(view, total), size_bytes + len(view)
-            self._segments.append((offset, size_bytes, total))
-            return
+            total = crc32c_of(views)
+            self._segments.append((offset, sum(map(len, views)), total))
+            return total
+        added: list[tuple[int, int, int]] = []
         index = bisect_right(self._cuts, offset)
         start, total = offset, 0
         for given in views:
@@ -92,11 +99,13 @@ class FileDigest:
                 total = crc32c(view[:room], total)
                 view, offset, index = view[room:], offset + room, index + 1
                 if offset > start:
-                    self._segments.append((start, offset - start, total))
+                    added.append((start, offset - start, total))
                 start, total = offset, 0
             total, offset = crc32c(view, total), offset + len(view)
         if offset > start:
-            self._segments.append((start, offset - start, total))
+            added.append((start, offset - start, total))
+        self._segments += added
+        return join(added)
 
     def crc32c(self) -> int:
         """The digest of the whole file, once all of it was added."""

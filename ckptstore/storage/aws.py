@@ -11,11 +11,10 @@ import base64
 import functools
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ckptstore import digest
 from ckptstore.errors import AccessDenied, CkptstoreError, StorageError, StorageUnavailable
 from ckptstore.storage import foreign
 from ckptstore.storage.options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment, Location
@@ -146,9 +145,6 @@ def _loader() -> Any:
     return create_loader()
 
 
-def crc32c_header(views: Sequence[memoryview]) -> str:
-    """The CRC32C of the views as S3 writes it."""
-    value = 0
-    for view in views:
-        value = digest.crc32c(view, value)
+def crc32c_header(value: int) -> str:
+    """A CRC32C as S3 writes it."""
     return base64.b64encode(struct.pack(">I", value)).decode()

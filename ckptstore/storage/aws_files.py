@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ckptstore import digest
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
 from ckptstore.storage import foreign
 from ckptstore.storage.aws import Connection, crc32c_header
@@ -75,9 +76,11 @@ class S3Files(ProcessBound):
             **condition,
         )
 
-    def checksum(self, views: Sequence[memoryview]) -> dict[str, str]:
-        """The digest that goes with a body."""
-        return {"ChecksumCRC32C": crc32c_header(views)} if self._connection.sends_checksum else {}
+    def checksum(self, views: Sequence[memoryview], crc32c: int | None = None) -> dict[str, str]:
+        """The digest that goes with a body; `crc32c` where it is known."""
+        if not self._connection.sends_checksum:
+            return {}
+        return {"ChecksumCRC32C": crc32c_header(digest.crc32c_of(views) if crc32c is None else crc32c)}
 
     def read(self, key: str) -> bytes:
         answer = self.call("get_object", file=key, Key=self.full(key))
@@ -230,9 +233,9 @@ class _Upload:
         answer = files.call("create_multipart_upload", file=key, Key=files.full(key), **options)
         self._at = {"Key": files.full(key), "UploadId": answer["UploadId"]}
 
-    def write_part(self, offset: int, views: Sequence[memoryview]) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
         number = offset // self._part_bytes + 1
-        checksum = self._files.checksum(views)
+        checksum = self._files.checksum(views, crc32c)
         answer = self._files.call(
             "upload_part",
             file=self._key,

@@ -258,7 +258,7 @@ class _Blocks:
         self._writer_id = uuid.uuid4().hex[:16]
         self._block_ids: dict[int, str] = {}
 
-    def write_part(self, offset: int, views: Sequence[memoryview]) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
         number = offset // self._part_bytes
         block_id = base64.b64encode(f"{self._writer_id}-{number:06d}".encode()).decode()
         with self._files.seam("write", self._key):

@@ -103,8 +103,11 @@ class CreatesExclusively(Protocol):
 class PartWriter(Protocol):
     """A file that is being written in parts, from several threads, in any order."""
 
-    def write_part(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Write one part. Parts start at multiples of the storage's `part_bytes` and have that size, but the last."""
+    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+        """Write one part. Parts start at multiples of the storage's `part_bytes` and have that size, but the last.
+
+        `crc32c` is the CRC32C of the views, where it is known: a storage that sends one along need not compute it.
+        """
 
     def finish(self) -> None:
         """Make the file visible with all its parts; durable as `write` is. Called once, after all parts."""

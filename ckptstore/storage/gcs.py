@@ -172,11 +172,9 @@ class GcsFiles(ProcessBound):
             return False
         return True
 
-    def put(self, key: str, views: Sequence[memoryview], **condition: str) -> int:
+    def put(self, key: str, views: Sequence[memoryview], *, crc32c: int | None = None, **condition: str) -> int:
         """Upload an object in one request; returns its CRC32C."""
-        value = 0
-        for view in views:
-            value = digest.crc32c(view, value)
+        value = digest.crc32c_of(views) if crc32c is None else crc32c
         resource = {"name": self._location.full_key(key), "crc32c": _as_header(value)}
         border = uuid.uuid4().hex
         head = (
@@ -312,9 +310,9 @@ class _Composition:
         self._parts: dict[int, tuple[str, digest.Segment]] = {}
         self._joined: list[str] = []
 
-    def write_part(self, offset: int, views: Sequence[memoryview]) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
         name = f"{self._name}-{offset // self._part_bytes:05d}"
-        crc32c = self._files.put(name, views)
+        crc32c = self._files.put(name, views, crc32c=crc32c)
         self._parts[offset] = (name, digest.Segment(offset, total_bytes(views), crc32c))
 
     def finish(self) -> None:

@@ -47,7 +47,7 @@ class NewFile:
         if is_direct:
             self._direct = DirectFile(self._descriptor)
 
-    def write_part(self, offset: int, views: Sequence[memoryview]) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
         """Write the views one after another. Raises StorageError."""
         try:
             if self._direct:

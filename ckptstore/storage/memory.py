@@ -165,7 +165,7 @@ class _MemoryParts:
         self._lock = threading.Lock()
         self._parts: dict[int, bytes] | None = {}
 
-    def write_part(self, offset: int, views: Sequence[memoryview]) -> None:
+    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
         data = b"".join(views)
         expected_bytes = min(_PART_BYTES, self._size_bytes - offset)
         if offset % _PART_BYTES or len(data) != expected_bytes:

@@ -137,7 +137,7 @@ class _WrappedWriter:
         self._key = key
         self._inner = inner
 
-    def write_part(self, offset: int, views: Views) -> None:
+    def write_part(self, offset: int, views: Views, crc32c: int | None = None) -> None:
         def half() -> None:
             try:
                 self._inner.write_part(offset, _half(views))
@@ -145,7 +145,7 @@ class _WrappedWriter:
                 """Parts of this storage are whole or not at all."""
 
         call = _call("write_part", self._key, size_bytes=_size(views))
-        self._storage.run(call, lambda: self._inner.write_part(offset, views), half)
+        self._storage.run(call, lambda: self._inner.write_part(offset, views, crc32c), half)
 
     def finish(self) -> None:
         self._storage.run(_call("finish", self._key), self._inner.finish)

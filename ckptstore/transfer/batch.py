@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from ckptstore.digest import FileDigest, crc32c
+from ckptstore.digest import FileDigest, combine, crc32c
 from ckptstore.errors import CkptstoreError
 from ckptstore.plan import PlannedFile
 from ckptstore.sources import FileSource, Read
@@ -43,7 +43,7 @@ def _read(file: PlannedFile, scratch: memoryview) -> tuple[Stored, Sequence[memo
         return Stored(file.key, source.size_bytes, crc32c(view)), (view,)
     digest = FileDigest(source.payloads)
     with source.open() as read:
-        views = read_hashed(read, digest, offset=0, size_bytes=source.size_bytes, scratch=scratch)
+        views, _ = read_hashed(read, digest, offset=0, size_bytes=source.size_bytes, scratch=scratch)
     return Stored(file.key, source.size_bytes, digest.crc32c(), digest.block_crcs()), views
 
 
@@ -60,16 +60,16 @@ def _write(engine: Engine, ready: Sequence[tuple[str, Sequence[memoryview]]], ru
 
 def read_hashed(
     read: Read, digest: FileDigest, *, offset: int, size_bytes: int, scratch: memoryview
-) -> Sequence[memoryview]:
-    """Read a part in steps, and hash each while it is in the processor's cache."""
+) -> tuple[Sequence[memoryview], int]:
+    """Read a part in steps, and hash each while it is in the processor's cache; the CRC32C is that of the part."""
     if size_bytes <= STEP_BYTES:
         views = read(offset, size_bytes, scratch)
-        digest.add(offset, views)
-        return views
+        return views, digest.add(offset, views)
     found: list[memoryview] = []
+    total = 0
     for start in range(0, size_bytes, STEP_BYTES):
         size = min(STEP_BYTES, size_bytes - start)
         views = read(offset + start, size, scratch[start : start + size])
-        digest.add(offset + start, views)
+        total = combine(total, digest.add(offset + start, views), size)
         found += views
-    return found
+    return found, total

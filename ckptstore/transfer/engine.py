@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -45,6 +46,9 @@ class Engine:
 
     many: WritesMany | None = field(init=False)
     """The storage, where it writes many small files at once."""
+    reading: threading.Semaphore = field(init=False)
+    """Held while the bytes of a part are read and hashed, which keeps a processor or a disk busy. Whoever waits for it
+    holds no buffer, so there are as many buffers as requests that wait for a server, and not as many as threads."""
     flow: Flow | None = field(init=False)
     """How many requests may be in flight; None on a disk, which throttles nobody."""
 
@@ -52,6 +56,7 @@ class Engine:
         object.__setattr__(self, "is_local", isinstance(self.storage, HasLocalFiles))
         object.__setattr__(self, "parts", self.storage if isinstance(self.storage, WritesParts) else None)
         object.__setattr__(self, "many", self.storage if isinstance(self.storage, WritesMany) else None)
+        object.__setattr__(self, "reading", threading.Semaphore(self.config.num_threads))
         object.__setattr__(self, "flow", None if self.is_local else Flow(self.pool.num_threads))
 
     @property

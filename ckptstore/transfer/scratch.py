@@ -62,7 +62,7 @@ class Scratch:
             self._drop_kept(max(0, self._budget_bytes - self._lent_bytes - size_bytes))
             self._lent_bytes += size_bytes
         try:
-            return mmap.mmap(-1, size_bytes)
+            return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except BaseException:
             with self._changed:
                 self._lent_bytes -= size_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from ckptstore.digest import FileDigest
@@ -173,13 +174,18 @@ class _InParts:
         end = min(start + max(1, TASK_BYTES // self._part_bytes) * self._part_bytes, self._source.size_bytes)
         scratch_bytes = 0 if self._source.in_memory else self._part_bytes
         try:
-            with self._engine.scratch.take(scratch_bytes, run) as scratch, self._source.open() as read:
-                writer = self._opened(run)
+            writer = self._opened(run)
+            with self._source.open() as read:
                 for offset in range(start, end, self._part_bytes):
                     run.check()
                     size = min(self._part_bytes, end - offset)
-                    views = read_hashed(read, self._digest, offset=offset, size_bytes=size, scratch=scratch)
-                    self._engine.request(run, f"write {self._key}", partial(writer.write_part, offset, views))
+                    with ExitStack() as until_sent:
+                        with self._engine.reading:
+                            scratch = until_sent.enter_context(self._engine.scratch.take(scratch_bytes, run))
+                            views, crc = read_hashed(
+                                read, self._digest, offset=offset, size_bytes=size, scratch=scratch
+                            )
+                        self._engine.request(run, f"write {self._key}", partial(writer.write_part, offset, views, crc))
                     run.moved_bytes += size
             self._upload.moved(self._key, end - start)
             with self._lock:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.digest import BLOCK_BYTES, FileDigest, Segment, block_borders, combine, crc32c, join, to_hex
+from ckptstore.digest import BLOCK_BYTES, FileDigest, Segment, block_borders, combine, crc32c, crc32c_of, join, to_hex
 
 
 def reference_crc32c(data: bytes) -> int:
@@ -116,3 +116,11 @@ def test_block_digests_are_little_endian() -> None:
     digest = FileDigest([(0, 9)])
     digest.add(0, [memoryview(b"123456789")])
     assert digest.block_crcs() == (bytes.fromhex("839206e3"),)
+
+
+@given(size_bytes=st.integers(0, 3 * BLOCK_BYTES), gap=st.integers(0, 5000), offset=st.integers(0, 2 * BLOCK_BYTES))
+def test_what_was_added_has_a_digest_too(size_bytes: int, gap: int, offset: int) -> None:
+    data = memoryview(DATA)[:size_bytes]
+    for payloads in ([], [(gap, 4 * BLOCK_BYTES)]):
+        added = FileDigest(payloads).add(offset, [data[: size_bytes // 3], data[size_bytes // 3 :]])
+        assert added == crc32c(data) == crc32c_of([data[: size_bytes // 2], data[size_bytes // 2 :]])

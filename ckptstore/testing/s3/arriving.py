@@ -7,36 +7,53 @@ from dataclasses import dataclass, field
 
 from ckptstore.testing.s3.faults import Fault
 
+MAX_LINE_BYTES = 1 << 12
+"""Longer than any line between chunks."""
+
 
 class Unchunker:
-    """A chunked body (Transfer-Encoding), piece by piece as it arrives."""
+    """A chunked body (Transfer-Encoding), piece by piece as it arrives, into memory that grows when it must."""
 
-    def __init__(self) -> None:
-        self.body = bytearray()
+    def __init__(self, memory: bytearray) -> None:
+        self._memory = memory
+        self._size_bytes = 0
         self._pending = b""
         self._missing_bytes = 0
         self._at_trailers = False
 
-    def feed(self, data: bytes) -> bytes | None:
+    @property
+    def body(self) -> memoryview:
+        """What has come so far. The memory cannot grow while somebody has this view."""
+        return memoryview(self._memory)[: self._size_bytes]
+
+    def feed(self, data: bytes | memoryview) -> bytes | None:
         """Take more bytes; returns what follows the end, None before it."""
-        data = self._pending + data
+        view = memoryview(self._pending + bytes(data) if self._pending else data)
         position = 0
         while True:
             if self._missing_bytes:
-                chunk = data[position : position + self._missing_bytes]
-                self.body += chunk
+                chunk = view[position : position + self._missing_bytes]
+                self._append(chunk)
                 self._missing_bytes -= len(chunk)
                 position += len(chunk)
-            end = data.find(b"\r\n", position)
-            if self._missing_bytes or end < 0:
-                self._pending = data[position:]
+            line_bytes = bytes(view[position : position + MAX_LINE_BYTES]).find(b"\r\n")
+            if self._missing_bytes or line_bytes < 0:
+                self._pending = bytes(view[position:])
                 return None
-            line, position = data[position:end], end + 2
+            line, position = bytes(view[position : position + line_bytes]), position + line_bytes + 2
             if self._at_trailers and not line:
-                return data[position:]
+                return bytes(view[position:])
             if line and not self._at_trailers:
                 self._missing_bytes = int(line.partition(b";")[0], 16)
                 self._at_trailers = self._missing_bytes == 0
+
+    def _append(self, chunk: memoryview) -> None:
+        end = self._size_bytes + len(chunk)
+        if end > len(self._memory):
+            self._memory += bytes(end + end // 2 - len(self._memory))
+        with memoryview(self._memory) as memory:
+            memory[self._size_bytes : end] = chunk
+        self._size_bytes = end
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 
+from ckptstore.testing.s3.arriving import MAX_LINE_BYTES
 from ckptstore.testing.s3.objects import S3Error
 
 ALGORITHMS = ("crc32", "crc32c", "crc64nvme", "sha1", "sha256")
@@ -88,24 +89,23 @@ def is_aws_chunked(headers: Mapping[str, str]) -> bool:
 
 
 def decode_aws_chunked(body: memoryview) -> tuple[memoryview, dict[str, str]]:
-    """The payload and the trailers of an aws-chunked body."""
-    data = bytes(body)
-    payload: list[bytes] = []
-    position = 0
+    """The payload and the trailers of an aws-chunked body. The payload is moved together in the body's own memory."""
+    size_bytes = position = 0
     while True:
-        end = data.index(b"\r\n", position)
-        size_bytes = int(data[position:end].partition(b";")[0], 16)
-        position = end + 2
-        if size_bytes == 0:
+        line_bytes = bytes(body[position : position + MAX_LINE_BYTES]).index(b"\r\n")
+        chunk_bytes = int(bytes(body[position : position + line_bytes]).partition(b";")[0], 16)
+        position += line_bytes + 2
+        if chunk_bytes == 0:
             break
-        payload.append(data[position : position + size_bytes])
-        position += size_bytes + 2
+        body[size_bytes : size_bytes + chunk_bytes] = body[position : position + chunk_bytes]
+        size_bytes += chunk_bytes
+        position += chunk_bytes + 2
     trailers: dict[str, str] = {}
-    for line in data[position:].decode("latin-1").split("\r\n"):
+    for line in bytes(body[position:]).decode("latin-1").split("\r\n"):
         name, colon, value = line.partition(":")
         if colon:
             trailers[name.strip().lower()] = value.strip()
-    return memoryview(b"".join(payload)), trailers
+    return body[:size_bytes], trailers
 
 
 def from_header(value: str) -> bytes:

@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
+from functools import partial
 from http import HTTPStatus
 from typing import TypeVar, cast
 from urllib.parse import parse_qsl
@@ -38,6 +39,7 @@ class Connection(asyncio.BufferedProtocol):
         self._shared = shared
         self._loop = loop
         self._head = bytearray(_HEAD_BYTES)
+        self._chunked = bytearray()
         self._head_view = memoryview(self._head)
         self._head_bytes = 0
         self._current: Arriving | None = None
@@ -87,7 +89,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._read_head()
         elif request.chunks is not None:
             assert request.scratch is not None
-            self._feed_chunks(request, bytes(request.scratch[:nbytes]))
+            self._feed_chunks(request, request.scratch[:nbytes])
         else:
             self._received(request, nbytes)
 
@@ -118,7 +120,7 @@ class Connection(asyncio.BufferedProtocol):
     def _begin_body(self, request: Arriving, start: int) -> None:
         here = bytes(self._head_view[start : self._head_bytes])
         if "chunked" in request.headers.get("transfer-encoding", ""):
-            request.chunks, request.scratch = Unchunker(), memoryview(bytearray(_CHUNK_BYTES))
+            request.chunks, request.scratch = Unchunker(self._body_memory()), memoryview(bytearray(_CHUNK_BYTES))
             self._head_bytes = 0
             self._continue(request)
             self._feed_chunks(request, here)
@@ -126,7 +128,7 @@ class Connection(asyncio.BufferedProtocol):
         mine, rest = here[: request.body_bytes], here[request.body_bytes :]
         self._head[: len(rest)] = rest
         self._head_bytes = len(rest)
-        if self._shared.keep_bodies or request.method != "PUT" or request.body_bytes <= _SMALL_BYTES:
+        if self._keeps(request, request.body_bytes):
             request.body = new_memory(request.body_bytes)
             request.body[: len(mine)] = mine
         else:
@@ -135,16 +137,25 @@ class Connection(asyncio.BufferedProtocol):
             self._continue(request)
         self._received(request, len(mine))
 
+    def _keeps(self, request: Arriving, size_bytes: int) -> bool:
+        return self._shared.keep_bodies or request.method != "PUT" or size_bytes <= _SMALL_BYTES
+
     def _continue(self, request: Arriving) -> None:
         if request.headers.get("expect", "").lower() == "100-continue":
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def _feed_chunks(self, request: Arriving, data: bytes) -> None:
+    def _body_memory(self) -> bytearray:
+        """Memory for a body of unknown size; the same for all of them where bodies are not kept."""
+        if self._shared.keep_bodies:
+            return bytearray()
+        return self._chunked
+
+    def _feed_chunks(self, request: Arriving, data: bytes | memoryview) -> None:
         assert request.chunks is not None
         rest = request.chunks.feed(data)
         if rest is None:
             return
-        request.body = memoryview(request.chunks.body)
+        request.body = request.chunks.body
         request.body_bytes = len(request.body)
         request.chunks = request.scratch = None
         self._head[: len(rest)] = rest
@@ -218,14 +229,17 @@ class Connection(asyncio.BufferedProtocol):
         carried = await self._off_loop(request, lambda: checksums.carried(headers, body, verify=self._shared.verify))
         etag = ""
         if self._shared.md5_etags and body is not None and request.method == "PUT":
-            etag = (await self._off_loop(request, lambda: checksums.digest("md5", [body]))).hex()
+            etag = (await self._off_loop(request, partial(checksums.digest, "md5", [body]))).hex()
+        body_bytes = request.body_bytes if body is None else len(body)
+        if not self._keeps(request, body_bytes):
+            request.body = body = None
         return Request(
             method=request.method,
             path=request.path,
             query=dict(parse_qsl(request.query, keep_blank_values=True)),
             headers=headers,
             body=body,
-            body_bytes=request.body_bytes if body is None else len(body),
+            body_bytes=body_bytes,
             etag=etag,
             checksums=carried,
         )
