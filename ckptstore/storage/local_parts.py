@@ -12,6 +12,8 @@ from ckptstore.storage.direct import DirectFile
 
 _WRITE_BACK_BYTES = 8 << 20
 """How much is written before the disk is told to begin with it."""
+_SMALL_BYTES = 1 << 20
+"""A file of that size is written at once, and needs no room beforehand."""
 _MANY_FILES = 16
 """From so many files on, one call that makes a whole file system durable is cheaper than an fsync of each."""
 
@@ -33,14 +35,18 @@ class NewFile:
         self._writes_back = writes_back
         self._direct: DirectFile | None = None
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
             is_direct = direct and posix.writes_directly(path)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
-            self._descriptor = os.open(path, flags, mode)
+            try:
+                self._descriptor = os.open(path, flags, mode)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                self._descriptor = os.open(path, flags, mode)
         except OSError as error:
             raise self._error(error) from error
         try:
-            posix.allocate(self._descriptor, size_bytes)
+            if size_bytes > _SMALL_BYTES:
+                posix.allocate(self._descriptor, size_bytes)
         except OSError as error:
             self.abort()
             raise self._error(error) from error

@@ -136,6 +136,27 @@ def test_a_driver_that_is_killed_is_started_again(cluster: RayCluster, tmp_path:
     assert ckptstore.ray.resolve(result.checkpoint).verify().ok
 
 
+def test_after_the_controller_was_killed_the_same_run_goes_on(cluster: RayCluster, tmp_path: Path) -> None:
+    """Ray does not start its controller again, but gives up the run; it is begun again under the same name."""
+    from ray.exceptions import RayActorError
+    from watching import Watcher
+
+    config = {"notes": str(tmp_path), "steps": 40, "parallel": "ddp", "how": "sync", "pause_seconds": 0.2}
+    run: dict[str, Any] = {"storage_path": tmp_path / "runs", "name": "headless", "torch": True}
+    killer = when(
+        lambda: len(notes(tmp_path, "controller")) >= 2,
+        lambda: os.kill(int(notes(tmp_path, "controller")[0][0]), signal.SIGKILL),
+    )
+    with pytest.raises(RayActorError):
+        fit(keeping.train, config=config, callbacks=[Watcher(config)], **run)
+    killer.join()
+    steps = len(notes(tmp_path, "losses")) + 4
+    result = fit(keeping.train, config=config | {"steps": steps, "pause_seconds": 0}, **run)
+    assert int(notes(tmp_path, "resumed")[-1][2]) >= 4
+    check_losses(tmp_path, steps)
+    assert ckptstore.ray.resolve(result.checkpoint).verify().ok
+
+
 def drain(cluster: RayCluster, node: Any, *, seconds: float) -> None:
     """Tell Ray that a node is taken away in so many seconds, as a cloud's notice would."""
     from ray._raylet import GcsClient

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from cluster import RayCluster
 
 import ckptstore
-from ckptstore import CheckpointDamaged, InvalidInput
+from ckptstore import CheckpointDamaged, InvalidInput, RankFailed
 from ckptstore.cli import main
 from ckptstore.executor import Beat
 from ckptstore.integrations.ray.tasks import RayExecutor, ray_executor
@@ -78,6 +78,16 @@ def test_an_error_comes_back_as_it_was_raised() -> None:
     with pytest.raises(CheckpointDamaged, match="seven is bad") as caught:
         RayExecutor().run(fail, [1, 7, 3], size_bytes=int, beat=lambda: None)
     assert (caught.value.step, caught.value.rank, caught.value.file) == (3, 1, "seven")
+
+
+def die(_share: Any, _beat: Beat) -> None:
+    os._exit(1)
+
+
+def test_processes_that_die_again_and_again_are_an_error_of_ours() -> None:
+    with pytest.raises(RankFailed, match="begun 4 times") as caught:
+        RayExecutor().run(die, [1], size_bytes=int, beat=lambda: None)
+    assert type(caught.value.__cause__).__name__ in str(caught.value)
 
 
 def test_verify_finds_what_is_damaged(store: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, RankFailed
 from ckptstore.executor import Beat, Item, Result, Task, deal
 
 _TICK_SECONDS = 0.5
@@ -52,7 +52,10 @@ class RayExecutor:
     def run(
         self, task: Task[Item, Result], items: Sequence[Item], *, size_bytes: Callable[[Item], int], beat: Beat
     ) -> list[Result]:
-        """As `Executor.run`. A task whose node dies runs again on another one."""
+        """As `Executor.run`. A task whose node dies runs again on another one.
+
+        Raises RankFailed when the processes of a task die again and again.
+        """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -95,3 +98,8 @@ def _result(reference: Any) -> Any:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise RankFailed(
+            f"A Ray task was begun {_MAX_RETRIES + 1} times and never ended: {type(error).__name__}",
+            hint="What it had done is kept: run the same again. Ray's logs say why it died; often memory is short",
+        ) from error
