@@ -88,15 +88,13 @@ def stalls(directory: str, shape: str, rounds: int) -> dict[str, Any]:
         torch.set_num_threads(os.cpu_count() or 1)
         state = STATES[shape]()
         source, target = Memory(size_of(state)), Memory(size_of(state))
+        first = {f"ckptstore, {kind}": _first_stalls(root, state, kind, rounds) for kind in ("thread", "process")}
         ours = {f"ckptstore, {kind}": Ours(root, state, kind) for kind in ("thread", "process")}
-        for kind, saver in ours.items():
-            saver.store.warm_up(state, uploader=kind.rpartition(" ")[2])
         theirs = {
             "dcp.async_save, cached stager": Dcp(root, state, cached=True),
             "dcp.async_save": Dcp(root, state, cached=False),
         }
         savers: dict[str, Any] = {**ours, **theirs}
-        first: dict[str, list[float]] = {}
         later: dict[str, list[float]] = {name: [] for name in savers}
         for number in range(rounds + 1):
             for name, saver in savers.items():
@@ -104,7 +102,10 @@ def stalls(directory: str, shape: str, rounds: int) -> dict[str, Any]:
                 started = time.perf_counter()
                 done = saver.begin()
                 seconds = time.perf_counter() - started
-                (later[name] if number else first.setdefault(name, [])).append(seconds)
+                if number:
+                    later[name].append(seconds)
+                elif name not in ours:
+                    first[name] = [seconds]
                 _until(done)
                 saver.clear()
             for num_threads in (1, 2):
@@ -118,6 +119,22 @@ def stalls(directory: str, shape: str, rounds: int) -> dict[str, Any]:
         for memory in (source, target):
             memory.close()
         return {"first": first, "later": later, "size_bytes": size_of(state)}
+
+
+def _first_stalls(root: Path, state: State, kind: str, rounds: int) -> list[float]:
+    """Seconds of the first call after `warm_up`, of as many stores one after another."""
+    found = []
+    for number in range(rounds):
+        saver = Ours(root / f"first-{number}", state, kind)
+        saver.store.warm_up(state, uploader=kind)
+        settle(root)
+        started = time.perf_counter()
+        done = saver.begin()
+        found.append(time.perf_counter() - started)
+        _until(done)
+        saver.clear()
+        saver.close()
+    return found
 
 
 def slowdowns(directory: str, shape: str, rounds: int) -> dict[str, Any]:
