@@ -18,6 +18,7 @@ from ckptstore.manifest import Manifest
 from ckptstore.records import Record
 from ckptstore.resume import Order, newest_first, told_resumed
 from ckptstore.state.apply import Loading, begin_load
+from ckptstore.state.collector import collector_paused
 from ckptstore.state.index import INDEX_NAME, TensorIndex
 from ckptstore.state.matching import Matching, Mismatch, Saved
 from ckptstore.state.shared_reads import SharedSteps
@@ -102,7 +103,8 @@ def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], o
         reader = _Reader(files, options, stack)
         stored, saved = _open(group, files, reader, state, options)
         loading, mismatch = _match(group, saved, state, options)
-        targets = {name: (target.tensor, target.source) for name, target in loading.targets.items()}
+        with collector_paused():
+            targets = {name: (target.tensor, target.source) for name, target in loading.targets.items()}
         try:
             if options.read_once == "job":
                 stored.fill(targets, run=SharedSteps(group))

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ckptstore.state.collector import collector_paused
 from ckptstore.state.contents import StatefulLoad, ValueLoad
 from ckptstore.state.flatten import FlatState
 from ckptstore.state.matching import Matching, Mismatch, Saved, Target
@@ -32,6 +33,7 @@ class _Part(Protocol):
     def abandon(self) -> None: ...
 
 
+@collector_paused()
 def collect(state: Mapping[str, Any]) -> FlatState:
     """Everything that this rank has to store, under the keys that stock DCP would use.
 
@@ -80,6 +82,7 @@ class Loading:
             part.abandon()
 
 
+@collector_paused()
 def begin_load(
     state: Mapping[str, Any],
     saved: Saved,

@@ -17,6 +17,7 @@ import torch
 from ckptstore.digest import BLOCK_BYTES
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.state.boxes import Box, inside, is_range, overlap, runs, span, strides_of, whole
+from ckptstore.state.collector import collector_paused
 from ckptstore.state.describe import is_plain_memory, view_of
 from ckptstore.state.index import Chunk, TensorIndex
 from ckptstore.state.placement import Piece
@@ -84,6 +85,7 @@ class Step:
             views = tuple(part for part in (view[:head], self.direct, view[head:]) if part)
         return RangeRead(self.key, self.offset, views, self.checks), buffer
 
+    @collector_paused()
     def scattered_read(self) -> tuple[RangeRead, list[tuple[Copy, memoryview]]]:
         """The same with every copy that can be read straight into its memory; and those that are left, with their
         bytes."""

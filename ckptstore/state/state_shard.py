@@ -19,6 +19,7 @@ from ckptstore.request import Request
 from ckptstore.shard import Agreed, Contents
 from ckptstore.sources import MemorySource, Source
 from ckptstore.state.agree import Agreement, Negotiator, agreement_of_one
+from ckptstore.state.collector import collector_paused
 from ckptstore.state.describe import Described, describe
 from ckptstore.state.flatten import FlatState
 from ckptstore.state.incremental import Kept, KeptFile, kept_file_name
@@ -165,13 +166,14 @@ class StateShard:
             linked = self._options.incremental != "reference"
             self.kept = self._files.kept_after(str(attempt), stored, linked=linked)
             receipts += self._add({kept_file_name(self._group.rank): self.kept.encode()}, attempt, beat)
-        part = self._files.index_part([one.block_crcs for one in stored])
-        head = {
-            "receipts": [receipt.to_json() for receipt in receipts],
-            "stock": self._files.stock,
-            "paths": self._paths,
-        }
-        packed = zlib.compress(json.dumps(head).encode(), 1)
+        with collector_paused():
+            part = self._files.index_part([one.block_crcs for one in stored])
+            head = {
+                "receipts": [receipt.to_json() for receipt in receipts],
+                "stock": self._files.stock,
+                "paths": self._paths,
+            }
+            packed = zlib.compress(json.dumps(head).encode(), 1)
         return b"".join([_LENGTH.pack(len(packed)), packed, part])
 
     def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
@@ -227,12 +229,14 @@ class StateShard:
         ]
 
 
+@collector_paused()
 def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
     (length,) = _LENGTH.unpack_from(data)
     head: dict[str, Any] = json.loads(zlib.decompress(data[_LENGTH.size : _LENGTH.size + length]))
     return head, data[_LENGTH.size + length :]
 
 
+@collector_paused()
 def _stock_parts(heads: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
     """Where all ranks' values lie for stock readers, and the paths of all keys; the lowest rank's word counts."""
     places: dict[str, Any] = {}

@@ -59,12 +59,13 @@ class StoredState:
         own = self._own_keys()
         skipped = frozenset(key for key, rank in own.items() if rank is None)
         self._ranks = {key: rank for key, rank in own.items() if rank is not None}
-        tensors = {
-            fqn: SavedTensor(getattr(torch, entry.dtype), entry.shape)
-            for fqn in self.index.tensors
-            if fqn not in skipped and (entry := self.index.entry(fqn, self.source_rank(fqn))) is not None
-            if not entry.beside_value and fqn not in self.index.aliases
-        }
+        with collector_paused():
+            tensors = {
+                fqn: SavedTensor(getattr(torch, entry.dtype), entry.shape)
+                for fqn in self.index.tensors
+                if fqn not in skipped and (entry := self.index.entry(fqn, self.source_rank(fqn))) is not None
+                if not entry.beside_value and fqn not in self.index.aliases
+            }
         aliases = {key: first for key, first in self.index.aliases.items() if key not in skipped}
         return Saved(tensors, self.values(wanted), aliases, skipped)
 
@@ -157,17 +158,19 @@ class StoredState:
 
         Raises StateMismatch when shape or dtype differ, CheckpointDamaged.
         """
-        wanted = []
-        for name, (tensor, source) in targets.items():
-            rank = self.source_rank(source)
-            entry = self.index.entry(source, rank)
-            dtype, shape = dtype_and_shape(tensor)
-            wanted_dtype = str(dtype).removeprefix("torch.")
-            if entry is None or (entry.dtype, entry.shape) != (wanted_dtype, shape):
-                has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
-                raise StateMismatch(f"{name} is {wanted_dtype} {shape}, the checkpoint has {has}")
-            wanted.append((source, rank, pieces_of(tensor, name)))
+        with collector_paused():
+            wanted = [self._wanted(name, tensor, source) for name, (tensor, source) in targets.items()]
         self._fill(wanted, run)
+
+    def _wanted(self, name: str, tensor: torch.Tensor, source: str) -> tuple[str, int, list[Piece]]:
+        rank = self.source_rank(source)
+        entry = self.index.entry(source, rank)
+        dtype, shape = dtype_and_shape(tensor)
+        wanted_dtype = str(dtype).removeprefix("torch.")
+        if entry is None or (entry.dtype, entry.shape) != (wanted_dtype, shape):
+            has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
+            raise StateMismatch(f"{name} is {wanted_dtype} {shape}, the checkpoint has {has}")
+        return source, rank, pieces_of(tensor, name)
 
     def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
         """Read boxes of stored tensors, each into memory of its shape and dtype. Raises CheckpointDamaged."""
