@@ -78,6 +78,7 @@ def _saver(config: dict[str, Any], state: dict[str, Any]) -> Any:
 def restore(config: dict[str, Any]) -> None:
     """Load this worker's share of the newest checkpoint; each rank notes how long it took."""
     import ray.train
+    import torch.distributed.fsdp  # a training that shards its state has taken this second before
     from ray.train.collective import barrier
 
     context = ray.train.get_context()
