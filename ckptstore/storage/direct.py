@@ -108,7 +108,8 @@ def _gathered(views: Sequence[memoryview], size_bytes: int) -> memoryview:
 def _aligned(size_bytes: int) -> memoryview:
     """Memory in huge pages, where the system has them: a disk takes a megabyte of these in one piece, of small pages it
     takes a few hundred pieces, and a request of its own for so many."""
-    buffer = mmap.mmap(-1, -(-size_bytes // _HUGE_BYTES) * _HUGE_BYTES + _HUGE_BYTES)
+    room_bytes = -(-size_bytes // _HUGE_BYTES) * _HUGE_BYTES + _HUGE_BYTES
+    buffer = mmap.mmap(-1, room_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
     with contextlib.suppress(OSError, AttributeError):
         buffer.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(buffer)
