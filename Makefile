@@ -70,6 +70,12 @@ bench-check: install
 	  $(BIN)/ckptstore bench $$what --size 256MiB --shape tensors --no-durable --repeat 7 --peers dcp,ray,cp \
 	    --floors benchmarks/floors.json || exit 1; \
 	done
+	$(BIN)/ckptstore bench save --size 256MiB --shape tensors --repeat 7 --peers dcp \
+	  --floors benchmarks/floors-disk.json
+	for what in save load; do \
+	  $(BIN)/ckptstore bench $$what --to s3-test --size 128MiB --shape tensors --repeat 7 \
+	    --peers dcp,s3torchconnector --floors benchmarks/floors-s3.json || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist .servers .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -51,7 +51,8 @@ class TransferConfig(_Config):
     """How bytes move."""
 
     num_threads: int = field(default_factory=lambda: min(16, 2 * (os.cpu_count() or 1)))
-    """Files or parts in flight at once on a disk or in memory, in one process."""
+    """Files or parts in flight at once on a disk or in memory, in one process, and those that are read and hashed at
+    once on their way to a server."""
     num_requests: int = 16
     """Requests in flight at once to a server, in one process; fewer while it throttles."""
     memory_budget_bytes: int = 512 << 20

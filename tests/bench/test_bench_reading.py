@@ -135,10 +135,16 @@ def test_a_floor_against_nobody_does_not_hold_and_one_of_another_workload_is_not
     assert floors({"workload": "load", "contender": "gone", "floor": 0.1}) == []
 
 
-def test_the_recorded_floors_can_be_read(tmp_path: Path) -> None:
-    recorded = read_floors(Path(__file__).parents[2] / "benchmarks/floors.json")
+@pytest.mark.parametrize("name", ["floors", "floors-disk", "floors-s3"])
+def test_the_recorded_floors_can_be_read(name: str) -> None:
+    root = Path(__file__).parents[2]
+    recorded = read_floors(root / f"benchmarks/{name}.json")
     assert all(floor["floor"] > 0 for floor in recorded)
     assert all(floor["why"] for floor in recorded)
+    assert f"--floors benchmarks/{name}.json" in (root / "Makefile").read_text()
+
+
+def test_a_floor_lacks_nothing(tmp_path: Path) -> None:
     (tmp_path / "floors.json").write_text('{"floors": [{"workload": "save"}]}')
     with pytest.raises(InvalidInput, match="lacks a field"):
         read_floors(tmp_path / "floors.json")
