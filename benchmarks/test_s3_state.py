@@ -128,7 +128,7 @@ def late_and_not(server: Server, body: Body) -> dict[str, Body]:
 
 @pytest.mark.parametrize("times", [1, 4])
 def test_latency_of_save(benchmark: Any, sink: Server, times: int) -> None:
-    """About ten requests of a save wait for each other, whatever its size."""
+    """Nine requests of a save wait for each other, whatever its size."""
     torch.manual_seed(0)
     state, saves = even_state(TOTAL_BYTES * times), Saves(sink)
     bodies = late_and_not(sink, lambda: saves.stores["obstore"].save(1, state))

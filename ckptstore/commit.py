@@ -10,7 +10,6 @@ from dataclasses import replace
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, StorageError
 from ckptstore.group import Beat
-from ckptstore.identity import read_or_create_identity
 from ckptstore.job import Job
 from ckptstore.layout import MANIFEST_NAME, Attempt
 from ckptstore.manifest import Manifest, Receipt, sha256_of, sorted_receipts
@@ -26,8 +25,7 @@ logger = logging.getLogger("ckptstore")
 
 def commit(job: Job, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> Record:
     """Publish what is stored, as the next record of the log; retention decides in the same step."""
-    store_id, world_size = read_or_create_identity(job.storage), job.group.world_size
-    manifest = manifest_of(request, attempt, contents, store_id=store_id, world_size=world_size)
+    manifest = manifest_of(request, attempt, contents, store_id=job.store_id(), world_size=job.group.world_size)
     data = publish(job.storage, job.config, attempt, contents, manifest, beat)
     entry = CheckpointEntry(
         step=manifest.step,

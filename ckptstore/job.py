@@ -43,6 +43,7 @@ class Job:
     """The number of the checkpoint that was the latest when the store was claimed."""
     num_saves: int = 0
     """Attempts so far: with the start token it names the next one, the same on all ranks."""
+    _store_id: str = ""
     _group: Group | None = None
     _pruning: threading.Thread | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -72,7 +73,7 @@ class Job:
         """
         if self.epoch is None:
             self.log.try_creates()
-            read_or_create_identity(self.storage)
+            self.store_id()
             token, size = self.group.start_token, self.group.world_size
             newest = self.log.append(lambda _newest: Claim(start_token=token, world_size=size))
             assert newest is not None  # a claim is always written
@@ -84,6 +85,12 @@ class Job:
                 hint="Stop this job, or start it again to take the store over",
             )
         return newest
+
+    def store_id(self) -> str:
+        """The id of the store, created where there is none; read once. Raises InvalidInput where Ray keeps it."""
+        if not self._store_id:
+            self._store_id = read_or_create_identity(self.storage)
+        return self._store_id
 
     def claimed(self) -> dict[str, Any]:
         """What the leader tells the other ranks after `claim`."""
