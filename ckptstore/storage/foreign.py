@@ -58,6 +58,10 @@ _BUSY_CODES = frozenset(
     }
 )
 """Answered with a 400 by some stores, though the same request may go through later: the body was damaged or late."""
+_DIGEST_CODES = frozenset({"BadDigest", "XAmzContentSHA256Mismatch"})
+_OTHER_BYTES = (
+    "The bytes were damaged on their way, or changed while they were saved: nothing may write to a state that is saved"
+)
 
 
 def from_status(status: int | None, code: str, *, key: str, what: str) -> CkptstoreError | ConditionFailed:
@@ -80,7 +84,7 @@ def from_status(status: int | None, code: str, *, key: str, what: str) -> Ckptst
         return CheckpointDamaged(f"{what}: the file ends before the range begins", file=key)
     is_temporary = status is None or status in (408, 409, 429) or (status >= 500 and status != 501)
     if is_temporary or code in _BUSY_CODES:
-        return StorageUnavailable(message, file=key)
+        return StorageUnavailable(message, file=key, hint=_OTHER_BYTES if code in _DIGEST_CODES else None)
     return StorageError(message, file=key)
 
 

@@ -206,6 +206,7 @@ def test_connection_strings() -> None:
     [
         (400, "RequestTimeout", StorageUnavailable),
         (400, "BadDigest", StorageUnavailable),
+        (400, "XAmzContentSHA256Mismatch", StorageUnavailable),
         (400, "ExpiredToken", AccessDenied),
         (503, "SlowDown", StorageThrottled),
         (503, "", StorageThrottled),
