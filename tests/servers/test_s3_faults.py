@@ -177,7 +177,7 @@ def test_a_damaged_part_is_refused_by_the_server(storage: Any, fast_s3: S3Server
     stored = fast_s3.objects.buckets["test"][storage.uri.removeprefix("s3://test/") + "/sums"]
     assert stored.checksums, "a checksum went along"
     another = storage.open_parts("others", len(PART) + 1)
-    with pytest.raises(StorageUnavailable, match=r"BadDigest.*changed while"):  # other bytes than those that were hashed
+    with pytest.raises(StorageUnavailable, match=r"BadDigest.*changed while"):  # not the bytes that were hashed
         another.write_part(0, [PART], crc32c_of([PART]) ^ 1)
     another.write_part(0, [PART], crc32c_of([PART]))
     another.abort()
