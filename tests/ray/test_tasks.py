@@ -85,7 +85,7 @@ def die(_share: Any, _beat: Beat) -> None:
 
 
 def test_processes_that_die_again_and_again_are_an_error_of_ours() -> None:
-    with pytest.raises(RankFailed, match="begun 4 times") as caught:
+    with pytest.raises(RankFailed, match="in up to 4 tries") as caught:
         RayExecutor().run(die, [1], size_bytes=int, beat=lambda: None)
     assert type(caught.value.__cause__).__name__ in str(caught.value)
 

@@ -56,6 +56,12 @@ def test_a_save(store: Any, requests_of: Any, tmp_path: Path) -> None:
     assert found["HeadObject"] == found["DeleteObjects"] == found["DeleteObject"] == 0
 
 
+def test_the_identity_is_read_once(store: Any, fast_s3: S3Server, tmp_path: Path) -> None:
+    seen = len(fast_s3.log)
+    store.save_directory(1, directory(tmp_path / "out"))
+    assert not [request.path for request in fast_s3.log[seen:] if request.path.endswith("/store.json")]
+
+
 def test_a_save_with_a_large_file(store: Any, requests_of: Any, tmp_path: Path) -> None:
     found = requests_of(lambda: store.save_directory(1, directory(tmp_path / "out", large_bytes=40 << 20)))
     assert found["PutObject"] == NUM_FILES + 3

@@ -9,6 +9,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -205,3 +206,24 @@ def test_a_process_of_its_own() -> None:
                 assert json.load(answer)["objects"] == {"b": 1}
         finally:
             process.terminate()
+
+
+def test_a_server_that_keeps_nothing_large_keeps_what_is_small_and_comes_in_chunks() -> None:
+    """Bodies of unknown size go through memory that a connection uses again and again."""
+    with s3_server(buckets=["b"], keep_bodies=False) as server:
+        connection = HTTPConnection(server.endpoint_url.removeprefix("http://"))
+
+        def put(key: str, body: bytes) -> None:
+            pieces = (body[start : start + 1000] for start in range(0, len(body), 1000))
+            connection.request("PUT", f"/b/{key}", body=pieces, encode_chunked=True)
+            connection.getresponse().read()
+
+        small = {f"small{number}": bytes([number]) * 5000 for number in range(3)}
+        for number, (key, body) in enumerate(small.items()):
+            put(key, body)
+            put("large", bytes([9]) * (1 + number) * 500_000)
+        for key, body in small.items():
+            connection.request("GET", f"/b/{key}")
+            assert connection.getresponse().read() == body
+        assert server.objects.buckets["b"]["large"].size_bytes == 1_500_000
+        connection.close()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ckptstore.events import BytesMoved, Event, FileStored, RequestRetried, list
 from ckptstore.plan import PlannedFile
 from ckptstore.sources import FileSource, MemorySource
 from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
 
 
@@ -386,3 +388,43 @@ def test_a_file_source_of_an_odd_kind_goes_through_open(storage: Any, tmp_path: 
     (stored,) = transfer.upload([planned])
     transfer.close()
     assert stored.block_crcs == block_crcs(DATA, [(100, 4000)])
+
+
+class FarAway(MemoryStorage):
+    """A storage that is taken for a server."""
+
+    @property
+    def uri(self) -> str:
+        return "far://away"
+
+
+class Reading(MemorySource):
+    """Counts how many threads read at once."""
+
+    now = most = 0
+    lock = threading.Lock()
+
+    @contextmanager
+    def open(self) -> Iterator[Any]:
+        with super().open() as read:
+
+            def counted(offset: int, size_bytes: int, scratch: memoryview) -> Any:
+                with self.lock:
+                    Reading.now += 1
+                    Reading.most = max(Reading.most, Reading.now)
+                time.sleep(0.002)
+                try:
+                    return read(offset, size_bytes, scratch)
+                finally:
+                    with self.lock:
+                        Reading.now -= 1
+
+            yield counted
+
+
+def test_on_the_way_to_a_server_no_more_are_read_than_processors_can_hash() -> None:
+    """16 requests may be in flight, and 2 threads read."""
+    with closing(transfer_over(FarAway("memory://far-away"), num_threads=2, num_requests=16)) as transfer:
+        assert transfer.num_tasks == 16
+        transfer.upload([PlannedFile(f"file{number}", Reading([memoryview(DATA)])) for number in range(2)])
+    assert Reading.most == 2

@@ -54,7 +54,7 @@ class RayExecutor:
     ) -> list[Result]:
         """As `Executor.run`. A task whose node dies runs again on another one.
 
-        Raises RankFailed when the processes of a task die again and again.
+        Raises what a task raises, and RankFailed where Ray gives one up, whose processes die again and again.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -100,6 +100,6 @@ def _result(reference: Any) -> Any:
         raise error.cause from error
     except ray.exceptions.RayError as error:
         raise RankFailed(
-            f"A Ray task was begun {_MAX_RETRIES + 1} times and never ended: {type(error).__name__}",
-            hint="What it had done is kept: run the same again. Ray's logs say why it died; often memory is short",
+            f"A Ray task failed for good, in up to {_MAX_RETRIES + 1} tries: {type(error).__name__}",
+            hint="What it had done is kept: run the same again. Ray's logs say why; often memory is short",
         ) from error

@@ -233,6 +233,8 @@ class Connection(asyncio.BufferedProtocol):
         body_bytes = request.body_bytes if body is None else len(body)
         if not self._keeps(request, body_bytes):
             request.body = body = None
+        elif body is not None and not self._shared.keep_bodies:  # the connection's memory is used again
+            request.body = body = memoryview(bytes(body))
         return Request(
             method=request.method,
             path=request.path,
