@@ -15,12 +15,14 @@ from typing import Any
 from ckptstore import open_store
 from ckptstore.commit import commit
 from ckptstore.group import SoloGroup
+from ckptstore.index_read import read_own_parts
 from ckptstore.layout import Attempt
 from ckptstore.manifest import Receipt
 from ckptstore.request import Request
 from ckptstore.state.boxes import Box
 from ckptstore.state.flatten import FlatState
-from ckptstore.state.index import INDEX_NAME, TensorIndex
+from ckptstore.state.index import TensorIndex
+from ckptstore.state.index_file import INDEX_NAME
 from ckptstore.state.part import PartBuilder
 from ckptstore.state.state_shard import StateOptions, StateShard
 
@@ -65,7 +67,7 @@ def _answer(rank: int, num_ranks: int, num_tensors: int) -> bytes:
         builder.add_chunk(row, number * _FRAME_BYTES + 1024, box)
     receipt = Receipt(name, size_bytes, rank, rank)
     head = zlib.compress(json.dumps({"receipts": [receipt.to_json()], "stock": {}, "paths": {}}).encode(), 1)
-    return b"".join([struct.pack("<I", len(head)), head, builder.encode()])
+    return b"".join([struct.pack("<I", len(head)), head, builder.encode(is_shared=rank == 0)])
 
 
 def join_and_commit(directory: str, num_ranks: int, num_tensors: int) -> dict[str, Any]:
@@ -100,10 +102,17 @@ def join_and_commit(directory: str, num_ranks: int, num_tensors: int) -> dict[st
         index = TensorIndex.decode(data)
         opened_seconds = time.perf_counter() - started
         assert index.num_chunks == num_ranks * num_tensors
+        files = store[1]._files
+        receipt = files.read_manifest()[0].by_name[INDEX_NAME]
+        started = time.perf_counter()
+        own = read_own_parts(files, receipt, rank=num_ranks - 1, world_size=num_ranks)
+        own_seconds = time.perf_counter() - started
+        assert own is None or own.num_chunks == 2 * num_tensors
     return {
         "seconds": seconds,
         "join_seconds": joined_seconds,
         "open_seconds": opened_seconds,
+        "open_own_parts_seconds": own_seconds if own is not None else None,
         "peak_bytes": peak.size_bytes + sum(map(len, answers)),
         "received_bytes": sum(map(len, answers)),
         "index_bytes_per_chunk": round(len(data) / index.num_chunks, 2),

@@ -11,6 +11,7 @@ from typing import Any
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidName, NoUsableCheckpoint
 from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.group import Beat, Group
+from ckptstore.index_read import read_own_parts
 from ckptstore.job import Job
 from ckptstore.layout import DCP_METADATA_NAME
 from ckptstore.load import CheckpointFiles, NodeCopies, files_of
@@ -19,7 +20,8 @@ from ckptstore.records import Record
 from ckptstore.resume import Order, newest_first, told_resumed
 from ckptstore.state.apply import Loading, begin_load
 from ckptstore.state.collector import collector_paused
-from ckptstore.state.index import INDEX_NAME, TensorIndex
+from ckptstore.state.index import TensorIndex
+from ckptstore.state.index_file import INDEX_NAME
 from ckptstore.state.matching import Matching, Mismatch, Saved
 from ckptstore.state.shared_reads import SharedSteps
 from ckptstore.state.stock_read import StockState, load_metadata
@@ -29,6 +31,8 @@ from ckptstore.storage.local import LocalStorage
 from ckptstore.transfer import RangeRead, Transfer
 
 _READ_ONCE = ("rank", "node", "job")
+_MORE = b"more"
+"""What a rank says that needs more of the index than it has read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +105,9 @@ def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], o
     """Load one checkpoint. Collective in `group`; an error of any rank is raised on all ranks."""
     with ExitStack() as stack:
         reader = _Reader(files, options, stack)
-        stored, saved = _open(group, files, reader, state, options)
-        loading, mismatch = _match(group, saved, state, options)
+        stored, loading, mismatch = _prepare(group, files, reader, state, options)
         with collector_paused():
-            targets = {name: (target.tensor, target.source) for name, target in loading.targets.items()}
+            targets = _targets_of(loading)
         try:
             if options.read_once == "job":
                 stored.fill(targets, run=SharedSteps(group))
@@ -115,6 +118,20 @@ def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], o
             raise
         _together(group, "finish the load", loading.finish, reader)
     return LoadReport(missing=tuple(sorted(mismatch.missing)), unexpected=tuple(sorted(mismatch.unexpected)))
+
+
+def _prepare(
+    group: Group, files: CheckpointFiles, reader: _Reader, state: Mapping[str, Any], options: LoadOptions
+) -> tuple[StoredState | StockState, Loading, Mismatch]:
+    """Find out what is stored, and the place of everything. Of a large index first with the parts alone that this rank
+    needs if the ranks have what they had in the save; with all of it if that is not enough for all of them."""
+    for whole in (False, True):
+        stored, saved = _open(group, files, reader, state, options, whole=whole)
+        own_parts = stored if isinstance(stored, StoredState) and reader.has_own_parts else None
+        found = _match(group, saved, state, options, own_parts=own_parts)
+        if found is not None:
+            return stored, *found
+    raise AssertionError("the whole index is always enough")
 
 
 class _Reader:
@@ -128,12 +145,15 @@ class _Reader:
         self._local: Transfer | None = None
         self._elsewhere: dict[str, str] = {}
         """Keys of files that lie in the directories of other checkpoints."""
+        self.has_own_parts = False
+        """Whether the index that was opened last is made of the parts that this rank needs for what it has saved."""
         self.beat: Beat = _no_beat
 
-    def open(self, manifest: Manifest, *, share: bool) -> TensorIndex:
-        """The index; every process of the node gets it from one download where `share` is set."""
+    def open(self, manifest: Manifest, *, share: bool, rank: int | None = None) -> TensorIndex:
+        """The index; every process of the node gets it from one download where `share` is set. With a `rank`, if the
+        index is large, only the parts that it needs to load what it has saved."""
         files = self._files
-        if share and not isinstance(files.storage, HasLocalFiles):
+        if share and self._copies is None and not isinstance(files.storage, HasLocalFiles):
             self._copies = NodeCopies(files, manifest, self._stack)
             config = files.config
             disk = LocalStorage(self._copies.root, durable=False)
@@ -149,7 +169,10 @@ class _Reader:
                 hint="Use as_directory() or to_directory()",
             )
         copies = self._copies
-        index = TensorIndex.decode(copies.path(INDEX_NAME).read_bytes() if copies else files.read_file(receipt))
+        index = None if rank is None else read_own_parts(files, receipt, rank=rank, world_size=manifest.world_size)
+        self.has_own_parts = index is not None
+        if index is None:
+            index = TensorIndex.decode(copies.path(INDEX_NAME).read_bytes() if copies else files.read_file(receipt))
         index.check_files({item.name: item.size_bytes for item in manifest.files})
         return index
 
@@ -185,7 +208,13 @@ def _open_stock(files: CheckpointFiles, reader: _Reader, manifest: Manifest, opt
 
 
 def _open(
-    group: Group, files: CheckpointFiles, reader: _Reader, state: Mapping[str, Any], options: LoadOptions
+    group: Group,
+    files: CheckpointFiles,
+    reader: _Reader,
+    state: Mapping[str, Any],
+    options: LoadOptions,
+    *,
+    whole: bool,
 ) -> tuple[StoredState | StockState, Saved]:
     """The stored state, as this rank sees it, and what it has besides tensors."""
     held: list[tuple[StoredState | StockState, Saved]] = []
@@ -202,8 +231,10 @@ def _open(
             stock = _open_stock(files, reader, manifest, options)
             held.append((stock, stock.saved(included)))
             return b""
+        share = group.world_size > 1 or options.read_once == "node"
+        is_same_size = 1 < group.world_size == manifest.world_size
         stored = StoredState(
-            reader.open(manifest, share=group.world_size > 1 or options.read_once == "node"),
+            reader.open(manifest, share=share, rank=group.rank if is_same_size and not whole else None),
             reader.read,
             files.prefix,
             rank=group.rank,
@@ -220,27 +251,62 @@ def _open(
     return held[0]
 
 
-def _match(group: Group, saved: Saved, state: Mapping[str, Any], options: LoadOptions) -> tuple[Loading, Mismatch]:
-    """Find the place of everything, and agree on what does not fit."""
+def _match(
+    group: Group, saved: Saved, state: Mapping[str, Any], options: LoadOptions, *, own_parts: StoredState | None
+) -> tuple[Loading, Mismatch] | None:
+    """Find the place of everything, and agree on what does not fit.
+
+    `own_parts` is what was opened with parts of the index alone, on all ranks. Then the result is None, the state being
+    as it was, when they are not enough for some rank.
+    """
     held: list[Loading] = []
 
     def work(_beat: Beat) -> bytes:
-        loading = begin_load(state, saved, include=options.include, device=options.device)
+        try:
+            loading = begin_load(state, saved, include=options.include, device=options.device)
+        except CheckpointDamaged:
+            if own_parts is None:
+                raise
+            return _MORE
         held.append(loading)
-        return json.dumps(loading.mismatch.to_json()).encode()
+        if own_parts is None:
+            return json.dumps(loading.mismatch.to_json()).encode()
+        return json.dumps(Mismatch().to_json()).encode() if _has_all(own_parts, loading) else _MORE
 
     def join(parts: list[bytes], _beat: Beat) -> bytes:
+        if _MORE in parts:
+            return _MORE
         joined = Mismatch.joined(Mismatch.from_json(json.loads(part)) for part in parts)
         joined.check(strict=options.strict)
         return json.dumps(joined.to_json()).encode()
 
-    try:
-        joined = Mismatch.from_json(json.loads(group.exchange("match", work, join)))
-    except BaseException:
+    def abandon() -> None:
         for loading in held:
             loading.abandon()
+
+    try:
+        told = group.exchange("match", work, join)
+    except BaseException:
+        abandon()
         raise
-    return held[0], joined
+    if told == _MORE:
+        abandon()
+        return None
+    return held[0], Mismatch.from_json(json.loads(told))
+
+
+def _has_all(stored: StoredState, loading: Loading) -> bool:
+    """Whether everything fits that this rank can know of with its own parts of the index. A key that the checkpoint has
+    and nobody takes is in the part of some rank, which finds it there."""
+    mismatch = loading.mismatch
+    if mismatch.missing or mismatch.differing:
+        return False
+    return stored.has_all(_targets_of(loading), mismatch.unexpected)
+
+
+def _targets_of(loading: Loading) -> dict[str, tuple[Any, str]]:
+    """What is to be filled, as `StoredState` wants it."""
+    return {name: (target.tensor, target.source) for name, target in loading.targets.items()}
 
 
 def _together(group: Group, tag: str, action: Callable[[], object], reader: _Reader) -> None:

@@ -28,6 +28,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("deletion", {"prune", "retain"}),
     ("files", {"load"}),
     ("steps of a story", {"commit", "doctor", "garbage", "verify", "copying", "resume", "directory_shard"}),
+    ("the index of a state", {"index_read"}),
     ("stories", {"save", "load_state", "dcp_store"}),
     ("one checkpoint", {"checkpoint"}),
     ("saves in the background", {"background"}),

@@ -25,7 +25,8 @@ from ckptstore.layout import DCP_METADATA_NAME
 from ckptstore.retried import with_retries
 from ckptstore.state.boxes import Box
 from ckptstore.state.flatten import TensorRef, join_path, stock_leaves
-from ckptstore.state.index import INDEX_NAME, TensorIndex
+from ckptstore.state.index import TensorIndex
+from ckptstore.state.index_file import INDEX_NAME
 from ckptstore.state.stock_read import StockState, load_metadata
 from ckptstore.state.stock_write import add_stock_tensors
 from ckptstore.state.stored import PerRank, StoredState

@@ -16,7 +16,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.retried import with_retries
-from ckptstore.state.index import INDEX_NAME
+from ckptstore.state.index_file import INDEX_NAME
 from ckptstore.storage.base import Persists, Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.transfer import Transfer

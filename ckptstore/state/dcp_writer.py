@@ -30,7 +30,8 @@ from ckptstore.state.boxes import Box
 from ckptstore.state.dcp_deal import Assignment, deal_plans, held_boxes
 from ckptstore.state.dcp_target import DirectoryTarget, Target
 from ckptstore.state.describe import Described, dtype_name
-from ckptstore.state.index import INDEX_NAME, TensorIndex, join_parts
+from ckptstore.state.index import TensorIndex
+from ckptstore.state.index_file import INDEX_NAME, join_parts
 from ckptstore.state.items import Item, Mode
 from ckptstore.state.part import PartBuilder
 from ckptstore.state.plan import RankPlan, Write
@@ -173,7 +174,7 @@ class _Shard:
                 self._take_tensor(item, planner, self.assignment.boxes[number], items, numbers, writes)
         self._described.items = items
         empty = tuple(number for number, item in enumerate(items) if 0 in item.shape)
-        planned = RankPlan(tuple(writes), empty, common=tuple(self._described.values))
+        planned = RankPlan(tuple(writes), empty, common=tuple(self._described.values), is_shared=True)
         self.files = ShardFiles(self._described, planned, rank=rank, num_files=num_files)
         self.files.add_stock_values(self._stock)
 

@@ -36,11 +36,15 @@ def deal(items: Sequence[Dealt], shares: int, share: int) -> Iterator[tuple[int,
     """(index, first element, last element + 1) of what falls to one of the shares, in order.
 
     The items lie on a line that is cut into stretches of equal bytes. A cut inside an item below 1 MiB moves to its
-    nearer end, one inside a larger item to a row, so that no share is off by more than that or by 1 %.
+    nearer end, one inside a larger item to a row, so that no share is off by more than that or by 1 %. There are no
+    shares below 1 MiB: the last ones stay empty instead, so that few ranks hold what is small and all ranks need.
     """
     sizes = [item.size_bytes for item in items]
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
+    shares = min(shares, max(1, total // BLOCK_BYTES))
+    if share >= shares:
+        return
     low = _cut(items, sizes, ends, total * share // shares, total // shares)
     high = _cut(items, sizes, ends, total * (share + 1) // shares, total // shares)
     start, first = low

@@ -1,14 +1,12 @@
 """The tensor index of a checkpoint: all ranks' parts, joined by putting their bytes one after another. Pure.
 
-`tensors.index` is the parts, a directory of where each lies with its CRC32C, and a footer; so a rank can read the
-footer, the directory and its own part alone. `TensorIndex` answers which chunks of which file hold a tensor.
+`TensorIndex` answers which chunks of which file hold a tensor.
 """
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -16,81 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptstore.digest import crc32c
-from ckptstore.encoding import FORMAT_VERSION
-from ckptstore.errors import CheckpointDamaged, UnsupportedVersion
+from ckptstore.errors import CheckpointDamaged
 from ckptstore.state.boxes import Box
 from ckptstore.state.collector import collector_paused
-from ckptstore.state.part import BESIDE_VALUE, DTYPE_NAMES, DTYPES, PER_RANK, Part, Regions, has_common_values
+from ckptstore.state.index_file import INDEX_NAME, split_parts
+from ckptstore.state.part import BESIDE_VALUE, DTYPE_NAMES, DTYPES, PER_RANK, Part, Regions
 
-INDEX_NAME = "tensors.index"
-"""The name of the file; one for each checkpoint."""
-
-_ENTRY = np.dtype([("offset", "<u8"), ("size_bytes", "<u8"), ("crc32c", "<u4"), ("has_common", "<u4")])
-_FOOTER = struct.Struct("<8s4I")
-_FOOTER_MAGIC = b"CKPTTIXE"
-FOOTER_BYTES = _FOOTER.size
 _LISTED_CHUNKS = 200_000
 """An index of more chunks stays in columns, to save memory."""
-
-
-def join_parts(parts: Sequence[bytes]) -> bytes:
-    """The joined index: one part for each rank, in the order of ranks."""
-    entries = np.zeros(len(parts), _ENTRY)
-    sizes = [len(part) for part in parts]
-    entries["offset"] = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    entries["size_bytes"], entries["has_common"] = sizes, [has_common_values(part) for part in parts]
-    entries["crc32c"] = [crc32c(part) for part in parts]
-    directory = entries.tobytes()
-    return b"".join([*parts, directory, _FOOTER.pack(_FOOTER_MAGIC, FORMAT_VERSION, len(parts), crc32c(directory), 0)])
-
-
-class PartPlace(NamedTuple):
-    """Where a rank's part lies in the joined index."""
-
-    offset: int
-    size_bytes: int
-    crc32c: int
-    has_common: bool
-    """Whether it has plain values that are for all ranks."""
-
-
-def directory_bytes(footer: bytes | memoryview, *, file: str = INDEX_NAME) -> int:
-    """The size of the directory, which lies right before the footer, the last `FOOTER_BYTES` of the file."""
-    if len(footer) != FOOTER_BYTES or bytes(footer[:8]) != _FOOTER_MAGIC:
-        raise CheckpointDamaged(f"{file} has no footer", file=file)
-    _, version, count, _, _ = _FOOTER.unpack(footer)
-    if version > FORMAT_VERSION:
-        raise UnsupportedVersion(f"{file} has version {version}", file=file, hint="Upgrade ckptstore to read it")
-    return int(count) * _ENTRY.itemsize
-
-
-def places(directory: bytes | memoryview, footer: bytes | memoryview, size_bytes: int, *, file: str) -> list[PartPlace]:
-    """Where each rank's part lies in an index of that size."""
-    if len(directory) != directory_bytes(footer, file=file) or crc32c(directory) != _FOOTER.unpack(footer)[3]:
-        raise CheckpointDamaged(f"{file} has a damaged directory", file=file)
-    entries = np.frombuffer(directory, _ENTRY)
-    ends = np.cumsum(entries["size_bytes"])
-    starts = ends - entries["size_bytes"]
-    total = int(ends[-1]) if len(ends) else 0
-    if (entries["offset"] != starts).any() or total + len(directory) + FOOTER_BYTES != size_bytes:
-        raise CheckpointDamaged(f"{file} has a directory that does not fit its parts", file=file)
-    return [PartPlace(offset, size, crc, bool(has_common)) for offset, size, crc, has_common in entries.tolist()]
-
-
-def split_parts(data: bytes | memoryview, *, file: str = INDEX_NAME) -> list[memoryview]:
-    """The parts of a joined index that is in memory, each against its digest."""
-    view = memoryview(data)
-    footer = view[max(0, len(view) - FOOTER_BYTES) :]
-    entries = directory_bytes(footer, file=file)
-    directory = view[max(0, len(view) - FOOTER_BYTES - entries) : len(view) - FOOTER_BYTES]
-    parts = []
-    for rank, place in enumerate(places(directory, footer, len(view), file=file)):
-        part = view[place.offset : place.offset + place.size_bytes]
-        if crc32c(part) != place.crc32c:
-            raise CheckpointDamaged(f"{file} has a damaged part of rank {rank}", file=file)
-        parts.append(part)
-    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +50,10 @@ class TensorIndex:
     """The parts of all ranks, or of some."""
 
     @collector_paused()
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[Part], *, world_size: int | None = None) -> None:
+        """`world_size` is that of the save, where not all of its parts are given."""
         self.parts = tuple(parts)
+        self.world_size = len(self.parts) if world_size is None else world_size
         self.files: tuple[str, ...] = tuple(dict.fromkeys(name for part in self.parts for name in part.files))
         self._row_of: dict[tuple[str, int], int] = {}
         self._entries: list[TensorEntry] = []
@@ -131,13 +64,19 @@ class TensorIndex:
     @staticmethod
     def decode(data: bytes | memoryview, *, file: str = INDEX_NAME) -> TensorIndex:
         """The index of a whole `tensors.index`. Raises CheckpointDamaged, or UnsupportedVersion."""
-        parts = [Part.decode(part, file=file) for part in split_parts(data, file=file)]
-        for rank, part in enumerate(parts):
+        parts = dict(enumerate(split_parts(data, file=file)))
+        return TensorIndex.of_parts(parts, world_size=len(parts), file=file)
+
+    @staticmethod
+    def of_parts(parts: Mapping[int, bytes | memoryview], *, world_size: int, file: str = INDEX_NAME) -> TensorIndex:
+        """The index of some ranks' parts, which were checked against their digests."""
+        decoded = [Part.decode(parts[rank], file=file) for rank in sorted(parts)]
+        for rank, part in zip(sorted(parts), decoded, strict=True):
             if part.rank != rank:
                 raise CheckpointDamaged(
                     f"{file} has the part of rank {part.rank} in the place of rank {rank}", file=file
                 )
-        return TensorIndex(parts)
+        return TensorIndex(decoded, world_size=world_size)
 
     def _merge_rows(self) -> list[np.ndarray[Any, Any]]:
         """One row for each tensor; a tensor that differs between ranks has one for each rank that has it."""
@@ -208,6 +147,12 @@ class TensorIndex:
                 _, first, same = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
                 keep[low:high] = owner[low:high] == owner[low + first[same.reshape(-1)]]
         return keep
+
+    def keys_of(self, rank: int) -> frozenset[str]:
+        """The names of the tensors and values that the part of a rank has."""
+        part = next(part for part in self.parts if part.rank == rank)
+        values = [name for text in (part.common, part.own) if text for name, _ in _values(text)]
+        return frozenset(part.names).union(values)
 
     @property
     def num_chunks(self) -> int:

@@ -52,12 +52,14 @@ class Mismatch:
     """Every way in which a checkpoint does not fit a state.
 
     `missing` keys are in the state alone, `unexpected` ones in the checkpoint alone, though they belong to a part of
-    it that the state names. `differing` says of keys that are in both how they differ.
+    it that the state names. `differing` says of keys that are in both how they differ. `names` are those that the state
+    gives to its parts.
     """
 
     missing: set[str] = field(default_factory=set)
     unexpected: set[str] = field(default_factory=set)
     differing: dict[str, str] = field(default_factory=dict)
+    names: frozenset[str] = field(default=frozenset(), compare=False)
 
     def check(self, *, strict: bool) -> None:
         """Raise StateMismatch with the whole list. Without `strict` only what differs counts."""
@@ -73,12 +75,22 @@ class Mismatch:
 
     @staticmethod
     def joined(parts: Iterable[Mismatch]) -> Mismatch:
-        """That of all ranks: a key that any rank misses is missing, one that no rank can place is unexpected."""
+        """That of all ranks: a key that any rank misses is missing, one that a rank names and none can place is
+        unexpected."""
         every = list(parts)
+        unplaced: dict[frozenset[str], set[str]] = {}
+        for part in every:  # ranks that give the same names must all have left the key
+            unplaced[part.names] = unplaced.get(part.names, part.unexpected) & part.unexpected
         return Mismatch(
             missing=set().union(*(part.missing for part in every)),
-            unexpected=set.intersection(*(part.unexpected for part in every)) if every else set(),
+            unexpected={
+                key
+                for keys in unplaced.values()
+                for key in keys
+                if all(key in others or not _is_below(key, names) for names, others in unplaced.items())
+            },
             differing={key: how for part in every for key, how in part.differing.items()},
+            names=frozenset().union(*unplaced),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -87,12 +99,14 @@ class Mismatch:
             "missing": sorted(self.missing),
             "unexpected": sorted(self.unexpected),
             "differing": dict(sorted(self.differing.items())),
+            "names": sorted(self.names),
         }
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Mismatch:
         """What `to_json` described."""
-        return Mismatch(set(value["missing"]), set(value["unexpected"]), dict(value["differing"]))
+        missing, unexpected = set(value["missing"]), set(value["unexpected"])
+        return Mismatch(missing, unexpected, dict(value["differing"]), frozenset(value["names"]))
 
 
 class Matching:
@@ -180,11 +194,17 @@ class Matching:
 
     def close(self, names: Iterable[str]) -> None:
         """Note what the checkpoint has below the state's top-level names and nothing took."""
-        for name in names:
+        self.mismatch.names = frozenset(map(str, names))
+        for name in self.mismatch.names:
             for key in (name, *self.below(name)):
                 in_checkpoint = key in self.saved.values or self.source_of(key) is not None
                 if in_checkpoint and key not in self._placed and key not in self.saved.skipped and self.includes(key):
                     self.mismatch.unexpected.add(key)
+
+
+def _is_below(key: str, names: Collection[str]) -> bool:
+    """Whether a key belongs to a part of the state with one of these names."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _listed(what: str, which: Collection[str]) -> str:

@@ -45,6 +45,11 @@ DTYPES: Mapping[str, tuple[int, int]] = {
 DTYPE_NAMES = tuple(DTYPES)
 _ELEMENT_BYTES = np.array([size_bytes for _, size_bytes in DTYPES.values()], np.int64)
 
+_WIDE = 1
+"""Flag of the header: the pool's numbers have 8 bytes, not 4."""
+_SHARED = 2
+"""Flag of the header: other ranks need the part in order to load what they have saved."""
+
 _MAGIC = b"CKPTTIX1"
 _HEADER = struct.Struct("<8s8I8Q")
 _MAX_ELEMENTS = 1 << 56
@@ -98,8 +103,11 @@ class PartBuilder:
             self._numbers.extend(numbers)
         return at
 
-    def encode(self, *, common: bytes = b"", own: bytes = b"") -> bytes:
-        """The part as bytes. `common` and `own` are JSON: the values for all ranks, and those of this rank alone."""
+    def encode(self, *, common: bytes = b"", own: bytes = b"", is_shared: bool = False) -> bytes:
+        """The part as bytes. `common` and `own` are JSON: the values for all ranks, and those of this rank alone.
+
+        `is_shared` says that other ranks may have some of the tensors too.
+        """
         bounds = [first for _, first in self._files] + [len(self._chunks)]
         crcs = b"".join(self._crcs)
         texts = ["\0".join(self._names), "\0".join(name for name, _ in self._files)]
@@ -109,6 +117,7 @@ class PartBuilder:
         rows = np.array(self._rows, np.int64).reshape(-1, 4)
         slabs = np.array(self._slabs, np.int64).reshape(-1, 3)
         wide = max(self._numbers, default=0) >= 1 << 32
+        flags = (_WIDE if wide else 0) | (_SHARED if is_shared or common else 0)
         columns = [
             chunks[:, 0].astype("<u8"),
             slabs[:, 1].astype("<u8"),
@@ -122,16 +131,25 @@ class PartBuilder:
             slabs[:, 0].astype("<u4"),
             rows[:, :3].T.astype("<u1"),
         ]
-        counts = (FORMAT_VERSION, self.rank, len(rows), len(chunks), len(self._files), len(slabs), len(crcs) // 4, wide)
+        counts = (
+            FORMAT_VERSION,
+            self.rank,
+            len(rows),
+            len(chunks),
+            len(self._files),
+            len(slabs),
+            len(crcs) // 4,
+            flags,
+        )
         lengths = [number for pair in zip(map(len, deflated), map(len, raw), strict=True) for number in pair]
         header = _HEADER.pack(_MAGIC, *counts, *lengths[:8])
         numbers = struct.pack("<Q", len(self._numbers))
         return b"".join([header, numbers, *(column.tobytes() for column in columns), *deflated])
 
 
-def has_common_values(part: bytes) -> bool:
-    """Whether a part has plain values that are for all ranks."""
-    return bool(_HEADER.unpack_from(part, 0)[14])
+def is_shared(part: bytes) -> bool:
+    """Whether a part has values that are for all ranks, or tensors that other ranks may have too."""
+    return bool(_HEADER.unpack_from(part, 0)[8] & _SHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +234,7 @@ def _inflate(deflated: bytes, raw_bytes: int) -> bytes:
 
 
 def _decode(data: memoryview, file: str) -> Part:
-    magic, version, rank, tensors, chunks, files, slabs, blocks, wide, *lengths = _HEADER.unpack_from(data, 0)
+    magic, version, rank, tensors, chunks, files, slabs, blocks, header_flags, *lengths = _HEADER.unpack_from(data, 0)
     if magic != _MAGIC:
         raise ValueError("it begins with something else")
     if version > FORMAT_VERSION:
@@ -231,7 +249,7 @@ def _decode(data: memoryview, file: str) -> Part:
         return found
 
     chunk_offset, slab_offset, slab_bytes = column("<i8", chunks), column("<i8", slabs), column("<i8", slabs)
-    numbers = column("<i8" if wide else "<u4", numbers_count)
+    numbers = column("<i8" if header_flags & _WIDE else "<u4", numbers_count)
     crcs, chunk_tensor, chunk_box = column("<u4", blocks), column("<u4", chunks), column("<u4", chunks)
     shape_at, file_chunks, slab_file = column("<u4", tensors), column("<u4", files), column("<u4", slabs)
     dtype, ndim, flags = column("u1", 3 * tensors).reshape(3, -1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import NamedTuple
 
 from ckptstore.state.agree import Agreement
@@ -33,7 +32,7 @@ class RankPlan:
     writes: tuple[Write, ...] = ()
     """In the order of items."""
     empty: tuple[int, ...] = ()
-    """Items of a shape without elements: there is nothing to write, but they exist."""
+    """Items of which this rank has no element: there is nothing to write, but they exist."""
     flags: dict[str, int] = field(default_factory=dict)
     """The index flags of tensors that have any."""
     ties: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -42,6 +41,8 @@ class RankPlan:
     """Values that this rank writes for all."""
     own: tuple[str, ...] = ()
     """Values that this rank writes for itself."""
+    is_shared: bool = False
+    """Whether other ranks may have some of it too, so that they need it in order to load what they have saved."""
 
 
 @collector_paused()
@@ -73,6 +74,7 @@ class _Planner:
         self._ties: dict[str, list[str]] = {}
         self._common: list[str] = []
         self._own: list[str] = []
+        self._is_shared = False
         self._lists: dict[_Group, list[int]] = {}
         self._positions: dict[tuple[int, ...], tuple[int, int]] = {}
 
@@ -92,8 +94,10 @@ class _Planner:
         elif item.group != self._agreement.copies.get(key, (item.group,))[0]:
             return  # other ranks have a copy of their own of the whole tensor, and write it
         elif item.mode is Mode.SHARD:
+            self._is_shared |= key in self._agreement.copies
             self._write_all(number, item)
         elif item.mode is Mode.MESH:
+            self._is_shared |= key in self._agreement.copies
             group = _Group(item.mesh, None, item.replicas, item.position)
             self._lists.setdefault(group, []).append(number)
         elif item.mode is not Mode.BESIDE:
@@ -101,10 +105,12 @@ class _Planner:
             if item.mode in (Mode.SPLIT, Mode.COMPARE):
                 group = _Group("", self._agreement.partial.get(key), count, position)
                 self._lists.setdefault(group, []).append(number)
-            elif position == 0 and item.mode is Mode.VALUE:
-                self._common.append(key)
             elif position == 0:
-                self._write_all(number, item)
+                self._is_shared |= count > 1
+                if item.mode is Mode.VALUE:
+                    self._common.append(key)
+                else:
+                    self._write_all(number, item)
 
     def take_beside(self) -> None:
         """Tensors that belong to values go where those go."""
@@ -120,11 +126,12 @@ class _Planner:
             self._deal(numbers, group.shares, group.share)
         return RankPlan(
             tuple(sorted(self._writes, key=lambda write: write.item)),
-            tuple(number for number, item in enumerate(self._items) if item.dtype and not prod(item.shape)),
+            tuple(number for number, item in enumerate(self._items) if item.dtype and not item.size_bytes),
             self._flags,
             {key: tuple(others) for key, others in self._ties.items()},
             tuple(self._common),
             tuple(self._own),
+            self._is_shared,
         )
 
     def _position(self, key: str) -> tuple[int, int]:
@@ -152,4 +159,5 @@ class _Planner:
             number, held = pieces[index]
             item = self._items[number]
             chunks = chunks_of(item.boxes[held], DTYPES[item.dtype][1], start, stop)
+            self._is_shared |= shares > 1
             self._writes += [Write(number, held, chunk) for chunk in chunks]

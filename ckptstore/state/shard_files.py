@@ -203,7 +203,8 @@ class ShardFiles:
                     builder.add_chunk(row, placed.offset, placed.box)
         for number in plan.empty:
             rows_of(described.items[number].key)
-        return builder.encode(common=self._values(plan.common), own=self._values(plan.own))
+        common, own = self._values(plan.common), self._values(plan.own)
+        return builder.encode(common=common, own=own, is_shared=plan.is_shared)
 
     def kept_after(self, attempt: str, stored: Sequence[Stored], *, linked: bool) -> Kept:
         """What the next save may take over: the files of this one, once they are stored in that directory.

@@ -23,7 +23,8 @@ from ckptstore.state.collector import collector_paused
 from ckptstore.state.describe import Described, describe
 from ckptstore.state.flatten import FlatState
 from ckptstore.state.incremental import Kept, KeptFile, kept_file_name
-from ckptstore.state.index import INDEX_NAME, TensorIndex, join_parts
+from ckptstore.state.index import TensorIndex
+from ckptstore.state.index_file import INDEX_NAME, join_parts
 from ckptstore.state.items import Item
 from ckptstore.state.plan import plan_rank
 from ckptstore.state.shard_files import ShardFiles

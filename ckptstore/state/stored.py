@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -87,13 +87,13 @@ class StoredState:
         for fqn, entry in self.index.tensors.items():
             if entry.per_rank and fqn not in beside:
                 ranks[fqn] = self.index.ranks_of(fqn)
-        if len(self.index.parts) == self.world_size:
+        if self.index.world_size == self.world_size:
             return dict.fromkeys(ranks, self.rank)
         refused = sorted(filter(self.asked, ranks)) if self.per_rank == "error" else []
         if refused:
             shown = ", ".join(refused[:10]) + (f" and {len(refused) - 10} more" if len(refused) > 10 else "")
             raise StateMismatch(
-                f"the checkpoint of {len(self.index.parts)} ranks has for each of them its own {shown}, and there are "
+                f"the checkpoint of {self.index.world_size} ranks has for each of them its own {shown}, and there are "
                 f"{self.world_size} ranks now",
                 hint='per_rank="first" takes the lowest rank\'s, per_rank="skip" leaves them as they are',
             )
@@ -171,6 +171,20 @@ class StoredState:
             has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
             raise StateMismatch(f"{name} is {wanted_dtype} {shape}, the checkpoint has {has}")
         return source, rank, pieces_of(tensor, name)
+
+    def has_all(self, targets: Mapping[str, tuple[torch.Tensor, str]], unexpected: Iterable[str]) -> bool:
+        """Whether the parts of the index that were read are enough for these targets, and whatever has found no place
+        is some other rank's affair."""
+        if not self.index.keys_of(self.rank).isdisjoint(unexpected):
+            return False
+        try:
+            plan = ReadPlan(self.index, prefix=self.prefix)
+            for name, (tensor, source) in targets.items():
+                key, rank, pieces = self._wanted(name, tensor, source)
+                plan.add(key, pieces, rank=rank)
+        except CheckpointDamaged:
+            return False
+        return True
 
     def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
         """Read boxes of stored tensors, each into memory of its shape and dtype. Raises CheckpointDamaged."""

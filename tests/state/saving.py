@@ -10,7 +10,8 @@ from ckptstore.layout import Attempt
 from ckptstore.request import Request
 from ckptstore.state.agree import Negotiator
 from ckptstore.state.describe import plain_state
-from ckptstore.state.index import INDEX_NAME, TensorIndex
+from ckptstore.state.index import TensorIndex
+from ckptstore.state.index_file import INDEX_NAME
 from ckptstore.state.state_shard import StateOptions, StateShard
 from ckptstore.state.stored import StoredState
 from ckptstore.storage.local import LocalStorage

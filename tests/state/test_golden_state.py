@@ -9,7 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from saving import make_transfer
 
-from ckptstore.state.index import INDEX_NAME, TensorIndex
+from ckptstore.state.index import TensorIndex
+from ckptstore.state.index_file import INDEX_NAME
 from ckptstore.state.stored import StoredState
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "state-v1"

@@ -11,7 +11,8 @@ from ckptstore.digest import BLOCK_BYTES
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersion
 from ckptstore.state import boxes
 from ckptstore.state.boxes import Box
-from ckptstore.state.index import FOOTER_BYTES, TensorIndex, directory_bytes, join_parts, places, split_parts
+from ckptstore.state.index import TensorIndex
+from ckptstore.state.index_file import FOOTER_BYTES, directory_bytes, join_parts, places, split_parts
 from ckptstore.state.part import BESIDE_VALUE, PER_RANK, Part, PartBuilder
 
 SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)

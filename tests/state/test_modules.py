@@ -224,6 +224,14 @@ def test_what_no_rank_can_place_is_unexpected_and_what_one_misses_is_missing() -
         joined.check(strict=True)
 
 
+def test_a_rank_that_does_not_name_a_part_has_no_say_in_what_is_unexpected_there() -> None:
+    first = Mismatch(unexpected={"model.a", "model.b", "head.a"}, names=frozenset({"model", "head"}))
+    second = Mismatch(unexpected={"model.b"}, names=frozenset({"model", "hea"}))
+    for parts in ([first, second], [second, first]):
+        assert Mismatch.joined(parts).unexpected == {"model.b", "head.a"}
+    assert Mismatch.joined([first, first, Mismatch(names=frozenset({"head"}))]).unexpected == {"model.a", "model.b"}
+
+
 def test_meta_modules_get_memory_and_stay_tied_and_in_their_optimizer() -> None:
     saved = Carried({"model": shaken(Tied())})
     model = Tied(device="meta")

@@ -126,10 +126,21 @@ def test_one_large_tensor_is_shared_within_five_percent(shape, shares):
 
 
 def test_many_small_tensors_are_shared_evenly():
-    items = [Dealt((64, 16), 4)] * 1001
+    items = [Dealt((64, 64), 4)] * 1001
     counts = [len(list(deal(items, 4, share))) for share in range(4)]
     assert sum(counts) == 1001
     assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("num_items", "num_shares"), [(0, 1), (1, 1), (511, 1), (512, 2), (1000, 3), (1024, 4), (9999, 4)]
+)
+def test_there_are_no_shares_below_a_block(num_items, num_shares):
+    items = [Dealt((64, 16), 4)] * num_items
+    counts = [len(list(deal(items, 4, share))) for share in range(4)]
+    assert sum(counts) == num_items
+    assert counts[num_shares:] == [0] * (4 - num_shares)
+    assert all(counts[:num_shares]) or not num_items
 
 
 @given(SHAPES, st.integers(1, 200), st.integers(0, 400), st.integers(0, 400))

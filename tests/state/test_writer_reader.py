@@ -25,7 +25,7 @@ from ckptstore.layout import Attempt
 from ckptstore.state.boxes import Box
 from ckptstore.state.describe import describe, plain_state
 from ckptstore.state.flatten import TensorRef
-from ckptstore.state.index import INDEX_NAME
+from ckptstore.state.index_file import INDEX_NAME
 from ckptstore.state.placement import Piece
 from ckptstore.state.reads import BUFFER_BYTES, ReadPlan, run_steps
 from ckptstore.state.segments import SegmentSource, Slab, narrowed, payload_segment
@@ -286,7 +286,8 @@ def boxed(tmp_path_factory):
 
 def test_any_box_of_any_boxes_is_read(boxed):
     from ckptstore.plan import PlannedFile
-    from ckptstore.state.index import TensorIndex, join_parts
+    from ckptstore.state.index import TensorIndex
+    from ckptstore.state.index_file import join_parts
     from ckptstore.state.plan import RankPlan, Write
     from ckptstore.state.shard_files import ShardFiles
 
@@ -313,7 +314,8 @@ def test_any_box_of_any_boxes_is_read(boxed):
 
 
 def test_a_missing_chunk_is_damage(boxed):
-    from ckptstore.state.index import TensorIndex, join_parts
+    from ckptstore.state.index import TensorIndex
+    from ckptstore.state.index_file import join_parts
     from ckptstore.state.part import PartBuilder
 
     builder = PartBuilder(0)

@@ -1,0 +1,131 @@
+"""What the processes of the test of large indexes run, to which every index is large: `WHOLE_BYTES` is none here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from state_worker import job, train_and_resume
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ckptstore import CheckpointDamaged, StateMismatch
+from ckptstore.load_state import _Reader
+
+ROWS = torch.arange(8 * 12, dtype=torch.float32).reshape(8, 12)
+THIN = torch.arange(3.0)
+"""Of four ranks one has nothing of it."""
+
+
+@contextmanager
+def parts_opened() -> Iterator[list[list[int]]]:
+    """The ranks whose parts were read, of each index that was opened."""
+    opened: list[list[int]] = []
+    open_index = _Reader.open
+
+    def told(self: _Reader, *args: Any, **keywords: Any) -> Any:
+        index = open_index(self, *args, **keywords)
+        opened.append([part.rank for part in index.parts])
+        return index
+
+    module = "ckptstore.index_read"
+    with patch(f"{module}.WHOLE_BYTES", 0), patch(f"{module}.MOST_SHARE", 1), patch.object(_Reader, "open", told):
+        yield opened
+
+
+def distributed(full: torch.Tensor, dim: int | None, *, zeros: bool = False) -> DTensor:
+    """The tensor over all ranks: in rows, in columns, or the same on each."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False)
+    local = full
+    if dim is not None:
+        blocks = full.chunk(size, dim)
+        local = blocks[rank] if rank < len(blocks) else full.narrow(dim, 0, 0)
+    placements = [Replicate() if dim is None else Shard(dim)]
+    local = torch.zeros_like(local) if zeros else local.clone()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def stage(number: int, *, zeros: bool, bias: bool = True) -> nn.Module:
+    """A module whose parameters are all the same number."""
+    module = nn.Linear(2, 2, bias=bias)
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 0 if zeros else 1 + number)
+    return module
+
+
+def state(*, rows_dim: int = 0, zeros: bool = False) -> dict[str, Any]:
+    """What each rank has: shards, what all have alike, what each has for itself, and stages of a pipeline."""
+    rank = dist.get_rank()
+    held: dict[str, Any] = {
+        "rows": distributed(ROWS, rows_dim, zeros=zeros),
+        "thin": distributed(THIN, 0, zeros=zeros),
+        "step": distributed(torch.tensor(7.0), None, zeros=zeros),
+        "epoch": 0 if zeros else 5,
+        "seed": -1 if zeros else 100 + rank,
+        f"stage{rank // 2}": stage(rank // 2, zeros=zeros),
+    }
+    return held
+
+
+def is_loaded(found: dict[str, Any]) -> bool:
+    """Whether a state of zeros has become what was saved."""
+    expected = state(rows_dim=found["rows"].placements[0].dim)
+
+    def same(key: str) -> bool:
+        one, other = found[key], expected[key]
+        if isinstance(one, DTensor):
+            return torch.equal(one.to_local(), other.to_local())
+        if isinstance(one, nn.Module):
+            return all(map(torch.equal, one.parameters(), other.parameters()))
+        return bool(one == other)
+
+    return all(map(same, found))
+
+
+def load_own_parts(root: str) -> dict[str, Any]:
+    """Save, and load in the same layout and in others; for each the parts that were read and whether all is right."""
+    found: dict[str, Any] = {}
+    with job(root) as store, parts_opened() as opened:
+
+        def load(name: str, target: dict[str, Any], **keywords: Any) -> None:
+            opened.clear()
+            try:
+                store[1].load(target, **keywords)
+                found[name] = list(opened), is_loaded(target)
+            except (StateMismatch, CheckpointDamaged) as error:
+                found[name] = list(opened), str(error)
+
+        store.save(1, state())
+        load("same", state(zeros=True))
+        load("node", state(zeros=True), read_once="node")
+        load("job", state(zeros=True), read_once="job")
+        load("columns", state(rows_dim=1, zeros=True))
+        load("missing", {**state(zeros=True), "other": 1})
+        load("unplaced", {key: value for key, value in state(zeros=True).items() if key != "epoch"})
+        narrow = state(zeros=True)
+        if dist.get_rank() >= 2:
+            narrow["stage1"] = stage(1, zeros=True, bias=False)
+        load("unexpected", narrow)
+    return found
+
+
+def train_with_own_parts(root: str, layouts: list[str]) -> tuple[Any, list[list[int]]]:
+    """`train_and_resume`, and the parts that were read."""
+    with parts_opened() as opened:
+        return train_and_resume(root, layouts), opened
+
+
+def load_damaged(root: str) -> str:
+    """What a load says of an index whose part of one rank has a wrong byte."""
+    with job(root) as store, parts_opened():
+        try:
+            store[1].load(state(zeros=True))
+        except CheckpointDamaged as error:
+            return str(error)
+    return "nothing"

@@ -1,0 +1,57 @@
+"""Of a large index each rank reads its own part alone while it has what it had in the save; otherwise all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from own_parts_worker import load_damaged, load_own_parts, train_with_own_parts
+from test_state_parallel import assert_same_curves
+
+from ckptstore.state.index_file import FOOTER_BYTES, INDEX_NAME, directory_bytes, places
+from ckptstore.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(600)
+ALL = [0, 1, 2, 3]
+
+
+def damage_part(store: Path, *, rank: int) -> None:
+    """Change one byte of a rank's part of the only index in the store."""
+    (index,) = store.rglob(INDEX_NAME)
+    data = bytearray(index.read_bytes())
+    footer = bytes(data[-FOOTER_BYTES:])
+    directory = bytes(data[-FOOTER_BYTES - directory_bytes(footer) : -FOOTER_BYTES])
+    place = places(directory, footer, len(data), file=INDEX_NAME)[rank]
+    data[place.offset + place.size_bytes // 2] ^= 1
+    index.chmod(0o644)
+    index.write_bytes(data)
+
+
+def test_own_parts_are_read_and_more_only_if_they_are_not_enough(tmp_path: Path) -> None:
+    found = run_ranks(4, load_own_parts, str(tmp_path / "store"), timeout_seconds=240)
+    for rank, one in enumerate(found):
+        own = sorted({0, 2, rank})  # rank 0 has what all have, rank 2 what its stage of the pipeline has
+        assert one["same"] == ([own], True)
+        assert one["node"] == ([own], True)
+        assert one["job"] == ([own], True)
+        assert one["columns"] == ([own, ALL], True)
+        assert one["unplaced"] == ([own], True)
+        opened, said = one["missing"]
+        assert opened == [own, ALL]
+        assert "missing in the checkpoint: other" in said
+        opened, said = one["unexpected"]
+        assert opened == [own, ALL]
+        assert "without a place in the state: stage1.bias" in said
+    damage_part(tmp_path / "store", rank=3)  # which rank 3 alone reads
+    for said in run_ranks(4, load_damaged, str(tmp_path / "store"), timeout_seconds=240):
+        assert INDEX_NAME in said
+        assert "damaged" in said
+
+
+def test_training_goes_on_with_own_parts(tmp_path: Path) -> None:
+    found = run_ranks(2, train_with_own_parts, str(tmp_path), ["fsdp2", "fsdp1"], timeout_seconds=240)
+    assert_same_curves([curves for curves, _ in found])
+    (_, of_leader), (_, of_other) = found
+    assert of_leader == [[0]] * len(of_leader)  # without more having been needed
+    assert of_other == [[0, 1]] * len(of_other)
+    assert len(of_other) == 4
