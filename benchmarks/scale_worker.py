@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import struct
@@ -104,6 +105,7 @@ def join_and_commit(directory: str, num_ranks: int, num_tensors: int) -> dict[st
         assert index.num_chunks == num_ranks * num_tensors
         files = store[1]._files
         receipt = files.read_manifest()[0].by_name[INDEX_NAME]
+        gc.collect()  # what the leader has left, and a rank that loads has not
         started = time.perf_counter()
         own = read_own_parts(files, receipt, rank=num_ranks - 1, world_size=num_ranks)
         own_seconds = time.perf_counter() - started

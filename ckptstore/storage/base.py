@@ -14,7 +14,7 @@ and name the key. A storage retries nothing itself: `ckptstore.retry` does, abov
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -98,6 +98,23 @@ class CreatesExclusively(Protocol):
         Of several callers at once exactly one gets True, and no reader ever sees a part of the file. An error may
         leave it created or not: the caller reads back.
         """
+
+
+@runtime_checkable
+class ReadsInSteps(Protocol):
+    """Reads whose bytes can be looked at while they are in the processor's cache."""
+
+    def read_steps(
+        self,
+        key: str,
+        offset: int,
+        steps: Sequence[Sequence[memoryview]],
+        accept: Callable[[int], bool],
+        *,
+        version: str | None = None,
+    ) -> None:
+        """The same as `read_into` for the views of one step after another. `accept` is called with the number of each
+        step as it is filled; one that it does not accept is read again."""
 
 
 class PartWriter(Protocol):

@@ -10,6 +10,10 @@ from ckptstore.errors import CheckpointDamaged, StorageUnavailable
 PIECE_BYTES = 1 << 20
 """What goes to or comes from a socket in one call: large enough to cost nothing, small enough for the cache."""
 PART_BYTES = 16 << 20
+_LARGE_PART_BYTES = 32 << 20
+_LARGE_FILE_BYTES = 128 << 20
+"""From this size on a file has parts enough to be sent in parallel when they are large, and half as many requests cost
+half as much."""
 _MAX_PARTS = 9_000
 """The limit of S3 and GCS is 10,000."""
 _MIB = 1 << 20
@@ -21,8 +25,9 @@ def total_bytes(views: Iterable[memoryview]) -> int:
 
 
 def part_bytes(size_bytes: int) -> int:
-    """The part size for a file: 16 MiB, and more where the number of parts would meet the limit."""
-    return max(PART_BYTES, -(-size_bytes // _MAX_PARTS // _MIB) * _MIB)
+    """The part size for a file: 16 MiB, 32 MiB for a large one, more where the number of parts would meet the limit."""
+    least_bytes = PART_BYTES if size_bytes < _LARGE_FILE_BYTES else _LARGE_PART_BYTES
+    return max(least_bytes, -(-size_bytes // _MAX_PARTS // _MIB) * _MIB)
 
 
 class ViewsBody(io.RawIOBase):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ckptstore.errors import FileMissing, StorageError
+from ckptstore.errors import CheckpointDamaged, FileMissing, StorageError
 from ckptstore.storage import base
 from ckptstore.testing.ranks import run_ranks
 
@@ -30,6 +30,49 @@ class PowersContract:
     travels: ClassVar[bool]
     raw_write: Callable[[str, bytes], None]
     raw_read: Callable[[str], bytes]
+
+    # ---- ReadsInSteps
+
+    def test_steps_are_looked_at_as_they_are_filled_and_read_again_if_refused(self, storage: Any) -> None:
+        _need(storage, base.ReadsInSteps)
+        data = bytes(range(250)) * 12_000
+        storage.write("f", [memoryview(data)])
+        sizes = [1, 1_000_000, 0, 70_000, 1_900_000]
+        found = [memoryview(bytearray(size)) for size in sizes]
+        steps = [[view[: len(view) // 3], view[len(view) // 3 :]] for view in found]
+        looked: list[int] = []
+
+        def accept(number: int) -> bool:
+            start = 7 + sum(sizes[:number])
+            assert found[number] == data[start : start + sizes[number]]
+            assert not any(map(any, found[number + 1 :]))
+            looked.append(number)
+            if looked.count(1) == 1 == number:
+                found[1][500] ^= 1
+                return False
+            return True
+
+        storage.read_steps("f", 7, steps, accept)
+        assert looked == [0, 1, 1, 2, 3, 4]
+
+    def test_steps_that_cannot_be_read_raise_what_a_read_raises(self, storage: Any) -> None:
+        _need(storage, base.ReadsInSteps)
+        storage.write("f", [memoryview(b"12345")])
+        version = storage.stat("f").version
+        steps = [[memoryview(bytearray(2))], [memoryview(bytearray(4))]]
+        looked: list[int] = []
+
+        def accept(number: int) -> bool:
+            looked.append(number)
+            return True
+
+        with pytest.raises(CheckpointDamaged, match="5 bytes at most, 6 were expected"):
+            storage.read_steps("f", 0, steps, accept, version=version)
+        assert looked == [0]
+        with pytest.raises(CheckpointDamaged):
+            storage.read_steps("f", 0, steps[:1], lambda _: True, version=f"{version}x")
+        with pytest.raises(FileMissing):
+            storage.read_steps("missing", 0, steps, lambda _: True)
 
     # ---- CreatesExclusively
 

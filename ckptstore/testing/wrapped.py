@@ -122,6 +122,26 @@ class _WrappedCreate(_Wrapped):
         return self.run(_call("create", key, size_bytes=len(data)), lambda: bool(self.inner.create(key, data)))
 
 
+class _WrappedSteps(_Wrapped):
+    """Seen from outside it is one `read_into` of everything."""
+
+    def read_steps(
+        self,
+        key: str,
+        offset: int,
+        steps: Sequence[Views],
+        accept: Callable[[int], bool],
+        *,
+        version: str | None = None,
+    ) -> None:
+        views = [view for step in steps for view in step]
+        self.run(
+            _call("read_into", key, size_bytes=_size(views)),
+            lambda: self.inner.read_steps(key, offset, steps, accept, version=version),
+            lambda: self.inner.read_into(key, offset, _half(views), version=version),
+        )
+
+
 class _WrappedParts(_Wrapped):
     def part_bytes(self, size_bytes: int) -> int:
         return int(self.inner.part_bytes(size_bytes))
@@ -212,6 +232,7 @@ class _WrappedUnfinished(_Wrapped):
 
 _WRAPPERS: dict[Any, type[_Wrapped]] = {
     base.CreatesExclusively: _WrappedCreate,
+    base.ReadsInSteps: _WrappedSteps,
     base.WritesParts: _WrappedParts,
     base.WritesMany: _WrappedMany,
     base.Persists: _WrappedDisk,

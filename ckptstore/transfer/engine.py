@@ -11,7 +11,7 @@ from typing import TypeVar
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import AccessDenied, StorageError, StorageFull
 from ckptstore.retry import retrying
-from ckptstore.storage.base import HasLocalFiles, Storage, WritesMany, WritesParts
+from ckptstore.storage.base import HasLocalFiles, ReadsInSteps, Storage, WritesMany, WritesParts
 from ckptstore.transfer.flow import Flow
 from ckptstore.transfer.pool import Pool, Run
 from ckptstore.transfer.scratch import Scratch
@@ -24,8 +24,6 @@ TASK_BYTES = 16 << 20
 """What a thread does without asking for more work."""
 _REQUEST_BYTES = 16 << 20
 """The largest single read from a storage on a network."""
-_DISK_READ_BYTES = 4 << 20
-"""Large enough that opening the file is nothing beside it, small enough to be in the cache when it is hashed."""
 _MAX_BATCH_FILES = 64
 
 
@@ -41,9 +39,10 @@ class Engine:
     scratch: Scratch
     is_local: bool = field(init=False)
     """Whether a request costs microseconds, not a round trip."""
+    steps: ReadsInSteps | None = field(init=False)
+    """The storage, where it reads in steps."""
     parts: WritesParts | None = field(init=False)
     """The storage, where it writes parts."""
-
     many: WritesMany | None = field(init=False)
     """The storage, where it writes many small files at once."""
     reading: threading.Semaphore = field(init=False)
@@ -54,6 +53,7 @@ class Engine:
 
     def __post_init__(self) -> None:  # once: to ask a protocol whether an object is an instance takes microseconds
         object.__setattr__(self, "is_local", isinstance(self.storage, HasLocalFiles))
+        object.__setattr__(self, "steps", self.storage if isinstance(self.storage, ReadsInSteps) else None)
         object.__setattr__(self, "parts", self.storage if isinstance(self.storage, WritesParts) else None)
         object.__setattr__(self, "many", self.storage if isinstance(self.storage, WritesMany) else None)
         object.__setattr__(self, "reading", threading.Semaphore(self.config.num_threads))
@@ -62,7 +62,7 @@ class Engine:
     @property
     def request_bytes(self) -> int:
         """The most that one read asks for."""
-        return _DISK_READ_BYTES if self.is_local else _REQUEST_BYTES
+        return TASK_BYTES if self.steps else _REQUEST_BYTES
 
     def part_bytes(self, size_bytes: int) -> int | None:
         """The part size of a file of that size; None where it is written in one call."""

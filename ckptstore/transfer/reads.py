@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from ckptstore.digest import crc32c, to_hex
+from ckptstore.digest import crc32c_of, to_hex
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.transfer.engine import TASK_BYTES, Engine
@@ -101,27 +101,46 @@ def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run
 
 def _read_checked(engine: Engine, piece: RangeRead, run: Run) -> None:
     """One request. Bytes that are not those expected are read a second time: they may have flipped on their way."""
+    what = f"read {piece.key}"
+    views = _Cursor(piece.views)
+    steps = [views.take(size_bytes) for size_bytes, _ in piece.checks] or [piece.views]
+    if engine.steps is not None:
+        read_steps = engine.steps.read_steps
+        engine.request(
+            run,
+            what,
+            lambda: read_steps(piece.key, piece.offset, steps, _Check(piece, steps), version=piece.version),
+        )
+        return
     request = partial(engine.storage.read_into, piece.key, piece.offset, piece.views, version=piece.version)
-    for is_last in (False, True):
-        engine.request(run, f"read {piece.key}", request)
-        wrong = _first_wrong(piece)
-        if wrong is None:
-            return
-        if is_last:
-            raise wrong
+    check = _Check(piece, steps)
+    engine.request(run, what, request)
+    while not all(map(check, range(len(steps)))):
+        engine.request(run, what, request)
 
 
-def _first_wrong(piece: RangeRead) -> CheckpointDamaged | None:
-    views, offset = _Cursor(piece.views), piece.offset
-    for size_bytes, expected in piece.checks:
-        found = 0
-        for view in views.take(size_bytes):
-            found = crc32c(view, found)
-        if found != expected:
-            return CheckpointDamaged(
-                f"{piece.key} is damaged in the {size_bytes:,} bytes from {offset:,} on: CRC32C {to_hex(expected)} is "
-                f"expected, {to_hex(found)} is found",
-                file=piece.key,
-            )
-        offset += size_bytes
-    return None
+class _Check:
+    """Compares the digests of a range step by step. False for the first that is wrong; raises CheckpointDamaged for the
+    next one."""
+
+    def __init__(self, piece: RangeRead, steps: Sequence[Sequence[memoryview]]) -> None:
+        self._piece = piece
+        self._steps = steps
+        self._was_wrong = False
+
+    def __call__(self, number: int) -> bool:
+        if not self._piece.checks:
+            return True
+        size_bytes, expected = self._piece.checks[number]
+        found = crc32c_of(self._steps[number])
+        if found == expected:
+            return True
+        if not self._was_wrong:
+            self._was_wrong = True
+            return False
+        offset = self._piece.offset + sum(size for size, _ in self._piece.checks[:number])
+        raise CheckpointDamaged(
+            f"{self._piece.key} is damaged in the {size_bytes:,} bytes from {offset:,} on: CRC32C {to_hex(expected)} "
+            f"is expected, {to_hex(found)} is found",
+            file=self._piece.key,
+        )

@@ -13,6 +13,7 @@ from ckptstore.storage.base import (
     CreatesExclusively,
     HasLocalFiles,
     Persists,
+    ReadsInSteps,
     WritesMany,
     WritesParts,
 )
@@ -22,7 +23,9 @@ from ckptstore.testing.storage_contract import StorageContract
 
 
 class TestLocal(StorageContract):
-    powers = frozenset({CreatesExclusively, WritesParts, WritesMany, CopiesFrom, CopiesInside, Persists, HasLocalFiles})
+    powers = frozenset(
+        {CreatesExclusively, ReadsInSteps, WritesParts, WritesMany, CopiesFrom, CopiesInside, Persists, HasLocalFiles}
+    )
     durable = True
 
     @pytest.fixture

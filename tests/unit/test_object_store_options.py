@@ -231,7 +231,8 @@ def test_statuses(status: int | None, code: str, expected: type[Exception]) -> N
 
 
 def test_parts_stay_below_every_limit() -> None:
-    assert part_bytes(1) == part_bytes(GIB) == 16 << 20
+    assert part_bytes(1) == part_bytes((128 << 20) - 1) == 16 << 20
+    assert part_bytes(128 << 20) == part_bytes(100 * GIB) == 32 << 20
     for size_bytes in (100 * GIB, 1000 * GIB, 5000 * GIB):
         size = part_bytes(size_bytes)
         assert size % (1 << 20) == 0

@@ -348,9 +348,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had
 sys.path.insert(0, sys.argv[2])
 from moving import *
 from ckptstore.testing.faults import wrap
-calls = []
+calls, finished = [], set()
 def slow(call):
     calls.append(call.verb)
+    if (call.verb, call.phase) == ("finish", "after"):
+        finished.add(call.key)
     time.sleep(0.05)
 storage = make_storage("local", Path(sys.argv[1]))
 transfer = transfer_over(wrap(storage, slow))
@@ -360,7 +362,8 @@ try:
 except KeyboardInterrupt:
     before = len(calls)
     time.sleep(0.3)
-    print("interrupted", len(calls) - before, len(list(storage.list(""))), flush=True)
+    left = {file.key for file in storage.list("")} - finished
+    print("interrupted", len(calls) - before, len(left), flush=True)
 """
 
 
