@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from state_worker import job, train_and_resume
+from state_worker import job, load_as, save_as, train_and_resume
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -119,6 +119,13 @@ def train_with_own_parts(root: str, layouts: list[str]) -> tuple[Any, list[list[
     """`train_and_resume`, and the parts that were read."""
     with parts_opened() as opened:
         return train_and_resume(root, layouts), opened
+
+
+def load_in_other_layouts(root: str) -> tuple[dict[str, list[str]], list[list[int]]]:
+    """Of each layout the parameters that did not come back, and the parts that were read."""
+    expected = save_as(root, "fsdp2")
+    with parts_opened() as opened:
+        return load_as(root, ["ddp", "fsdp1", "fsdp2"], ["rank", "job", "node"], expected or {}), opened
 
 
 def load_damaged(root: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from own_parts_worker import load_damaged, load_own_parts, train_with_own_parts
+from own_parts_worker import load_damaged, load_in_other_layouts, load_own_parts, train_with_own_parts
 from test_state_parallel import assert_same_curves
 
 from ckptstore.state.index_file import FOOTER_BYTES, INDEX_NAME, directory_bytes, places
@@ -55,3 +55,11 @@ def test_training_goes_on_with_own_parts(tmp_path: Path) -> None:
     assert of_leader == [[0]] * len(of_leader)  # without more having been needed
     assert of_other == [[0, 1]] * len(of_other)
     assert len(of_other) == 4
+
+
+def test_what_was_begun_with_too_few_parts_is_undone_and_begun_anew(tmp_path: Path) -> None:
+    (not_equal, of_leader), (_, of_other) = run_ranks(2, load_in_other_layouts, str(tmp_path), timeout_seconds=240)
+    assert not_equal == {"ddp": [], "fsdp1": [], "fsdp2": []}
+    assert of_leader[:2] == [[0], [0, 1]]
+    assert of_leader[-1] == [0]
+    assert of_other == [[0, 1]] * len(of_leader)
