@@ -70,7 +70,8 @@ def test_a_stopped_job_goes_on_under_every_strategy(tmp_path: Path) -> None:
     for found in run_ranks(2, call, "stopped_and_resumed", str(tmp_path), cases, 9, env=ELASTIC):
         for name, (whole, resumed) in found.items():
             check_resumed(whole, resumed, steps=EXPECTED[name])
-            assert resumed["written_by"] == {0, 1}, f"{name}: the tensors are not written by all ranks"
+            # what is below a megabyte and alike on all ranks, the lowest writes alone
+            assert resumed["written_by"] == ({0} if CASES[name]["strategy"] == "ddp" else {0, 1}), name
     (losses,) = run_ranks(1, call, "plain_losses", str(tmp_path), list(CASES))
     for told, found_loss in losses:
         assert found_loss == pytest.approx(told, rel=1e-5)
