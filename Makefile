@@ -76,6 +76,8 @@ bench-check: install
 	  $(BIN)/ckptstore bench $$what --to s3-test --size 128MiB --shape tensors --repeat 7 \
 	    --peers dcp,s3torchconnector --floors benchmarks/floors-s3.json || exit 1; \
 	done
+	CKPTSTORE_BENCH=full CKPTSTORE_BENCH_ROUNDS=1 $(PYTEST) benchmarks/test_ray_train.py -k "ten_saves and s3 and busy" \
+	  --floors benchmarks/floors-ray.json --timeout 0
 
 clean:
 	rm -rf $(VENV) build dist .servers .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -1,22 +1,49 @@
-"""The table at the end of a benchmark run."""
+"""The table at the end of a benchmark run, and floors below which a ratio may not fall."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptstore.bench.floors import Verdict, read_floors
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--floors", type=Path, metavar="FILE", help="Fail when a ratio is below what the file says.")
+
+
+def _benchmarks(config: pytest.Config) -> list[Any]:
+    session = getattr(config, "_benchmarksession", None)
+    return list(session.benchmarks) if session else []
+
+
+def _verdicts(config: pytest.Config) -> Iterator[Verdict]:
+    """Every floor of the file; a workload is the name of a benchmark here. What was not measured does not hold."""
+    path = config.getoption("--floors")
+    ratios = {item.name: item.extra_info.get("ratios", {}) for item in _benchmarks(config)}
+    for floor in read_floors(path) if path else ():
+        name, against = floor["workload"], floor["contender"]
+        ratio = ratios.get(name, {}).get(against)
+        yield Verdict(workload=name, against=against, floor=float(floor["floor"]), ratio=ratio)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail when a floor does not hold."""
+    if exitstatus == pytest.ExitCode.OK and not all(verdict.holds for verdict in _verdicts(session.config)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print, for each benchmark, ckptstore's median beside every peer's, and the facts that were counted."""
-    session = getattr(config, "_benchmarksession", None)
-    if session is None or not session.benchmarks:
-        return
     write = terminalreporter.write_line
-    write("")
-    write("seconds are medians; a ratio above 1 means that ckptstore is faster")
-    for item in session.benchmarks:
+    if benchmarks := _benchmarks(config):
+        write("")
+        write("seconds are medians; a ratio above 1 means that ckptstore is faster")
+    for item in benchmarks:
         facts = dict(item.extra_info)
         peers, ratios = facts.pop("peer_seconds", {}), facts.pop("ratios", {})
         size_bytes = facts.pop("size_bytes", 0)
@@ -28,3 +55,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             write(f"    {name:36} {median:.4f} s ({spread})  ratio {ratios[name]:.2f}")
         for name, value in facts.items():
             write(f"    {name}: {value}")
+    for verdict in _verdicts(config):
+        write(str(verdict))

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,22 @@ def test_a_save_is_measured_beside_a_peer_and_the_limit_and_leaves_nothing(tmp_p
     assert len(found["raw disk"]["sweep"]) > 5
     assert "ckptstore" in shown.read_text()
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_benchmarks_for_developers_have_floors_too(tmp_path: Path) -> None:
+    floors, root = tmp_path / "floors.json", Path(__file__).parents[2]
+    command = [sys.executable, "-m", "pytest", "-q", "benchmarks/test_directory.py", "-k", "large"]
+    command += ["--floors", str(floors), "--basetemp", str(tmp_path / "temp")]
+    for contender, floor, code, said in (
+        ("cp -r + sync", 1e-6, 0, "ok: "),
+        ("cp -r + sync", 1e6, 1, "BELOW: "),
+        ("nobody", 1e-6, 1, "nobody: not measured"),
+    ):
+        one = {"workload": "test_large_files[copied]", "contender": contender, "floor": floor, "why": "a test"}
+        floors.write_text(json.dumps({"floors": [one]}))
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
 
 
 @pytest.mark.slow
