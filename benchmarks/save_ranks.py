@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from peers import save_with_dcp
+from peers import load_with_dcp, save_with_dcp
 from raw import settle
 from states import STATES, State
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,8 +65,8 @@ def in_turns(
     return samples
 
 
-def save_in_turns(directory: str, shape: str, rounds: int) -> dict[str, list[float]]:
-    """Durable saves of a sharded state, ckptstore's and DCP's."""
+def save_in_turns(directory: str, shape: str, rounds: int, durable: bool) -> dict[str, list[float]]:
+    """Saves of a sharded state, ckptstore's and DCP's."""
     root = Path(directory)
     with process_group():
         state = sharded(STATES[shape]())
@@ -76,7 +76,7 @@ def save_in_turns(directory: str, shape: str, rounds: int) -> dict[str, list[flo
         def prepare() -> None:
             while opened:
                 opened.pop().close()
-            opened.append(open_store(root / "store"))
+            opened.append(open_store(root / "store", durable=durable))
             opened[0].save(0, {"epoch": 0})
 
         def ours() -> None:
@@ -85,11 +85,34 @@ def save_in_turns(directory: str, shape: str, rounds: int) -> dict[str, list[flo
         bodies: dict[str, Callable[[], object]] = {"ckptstore": ours}
         for threads in (1, 2, 4):
             bodies[f"DCP, {threads} threads"] = partial(
-                save_with_dcp, state, root / "dcp", num_threads=threads, alone=False
+                save_with_dcp, state, root / "dcp", num_threads=threads, durable=durable, alone=False
             )
         found = in_turns(bodies, root, rounds, prepare)
         opened[0].close()
         return found
+
+
+def load_in_turns(directory: str, shape: str, rounds: int) -> dict[str, list[float]]:
+    """Loads of a sharded state into its own memory out of the page cache, ckptstore's and DCP's."""
+    root = Path(directory)
+    with process_group():
+        state = sharded(STATES[shape]())
+        with open_store(root / "store", durable=False) as store:
+            store.save(1, state)
+            save_with_dcp(state, root / "dcp", durable=False, alone=False)
+            bodies: dict[str, Callable[[], object]] = {
+                "ckptstore": lambda: store.load(state),
+                "DCP": partial(load_with_dcp, state, root / "dcp", alone=False),
+            }
+            samples: dict[str, list[float]] = {name: [] for name in bodies}
+            for number in range(rounds + (rounds > 1)):
+                for name, body in bodies.items():
+                    dist.barrier()
+                    started = time.perf_counter()
+                    body()
+                    if number or rounds == 1:
+                        samples[name].append(time.perf_counter() - started)
+            return samples
 
 
 def save_replicated(directory: str, total_bytes: int) -> tuple[int, int]:

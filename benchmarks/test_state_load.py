@@ -18,11 +18,13 @@ from peers import (
     save_with_torch,
 )
 from raw import MIB, Memory, read_into
+from save_ranks import load_in_turns
 from states import STATES, assert_equal, empty_like, size_of
-from versus import versus
+from told import CLOCK, tell
+from versus import ROUNDS, versus
 
 from ckptstore import open_store
-from ckptstore.testing import CountCalls
+from ckptstore.testing import CountCalls, run_ranks
 from ckptstore.testing.stores import with_faults
 
 NUM_TENSORS = 1000
@@ -69,6 +71,18 @@ def test_load(benchmark: Any, tmp_path: Path, shape: str) -> None:
         shutil.rmtree(tmp_path / name)
     for name in ("state.pt", "state.safetensors"):
         (tmp_path / name).unlink()
+
+
+@pytest.mark.benchmark(timer=CLOCK)
+@pytest.mark.parametrize("shape", list(STATES))
+def test_load_of_two_ranks(benchmark: Any, tmp_path: Path, shape: str) -> None:
+    """Each rank has half of the tensors as rows of DTensors; the slower rank's time counts."""
+    of_ranks = run_ranks(2, load_in_turns, str(tmp_path / "out"), shape, ROUNDS, timeout_seconds=1800)
+    samples = {
+        name: [max(pair) for pair in zip(*(rank[name] for rank in of_ranks), strict=True)] for name in of_ranks[0]
+    }
+    tell(benchmark, samples, size_bytes=size_of(STATES[shape]()))
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
 @pytest.mark.parametrize("tensor_bytes", [4 << 10, 300 << 10, 4 << 20], ids=["4KiB", "300KiB", "4MiB"])

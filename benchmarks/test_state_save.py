@@ -72,10 +72,11 @@ def test_save(benchmark: Any, tmp_path: Path, shape: str, durable: bool) -> None
 
 
 @pytest.mark.benchmark(timer=CLOCK)
+@pytest.mark.parametrize("durable", [True, False], ids=["durable", "not-durable"])
 @pytest.mark.parametrize("shape", list(STATES))
-def test_save_of_two_ranks(benchmark: Any, tmp_path: Path, shape: str) -> None:
+def test_save_of_two_ranks(benchmark: Any, tmp_path: Path, shape: str, durable: bool) -> None:
     """Each rank has half of the tensors as rows of DTensors; the slower rank's time counts."""
-    of_ranks = run_ranks(2, save_in_turns, str(tmp_path / "out"), shape, ROUNDS, timeout_seconds=1800)
+    of_ranks = run_ranks(2, save_in_turns, str(tmp_path / "out"), shape, ROUNDS, durable, timeout_seconds=1800)
     samples = {
         name: [max(pair) for pair in zip(*(rank[name] for rank in of_ranks), strict=True)] for name in of_ranks[0]
     }
