@@ -26,7 +26,7 @@ def _verdicts(config: pytest.Config) -> Iterator[Verdict]:
     path = config.getoption("--floors")
     ratios = {item.name: item.extra_info.get("ratios", {}) for item in _benchmarks(config)}
     for floor in read_floors(path) if path else ():
-        name, against = floor["workload"], floor["contender"]
+        name, against = floor["workload"], floor.get("contender") or f"the best {floor['role']}"
         ratio = ratios.get(name, {}).get(against)
         yield Verdict(workload=name, against=against, floor=float(floor["floor"]), ratio=ratio)
 

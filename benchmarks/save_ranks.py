@@ -45,18 +45,28 @@ def sharded(state: State) -> State:
 def in_turns(
     bodies: dict[str, Callable[[], object]], root: Path, rounds: int, prepare: Callable[[], None]
 ) -> dict[str, list[float]]:
-    """Seconds of each body on this rank, round by round; all ranks begin together, in a directory with nothing but what
-    `prepare` makes."""
+    """`timed`, each body in a directory with nothing but what `prepare` makes."""
+
+    def begin() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir()
+            settle(root)
+        dist.barrier()
+        prepare()
+
+    return timed(bodies, rounds, begin)
+
+
+def timed(
+    bodies: dict[str, Callable[[], object]], rounds: int, begin: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each body on this rank, round by round; all ranks begin together, after `begin`."""
     samples: dict[str, list[float]] = {name: [] for name in bodies}
     for number in range(rounds + (rounds > 1)):
         for name, body in bodies.items():
-            dist.barrier()
-            if dist.get_rank() == 0:
-                shutil.rmtree(root, ignore_errors=True)
-                root.mkdir()
-                settle(root)
-            dist.barrier()
-            prepare()
+            begin()
             dist.barrier()
             started = time.perf_counter()
             body()
@@ -104,15 +114,19 @@ def load_in_turns(directory: str, shape: str, rounds: int) -> dict[str, list[flo
                 "ckptstore": lambda: store.load(state),
                 "DCP": partial(load_with_dcp, state, root / "dcp", alone=False),
             }
-            samples: dict[str, list[float]] = {name: [] for name in bodies}
-            for number in range(rounds + (rounds > 1)):
-                for name, body in bodies.items():
-                    dist.barrier()
-                    started = time.perf_counter()
-                    body()
-                    if number or rounds == 1:
-                        samples[name].append(time.perf_counter() - started)
+            expected = {name: tensor.to_local().clone() for name, tensor in state.items()}
+            samples = timed(bodies, rounds)
+            for body in bodies.values():
+                for tensor in state.values():
+                    tensor.to_local().zero_()
+                body()
+                assert all(torch.equal(state[name].to_local(), tensor) for name, tensor in expected.items())
             return samples
+
+
+def of_slowest(of_ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """The samples of all ranks as one: that of the slower rank."""
+    return {name: [max(pair) for pair in zip(*(rank[name] for rank in of_ranks), strict=True)] for name in of_ranks[0]}
 
 
 def save_replicated(directory: str, total_bytes: int) -> tuple[int, int]:

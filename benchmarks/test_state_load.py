@@ -18,7 +18,7 @@ from peers import (
     save_with_torch,
 )
 from raw import MIB, Memory, read_into
-from save_ranks import load_in_turns
+from save_ranks import load_in_turns, of_slowest
 from states import STATES, assert_equal, empty_like, size_of
 from told import CLOCK, tell
 from versus import ROUNDS, versus
@@ -78,10 +78,7 @@ def test_load(benchmark: Any, tmp_path: Path, shape: str) -> None:
 def test_load_of_two_ranks(benchmark: Any, tmp_path: Path, shape: str) -> None:
     """Each rank has half of the tensors as rows of DTensors; the slower rank's time counts."""
     of_ranks = run_ranks(2, load_in_turns, str(tmp_path / "out"), shape, ROUNDS, timeout_seconds=1800)
-    samples = {
-        name: [max(pair) for pair in zip(*(rank[name] for rank in of_ranks), strict=True)] for name in of_ranks[0]
-    }
-    tell(benchmark, samples, size_bytes=size_of(STATES[shape]()))
+    tell(benchmark, of_slowest(of_ranks), size_bytes=size_of(STATES[shape]()))
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 

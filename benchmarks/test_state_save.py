@@ -11,7 +11,7 @@ import pytest
 import torch
 from peers import save_with_dcp, save_with_safetensors, save_with_torch
 from raw import Memory, best_ways, settle
-from save_ranks import save_in_turns
+from save_ranks import of_slowest, save_in_turns
 from states import STATES, State, assert_equal, empty_like, size_of
 from told import CLOCK, tell
 from versus import FULL, ROUNDS, versus
@@ -77,8 +77,5 @@ def test_save(benchmark: Any, tmp_path: Path, shape: str, durable: bool) -> None
 def test_save_of_two_ranks(benchmark: Any, tmp_path: Path, shape: str, durable: bool) -> None:
     """Each rank has half of the tensors as rows of DTensors; the slower rank's time counts."""
     of_ranks = run_ranks(2, save_in_turns, str(tmp_path / "out"), shape, ROUNDS, durable, timeout_seconds=1800)
-    samples = {
-        name: [max(pair) for pair in zip(*(rank[name] for rank in of_ranks), strict=True)] for name in of_ranks[0]
-    }
-    tell(benchmark, samples, size_bytes=size_of(STATES[shape]()))
+    tell(benchmark, of_slowest(of_ranks), size_bytes=size_of(STATES[shape]()))
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
