@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from peers import load_with_dcp, save_with_dcp
 from raw import settle
-from states import STATES, State
+from states import STATES, State, assert_equal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -120,7 +120,7 @@ def load_in_turns(directory: str, shape: str, rounds: int) -> dict[str, list[flo
                 for tensor in state.values():
                     tensor.to_local().zero_()
                 body()
-                assert all(torch.equal(state[name].to_local(), tensor) for name, tensor in expected.items())
+                assert_equal({name: tensor.to_local() for name, tensor in state.items()}, expected)
             return samples
 
 
