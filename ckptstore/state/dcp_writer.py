@@ -38,6 +38,7 @@ from ckptstore.state.plan import RankPlan, Write
 from ckptstore.state.shard_files import ShardFiles
 from ckptstore.state.stock_write import add_stock_bytes, add_stock_tensors
 from ckptstore.state.values import Encoder
+from ckptstore.storage.base import HasLocalFiles
 
 
 class StoreWriter(StorageWriter):
@@ -105,8 +106,9 @@ class StoreWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; returns when they are stored."""
-        shard = _Shard(plan, planner, rank=self._rank, num_files=self._num_files)
-        _, transfer = self._target.open()
+        storage, transfer = self._target.open()
+        on_disk = isinstance(storage, HasLocalFiles)
+        shard = _Shard(plan, planner, rank=self._rank, num_files=self._num_files, on_disk=on_disk)
         sources = [PlannedFile(shard.assignment.prefix + name, source) for name, source in shard.files.sources()]
         stored = transfer.upload(sources)
         names = [file.key.removeprefix(shard.assignment.prefix) for file in sources]
@@ -160,7 +162,7 @@ class StoreWriter(StorageWriter):
 class _Shard:
     """What one rank writes of a plan."""
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, *, rank: int, num_files: int) -> None:
+    def __init__(self, plan: SavePlan, planner: SavePlanner, *, rank: int, num_files: int, on_disk: bool) -> None:
         self.assignment: Assignment = plan.storage_data
         self._described = Described()
         self._stock: dict[str, bytes] = {}
@@ -175,7 +177,7 @@ class _Shard:
         self._described.items = items
         empty = tuple(number for number, item in enumerate(items) if 0 in item.shape)
         planned = RankPlan(tuple(writes), empty, common=tuple(self._described.values), is_shared=True)
-        self.files = ShardFiles(self._described, planned, rank=rank, num_files=num_files)
+        self.files = ShardFiles(self._described, planned, rank=rank, num_files=num_files, on_disk=on_disk)
         self.files.add_stock_values(self._stock)
 
     def _take_bytes(self, item: WriteItem, data: Any) -> None:

@@ -2,7 +2,7 @@
 
 Small tensors lie in a slab at the start of the first file, one frame after another. Each larger one has its payload at
 a multiple of 4,096, so that it can be mapped and read directly. A rank writes several files when there is much to
-write: threads that write one file wait for each other.
+write: threads that write one file on a disk wait for each other.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ FILE_BYTES = 4 << 30
 """No file is planned larger than this, but for one chunk."""
 SHARED_FILE_BYTES = 256 << 20
 """From so many bytes for each on, a rank writes several files at once."""
+LOCAL_SHARED_FILE_BYTES = 64 << 20
+"""On a disk, which takes bytes for one file from one thread at a time."""
 
 
 StockPlace = tuple[str, int, int]
@@ -97,6 +99,7 @@ class ShardFiles:
         incremental: bool = False,
         before: Kept | None = None,
         num_prefixes: int = 1,
+        on_disk: bool = False,
     ) -> None:
         """`num_files` is how many files may be written at once. With `incremental` the chunks get digests, and files
         of the checkpoint `before` are taken over. `num_prefixes` directories share the files of all ranks."""
@@ -112,7 +115,8 @@ class ShardFiles:
         self.stock: dict[str, StockPlace] = {}
         """Where plain values lie for stock readers."""
         small, large = self._sorted_writes()
-        count = _num_files(sum(made.size_bytes for _, _, made, _ in [*small, *large]), num_files)
+        shared_bytes = LOCAL_SHARED_FILE_BYTES if on_disk else SHARED_FILE_BYTES
+        count = _num_files(sum(made.size_bytes for _, _, made, _ in [*small, *large]), num_files, shared_bytes)
         self.files = [ShardFile(name) for name in self._free_names(count)]
         if small:
             slab = Slab.of([made for _, _, made, _ in small], [tensor for _, _, _, tensor in small])
@@ -237,7 +241,7 @@ class ShardFiles:
 _Frame = tuple[str, Box, Template, torch.Tensor]
 
 
-def _num_files(size_bytes: int, num_files: int) -> int:
+def _num_files(size_bytes: int, num_files: int, shared_bytes: int) -> int:
     if not size_bytes:
         return 0
-    return max(-(-size_bytes // FILE_BYTES), min(num_files, size_bytes // SHARED_FILE_BYTES), 1)
+    return max(-(-size_bytes // FILE_BYTES), min(num_files, size_bytes // shared_bytes), 1)

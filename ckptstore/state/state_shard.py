@@ -129,6 +129,7 @@ class StateShard:
             incremental=bool(options.incremental),
             before=self._before,
             num_prefixes=options.num_prefixes,
+            on_disk=isinstance(self._storage, HasLocalFiles),
         )
         if options.stock_readable:
             self._add_stock_values(agreement, [*plan.common, *plan.own])

@@ -30,8 +30,11 @@ _OLD = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _READ_ONLY = 0o444
 """What is stored is never changed in place; who created the file can still write it through its descriptor."""
 _PART_BYTES = 1 << 20
-"""Small enough that a part is still in the processor's cache when it is written after it was hashed. Several threads
-that write one file in calls of 16 MiB have collapsed to a tenth of the speed; calls of 1 MiB have not."""
+"""Small enough that a part is still in the processor's cache when it is written after it was hashed."""
+_LARGE_BYTES = 16 << 20
+_LARGE_PART_BYTES = 4 << 20
+"""Fewer calls leave the interpreter to other threads. Several threads that write one file in calls of 16 MiB have
+collapsed to a tenth of the speed."""
 _DIRECT_PART_BYTES = 8 << 20
 """Past the page cache there is no such collapse, and fewer calls take half the processor's time."""
 _DISK_THREADS = 2
@@ -178,18 +181,19 @@ class LocalStorage:
             return True
 
     def part_bytes(self, size_bytes: int) -> int:
-        is_direct = size_bytes >= 4 * _DIRECT_PART_BYTES and self._durable and self._direct_io
-        return _DIRECT_PART_BYTES if is_direct and posix.writes_directly(self._root) else _PART_BYTES
+        if size_bytes < _LARGE_BYTES:
+            return _PART_BYTES
+        is_direct = self._durable and self._direct_io and posix.writes_directly(self._root)
+        return _DIRECT_PART_BYTES if is_direct else _LARGE_PART_BYTES
 
     def open_parts(self, key: str, size_bytes: int) -> PartWriter:
         path = self._path(key)
         self._flushed.discard(key)
-
-        finished = self._flushed.add if self._durable else None
+        flushed = self._flushed.add if self._durable else None
         with self._translating("Writing", key, size_bytes):
             self._make_directories(os.path.dirname(path))
             _remove(path)
-            return LocalParts(key, path, size_bytes=size_bytes, flushed=finished, direct=self._direct_io)
+            return LocalParts(key, path, size_bytes=size_bytes, flushed=flushed, direct=self._direct_io)
 
     def persist(self, keys: Sequence[str]) -> None:
         if not self._durable or not keys:

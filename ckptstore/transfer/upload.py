@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import zip_longest
 
 from ckptstore.digest import FileDigest
 from ckptstore.errors import CkptstoreError
@@ -74,7 +75,9 @@ class _Upload:
                 small.append(index)
             else:
                 large.append(_InParts(self, index, part_bytes))
-        tasks: list[Task] = [task for file in large for task in file.tasks()]
+        tasks = _in_turns(
+            [file.tasks() for file in large], self._engine.pool.num_threads if self._engine.is_local else 1
+        )
         batches = [small[batch] for batch in self._engine.batches([self._size_bytes(index) for index in small])]
         num_chains = min(self._engine.small_tasks(), len(batches))
         chains = [partial(self._write_chain, batches[first::num_chains]) for first in range(num_chains)]
@@ -142,6 +145,15 @@ class _Upload:
 
     def failed(self, index: int, error: CkptstoreError) -> None:
         self._failed.append((index, error))
+
+
+def _in_turns(files: Sequence[Sequence[Task]], num_files: int) -> list[Task]:
+    """The tasks of so many files at a time, one of each in turn.
+
+    A file system lets one thread at a time copy into a file; the others spin. So each shall have a file of its own.
+    """
+    groups = (files[first : first + num_files] for first in range(0, len(files), num_files))
+    return [task for group in groups for turn in zip_longest(*group) for task in turn if task is not None]
 
 
 class _InParts:

@@ -116,7 +116,7 @@ DISK_ERROR = StorageError("the disk is gone")
 
 
 def test_an_error_of_a_thread_is_never_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptstore.state.shard_files.SHARED_FILE_BYTES", MIB)
+    monkeypatch.setattr("ckptstore.state.shard_files.LOCAL_SHARED_FILE_BYTES", MIB)
     state = {f"t{number}": torch.ones(512, 1024) for number in range(20)}
     with pytest.raises(StorageError, match="the disk is gone"), translated():
         dcp.save(state, storage_writer=StoreWriter(Failing(tmp_path / "c")), no_dist=True)

@@ -86,7 +86,7 @@ def test_large_payloads_begin_at_pages(tmp_path):
 
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_several_files_share_the_bytes(tmp_path, monkeypatch, num_files):
-    monkeypatch.setattr("ckptstore.state.shard_files.SHARED_FILE_BYTES", 4 * MIB)
+    monkeypatch.setattr("ckptstore.state.shard_files.LOCAL_SHARED_FILE_BYTES", 4 * MIB)
     state = {f"t{number:02d}": torch.randn(1024, 512) for number in range(12)}
     directory = save_plain(tmp_path, state, num_files=num_files)
     files = sorted(directory.glob("*.distcp"))

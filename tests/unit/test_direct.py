@@ -66,11 +66,11 @@ def test_a_durable_file_takes_no_page_cache(disk: Path) -> None:
         assert (disk / name).stat().st_mode & 0o777 == 0o444
 
 
-def test_large_files_are_written_in_larger_parts_where_that_is_direct(disk: Path) -> None:
+def test_large_files_are_written_in_larger_parts_still_larger_ones_where_that_is_direct(disk: Path) -> None:
     data = bytearray(random.randbytes(MIB)) * 32 + bytearray(b"end")
-    sizes = [LocalStorage(disk).part_bytes(size) for size in (len(data), 32 * MIB - 1)]
+    sizes = [LocalStorage(disk).part_bytes(size) for size in (len(data), 16 * MIB, 16 * MIB - 1)]
     sizes += [LocalStorage(disk, **off).part_bytes(len(data)) for off in ({"durable": False}, {"direct_io": False})]
-    assert sizes == [8 * MIB, MIB, MIB, MIB]
+    assert sizes == [8 * MIB, 8 * MIB, MIB, 4 * MIB, 4 * MIB]
     write(LocalStorage(disk), "file", data, [100, 5 * MIB])
     assert cached_bytes(disk / "file") <= 4096
     assert (disk / "file").read_bytes() == data
