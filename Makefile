@@ -8,6 +8,8 @@ EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers
 STAMP  := $(VENV)/.installed
 # In CI a test that fails is tried once more, and shown as RERUN if it passes then: that is a defect too, but no red light.
 PYTEST := $(BIN)/python -m pytest --durations=20 $(if $(CI),--reruns 1 -rR)
+# A driver that waits for Ray hears no signal, so a test that takes too long ends the process.
+PYTEST_RAY := $(PYTEST) --timeout-method=thread
 # Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself.
 AT_ONCE := -n 3 --dist loadfile --ignore=tests/ray
 
@@ -36,12 +38,12 @@ servers: install
 
 test: install servers
 	$(PYTEST) $(AT_ONCE) -m "not slow and not ceph"
-	$(PYTEST) -m "not slow" tests/ray
+	$(PYTEST_RAY) -m "not slow" tests/ray
 
 # The benchmarks run too, at a small size: that shows that they work, and no more.
 test-slow: install servers
 	$(PYTEST) $(AT_ONCE) -m "slow and not ceph"
-	$(PYTEST) -m slow tests/ray
+	$(PYTEST_RAY) -m slow tests/ray
 	$(PYTEST) benchmarks -q
 
 test-ceph: install

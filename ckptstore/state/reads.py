@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from ckptstore.digest import BLOCK_BYTES
@@ -74,15 +75,14 @@ class Step:
         """How much is not read directly."""
         return self.size_bytes - (len(self.direct) if self.direct is not None else 0)
 
-    def range_read(self) -> tuple[RangeRead, bytearray]:
+    def range_read(self) -> tuple[RangeRead, memoryview]:
         """The read, and the buffer that takes what has no place of its own."""
-        buffer = bytearray(self.buffer_bytes)
-        view = memoryview(buffer)
+        buffer = _buffer(self.buffer_bytes)
         if self.direct is None:
-            views: tuple[memoryview, ...] = (view,)
+            views: tuple[memoryview, ...] = (buffer,)
         else:
             head = self.direct_offset - self.offset
-            views = tuple(part for part in (view[:head], self.direct, view[head:]) if part)
+            views = tuple(part for part in (buffer[:head], self.direct, buffer[head:]) if part)
         return RangeRead(self.key, self.offset, views, self.checks), buffer
 
     @collector_paused()
@@ -97,7 +97,7 @@ class Step:
 
         def buffer_until(stop: int) -> None:
             if stop > start:
-                view = memoryview(bytearray(stop - start))
+                view = _buffer(stop - start)
                 views.append(view)
                 left.extend((copy, view[copy.offset - start :][: copy.size_bytes]) for copy in waiting)
             waiting.clear()
@@ -114,10 +114,15 @@ class Step:
         buffer_until(self.offset + self.size_bytes)
         return RangeRead(self.key, self.offset, tuple(views), self.checks), left
 
-    def finish(self, buffer: bytearray) -> None:
+    def finish(self, buffer: memoryview) -> None:
         """Copy out of the buffer."""
         for copy in self.copies:
-            fill(copy.target, memoryview(buffer)[copy.offset - self.offset :][: copy.size_bytes], copy.strides)
+            fill(copy.target, buffer[copy.offset - self.offset :][: copy.size_bytes], copy.strides)
+
+
+def _buffer(size_bytes: int) -> memoryview:
+    """Memory that is new. A large piece comes in huge pages where the system has them: numpy asks for them."""
+    return np.empty(size_bytes, dtype=np.uint8).data
 
 
 def fill(target: torch.Tensor, data: memoryview, strides: tuple[int, ...]) -> None:

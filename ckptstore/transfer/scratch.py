@@ -1,10 +1,12 @@
 """Buffers that bytes pass through, under one budget for all operations of a transfer.
 
-Buffers are used again: memory that is new to the process costs more than the copy into it.
+Buffers are used again, and in huge pages where the system has them: memory that is new to the process costs more than
+the copy into it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Iterator
@@ -62,11 +64,14 @@ class Scratch:
             self._drop_kept(max(0, self._budget_bytes - self._lent_bytes - size_bytes))
             self._lent_bytes += size_bytes
         try:
-            return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            buffer = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except BaseException:
             with self._changed:
                 self._lent_bytes -= size_bytes
             raise
+        with contextlib.suppress(OSError, AttributeError):
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        return buffer
 
     def _give_back(self, buffer: mmap.mmap) -> None:
         with self._changed:

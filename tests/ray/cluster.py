@@ -63,6 +63,17 @@ class RayCluster:
         self._cluster.remove_node(node, allow_graceful=False)
         self.nodes.remove(node)
 
+    def release(self) -> None:
+        """Give back what is still reserved for runs that ended. Ray would learn of a killed controller from its
+        dashboard, which is off here; and an elastic run waits for ever for what it believes to be free."""
+        from ray import PlacementGroupID
+        from ray.util import placement_group_table, remove_placement_group
+        from ray.util.placement_group import PlacementGroup
+
+        for number, group in placement_group_table().items():
+            if group["state"] != "REMOVED":
+                remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
+
 
 @contextmanager
 def ray_cluster(*, num_nodes: int = 2, num_cpus: int = 4, environment: Mapping[str, str] = {}) -> Iterator[RayCluster]:

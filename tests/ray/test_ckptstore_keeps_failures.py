@@ -36,6 +36,13 @@ def cluster() -> Iterator[RayCluster]:
         yield running
 
 
+@pytest.fixture(autouse=True)
+def released(cluster: RayCluster) -> Iterator[None]:
+    """Each test begins with all resources."""
+    yield
+    cluster.release()
+
+
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3Server]:
     with s3_server(buckets=["test"]) as server:

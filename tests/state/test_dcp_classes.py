@@ -178,6 +178,9 @@ def ranks_save(root):
     future = dcp.async_save(state, storage_writer=StoreWriter(f"{root}/async"))
     future.result()
     seen = {"written": bytes_of_rank(f"{root}/sync", rank)}
+    for split_plain_bytes in (None, 8 * MIB):
+        writer = StoreWriter(f"{root}/split-{split_plain_bytes}", split_plain_bytes=split_plain_bytes)
+        dcp.save({"mine": torch.full((16 * MIB,), rank, dtype=torch.uint8)}, storage_writer=writer)
     with pytest.raises(RankFailed if rank < 0 else CkptstoreError) as failed, translated():
         dcp.save({**state, "bad": Exploding(rank)}, storage_writer=StoreWriter(f"{root}/failed"), planner=Planner())
     seen["failed"] = str(failed.value), os.path.exists(f"{root}/failed/.metadata")
@@ -247,6 +250,11 @@ def test_two_ranks_share_what_both_have(tmp_path):
         assert_same(state, full)
         assert state["epoch"] == 3
     assert bits(state["plain"]) == bits(full["plain"])
+    for split_plain_bytes, values in ((None, 1), (8 * MIB, 2)):  # split, what differs is a mix of both ranks
+        state = {"mine": torch.full((16 * MIB,), 9, dtype=torch.uint8)}
+        dcp.load(state, storage_reader=StoreReader(tmp_path / f"split-{split_plain_bytes}"), no_dist=True)
+        assert set(state["mine"].unique().tolist()) <= {0, 1}
+        assert len(state["mine"].unique()) == values
 
 
 def test_a_load_without_a_checkpoint_says_so(tmp_path):
