@@ -41,7 +41,6 @@ def test_load(benchmark: Any, tmp_path: Path, shape: str) -> None:
         save_with_torch(state, tmp_path / "state.pt")
         save_with_safetensors(state, tmp_path / "state.safetensors")
         target, memory = empty_like(state), Memory(size_bytes)
-        small_pages = Memory(size_bytes, huge_pages=False)
         ours = [Path(checkpoint.uri) / file.name for file in checkpoint.files if file.name.startswith("state-rank")]
         everything = [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -62,14 +61,12 @@ def test_load(benchmark: Any, tmp_path: Path, shape: str) -> None:
                 "safetensors": partial(load_with_safetensors, target, tmp_path / "state.safetensors"),
                 "raw preadv, 1 thread": partial(read_into, memory.view, ours, num_threads=1),
                 "raw preadv, 2 threads": partial(read_into, memory.view, ours, num_threads=2),
-                "raw preadv, 2 threads, into small pages": partial(read_into, small_pages.view, ours, num_threads=2),
             },
             prepare=into_cache,
             size_bytes=size_bytes,
         )
         assert_equal(target, state)
     memory.close()
-    small_pages.close()
     for name in ("store", "dcp"):
         shutil.rmtree(tmp_path / name)
     for name in ("state.pt", "state.safetensors"):

@@ -23,10 +23,9 @@ _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, 
 class Memory:
     """Memory that begins at a page, as direct writes need it, and is there."""
 
-    def __init__(self, size_bytes: int, *, huge_pages: bool = True) -> None:
-        """Tensors on a CPU lie in small pages, unless torch is told otherwise."""
+    def __init__(self, size_bytes: int) -> None:
         self.map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.map.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+        self.map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         ctypes.memset(self.address, 1, size_bytes)
