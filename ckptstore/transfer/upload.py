@@ -75,7 +75,7 @@ class _Upload:
                 small.append(index)
             else:
                 large.append(_InParts(self, index, part_bytes))
-        tasks = _in_turns(
+        tasks = in_turns(
             [file.tasks() for file in large], self._engine.pool.num_threads if self._engine.is_local else 1
         )
         batches = [small[batch] for batch in self._engine.batches([self._size_bytes(index) for index in small])]
@@ -147,7 +147,7 @@ class _Upload:
         self._failed.append((index, error))
 
 
-def _in_turns(files: Sequence[Sequence[Task]], num_files: int) -> list[Task]:
+def in_turns(files: Sequence[Sequence[Task]], num_files: int) -> list[Task]:
     """The tasks of so many files at a time, one of each in turn.
 
     A file system lets one thread at a time copy into a file; the others spin. So each shall have a file of its own.

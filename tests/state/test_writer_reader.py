@@ -97,6 +97,19 @@ def test_several_files_share_the_bytes(tmp_path, monkeypatch, num_files):
     assert all(torch.equal(loaded[key], state[key]) for key in state)
 
 
+@pytest.mark.parametrize(("on_disk", "num_files"), [(True, 4), (False, 1)])
+def test_files_are_smaller_on_a_disk(monkeypatch, on_disk, num_files):
+    from ckptstore.state.agree import agreement_of_one
+    from ckptstore.state.plan import plan_rank
+    from ckptstore.state.shard_files import ShardFiles
+
+    monkeypatch.setattr("ckptstore.state.shard_files.LOCAL_SHARED_FILE_BYTES", 2 * MIB)
+    monkeypatch.setattr("ckptstore.state.shard_files.SHARED_FILE_BYTES", 8 * MIB)
+    described = describe(plain_state({f"t{number}": torch.zeros(2 * MIB, dtype=torch.uint8) for number in range(5)}))
+    plan = plan_rank(described.items, agreement_of_one(), 0)
+    assert len(ShardFiles(described, plan, rank=0, num_files=4, on_disk=on_disk).files) == num_files
+
+
 def test_chunks_above_the_limit_are_cut(tmp_path, monkeypatch):
     monkeypatch.setattr("ckptstore.state.deal.MAX_CHUNK_BYTES", 3 * MIB)
     state = {"rows": torch.randn(2000, 1000), "flat": torch.randn(5, 500_000), "wide": torch.randn(1, 3_000_000)}

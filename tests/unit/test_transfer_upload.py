@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from ckptstore.sources import FileSource, MemorySource
 from ckptstore.storage.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
+from ckptstore.transfer import upload
+from ckptstore.transfer.pool import Run
+from ckptstore.transfer.upload import in_turns
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -49,6 +53,31 @@ def _threads_end() -> Iterator[None]:
 
 
 SIZES = [0, 1, 4096, MIB - 1, MIB, MIB + 1, 17 * MIB + 3, len(DATA)]
+
+
+@given(st.lists(st.integers(1, 4), max_size=7), st.integers(1, 3))
+def test_so_many_files_take_turns(num_tasks: list[int], num_files: int) -> None:
+    seen: list[tuple[int, int]] = []
+    files = [[partial(_note, seen, file, number) for number in range(count)] for file, count in enumerate(num_tasks)]
+    for task in in_turns(files, num_files):
+        task(Run([]))
+    expected = [(file, number) for file, count in enumerate(num_tasks) for number in range(count)]
+    assert seen == sorted(expected, key=lambda place: (place[0] // num_files, place[1], place[0]))
+
+
+def _note(seen: list[tuple[int, int]], file: int, number: int, run: Run) -> None:
+    seen.append((file, number))
+
+
+@pytest.mark.parametrize("name", ["local", "memory"])
+def test_files_take_turns_on_a_disk_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        upload, "in_turns", lambda files, num_files: asked.append(num_files) or in_turns(files, num_files)
+    )
+    with closing(transfer_over(make_storage(name, tmp_path))) as transfer:
+        transfer.upload([from_memory("f", DATA)])
+    assert [count > 1 for count in asked] == [name == "local"]
 
 
 def test_files_of_all_sizes_from_memory_and_disk(storage: Any, tmp_path: Path) -> None:
