@@ -77,6 +77,7 @@ IMPORTERS: dict[str, set[str]] = {
     "sklearn": {"demo"},
     "tenacity": {"retry"},
     "torch": {"bench", "demo", "group", "integrations", "state", "testing", "torch_private"},
+    "torch_checkpointing": {"bench"},
     "transformers": {"integrations.transformers"},
     "uvloop": {"testing.s3_server"},
     "xxhash": {"state"},

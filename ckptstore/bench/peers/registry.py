@@ -15,16 +15,26 @@ from ckptstore.bench.peers.own import (
     DirectoryCkptstore,
     LinkedCkptstore,
 )
+from ckptstore.bench.peers.torch_checkpointing import AsyncTorchCheckpointing, TorchCheckpointing
 
-_STATES: tuple[type[Contender], ...] = (Dcp, DcpFsspec, DcpS3, TorchSave, Safetensors, Lightning, Orbax)
+_STATES: tuple[type[Contender], ...] = (
+    Dcp,
+    DcpFsspec,
+    DcpS3,
+    TorchCheckpointing,
+    TorchSave,
+    Safetensors,
+    Lightning,
+    Orbax,
+)
 
 CONTENDERS: dict[str, tuple[type[Contender], ...]] = {
     "save": (Ckptstore, *_STATES, RawDisk, RawRequests),
     "load": (Ckptstore, *_STATES, RawDiskLoad, RawRequests),
-    "async": (AsyncCkptstore, AsyncCkptstoreProcess, AsyncDcp, AsyncDcpProcess, Memcpy),
+    "async": (AsyncCkptstore, AsyncCkptstoreProcess, AsyncDcp, AsyncDcpProcess, AsyncTorchCheckpointing, Memcpy),
     "directory": (DirectoryCkptstore, LinkedCkptstore, RayPersist, CopyRecursively, RawDisk, RawRequests),
     "node-cache": (OneDownload, RayAsDirectory, RawDownload),
-    "ranks": (Ckptstore, Dcp, DcpFsspec, DcpS3, RawDisk, RawRequests),
+    "ranks": (Ckptstore, Dcp, DcpFsspec, DcpS3, TorchCheckpointing, RawDisk, RawRequests),
 }
 """In the order of the tables."""
 
