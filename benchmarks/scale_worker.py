@@ -78,8 +78,7 @@ def join_and_commit(directory: str, num_ranks: int, num_tensors: int) -> dict[st
         job = store._job
         request = Request.of(step=1, kind="state", metrics=None, metadata=None, exists="replace")
         job.claim(None)
-        assert job.epoch is not None
-        attempt: Attempt = job.next_attempt(1, job.epoch)
+        attempt: Attempt = job.new_attempt(1)
         (Path(directory) / attempt.prefix).mkdir(parents=True)
         for rank in range(num_ranks):  # files that take no room
             with open(Path(directory) / attempt.prefix / f"state-rank={rank:05d}-00.distcp", "wb") as file:

@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed
+from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, SaveBusy
+from ckptstore.group import Beat
+from ckptstore.job import Job
 
 logger = logging.getLogger("ckptstore")
 
@@ -82,15 +84,36 @@ class Background:
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
-    def raise_failure(self, *, max_failures: int = 0) -> None:
-        """Raise what the last save failed with, once, when more than `max_failures` have failed in a row."""
+    def is_free(self, job: Job, on_busy: OnBusy, *, step: Any) -> bool:
+        """Whether a save may begin, once `wait` returns; the same on all ranks. Collective. Raises SaveBusy."""
+        if on_busy not in ("wait", "skip", "error"):
+            raise InvalidInput(f"on_busy is {on_busy!r}, it is 'wait', 'skip' or 'error'")
+        if on_busy == "wait":
+            return True
+
+        def is_busy(_beat: Beat) -> bytes:
+            return b"1" if self.pending is not None else b"0"
+
+        answer = job.group.exchange("busy", is_busy, lambda answers, _beat: max(answers))
+        if answer == b"1" and on_busy == "error":
+            raise SaveBusy(f"The save before that of step {step} is still in flight", hint="Save less often, or wait")
+        return answer == b"0"
+
+    def failure(self, *, max_failures: int = 0) -> CkptstoreError | None:
+        """What the last save failed with, once, when more than `max_failures` have failed in a row."""
         if max_failures < 0:
             raise InvalidInput(f"max_failures is {max_failures!r}, it must be at least 0")
         error, self._unseen = self._unseen, None
-        if error is not None and self._failures > max_failures:
-            raise error
+        if error is None or self._failures > max_failures:
+            return error
+        logger.warning("%d saves in a row have failed, %d are tolerated: %s", self._failures, max_failures, error)
+        return None
+
+    def raise_failure(self, *, max_failures: int = 0) -> None:
+        """Raise the `failure`, if there is one."""
+        error = self.failure(max_failures=max_failures)
         if error is not None:
-            logger.warning("%d saves in a row have failed, %d are tolerated: %s", self._failures, max_failures, error)
+            raise error
 
     def forgive(self, pending: PendingSave) -> None:
         """Somebody has dealt with what this save failed with: it counts as a failure, and is raised no more."""

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CheckpointGone, StorageError
+from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StorageError
 from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.layout import MANIFEST_NAME, Attempt
+from ckptstore.log import Log
 from ckptstore.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.records import CheckpointEntry, Commit, Record
 from ckptstore.request import Request
@@ -23,10 +24,18 @@ from ckptstore.storage.base import CreatesExclusively, HasLocalFiles, Persists, 
 logger = logging.getLogger("ckptstore")
 
 
-def commit(job: Job, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> Record:
-    """Publish what is stored, as the next record of the log; retention decides in the same step."""
+def commit(
+    job: Job, request: Request, attempt: Attempt, contents: Contents, beat: Beat, *, after: int | None = None
+) -> Record:
+    """Publish what is stored, as the next record of the log; retention decides in the same step.
+
+    With `after`, the number of a record, InvalidInput is raised when a checkpoint was committed later than that.
+    """
     manifest = manifest_of(request, attempt, contents, store_id=job.store_id(), world_size=job.group.world_size)
-    data = publish(job.storage, job.config, attempt, contents, manifest, beat)
+    check_stored(job.storage, attempt, contents.receipts)
+    beat()
+    data = write_manifest(job.storage, job.config, attempt, contents, manifest)
+    beat()
     entry = CheckpointEntry(
         step=manifest.step,
         epoch=manifest.epoch,
@@ -39,9 +48,43 @@ def commit(job: Job, request: Request, attempt: Attempt, contents: Contents, bea
         world_size=manifest.world_size,
         created_at=manifest.created_at,
     )
-    record = job.log.append(lambda newest: _change(job, newest, entry, manifest.references))
+
+    def change(newest: Record | None) -> Commit:
+        beat()
+        if after is not None and newest is not None:
+            _refuse_overtaken(job.log.records(range(after + 1, newest.number + 1)), request.step)
+        return _change(job, newest, entry, manifest.references)
+
+    try:
+        record = job.log.append(change)
+    except CkptstoreError as error:
+        record = committed_record(job.log, attempt) if error.committed is None else None
+        if record is None:
+            raise
     assert record is not None  # a commit is always written, or an error raised
     return record
+
+
+def _refuse_overtaken(since: Sequence[Record], step: int) -> None:
+    """Saves have one order, and nobody can wait for one that torch has begun: the one that ends too late fails."""
+    committed = [record.entry.step for record in since if isinstance(record.change, Commit)]
+    if committed:
+        raise InvalidInput(
+            f"Step {committed[-1]} was committed while step {step} was being saved",
+            step=step,
+            hint="Let one save end before the next begins",
+        )
+
+
+def committed_record(log: Log, attempt: Attempt) -> Record | None:
+    """The record that committed the attempt, for who does not know whether it was; None if there is none (yet), or the
+    log cannot be read."""
+    try:
+        newest = log.newest()
+        found = log.records([*newest.state.live, *newest.state.trash] if newest else ())
+    except CkptstoreError:
+        return None
+    return next((record for record in found if record.entry.attempt == str(attempt)), None)
 
 
 def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store_id: str, world_size: int) -> Manifest:
@@ -59,21 +102,6 @@ def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store
         metrics=request.metrics,
         metadata=request.metadata,
     )
-
-
-def publish(
-    storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, manifest: Manifest, beat: Beat
-) -> bytes:
-    """Write the manifest, after all else of the attempt is found there and durable; returns its bytes.
-
-    Raises StorageError when something is not there, or is there and nobody's.
-    """
-    _check_stored(storage, attempt, contents.receipts)
-    beat()
-    data = manifest.encode()
-    _write_manifest(storage, config, attempt, contents, data)
-    beat()
-    return data
 
 
 def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references: Collection[str]) -> Commit:
@@ -112,8 +140,11 @@ def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, 
     return tuple(sorted(live[attempt] for attempt in references))
 
 
-def _check_stored(storage: Storage, attempt: Attempt, receipts: Sequence[Receipt]) -> None:
-    """Compare what is stored with the receipts, once, before anything refers to it."""
+def check_stored(storage: Storage, attempt: Attempt, receipts: Sequence[Receipt]) -> None:
+    """Compare what is stored with the receipts, once, before anything refers to it.
+
+    Raises StorageError when something is not there, or is there and nobody's.
+    """
     stored = {file.key: file.size_bytes for file in storage.list(attempt.prefix)}
     prefix = attempt.prefix
     for receipt in (receipt for receipt in receipts if receipt.attempt is None):
@@ -139,8 +170,11 @@ def _created(
     return retrying(config.retry, f"create {key}", lambda: create(key, data) or storage.read(key) == data)
 
 
-def _write_manifest(storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, data: bytes) -> None:
-    key = attempt.key(MANIFEST_NAME)
+def write_manifest(
+    storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, manifest: Manifest
+) -> bytes:
+    """Write the manifest, after what must be durable with it, and return its bytes. It may arrive after an error."""
+    key, data = attempt.key(MANIFEST_NAME), manifest.encode()
     late = [attempt.key(name) for name in (*contents.directories, *contents.pending)]
     if isinstance(storage, HasLocalFiles):
         for name in contents.directories:
@@ -151,3 +185,4 @@ def _write_manifest(storage: Storage, config: StoreConfig, attempt: Attempt, con
         storage.write(key, [memoryview(data)])
     elif not _created(storage, storage.create, config, key, data):
         raise StorageError(f"{key} exists already with other contents", file=key)
+    return data

@@ -3,11 +3,12 @@
     dcp.save(state_dict, storage_writer=StoreWriter(store.dcp_target(metrics={"loss": 0.3}), step=100))
 
 The coordinator alone claims, begins and commits. The other ranks write their files under the prefix that it tells.
+Nobody deletes what a save that failed has written: torch tells no rank when the others have ended, so it is garbage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,12 +41,22 @@ class StoreTarget:
     epoch: int | None
     resume_from: int | None
     job: Job | None
+    in_turn: Callable[[], object] | None
+    """Waits for what the store has in flight. Raises InvalidInput when the store is closed."""
     _transfer: Transfer | None = None
     _request: Request | None = None
     _attempt: Attempt | None = None
+    _begun_at: int = 0
+    """The number of the newest record when the attempt began."""
 
     @staticmethod
-    def of(job: Job, *, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> StoreTarget:
+    def of(
+        job: Job,
+        *,
+        in_turn: Callable[[], object],
+        metrics: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> StoreTarget:
         """A place in the store of this job."""
         return StoreTarget(
             storage=job.storage,
@@ -57,10 +68,11 @@ class StoreTarget:
             epoch=job.epoch,
             resume_from=job.resume_from,
             job=job,
+            in_turn=in_turn,
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "job": None, "_transfer": None}
+        return {**self.__dict__, "job": None, "in_turn": None, "_transfer": None}
 
     @property
     def uri(self) -> str:
@@ -70,6 +82,7 @@ class StoreTarget:
     def open(self) -> tuple[Storage, Transfer]:
         """What moves bytes there."""
         if self.job is not None:
+            self.job.check_open()
             return self.storage, self.job.transfer
         if self._transfer is None:
             self._transfer = Transfer(self.storage, config=self.config.transfer, retry=self.config.retry)
@@ -86,21 +99,25 @@ class StoreTarget:
             step=check_step(step), kind="state", metrics=self.metrics, metadata=self.metadata, exists="replace"
         )
         check_required(self.policy, request.metrics, missing=self.missing)
+        if self.in_turn is not None:
+            self.in_turn()
         job = self._alone(world_size=1)
-        job.claim(job.log.newest() if job.epoch is not None else None)
+        self._begun_at = job.claim(job.log.newest() if job.epoch is not None else None).number
         self.epoch, self.resume_from = job.epoch, job.resume_from
         if self.job is not None:
             self.job.join_claim(job.claimed())
-        assert job.epoch is not None  # just claimed
-        self._request, self._attempt = request, job.next_attempt(request.step, job.epoch)
+        self._request, self._attempt = request, job.new_attempt(request.step)
         return self._attempt.prefix
 
     def finish(self, prefix: str, receipts: Sequence[Receipt], *, world_size: int) -> None:
-        """Coordinator: commit what all ranks stored; then prune."""
+        """Coordinator: commit what all ranks stored; then prune.
+
+        Raises InvalidInput when another checkpoint was committed since `begin`.
+        """
         assert self._request is not None  # `begin` came first
         assert self._attempt is not None
         job = self._alone(world_size=world_size)
-        commit(job, self._request, self._attempt, Contents(receipts), lambda: None)
+        commit(job, self._request, self._attempt, Contents(receipts), lambda: None, after=self._begun_at)
         if self.job is not None:
             owner = self.job
             owner.prune_in_background(lambda: prune(owner.log, owner.storage, owner.config, epoch=owner.epoch))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CheckpointGone, StoreFenced
+from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StoreFenced, StoreNotShared
 from ckptstore.events import PruneFailed, emit
 from ckptstore.group import Beat, Group, check_shared, find_group
 from ckptstore.identity import read_or_create_identity
@@ -41,10 +41,10 @@ class Job:
     """The writer epoch that this job has claimed, None before its first collective call."""
     resume_from: int | None = None
     """The number of the checkpoint that was the latest when the store was claimed."""
-    num_saves: int = 0
-    """Attempts so far: with the start token it names the next one, the same on all ranks."""
+    is_closed: bool = False
     _store_id: str = ""
     _group: Group | None = None
+    _is_checked: bool = False
     _pruning: threading.Thread | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -52,14 +52,22 @@ class Job:
     def group(self) -> Group:
         """The ranks of this job. Collective on first use: the group is fixed then, and the root is checked."""
         if self._group is None:
-            group = find_group(self.given_group, storage=self.storage, config=self.config)
+            self._group = find_group(self.given_group, storage=self.storage, config=self.config)
+        if not self._is_checked:
+            # Once, also where the ranks did not meet: those that did would not come to a second time. A commit checks
+            # too that what all ranks have stored is seen.
+            self._is_checked = True
             try:
-                check_shared(group, self.storage, config=self.config)
-            except BaseException:
-                group.close()
+                check_shared(self._group, self.storage, config=self.config)
+            except StoreNotShared:
+                self._is_checked = False
                 raise
-            self._group = group
         return self._group
+
+    def check_open(self) -> None:
+        """Raise InvalidInput when the store is closed."""
+        if self.is_closed:
+            raise InvalidInput(f"The store {self.storage.uri} is closed", hint="Open it again with open_store")
 
     @property
     def is_leader(self) -> bool:
@@ -113,10 +121,22 @@ class Job:
 
         return json.loads(self.group.exchange(tag, lambda beat: json.dumps(work(beat)).encode(), encoded_join))
 
-    def next_attempt(self, step: int, epoch: int) -> Attempt:
-        """The directory of the next save. It follows from what all ranks know, so a restarted rank cannot mix in."""
-        self.num_saves += 1
-        return attempt_of(self.group.start_token, num_saves=self.num_saves, step=step, epoch=epoch)
+    def raise_on_all(self, error: CkptstoreError) -> NoReturn:
+        """Raise it here, and on ranks that do not know of it in the call that they make now: no rank waits in vain."""
+
+        def work(_beat: Beat) -> bytes:
+            raise error
+
+        try:
+            self.group.exchange("fail", work, lambda _answers, _beat: b"")
+        except CkptstoreError:
+            """What became of the meeting says less."""
+        raise error
+
+    def new_attempt(self, step: int) -> Attempt:
+        """Leader, after `claim`: the name of a new attempt, which it tells the others. No other attempt has it."""
+        assert self.epoch is not None  # the store is claimed before anything is written
+        return Attempt(step, self.epoch, secrets.token_hex(4))
 
     def candidates(self, newest: Record | None) -> list[Candidate]:
         """The live checkpoints, as retention sees them."""
@@ -139,6 +159,7 @@ class Job:
 
     def close(self) -> None:
         """Wait for what runs in the background and give everything back."""
+        self.is_closed = True
         with self._lock:
             pruning = self._pruning
         if pruning is not None:
@@ -147,11 +168,6 @@ class Job:
             self._group.close()
         self.transfer.close()
         self.storage.close()
-
-
-def attempt_of(start_token: str, *, num_saves: int, step: int, epoch: int) -> Attempt:
-    """The attempt that a job makes with its n-th save."""
-    return Attempt(step, epoch, hashlib.sha256(f"{start_token}:{num_saves}".encode()).hexdigest()[:8])
 
 
 def candidates(log: Log, newest: Record | None) -> list[Candidate]:

@@ -15,6 +15,7 @@ from ckptstore import leases
 from ckptstore.config import StoreConfig
 from ckptstore.errors import StoreFenced
 from ckptstore.events import CheckpointsPruned, emit
+from ckptstore.group import Beat
 from ckptstore.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
 from ckptstore.log import Log
 from ckptstore.records import Record, Remove
@@ -88,14 +89,22 @@ def prune(
     return due
 
 
-def empty_trash(log: Log, storage: Storage, *, epoch: int | None) -> None:
+def empty_trash(log: Log, storage: Storage, *, epoch: int | None, beat: Beat) -> None:
     """Delete everything in the trash that nothing holds, however young: for a disk that is about to overflow."""
     due = [item for item in trash(log, storage, grace_seconds=0.0) if item.held_by is None]
     if due:
-        _remove(log, storage, due, epoch=epoch, reason="the disk was full")
+        _remove(log, storage, due, epoch=epoch, reason="the disk was full", beat=beat)
 
 
-def _remove(log: Log, storage: Storage, items: Collection[Trashed], *, epoch: int | None, reason: str) -> None:
+def _remove(
+    log: Log,
+    storage: Storage,
+    items: Collection[Trashed],
+    *,
+    epoch: int | None,
+    reason: str,
+    beat: Beat = lambda: None,
+) -> None:
     started = time.monotonic()
 
     def decide(newest: Record | None) -> Remove | None:
@@ -112,6 +121,7 @@ def _remove(log: Log, storage: Storage, items: Collection[Trashed], *, epoch: in
     gone = [item for item in items if item.number in record.change.drop]
     for item in gone:
         delete_attempt(storage, item.attempt)
+        beat()
     steps = tuple(item.step for item in gone)
     size_bytes = sum(item.size_bytes for item in gone)
     emit(CheckpointsPruned(steps=steps, size_bytes=size_bytes, seconds=time.monotonic() - started))

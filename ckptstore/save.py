@@ -7,15 +7,14 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ckptstore.commit import commit
+from ckptstore.commit import commit, committed_record
 from ckptstore.errors import (
     CkptstoreError,
     InvalidInput,
     InvalidStep,
-    RankTimeout,
     StepExists,
-    StorageError,
     StorageFull,
 )
 from ckptstore.events import CheckpointCommitted, SaveFailed, emit
@@ -40,33 +39,37 @@ class Agreed:
     attempt: Attempt
     told: bytes
     """What the shard needs to know."""
+    lane: Group
+    """Where the ranks meet for this attempt and no other: who missed the agreement cannot be mistaken there."""
     started: float
 
 
 def save(job: Job, shard: Shard) -> Record:
     """Save the shards of all ranks as one checkpoint. Collective; returns the record of the commit.
 
-    Any error on any rank before the commit is raised on all ranks, and what was written is removed.
+    Any error on any rank before the commit is raised on all ranks, and the leader removes what was written.
     """
-    return finish_save(job, shard, agree_on_save(job, shard), group=job.group)
+    return finish_save(job, shard, agree_on_save(job, shard))
 
 
-def finish_save(job: Job, shard: Shard, agreed: Agreed, *, group: Group) -> Record:
-    """All of a save after the agreement. Collective in `group`: the job's, or a lane of it for another thread."""
-    request, attempt = agreed.request, agreed.attempt
+def finish_save(job: Job, shard: Shard, agreed: Agreed) -> Record:
+    """All of a save after the agreement. Collective, on any thread."""
+    request, rank = agreed.request, agreed.lane.rank
     try:
-        record = _store_and_commit(job, shard, agreed, group)
+        record = _store_and_commit(job, shard, agreed)
     except CkptstoreError as error:
         error.at(step=request.step)
-        emit(SaveFailed(step=request.step, rank=group.rank, error=str(error)))
-        if error.committed is False:
-            remove_files(job.storage, attempt)
+        emit(SaveFailed(step=request.step, rank=rank, error=str(error)))
+        if job.is_leader and error.committed is False:  # its own verdict; what others still write is garbage
+            remove_files(job.storage, agreed.attempt)
         raise
+    finally:
+        agreed.lane.close()
     emit(
         CheckpointCommitted(
             step=request.step,
             number=record.number,
-            rank=group.rank,
+            rank=rank,
             size_bytes=record.entry.size_bytes,
             seconds=time.monotonic() - agreed.started,
         )
@@ -86,7 +89,7 @@ def agree_on_save(job: Job, shard: Shard) -> Agreed:
         asked.append(request)
         return _packed({"step": request.step, "options": dict(request.options)}, description)
 
-    def agree(parts: list[bytes], _beat: Beat) -> bytes:
+    def agree(parts: list[bytes], beat: Beat) -> bytes:
         heads, descriptions = zip(*(_unpacked(part) for part in parts), strict=True)
         check_same_request(heads)
         agreed = shard.agree(descriptions)
@@ -94,13 +97,14 @@ def agree_on_save(job: Job, shard: Shard) -> Agreed:
         newest = job.claim(job.log.newest() if job.epoch is not None else None)
         if asked[0].options["exists"] == "error":
             _refuse_existing(job, newest, asked[0].step)
-        _check_room(job, agreed.size_bytes)
-        return _packed(job.claimed(), agreed.told)
+        _check_room(job, agreed.size_bytes, beat)
+        return _packed({**job.claimed(), "attempt": str(job.new_attempt(asked[0].step))}, agreed.told)
 
-    claimed, told = _unpacked(job.group.exchange("save", describe, agree))
-    job.join_claim(claimed)
-    assert job.epoch is not None  # the leader has just claimed
-    return Agreed(asked[0], job.next_attempt(asked[0].step, job.epoch), told, started)
+    head, told = _unpacked(job.group.exchange("save", describe, agree))
+    job.join_claim(head)
+    attempt = Attempt.parse(head["attempt"])
+    assert attempt is not None  # the leader has just made it up
+    return Agreed(asked[0], attempt, told, job.group.lane(str(attempt)), started)
 
 
 def check_same_request(heads: Sequence[Mapping[str, object]]) -> None:
@@ -120,11 +124,11 @@ def _refuse_existing(job: Job, newest: Record, step: int) -> None:
         raise StepExists(f"Step {step} is committed already", step=step, hint='Use exists="replace" to replace it')
 
 
-def _check_room(job: Job, needed_bytes: int) -> None:
+def _check_room(job: Job, needed_bytes: int, beat: Beat) -> None:
     if not isinstance(job.storage, Persists):
         return
     if needed_bytes > job.storage.free_bytes():
-        empty_trash(job.log, job.storage, epoch=job.epoch)
+        empty_trash(job.log, job.storage, epoch=job.epoch, beat=beat)
     free_bytes = job.storage.free_bytes()
     if needed_bytes > free_bytes:
         raise StorageFull(
@@ -133,8 +137,9 @@ def _check_room(job: Job, needed_bytes: int) -> None:
         )
 
 
-def _store_and_commit(job: Job, shard: Shard, agreed: Agreed, group: Group) -> Record:
-    """The second exchange: every rank stores its files; when all have, the leader commits."""
+def _store_and_commit(job: Job, shard: Shard, agreed: Agreed) -> Record:
+    """The second exchange: every rank stores its files; when all have, the leader commits. A rank that does not hear
+    what became of it looks into the log, once."""
     attempt = agreed.attempt
 
     def publish(stored: list[bytes], beat: Beat) -> bytes:
@@ -142,28 +147,19 @@ def _store_and_commit(job: Job, shard: Shard, agreed: Agreed, group: Group) -> R
         return _packed({"number": record.number}, record.encode())
 
     try:
-        answer = group.exchange("receipts", lambda beat: shard.store(attempt, agreed.told, beat), publish)
-    except RankTimeout as error:
-        record = _committed_after_all(job, attempt) if error.committed is None else None
+        answer = agreed.lane.exchange("receipts", lambda beat: shard.store(attempt, agreed.told, beat), publish)
+    except CkptstoreError as error:
+        record = committed_record(job.log, attempt) if error.committed is None else None
         if record is None:
             raise
+        logger.warning("step %d is committed, though this rank did not hear of it: %s", agreed.request.step, error)
         return record
     head, data = _unpacked(answer)
     return Record.decode(data, head["number"])
 
 
-def _committed_after_all(job: Job, attempt: Attempt) -> Record | None:
-    """The leader is gone: the log says whether it committed first."""
-    try:
-        newest = job.log.newest()
-        found = job.log.records(newest.state.live if newest else ())
-    except StorageError:
-        return None
-    return next((record for record in found if record.entry.attempt == str(attempt)), None)
-
-
 def remove_files(storage: Storage, attempt: Attempt) -> None:
-    """After a failure: nothing of the attempt is referred to, so everything of it may go. Best effort."""
+    """Leader, after its verdict "not committed": nothing will ever refer to the attempt. Best effort."""
     try:
         storage.delete([file.key for file in storage.list(attempt.prefix)])
         if isinstance(storage, HasLocalFiles):
@@ -176,6 +172,6 @@ def _packed(head: object, body: bytes) -> bytes:
     return json.dumps(head).encode() + b"\n" + body
 
 
-def _unpacked(data: bytes) -> tuple[dict[str, int], bytes]:
+def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
     head, _, body = data.partition(b"\n")
     return json.loads(head), body

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptstore.background import Background, OnBusy, PendingSave
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput, SaveBusy
+from ckptstore.background import Background, PendingSave
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput
 from ckptstore.events import StateStaged, emit
 from ckptstore.group import Beat
 from ckptstore.job import Job
@@ -27,15 +27,13 @@ from ckptstore.state.state_shard import StateOptions, StateShard
 from ckptstore.transfer import Stored
 from ckptstore.uploader import Uploader
 
-_UPLOADERS = ("thread", "process")
-
 
 @dataclass(kw_only=True)
 class StateSaver:
     """What one process keeps from one save of a state to the next: plans, staging memory, an upload process."""
 
     job: Job
-    background: Background = field(default_factory=Background)
+    background: Background
     _negotiator: Negotiator = field(default_factory=Negotiator)
     _staging: dict[bool, Staging] = field(default_factory=dict)
     _uploader: Uploader | None = None
@@ -44,8 +42,6 @@ class StateSaver:
 
     def save(self, state: Mapping[str, Any], *, options: StateOptions, **asked: Any) -> Record:
         """Save a state; returns when it is committed. Collective."""
-        self.background.wait()
-        self.background.raise_failure()
         shard = self._shard(state, options, asked, upload=self.job.transfer.upload)
         shard.prepare(self._negotiator)
         record = save(self.job, shard)
@@ -58,46 +54,39 @@ class StateSaver:
         done: Callable[[Record], Any],
         *,
         options: StateOptions,
-        on_busy: OnBusy,
         uploader: str,
-        max_failures: int,
+        started: float,
         **asked: Any,
     ) -> PendingSave:
-        """Save a copy of a state in the background; returns when the copy is made. Collective.
+        """Save a copy of a state in the background, where no other save is; returns when the copy is made. Collective.
 
-        `done` makes the result of the pending save from the record of the commit.
+        `done` makes the result of the pending save from the record of the commit. The caller was called at `started`.
         """
-        if uploader not in _UPLOADERS:
-            raise InvalidInput(f"uploader is {uploader!r}, it is one of {', '.join(_UPLOADERS)}")
-        started = time.monotonic()
-        if not self._is_free(on_busy, asked["step"]):
-            return PendingSave(asked["step"], skipped=True, stalled_seconds=time.monotonic() - started)
-        self.background.raise_failure(max_failures=max_failures)
         in_process = uploader == "process"
         upload = _StagedUpload(self, in_process=in_process)
         shard = self._shard(state, options, asked, upload=upload)
         shard.prepare(self._negotiator)
         agreed = agree_on_save(self.job, shard)
         staged = _Staged(shard)
-        staged.stage(self._staging_for(shared=in_process))
-        size_bytes = sum(source.size_bytes for _, source in shard.sources)
-        pending = PendingSave(agreed.request.step, stalled_seconds=time.monotonic() - started)
-        rank = self.job.group.rank
-        emit(StateStaged(step=pending.step, rank=rank, size_bytes=size_bytes, seconds=pending.stalled_seconds))
-        lane = self.job.group.lane("background")
 
         def finish() -> Any:
-            record = finish_save(self.job, staged, agreed, group=lane)
+            record = finish_save(self.job, staged, agreed)
             self._kept = shard.kept
             return done(record)
 
-        return self.background.start(pending, finish)
+        try:
+            staged.stage(lambda: self._staging_for(shared=in_process))
+            size_bytes = sum(source.size_bytes for _, source in shard.sources)
+            pending = PendingSave(agreed.request.step, stalled_seconds=time.monotonic() - started)
+            rank = self.job.group.rank
+            emit(StateStaged(step=pending.step, rank=rank, size_bytes=size_bytes, seconds=pending.stalled_seconds))
+            return self.background.start(pending, finish)
+        except BaseException:
+            agreed.lane.close()
+            raise
 
     def warm_up(self, state: Mapping[str, Any], *, options: StateOptions, uploader: str) -> None:
         """Do now what only a first asynchronous save would do. Collective; nothing is written."""
-        if uploader not in _UPLOADERS:
-            raise InvalidInput(f"uploader is {uploader!r}, it is one of {', '.join(_UPLOADERS)}")
-        self.background.wait()
         asked = {"step": 0, "metrics": None, "metadata": None, "exists": "replace"}
         shard = self._shard(state, options, asked, upload=self.job.transfer.upload)
         shard.prepare(self._negotiator)
@@ -122,34 +111,14 @@ class StateSaver:
             uploader.close()
 
     def close(self) -> None:
-        """Wait for the save in flight, then give memory and process back. Raises what an unseen save failed with."""
-        self.background.wait()
+        """Give memory and process back. No save is in flight."""
         for staging in self._staging.values():
             staging.close()
         self.forget_upload_process()
-        self.background.raise_failure()
 
     def staged_buffers(self) -> Sequence[Any]:
         """The shared buffers, in the order of the files."""
         return self._staging[True].buffers
-
-    def _is_free(self, on_busy: OnBusy, step: Any) -> bool:
-        """Whether this save may begin now; the same on all ranks. Raises SaveBusy."""
-        if on_busy == "wait":
-            self.background.wait()
-            return True
-        if on_busy not in ("skip", "error"):
-            raise InvalidInput(f"on_busy is {on_busy!r}, it is 'wait', 'skip' or 'error'")
-
-        def is_busy(_beat: Beat) -> bytes:
-            return b"1" if self.background.pending is not None else b"0"
-
-        answer = self.job.group.exchange("busy", is_busy, lambda answers, _beat: max(answers))
-        if answer == b"1" and on_busy == "error":
-            raise SaveBusy(f"The save before that of step {step} is still in flight", hint="Save less often, or wait")
-        if answer == b"0":
-            self.background.wait()
-        return answer == b"0"
 
     def _shard(
         self, state: Mapping[str, Any], options: StateOptions, asked: Mapping[str, Any], *, upload: Any
@@ -205,15 +174,15 @@ class _Staged:
 
     def __init__(self, shard: StateShard) -> None:
         self._shard = shard
-        self._error: CkptstoreError | None = None
+        self._error: Exception | None = None
         self.describe, self.agree, self.join = shard.describe, shard.agree, shard.join
 
-    def stage(self, staging: Staging) -> None:
+    def stage(self, staging: Callable[[], Staging]) -> None:
         """Copy everything that this rank will write."""
         try:
-            staged = staging.stage([PlannedFile(name, source) for name, source in self._shard.sources])
+            staged = staging().stage([PlannedFile(name, source) for name, source in self._shard.sources])
             self._shard.sources = [(file.key, file.source) for file in staged]
-        except CkptstoreError as error:
+        except Exception as error:  # no memory, for instance
             self._error = error
 
     def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,17 +47,36 @@ class CheckpointStore:
     Collective, so called by all ranks in the same order: `save`, `save_async`, `save_directory`, `load`, `resume`,
     `warm_up`, `close`. Everything else is per process. A store is used by one process and, for what is not collective,
     from any of its threads.
+
+    Saves have one order: what is in flight has ended before the next collective call begins. Once the store is closed,
+    every method that needs it raises InvalidInput.
     """
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        self._held = job
         self._background = Background()
         self._deadline = Deadline()
 
     @property
     def uri(self) -> str:
         """The root, without secrets."""
-        return self._job.storage.uri
+        return self._held.storage.uri
+
+    @property
+    def _job(self) -> Job:
+        """The job, for everything that needs the store to be open."""
+        self._held.check_open()
+        return self._held
+
+    def _in_turn(self, *, max_failures: int | None = None) -> Job:
+        """The job, for a collective call, after what was in flight. With `max_failures`, what that failed with is
+        raised, on ranks too that do not know of it."""
+        job = self._job
+        self._background.wait()
+        error = None if max_failures is None else self._background.failure(max_failures=max_failures)
+        if error is not None:
+            job.raise_on_all(error)
+        return job
 
     def save(
         self,
@@ -86,6 +106,7 @@ class CheckpointStore:
         """
         from ckptstore.state.state_shard import StateOptions
 
+        self._in_turn(max_failures=0)
         asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
         options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
         return self._checkpoint(self._state_saver.save(state, options=options, **asked))
@@ -120,23 +141,26 @@ class CheckpointStore:
         """
         from ckptstore.state.state_shard import StateOptions
 
+        started = time.monotonic()
+        _check_uploader(uploader)
+        if not self._background.is_free(self._job, on_busy, step=step):
+            return PendingSave(step, skipped=True, stalled_seconds=time.monotonic() - started)
+        self._in_turn(max_failures=max_failures)
         asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
         options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
         return self._state_saver.save_async(
-            state,
-            self._checkpoint,
-            options=options,
-            on_busy=on_busy,
-            uploader=uploader,
-            max_failures=max_failures,
-            **asked,
+            state, self._checkpoint, options=options, uploader=uploader, started=started, **asked
         )
 
     def dcp_target(
         self, *, metrics: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
     ) -> StoreTarget:
-        """A place in this store for `ckptstore.state.StoreWriter`, for those who call `dcp.save` themselves."""
-        return StoreTarget.of(self._job, metrics=metrics, metadata=metadata)
+        """A place in this store for `ckptstore.state.StoreWriter`, for those who call `dcp.save` themselves.
+
+        One `dcp.save` begins after what this store has in flight. It is refused at its end, with InvalidInput, when
+        another checkpoint was committed meanwhile: an older state must not become the latest.
+        """
+        return StoreTarget.of(self._job, in_turn=self._in_turn, metrics=metrics, metadata=metadata)
 
     def warm_up(
         self, state: Mapping[str, Any], *, stock_readable: StockReadable = "auto", uploader: str = "thread"
@@ -144,6 +168,8 @@ class CheckpointStore:
         """Make the memory, plans and processes that a first `save_async` needs. Collective."""
         from ckptstore.state.state_shard import StateOptions
 
+        _check_uploader(uploader)
+        self._in_turn()
         self._state_saver.warm_up(state, options=StateOptions(stock_readable=stock_readable), uploader=uploader)
 
     def finish_by(self, seconds: float | None = None) -> bool:
@@ -213,8 +239,9 @@ class CheckpointStore:
         """Save the files of every rank's directory as one checkpoint. Collective.
 
         Returns on all ranks when the checkpoint is committed: durable, and visible whole. Or raises the same error on
-        all ranks, with `error.committed` False (it can never become visible, and what was written was removed) or None
-        (unknown: the leader or the storage was lost at the very commit). The directory may be deleted afterwards.
+        all ranks, with `error.committed` False: it can never become visible, and the leader removes what was written.
+        A rank that does not hear the leader looks into the log; when the checkpoint is not there (yet), it raises an
+        error with `error.committed` None: unknown. The directory may be deleted afterwards.
 
         Args:
             step: an integer of at least 0, the same on all ranks.
@@ -231,12 +258,13 @@ class CheckpointStore:
         Raises InvalidInput and its kin before anything is written, SourceChanged, StorageError, RankFailed,
         RankTimeout, StoreFenced.
         """
+        job = self._in_turn(max_failures=0)
         shard = DirectoryShard(
             step,
             lambda: scan(path),
-            rank=self._job.group.rank,
-            storage=self._job.storage,
-            transfer=self._job.transfer,
+            rank=job.group.rank,
+            storage=job.storage,
+            transfer=job.transfer,
             metrics=metrics,
             metadata=metadata,
             exists=exists,
@@ -244,7 +272,7 @@ class CheckpointStore:
             shared=shared,
             link=link,
         )
-        return self._checkpoint(save(self._job, shard))
+        return self._checkpoint(save(job, shard))
 
     def resume(
         self,
@@ -266,7 +294,7 @@ class CheckpointStore:
         Raises NoUsableCheckpoint when there are checkpoints and none of them can be used, StateMismatch.
         """
         if state is None:
-            record = resume(self._job)
+            record = resume(self._in_turn())
             return self._checkpoint(record) if record else None
         asked = {"include": include, "strict": strict, "device": device, "read_once": read_once}
         return self._load(state, claim=True, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
@@ -358,11 +386,15 @@ class CheckpointStore:
 
         Raises what the last asynchronous save failed with, unless somebody has seen it already.
         """
+        if self._held.is_closed:
+            return
         try:
+            self._background.wait()
             if "_state_saver" in self.__dict__:
                 self._state_saver.close()
+            self._background.raise_failure()
         finally:
-            self._job.close()
+            self._held.close()
 
     def __enter__(self) -> Self:
         return self
@@ -384,8 +416,7 @@ class CheckpointStore:
     def _load(self, state: Mapping[str, Any], *, claim: bool, **options: Any) -> Checkpoint | None:
         from ckptstore.load_state import LoadOptions, load_newest
 
-        self._background.wait()
-        record = load_newest(self._job, state, LoadOptions(**options), claim=claim)
+        record = load_newest(self._in_turn(), state, LoadOptions(**options), claim=claim)
         return self._checkpoint(record) if record else None
 
     def _change(self, change: Any) -> None:
@@ -398,3 +429,8 @@ class CheckpointStore:
 
     def _checkpoint(self, record: Record) -> Checkpoint:
         return Checkpoint(files_of(self._job, record))
+
+
+def _check_uploader(uploader: str) -> None:
+    if uploader not in ("thread", "process"):
+        raise InvalidInput(f"uploader is {uploader!r}, it is 'thread' or 'process'")

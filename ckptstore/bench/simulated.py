@@ -11,6 +11,7 @@ import json
 import resource
 import shutil
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from ckptstore.bench.measure import Meter
 from ckptstore.digest import crc32c
 from ckptstore.group import StorageGroup
 from ckptstore.group.message import Message
-from ckptstore.job import attempt_of
-from ckptstore.layout import ranked_name
+from ckptstore.layout import CHECKPOINT_PREFIX, ranked_name
 from ckptstore.manifest import Receipt
 from ckptstore.naming import Offer
 from ckptstore.opening import open_store
@@ -34,26 +34,51 @@ def answers(rank: int) -> dict[int, tuple[str, bytes]]:
     """What a rank says in each exchange of a first save, by the number of the exchange."""
     asked = {"kind": "directory", "exists": "replace", "suffix": "auto", "shared": [], "link": False}
     offer = json.dumps(Offer("auto", [_FILE], size_bytes=len(_DATA)).to_json()).encode()
-    receipt = Receipt(ranked_name(_FILE, rank), len(_DATA), crc32c(_DATA), rank, _FILE)
     return {
         1: ("probe the root", b""),
         2: ("read the probe", b""),
         3: ("save", json.dumps({"step": 1, "options": asked}).encode() + b"\n" + offer),
-        4: ("receipts", json.dumps([receipt.to_json()]).encode()),
     }
 
 
+def receipts(rank: int) -> bytes:
+    """What a rank says when it has stored its file."""
+    receipt = Receipt(ranked_name(_FILE, rank), len(_DATA), crc32c(_DATA), rank, _FILE)
+    return json.dumps([receipt.to_json()]).encode()
+
+
 def leave_followers(root: Path, world_size: int) -> None:
-    """All that ranks 1 and above would have left."""
+    """All that ranks 1 and above would have left before they are told the name of the attempt."""
     group = root / "group" / _TOKEN
-    attempt = root / attempt_of(_TOKEN, num_saves=1, step=1, epoch=1).prefix
     group.mkdir(parents=True)
-    attempt.mkdir(parents=True)
     for rank in range(1, world_size):
-        (attempt / ranked_name(_FILE, rank)).write_bytes(_DATA)
         for call, (tag, payload) in answers(rank).items():
             message = Message(tag=tag, rank=rank, world_size=world_size, by=f"rank {rank}", payload=payload)
             (group / f"{call:08d}.{rank:05d}").write_bytes(message.encode())
+
+
+@dataclass
+class Followers:
+    """A hook for the leader's storage: what ranks 1 and above leave once they know the name of the attempt."""
+
+    root: Path
+    world_size: int
+    have_stored: bool = False
+
+    def __call__(self, call: Call) -> None:
+        """Store when the leader does."""
+        if self.have_stored or not call.key.startswith(CHECKPOINT_PREFIX):
+            return
+        self.have_stored = True
+        name = call.key.removeprefix(CHECKPOINT_PREFIX).partition("/")[0]
+        attempt = self.root / CHECKPOINT_PREFIX / name
+        attempt.mkdir(parents=True, exist_ok=True)
+        for rank in range(1, self.world_size):
+            (attempt / ranked_name(_FILE, rank)).write_bytes(_DATA)
+            message = Message(
+                tag="receipts", rank=rank, world_size=self.world_size, by=f"rank {rank}", payload=receipts(rank)
+            )
+            (self.root / "group" / _TOKEN / f"{name}.00000001.{rank:05d}").write_bytes(message.encode())
 
 
 def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[str, Any]:
@@ -76,7 +101,7 @@ def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[s
     group = StorageGroup(0, world_size, _TOKEN)
     store = with_faults(
         open_store(root, group=group, durable=False, rank_timeout_seconds=600),
-        combine(count, Delay(latency_seconds)),
+        combine(Followers(root, world_size), count, Delay(latency_seconds)),
     )
     used = _used()
     with Meter() as meter:

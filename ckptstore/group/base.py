@@ -47,15 +47,24 @@ class Group(Protocol):
         the same class: that of the lowest rank that failed; its `rank` and `ranks` say who did. An error that is not
         a CkptstoreError is a RankFailed everywhere, and the cause of it where it happened.
 
-        Raises RankTimeout when a rank gives no sign of life for `rank_timeout_seconds`: neither its answer nor a call
-        of the `beat` that `work` and `join` are given. Then `committed` is None if it was the leader: what `join` did
-        is unknown. Raises InvalidInput when the ranks do not call the same thing.
+        `committed` of an error is what the leader says: False when `join` did not run, else what `join` raised. It is
+        None on a rank that did not hear the leader, whatever kept it from that: what `join` did is unknown there.
+
+        Raises RankTimeout when a rank gives no sign of life for `rank_timeout_seconds`. Signs go out with each call of
+        the `beat` that `work` and `join` are given, and by themselves while these run, until no beat has come for
+        `rank_timeout_seconds`: one step without a beat may take that long, and a rank that hangs is found out after
+        twice that time. A process that ended or was stopped is found out after once that time.
+
+        Raises InvalidInput when the ranks do not call the same thing. A rank that did not hear the result meets the
+        others again with its next call; what the others began without it fails on them, and names it.
         """
 
     def lane(self, name: str) -> Group:
-        """The same ranks with an order of calls of its own, for another thread (a background save).
+        """The same ranks with an order of calls of its own, under a name that they all know.
 
-        Calls in one lane neither wait for those in another nor are mistaken for them. Closed with its group.
+        Calls in one lane neither wait for those in another nor are mistaken for them. A rank is in one lane besides
+        the main one at a time. Each rank closes it when it needs it no more; what is posted there is taken away once
+        all have. One that stays open is closed with its group.
         """
 
     def close(self) -> None:

@@ -61,10 +61,25 @@ class Seat:
         self.is_closed = False
         self._by = this_process(self.node)
         self._lock = threading.Lock()
+        self._owed: dict[str, Message] = {}
 
     def message(self, tag: str, payload: bytes = b"", *, error: Mapping[str, Any] | None = None) -> Message:
         """A message from this process."""
         return Message(tag=tag, rank=self.rank, world_size=self.world_size, by=self._by, payload=payload, error=error)
+
+    def owe(self, key: str, message: Message) -> None:
+        """A message could not be posted: `settle` posts it, before anything else of this rank."""
+        with self._lock:
+            self._owed[key] = message
+
+    def settle(self) -> None:
+        """Post what is owed. Raises what keeps it from being posted."""
+        with self._lock:
+            owed = dict(self._owed)
+        for key, message in owed.items():
+            self.post(key, message)
+            with self._lock:
+                self._owed.pop(key, None)
 
     def post(self, key: str, message: Message) -> None:
         """Post a message; InvalidInput when another process has posted a different one in its place."""

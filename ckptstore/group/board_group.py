@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection
 
 from ckptstore.errors import CkptstoreError
 from ckptstore.group.base import LEADER, Join, Work
@@ -37,8 +38,20 @@ class BoardGroup(Seated):
             )
         )
         self._lanes: dict[str, Lane] = {}
+        """Open, but for the main one. Lanes of one name are the same lane until it is closed."""
+        self._closed: dict[str, Lane] = {}
+        """Leader: closed here, and perhaps not everywhere."""
         self._lock = threading.Lock()
-        self._main = self.lane("")
+        self._main = Lane(
+            self._seat,
+            "",
+            open_lane=self.lane,
+            close_lane=self._close_lane,
+            open_names=self._open_names,
+            all_met=self._clear_lanes,
+        )
+        self._last: Lane | None = None
+        """The lane that was opened last: signs of life of all lanes are given under the same keys."""
 
     def exchange(self, tag: str, work: Work, join: Join) -> bytes:
         """See `Group.exchange`; in the main lane."""
@@ -48,21 +61,42 @@ class BoardGroup(Seated):
         """See `Group.lane`."""
         with self._lock:
             if name not in self._lanes:
-                self._lanes[name] = Lane(self._seat, name, open_lane=self.lane)
-            return self._lanes[name]
+                self._lanes[name] = Lane(self._seat, name, open_lane=self.lane, close_lane=self._close_lane)
+            self._last = self._lanes[name]
+            return self._last
+
+    def _open_names(self) -> list[str]:
+        with self._lock:
+            return sorted(self._lanes)
+
+    def _close_lane(self, name: str) -> None:
+        with self._lock:
+            lane = self._lanes.pop(name, None)
+            if lane is not None and self.rank == LEADER:
+                self._closed[name] = lane
+
+    def _clear_lanes(self, open_names: Collection[str]) -> None:
+        """Leader: take away what was posted in lanes that no rank has open any more."""
+        with self._lock:
+            done = [self._closed.pop(name) for name in sorted(self._closed.keys() - open_names)]
+        self._seat.board.remove([key for lane in done for key in lane.call_keys()])
 
     def close(self) -> None:
         """See `Group.close`: the leader waits for the others, then clears the board."""
         emptied = False
         try:
             if self._seat.is_taken:
-                lanes = list(self._lanes.values())
+                self._seat.settle()
+                lanes = [self._main] if self._last is None else [self._main, self._last]
                 for lane in lanes:
                     lane.leave()
                 emptied = self.rank == LEADER and self._main.have_all_left()
                 if emptied:
                     members = [self._seat.member_key(rank) for rank in range(self.world_size)]
-                    self._seat.board.remove([*members, *(key for lane in lanes for key in lane.all_keys())])
+                    life = [key for lane in lanes for key in lane.life_keys()]
+                    posted = [self._main, *self._closed.values(), *self._lanes.values()]
+                    calls = [key for lane in posted for key in lane.call_keys()]
+                    self._seat.board.remove([*members, *life, *calls])
         except CkptstoreError as error:
             logger.warning("rank %d could not take leave of its group: %s", self.rank, error)
         self._seat.is_taken, self._seat.is_closed = False, True

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from ckptstore.errors import CkptstoreError
 
@@ -29,24 +30,62 @@ def beat_interval_seconds(rank_timeout_seconds: float) -> float:
     return min(30.0, rank_timeout_seconds / 10)
 
 
+def _now() -> float:
+    return time.monotonic()
+
+
 class Beater:
     """The `beat` of one rank: at most one sign per interval goes out, however often and from wherever it is called."""
 
     def __init__(
-        self, give_sign: Callable[[], None], *, interval_seconds: float, clock: Clock = time.monotonic
+        self,
+        give_sign: Callable[[], None],
+        *,
+        interval_seconds: float,
+        patience_seconds: float = 0.0,
+        clock: Clock = _now,
     ) -> None:
+        """`patience_seconds` is for how long signs go out by themselves in `at_work`."""
         self._give_sign = give_sign
         self._interval_seconds = interval_seconds
+        self._patience_seconds = patience_seconds
         self._clock = clock
         self._busy = threading.Lock()
         self._next_at = 0.0
+        self._beat_at = clock()
         self.begin()
 
     def begin(self) -> None:
         """A new exchange begins: a short one needs no sign at all."""
         self._next_at = self._clock() + self._interval_seconds
 
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Inside, signs go out by themselves, until no beat has come for `patience_seconds`.
+
+        So one long step (a request that is retried, a listing, a slow disk) is not taken for death, and whoever hangs
+        falls silent in the end.
+        """
+        ended = threading.Event()
+        self._beat_at = self._clock()
+        helper = threading.Thread(target=self._help, args=(ended,), name="ckptstore-signs", daemon=True)
+        helper.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            helper.join()  # no sign comes after the last one of `leave`
+
+    def _help(self, ended: threading.Event) -> None:
+        while not ended.wait(self._interval_seconds):
+            if self._clock() - self._beat_at < self._patience_seconds:
+                self._sign()
+
     def __call__(self) -> None:
+        self._beat_at = self._clock()
+        self._sign()
+
+    def _sign(self) -> None:
         if self._clock() < self._next_at or not self._busy.acquire(blocking=False):
             return
         try:
@@ -66,7 +105,7 @@ class Watch:
     that was stopped itself for an hour has seen nothing in that hour, and condemns nobody for it.
     """
 
-    def __init__(self, ranks: Iterable[int], *, timeout_seconds: float, clock: Clock = time.monotonic) -> None:
+    def __init__(self, ranks: Iterable[int], *, timeout_seconds: float, clock: Clock = _now) -> None:
         self._timeout_seconds = timeout_seconds
         self._interval_seconds = beat_interval_seconds(timeout_seconds)
         self._clock = clock
@@ -119,7 +158,7 @@ class Pace:
     So waiting costs a latency of at most a tenth, and a number of requests that grows with the logarithm of the time.
     """
 
-    def __init__(self, *, shortest_seconds: float, longest_seconds: float, clock: Clock = time.monotonic) -> None:
+    def __init__(self, *, shortest_seconds: float, longest_seconds: float, clock: Clock = _now) -> None:
         self._shortest_seconds = shortest_seconds
         self._longest_seconds = longest_seconds
         self._clock = clock

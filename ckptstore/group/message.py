@@ -27,6 +27,12 @@ class Message:
     """Which process posted it: two of one rank differ here."""
     payload: bytes = b""
     error: Mapping[str, Any] | None = None
+    rejoins: bool = False
+    """On an answer: this rank has no result of an earlier call, and begins a new one here."""
+    missed: tuple[int, ...] = ()
+    """On a result: the ranks that it was made without."""
+    lanes: tuple[str, ...] = ()
+    """On an answer: the lanes that this rank has open."""
 
     def encode(self) -> bytes:
         """The bytes to post."""
@@ -39,8 +45,8 @@ class Message:
             "size": len(self.payload),
             "crc": zlib.crc32(self.payload),
         }
-        if self.error is not None:
-            head["error"] = dict(self.error)
+        more = {"error": self.error, "rejoins": self.rejoins, "missed": self.missed, "lanes": self.lanes}
+        head |= {name: value for name, value in more.items() if value}
         return json.dumps(head, sort_keys=True).encode() + b"\n" + self.payload
 
     @staticmethod
@@ -58,9 +64,12 @@ class Message:
                     hint="Use one version of ckptstore on all ranks",
                 )
             fields = {name: head[name] for name in ("tag", "rank", "world_size", "by")}
+            fields |= {name: tuple(head.get(name, ())) for name in ("missed", "lanes")}
         except (ValueError, KeyError, TypeError):
             return None
-        return Message(**fields, payload=payload, error=head.get("error")) if whole else None
+        if not whole:
+            return None
+        return Message(**fields, payload=payload, error=head.get("error"), rejoins=head.get("rejoins", False))
 
 
 def first_error(messages: Mapping[int, Message], *, lost: CkptstoreError | None = None) -> dict[str, Any] | None:

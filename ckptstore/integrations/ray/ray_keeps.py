@@ -2,31 +2,46 @@
 
 The files lie where Ray expects them, right below the directory of the run. There is no log: Ray's snapshot says what
 there is, and Ray's retention deletes. Ray hears of a directory after its manifest is there, so what Ray has registered
-is whole. Nothing is ever deleted here but the files of an attempt that failed in this very process.
+is whole. An attempt is committed when its manifest is there. Nothing is ever deleted here but the files of an attempt
+that is not: by the leader, which alone knows.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptstore.commit import manifest_of, publish
+from ckptstore.commit import check_stored, manifest_of, write_manifest
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, StorageFull, StoreNotShared
+from ckptstore.errors import (
+    AccessDenied,
+    CkptstoreError,
+    FileMissing,
+    InvalidInput,
+    StorageError,
+    StorageFull,
+    StoreNotShared,
+)
 from ckptstore.events import SaveFailed, emit
 from ckptstore.group import Beat, Group
+from ckptstore.group.base import LEADER
 from ckptstore.identity import KEPT_BY_RAY, read_or_create_store_json
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.filesystem import place_of
-from ckptstore.layout import Attempt, check_name
+from ckptstore.layout import MANIFEST_NAME, Attempt, check_name
+from ckptstore.manifest import Manifest
 from ckptstore.request import Request
+from ckptstore.retry import retrying
 from ckptstore.save import check_same_request, remove_files
 from ckptstore.shard import Shard
 from ckptstore.storage.base import Persists, Storage
 from ckptstore.transfer import Transfer
+
+logger = logging.getLogger("ckptstore.ray")
 
 _RAY_MARKER = ".validate_storage_marker"
 """The driver of a run writes it into the run's directory, to find out which workers see the same storage."""
@@ -101,7 +116,8 @@ def store_checkpoint(
     """Store the shards of all ranks in one new directory of the run, the manifest last. Collective in `group`.
 
     The directory is called `directory` if that name is free, else a mark is added to it: no two attempts share one. An
-    error on any rank is raised on all ranks, and what was written is removed, unless `error.committed` is None.
+    error on any rank is raised on all ranks; where its `committed` is False, the leader removes what was written. A
+    rank that does not hear the leader looks for the manifest; where that is not there, `error.committed` is None.
     The leader writes what `beside` gives too; it is not in the manifest.
     """
     request, attempt, told = _agree(run, group, shard, directory)
@@ -110,20 +126,45 @@ def store_checkpoint(
         contents = shard.join(attempt, stored, beat)
         world_size = run.worker.world_size
         manifest = manifest_of(request, attempt, contents, store_id=run.store_id(), world_size=world_size)
-        publish(run.storage, run.config, attempt, contents, manifest, beat)
+        check_stored(run.storage, attempt, contents.receipts)
+        beat()
         for name, data in beside().items():
             run.storage.write(attempt.key(name), [memoryview(data)])
+        try:
+            write_manifest(run.storage, run.config, attempt, contents, manifest)
+        except StorageError as error:
+            if not isinstance(error, AccessDenied | StorageFull):  # these are answers; else it may be there, or come
+                error.committed = None
+            if error.committed is False or not _is_committed(run, attempt):
+                raise
         return b""
 
+    lane = group.lane(attempt.directory)
     try:
-        group.exchange("store for Ray", lambda beat: shard.store(attempt, told, beat), join)
+        lane.exchange("store for Ray", lambda beat: shard.store(attempt, told, beat), join)
     except CkptstoreError as error:
         error.at(step=attempt.step)
+        if error.committed is None and _is_committed(run, attempt):
+            logger.warning("step %d is stored, though this rank did not hear of it: %s", attempt.step, error)
+            return attempt
         emit(SaveFailed(step=attempt.step, rank=run.worker.rank, error=str(error)))
-        if error.committed is False:
+        if group.rank == LEADER and error.committed is False:
             remove_files(run.storage, attempt)
         raise
+    finally:
+        lane.close()
     return attempt
+
+
+def _is_committed(run: Run, attempt: RayAttempt) -> bool:
+    """Whether the manifest of this attempt is there, for who does not know."""
+    key = attempt.key(MANIFEST_NAME)
+    try:
+        data = retrying(run.config.retry, f"read {key}", lambda: run.storage.read(key))
+        found = Manifest.decode(data, file=key)
+    except CkptstoreError:
+        return False
+    return found.attempt == attempt.directory and found.step == attempt.step
 
 
 def _agree(run: Run, group: Group, shard: Shard, directory: str) -> tuple[Request, RayAttempt, bytes]:

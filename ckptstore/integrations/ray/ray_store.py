@@ -166,13 +166,13 @@ class RayStore(CheckpointStore):
 
     def resume_in_order(self, order: Order, state: Mapping[str, Any] | None, **options: Any) -> Checkpoint | None:
         """`resume`, but the live checkpoints are tried in an order of one's own. Collective; the leader asks for it."""
-        self._background.wait()
+        job = self._in_turn()
         if state is None:
-            record = resume(self._job, order=order)
+            record = resume(job, order=order)
         else:
             from ckptstore.load_state import LoadOptions, load_newest  # it needs torch, and directories do not
 
-            record = load_newest(self._job, state, LoadOptions(**options), claim=True, order=order)
+            record = load_newest(job, state, LoadOptions(**options), claim=True, order=order)
         return self._checkpoint(record) if record else None
 
     def at(self, pointer: Pointer) -> Checkpoint:

@@ -54,7 +54,7 @@ def upload_fn(
         shared: names that have the same bytes on all ranks; stored once, where others get the rank in their name.
         rank_timeout_seconds: how long a rank may give no sign of life (600).
 
-    The function raises, on all ranks, what keeps any rank from storing its files, and removes what was written. In SYNC
+    The function raises, on all ranks, what keeps any rank from storing its files; what was written is removed. In SYNC
     mode `ray.train.report` lets that out; let it end the training function, since Ray counts the report as begun and
     would wait for it at the next one for ever. An error of `ckptstore.ray.report` can be caught.
     """
