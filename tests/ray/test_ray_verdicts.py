@@ -1,0 +1,117 @@
+"""Where Ray keeps: what is committed when answers get lost, and who deletes. The ranks are threads; no cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore import Checkpoint, StorageGroup
+from ckptstore.config import RetryConfig, StoreConfig
+from ckptstore.errors import CkptstoreError, StorageFull, StorageUnavailable
+from ckptstore.integrations.ray.context import Worker
+from ckptstore.integrations.ray.ray_keeps import RayAttempt, Run, store_checkpoint
+from ckptstore.integrations.ray.ray_shards import RayDirectoryShard
+from ckptstore.storage.local import LocalStorage
+from ckptstore.testing import Call, Hook, wrap
+from ckptstore.transfer import Transfer
+
+RETRY = RetryConfig(retry_attempts=2, retry_wait_initial_seconds=0.01)
+
+
+def all_store(
+    tmp_path: Path, hook_of: Callable[[int], Hook], *, beside: Callable[[], Mapping[str, bytes]] = dict
+) -> list[RayAttempt | CkptstoreError]:
+    """What two ranks get that store a directory of one file each, with a hook around all that a rank asks for."""
+
+    def run(rank: int) -> RayAttempt | CkptstoreError:
+        config = replace(StoreConfig(), retry=RETRY, rank_timeout_seconds=30.0)
+        storage = wrap(LocalStorage(tmp_path / "run"), hook_of(rank))
+        worker = Worker(
+            rank=rank,
+            world_size=2,
+            node_id=f"node{rank}",
+            run_name="run",
+            run_path=str(tmp_path / "run"),
+            filesystem=None,  # type: ignore[arg-type]
+        )
+        transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=rank)
+        opened = Run(worker=worker, config=config, storage=storage, transfer=transfer, board=storage)
+        source = tmp_path / f"source-{rank}"
+        source.mkdir()
+        (source / "model.bin").write_bytes(os.urandom(1000))
+        shard = RayDirectoryShard(opened, source, ranks=range(2), step=7, metrics={}, metadata=None)
+        group = StorageGroup(rank, 2, "start").open(storage, rank_timeout_seconds=30, retry=RETRY)
+        try:
+            return store_checkpoint(opened, group, shard, directory="checkpoint_7", beside=beside)
+        except CkptstoreError as error:
+            return error
+        finally:
+            group.close()
+            transfer.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
+
+
+def test_a_rank_that_hears_nothing_finds_the_manifest_or_says_unknown(tmp_path: Path) -> None:
+    def hook_of(rank: int) -> Hook:
+        is_cut_off = False
+
+        def hook(call: Call) -> None:
+            nonlocal is_cut_off
+            is_receipt = call.verb == "create" and "checkpoint_7." in call.key and call.key.endswith(".00001")
+            is_cut_off |= rank == 1 and is_receipt and call.phase == "after"
+            if is_cut_off and call.key.startswith("group/"):
+                raise StorageUnavailable("the network is gone")
+            assert not (rank == 1 and call.verb == "delete"), f"a follower deletes {call.key}"
+
+        return hook
+
+    leader, follower = all_store(tmp_path, hook_of)
+    assert isinstance(leader, RayAttempt)
+    assert follower == leader or (isinstance(follower, CkptstoreError) and follower.committed is None)
+    assert Checkpoint.from_directory(tmp_path / "run" / "checkpoint_7").verify().ok
+
+
+@pytest.mark.parametrize("effect", ["after", "before"])
+def test_a_manifest_whose_reply_is_lost_is_looked_for(tmp_path: Path, effect: str) -> None:
+    failed: list[str] = []
+
+    def hook(call: Call) -> None:
+        if call.verb == "create" and call.key.endswith("checkpoint_7/ckptstore.json") and call.phase == effect:
+            failed.append(call.key)
+            raise StorageUnavailable("lost")
+
+    ends = all_store(tmp_path, lambda rank: hook)
+    assert failed
+    if effect == "after":
+        assert isinstance(ends[0], RayAttempt)
+        assert ends[1] == ends[0]
+        assert Checkpoint.from_directory(tmp_path / "run" / "checkpoint_7").verify().ok
+    else:  # it may still arrive: nothing is deleted
+        assert [end.committed for end in ends if isinstance(end, CkptstoreError)] == [None, None]
+        assert len(list((tmp_path / "run" / "checkpoint_7").iterdir())) == 2
+
+
+def test_what_lies_beside_is_there_before_the_manifest(tmp_path: Path) -> None:
+    deleted: list[int] = []
+
+    def hook_of(rank: int) -> Hook:
+        def hook(call: Call) -> None:
+            if call.verb == "write" and call.key.endswith(".metadata.json"):
+                raise StorageFull("no space")
+            if call.verb == "delete" and call.key.startswith("checkpoint_7") and call.phase == "before":
+                deleted.append(rank)
+
+        return hook
+
+    ends: list[Any] = all_store(tmp_path, hook_of, beside=lambda: {".metadata.json": b"{}"})
+    assert [(type(end), end.committed) for end in ends] == [(StorageFull, False)] * 2
+    assert set(deleted) == {0}
+    assert not (tmp_path / "run" / "checkpoint_7").exists()

@@ -1,0 +1,254 @@
+"""Ranks that missed a result, or were stopped: how they meet again, and what lanes leave behind. Threads are ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_group import RETRY, in_threads, joined, opened, together
+
+from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageUnavailable
+from ckptstore.group import BoardGroup
+from ckptstore.group.base import Beat
+from ckptstore.storage.memory import MemoryStorage
+from ckptstore.testing import Call, FailAt, wrap
+
+STORY = ("state", "save")
+"""The exchanges of one call of the caller."""
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> MemoryStorage:
+    return MemoryStorage(f"memory://{tmp_path.name}")
+
+
+def error_of(call: Callable[[], Any]) -> CkptstoreError | None:
+    try:
+        call()
+    except CkptstoreError as error:
+        return error
+    return None
+
+
+def told(group: BoardGroup, tag: str, what: str) -> str:
+    """An exchange in which all ranks say the same; InvalidInput when they do not."""
+
+    def join(answers: list[bytes], beat: Beat) -> bytes:
+        if len(set(answers)) > 1:
+            raise InvalidInput(f"the ranks say {answers}")
+        return answers[0]
+
+    return group.exchange(tag, lambda beat: what.encode(), join).decode()
+
+
+def test_a_rank_that_missed_a_result_is_in_step_at_its_next_call(memory: MemoryStorage) -> None:
+    # No timeout may be waited for: the others are told that the rank is elsewhere, and it waits for their next call.
+    missing = wrap(memory, FailAt("read group/start/00000001.result", times=RETRY.retry_attempts))
+
+    def run(rank: int) -> list[Any]:
+        group = opened(missing if rank == 1 else memory, rank, 3, timeout_seconds=600)
+        return [error_of(lambda n=n: [told(group, tag, f"{n}") for tag in STORY]) for n in range(3)]
+
+    ends = in_threads(3, run)
+    missed = ends[1][0]
+    assert type(missed) is StorageUnavailable
+    assert missed.committed is None
+    for rank in (0, 2):
+        assert type(ends[rank][0]) is RankFailed
+        assert ends[rank][0].ranks == (1,)
+        assert "Rank 1 has no result of an earlier call" in str(ends[rank][0])
+    assert [end[1:] for end in ends] == [[None, None]] * 3
+
+
+def test_a_rank_that_came_too_late_is_told_once(memory: MemoryStorage) -> None:
+    gone_on = threading.Event()
+
+    def run(rank: int) -> list[Any]:
+        group = opened(memory, rank, 2, timeout_seconds=1 if rank == 0 else 60)
+        ends: list[Any] = []
+        if rank == 1:
+            gone_on.wait(60)
+        for number in range(3):
+            ends.append(error_of(lambda number=number: told(group, "save", f"{number}")))
+            if number == 0:
+                gone_on.set()
+                group._seat.rank_timeout_seconds = 60
+        return ends
+
+    ends = in_threads(2, run)
+    for end in ends:
+        assert type(end[0]) is RankTimeout
+        assert end[0].ranks == (1,)
+    assert [end[1:] for end in ends] == [[None, None]] * 2
+
+
+def test_a_leader_that_was_stopped_fails_at_once_until_it_has_caught_up(memory: MemoryStorage) -> None:
+    given_up = threading.Event()
+
+    def run(rank: int) -> list[Any]:
+        group = opened(memory, rank, 3, timeout_seconds=1 if rank else 600)
+        ends: list[Any] = []
+        if rank == 0:
+            given_up.wait(120)
+        for number in range(100):
+            ends.append(error_of(lambda number=number: told(group, "save", f"{number}")))
+            if ends[-1] is None:
+                return ends
+            if number == 2:
+                given_up.set()
+        return ends
+
+    ends = in_threads(3, run)
+    assert [end[-1] for end in ends] == [None] * 3
+    assert len({len(end) for end in ends}) == 1  # at the very same call
+    assert len(ends[0]) > 3
+    for error in ends[0][:-1]:
+        assert type(error) is RankTimeout
+        assert "has given up 'save'" in str(error)
+    for error in (*ends[1][:2], *ends[2][:2]):
+        assert type(error) is RankTimeout
+        assert (error.ranks, error.committed) == ((0,), None)
+
+
+def test_a_result_that_could_not_be_posted_is_posted_with_the_next_call(memory: MemoryStorage) -> None:
+    refusing = wrap(memory, FailAt("create group/start/00000001.result", times=RETRY.retry_attempts))
+
+    def run(rank: int) -> list[Any]:
+        group = opened(refusing if rank == 0 else memory, rank, 2, timeout_seconds=600)
+        return [error_of(lambda number=number: told(group, "save", f"{number}")) for number in range(3)]
+
+    ends = in_threads(2, run)
+    assert type(ends[0][0]) is StorageUnavailable
+    assert ends[0][0].committed is None
+    assert [ends[0][1:], ends[1]] == [[None, None], [None, None, None]]
+
+
+def test_an_answer_whose_reply_was_lost_is_no_failure(memory: MemoryStorage) -> None:
+    down = wrap(memory, FailAt("create group/start/00000001.00001", effect="after", times=1))
+    no_reply = wrap(down, FailAt("read group/start/00000001.00001", times=RETRY.retry_attempts))
+
+    def run(rank: int) -> bytes:
+        group = opened(no_reply if rank == 1 else memory, rank, 2, timeout_seconds=600)
+        return group.exchange("save", lambda beat: b"%d" % rank, joined)
+
+    assert in_threads(2, run) == [b"0, 1"] * 2
+
+
+def test_only_the_leader_says_that_nothing_is_committed(memory: MemoryStorage) -> None:
+    def fail(beat: Beat) -> bytes:
+        error = StorageUnavailable("no")
+        error.committed = None
+        raise error
+
+    def script(group: BoardGroup) -> Any:
+        return error_of(lambda: group.exchange("save", fail if group.rank == 1 else lambda beat: b"", joined))
+
+    assert [error.committed for error in together(memory, 2, script)] == [False, False]  # join did not run
+
+
+def test_an_error_of_a_rank_goes_before_a_difference_of_calls(memory: MemoryStorage) -> None:
+    def fail(beat: Beat) -> bytes:
+        raise StorageUnavailable("no")
+
+    def script(group: BoardGroup) -> list[Any]:
+        ends = []
+        for failing in (0, 1):
+            tag, work = ("fail", fail) if group.rank == failing else ("save", lambda beat: b"")
+            ends.append(error_of(lambda tag=tag, work=work: group.exchange(tag, work, joined)))
+        return ends
+
+    for ends in together(memory, 3, script):
+        assert [(type(error), error.rank) for error in ends] == [(StorageUnavailable, 0), (StorageUnavailable, 1)]
+
+
+def test_thousands_of_lanes_leave_nothing(memory: MemoryStorage) -> None:
+    most: list[int] = []
+
+    def script(group: BoardGroup) -> int:
+        for number in range(400):
+            lane = group.lane(f"save-{number}")
+            assert lane.exchange("receipts", lambda beat: b"x", joined) == b"x, x"
+            lane.close()
+            told(group, "save", f"{number}")
+            if group.rank == 0:
+                most.append(sum(1 for _ in memory.list("group/")))
+        return len(group._lanes) + len(group._closed)
+
+    assert together(memory, 2, script) == [0, 0]
+    assert max(most) < 200  # what is being removed in the background
+    assert list(memory.list("group/")) == []
+
+
+def test_a_lane_stays_until_every_rank_has_closed_it(memory: MemoryStorage) -> None:
+    leader_is_done, others_met = threading.Event(), threading.Event()
+
+    def script(group: BoardGroup) -> bytes:
+        lane = group.lane("save-1")
+        results: list[bytes] = []
+
+        def late() -> None:  # rank 1 reads the result long after the leader has closed the lane
+            results.append(lane.exchange("receipts", lambda beat: b"x", joined))
+
+        if group.rank == 0:
+            late()
+            lane.close()
+            leader_is_done.set()
+        else:
+            slow = wrap(memory, lambda call: hold(call))
+            group._seat.board._storage = slow  # type: ignore[attr-defined]
+            thread = threading.Thread(target=late)
+            thread.start()
+            leader_is_done.wait(60)
+        told(group, "busy", "yes")
+        told(group, "busy", "yes")
+        others_met.set()
+        if group.rank == 1:
+            thread.join(60)
+            lane.close()
+        return results[0]
+
+    def hold(call: Call) -> None:
+        if call.key.endswith("save-1.00000001.result") and call.phase == "before":
+            others_met.wait(60)
+
+    assert together(memory, 2, script) == [b"x, x"] * 2
+
+
+def test_a_long_step_without_a_beat_is_not_taken_for_death(memory: MemoryStorage) -> None:
+    def script(group: BoardGroup) -> list[bytes]:
+        def slow_join(answers: list[bytes], beat: Beat) -> bytes:
+            time.sleep(3.5)  # a listing, a retried request, a slow disk
+            return b"done"
+
+        def slow(beat: Beat) -> bytes:
+            time.sleep(3.5 * group.rank)
+            return b""
+
+        return [
+            group.exchange("join", lambda beat: b"", slow_join),
+            group.exchange("work", slow, lambda answers, beat: b"done"),
+        ]
+
+    assert together(memory, 2, script, timeout_seconds=2.5) == [[b"done", b"done"]] * 2
+
+
+def test_a_leader_that_hangs_is_found_out(memory: MemoryStorage) -> None:
+    found = threading.Event()
+
+    def script(group: BoardGroup) -> Any:
+        def hang(answers: list[bytes], beat: Beat) -> bytes:
+            found.wait(120)
+            return b""
+
+        try:
+            return error_of(lambda: group.exchange("save", lambda beat: b"", hang))
+        finally:
+            found.set()
+
+    follower = together(memory, 2, script, timeout_seconds=1)[1]
+    assert type(follower) is RankTimeout
+    assert (follower.ranks, follower.committed) == ((0,), None)
