@@ -60,7 +60,7 @@ def import_state(
         flat = read_safetensors(Path(source))
     else:
         flat = _read_dcp(os.fspath(source), storage_options)
-    job = store._job
+    job = store._in_turn(max_failures=0)
     if job.group.world_size != 1:
         raise InvalidInput(f"An import is for one process, and there are {job.group.world_size}")
     asked: dict[str, Any] = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}

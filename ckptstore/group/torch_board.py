@@ -90,6 +90,7 @@ def _meet(process_group: Any, store: Any, *, rank_timeout_seconds: float, node: 
         world_size=dist.get_world_size(process_group),
         timeout_seconds=rank_timeout_seconds,
         server_ranks=(LEADER,) if has_leader_zero else (),
+        removes=dist.get_rank(process_group) == LEADER,
     )
     return TorchGroup(
         board,
@@ -136,9 +137,18 @@ class TorchBoard:
     shortest_poll_seconds = 0.001
 
     def __init__(
-        self, store: Any, *, prefix: str, world_size: int, timeout_seconds: float, server_ranks: tuple[int, ...]
+        self,
+        store: Any,
+        *,
+        prefix: str,
+        world_size: int,
+        timeout_seconds: float,
+        server_ranks: tuple[int, ...],
+        removes: bool = True,
     ) -> None:
-        """`server_ranks` are the ranks that are lost when the store cannot be reached any more."""
+        """`server_ranks` are the ranks that are lost when the store cannot be reached any more. `removes` says that
+        this process will remove messages, for which it has to remember the parts of large ones."""
+        self._removes = removes
         self.longest_poll_seconds = max(0.1, world_size / 4096)  # all ranks together: some 4,000 requests a second
         self._server_ranks = server_ranks
         self._caller = Caller(timeout_seconds=timeout_seconds)
@@ -165,14 +175,19 @@ class TorchBoard:
         for index, part in enumerate(parts):
             piece = data[index * _PART_BYTES : (index + 1) * _PART_BYTES]
             self._request(lambda part=part, piece=piece: self._store.set(part, piece))  # type: ignore[misc]
-        self._parts[key] = parts
+        self._remember(key, parts)
         return _CUT + "\n".join(parts).encode()
 
     def _whole(self, key: str, value: bytes) -> bytes:
         if value[:1] == _PLAIN:
             return value[1:]
-        self._parts[key] = value[1:].decode().split("\n")
-        return b"".join(self._get(self._parts[key]))
+        parts = value[1:].decode().split("\n")
+        self._remember(key, parts)
+        return b"".join(self._get(parts))
+
+    def _remember(self, key: str, parts: list[str]) -> None:
+        if self._removes:
+            self._parts[key] = parts
 
     def _get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of keys that are known to be there; asked for one that is not, the store would wait."""
