@@ -165,6 +165,31 @@ def test_an_error_of_a_rank_goes_before_a_difference_of_calls(memory: MemoryStor
         assert [(type(error), error.rank) for error in ends] == [(StorageUnavailable, 0), (StorageUnavailable, 1)]
 
 
+@pytest.mark.parametrize(("interrupted", "committed"), [(0, None), (1, False)])
+def test_an_interrupted_rank_is_in_step_at_its_next_call(
+    memory: MemoryStorage, interrupted: int, committed: bool | None
+) -> None:
+    def interrupt(*_args: Any) -> bytes:
+        raise KeyboardInterrupt
+
+    def script(group: BoardGroup) -> list[Any]:
+        ends: list[Any] = []
+        work = interrupt if group.rank == interrupted == 1 else lambda beat: b""
+        try:
+            group.exchange("save", work, interrupt if interrupted == 0 else joined)
+        except (KeyboardInterrupt, CkptstoreError) as error:
+            ends.append(error)
+        return [*ends, *(told(group, "save", f"{number}") for number in range(2))]
+
+    ends = together(memory, 3, script, timeout_seconds=600)
+    assert [end[1:] for end in ends] == [["0", "1"]] * 3
+    assert type(ends[interrupted][0]) is KeyboardInterrupt
+    others = [ends[rank][0] for rank in range(3) if rank != interrupted]
+    assert [(type(error), error.rank, error.committed) for error in others] == [
+        (RankFailed, interrupted, committed)
+    ] * 2
+
+
 def test_thousands_of_lanes_leave_nothing(memory: MemoryStorage) -> None:
     most: list[int] = []
 
