@@ -1,0 +1,99 @@
+"""A file that is missing is damage, wherever a load meets it: all ranks go on with the checkpoint before."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from missing_worker import load_after_a_loss
+from threaded_ranks import run_ranks_in_threads
+
+from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsableCheckpoint, open_store
+from ckptstore.errors import StorageUnavailable
+from ckptstore.events import CheckpointSkipped, Event, listening
+from ckptstore.testing import FailAt, run_ranks, with_faults
+
+FILES = ["tensors.index", "*.distcp", "ckptstore.json"]
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((300, 300), float(step)), "epoch": step}
+
+
+def save_two(store: CheckpointStore) -> None:
+    for step in (1, 2):
+        store.save(step, state(step))
+
+
+def lose(store: CheckpointStore, step: int, pattern: str) -> str:
+    """Delete one file of a step behind the store's back, and give its name."""
+    storage, prefix = store._job.storage, store[step]._files.prefix
+    key = min(file.key for file in storage.list(prefix) if Path(file.key).match(pattern))
+    storage.delete([key])
+    return key.removeprefix(prefix)
+
+
+@pytest.mark.parametrize("uri", ["disk", "memory"])
+@pytest.mark.parametrize("pattern", FILES)
+def test_the_one_before_is_taken_and_the_reason_told(tmp_path: Path, uri: str, pattern: str) -> None:
+    with open_store(tmp_path / "store" if uri == "disk" else f"memory://{uuid.uuid4().hex}") as store:
+        save_two(store)
+        newest = store[2]
+        name = lose(store, 2, pattern)
+        events: list[Event] = []
+        with listening(events.append):
+            for take, read_once in ((store.load, "rank"), (store.load, "node"), (store.resume, "rank")):
+                found = state(0)
+                taken = take(found, read_once=read_once)
+                assert taken is not None
+                assert taken.step == found["epoch"] == 1
+                assert found["w"].eq(1).all()
+        reasons = [event.reason for event in events if isinstance(event, CheckpointSkipped)]
+        assert len(reasons) == 3
+        assert all(name in reason for reason in reasons)
+        with pytest.raises(CheckpointGone if pattern == "ckptstore.json" else CheckpointDamaged, match=name):
+            newest.load(state(0))
+        lose(store, 1, pattern)
+        with pytest.raises(NoUsableCheckpoint, match=name):
+            store.resume(state(0))
+
+
+def test_all_ranks_go_on_together(tmp_path: Path) -> None:
+    def flow(store: CheckpointStore, rank: int) -> object:
+        save_two(store)
+        if rank == 0:
+            lose(store, 2, "*.distcp")
+        found = state(0)
+        taken = store.load(found)
+        return taken and (taken.step, found["epoch"])
+
+    assert run_ranks_in_threads(2, tmp_path / "store", flow) == [(1, 1)] * 2
+
+
+def test_all_ranks_go_on_together_where_one_reads_for_all(tmp_path: Path) -> None:
+    assert run_ranks(2, load_after_a_loss, str(tmp_path)) == [[2, 1]] * 2
+
+
+def test_a_reference_that_leads_nowhere_is_damage(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        whole = {"w": torch.arange(90_000.0), "epoch": 1}
+        store.save(1, whole, incremental="reference")
+        checkpoint = store.save(2, {**whole, "epoch": 2}, incremental="reference")
+        (elsewhere,) = [file for file in checkpoint.files if file.attempt]
+        (Path(store[1].uri) / elsewhere.name).unlink()
+        with pytest.raises(NoUsableCheckpoint, match=elsewhere.name):
+            store.resume({"w": torch.zeros(90_000), "epoch": 0})
+
+
+def test_a_storage_that_cannot_be_reached_is_no_damage(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        save_two(store)
+    error = StorageUnavailable("no answer")
+    with (
+        with_faults(open_store(tmp_path), FailAt("read* checkpoints/*", error, times=None)) as store,
+        pytest.raises(StorageUnavailable),
+    ):
+        store.load(state(0))
