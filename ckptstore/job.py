@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -118,9 +119,9 @@ class Job:
         self.num_saves += 1
         return attempt_of(self.group.start_token, num_saves=self.num_saves, step=step, epoch=epoch)
 
-    def candidates(self, newest: Record | None) -> list[Candidate]:
+    def candidates(self, newest: Record | None, *, timed: bool = False) -> list[Candidate]:
         """The live checkpoints, as retention sees them."""
-        return candidates(self.log, newest)
+        return candidates(self.log, newest, timed=timed)
 
     def prune_in_background(self, prune: Callable[[], object]) -> None:
         """Leader: delete what may be deleted, on a thread of its own; one at a time. Failures are told, not raised."""
@@ -154,15 +155,19 @@ def attempt_of(start_token: str, *, num_saves: int, step: int, epoch: int) -> At
     return Attempt(step, epoch, hashlib.sha256(f"{start_token}:{num_saves}".encode()).hexdigest()[:8])
 
 
-def candidates(log: Log, newest: Record | None) -> list[Candidate]:
-    """The live checkpoints of a store, as retention sees them, oldest first."""
-    found = []
-    for record in log.records(newest.state.live if newest else ()):
-        entry = record.entry
-        found.append(
-            Candidate(number=record.number, step=entry.step, created_at=entry.created_at, metrics=entry.metrics)
+def candidates(log: Log, newest: Record | None, *, timed: bool) -> list[Candidate]:
+    """The live checkpoints of a store as retention sees them, oldest first; `timed` if a policy compares times."""
+    records = log.records(newest.state.live if newest else ())
+    times = log.commit_times(records) if timed else {}
+    return [
+        Candidate(
+            number=record.number,
+            step=record.entry.step,
+            committed_at=times.get(record.number, math.nan),
+            metrics=record.entry.metrics,
         )
-    return found
+        for record in records
+    ]
 
 
 def record_of_step(log: Log, newest: Record | None, step: int) -> Record:
