@@ -326,17 +326,18 @@ def _intact(target: Target, prefix: str, receipts: Sequence[Receipt]) -> set[str
 def _take_over(
     target: Target, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
 ) -> set[str]:
-    """Take files of an earlier try, without a second copy on a disk, and give the names of what is whole."""
-    storage, taken = target.storage, []
+    """Copy files of an earlier try inside the storage, and give the names of what is whole. The try may still be
+    writing them, so they are no links."""
+    storage = target.storage
+    if not isinstance(storage, CopiesInside):
+        return set()
+    taken = []
     for receipt in receipts:
         key, size_bytes = tried.get(receipt.name, ("", -1))
         if size_bytes == receipt.size_bytes and receipt.crc32c is not None:
             with contextlib.suppress(FileMissing):  # it is garbage, and may be collected meanwhile
-                if isinstance(storage, HasLocalFiles) and storage.link(storage.local_path(key), prefix + receipt.name):
-                    taken.append(receipt)
-                elif isinstance(storage, CopiesInside):
-                    storage.copy(key, prefix + receipt.name)
-                    taken.append(receipt)
+                storage.copy(key, prefix + receipt.name)
+                taken.append(receipt)
     if taken and isinstance(storage, Persists) and target.config.transfer.durable:
         storage.persist([prefix + receipt.name for receipt in taken])
     intact = _intact(target, prefix, taken)

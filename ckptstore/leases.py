@@ -39,7 +39,7 @@ class _Lease:
     """Whether the caller has the real path, which a forked child may go on reading."""
     key: str = ""
     is_over: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=lambda: threading.Lock())
     """A renewal that is late would leave a lease behind that nobody gives back."""
 
     def write(self) -> None:

@@ -84,17 +84,17 @@ def _held(newest: Record, readers: Mapping[int, int]) -> dict[int, str]:
 def prune(
     log: Log, storage: Storage, config: StoreConfig, *, epoch: int | None, dry_run: bool = False
 ) -> list[Trashed]:
-    """Delete what has been in the trash for the grace period, and return it; a dry run returns the same plan.
+    """Delete what has been in the trash for the grace period, and return it; a dry run returns what would go.
 
     `epoch` is the caller's writer epoch, None for a command line, which fences nobody and is fenced by nobody. Raises
     StoreFenced when a later job has claimed the store: nothing is deleted then.
     """
     due = [item for item in trash(log, storage, grace_seconds=config.grace_seconds) if item.goes]
-    if due and not dry_run:
-        _remove(log, storage, due, epoch=epoch, reason="grace period over")
-    if not dry_run:
-        _remove_left_over(log, storage, epoch=epoch)
-    return due
+    if dry_run:
+        return due
+    gone = _remove(log, storage, due, epoch=epoch, reason="grace period over") if due else []
+    _remove_left_over(log, storage, epoch=epoch)
+    return gone
 
 
 def empty_trash(log: Log, storage: Storage, *, epoch: int | None) -> None:
@@ -104,17 +104,19 @@ def empty_trash(log: Log, storage: Storage, *, epoch: int | None) -> None:
         _remove(log, storage, due, epoch=epoch, reason="the disk was full")
 
 
-def _remove(log: Log, storage: Storage, items: Collection[Trashed], *, epoch: int | None, reason: str) -> None:
+def _remove(log: Log, storage: Storage, items: Collection[Trashed], *, epoch: int | None, reason: str) -> list[Trashed]:
     started = time.monotonic()
 
     def decide(newest: Record | None) -> Remove | None:
-        _check_epoch(newest, epoch)
-        still = newest.state.droppable(item.number for item in items) if newest else ()
+        if newest is None or (epoch is not None and newest.state.epoch != epoch):
+            found = newest.state.epoch if newest else 0
+            raise StoreFenced(f"A later job has claimed the store (writer epoch {found}), so nothing was pruned")
+        still = newest.state.droppable(item.number for item in items)
         return Remove(drop=still, epoch=epoch, reason=reason) if still else None
 
     record = log.append(decide)
     if record is None:
-        return
+        return []
     assert isinstance(record.change, Remove)
     dropped = {item.attempt: item for item in items if item.number in record.change.drop}
     left = delete_attempts(log, storage, record, dropped)
@@ -124,21 +126,15 @@ def _remove(log: Log, storage: Storage, items: Collection[Trashed], *, epoch: in
     emit(CheckpointsPruned(steps=steps, size_bytes=size_bytes, seconds=time.monotonic() - started))
     for attempt, why in left.items():
         emit(PruneFailed(error=f"step {dropped[attempt].step} stays in {CHECKPOINT_PREFIX}{attempt}: {why}"))
-
-
-def _check_epoch(newest: Record | None, epoch: int | None) -> None:
-    found = newest.state.epoch if newest else 0
-    if epoch is not None and found != epoch:
-        raise StoreFenced(f"A later job has claimed the store (writer epoch {found}), so nothing was pruned")
+    return gone
 
 
 def _remove_left_over(log: Log, storage: Storage, *, epoch: int | None) -> None:
     """Delete what earlier prunes of this epoch left to readers or could not delete. Only a disk has such things."""
     directories = attempt_directories(storage)
-    newest = log.newest() if directories else None
-    if newest is None:
+    newest = log.checked_newest() if directories else None
+    if newest is None or (epoch is not None and newest.state.epoch != epoch):
         return
-    _check_epoch(newest, epoch)
     named = {record.entry.attempt for record in log.records([*newest.state.live, *newest.state.trash])}
     dropped = dropped_attempts(log, newest, directories - named)
     for attempt, why in delete_attempts(log, storage, newest, dropped).items():
@@ -218,9 +214,8 @@ def delete_attempt(storage: Storage, attempt: str) -> None:
     storage.delete([file.key for file in storage.list(prefix)])
     if isinstance(storage, HasLocalFiles):
         storage.remove_directories(prefix.rstrip("/"))
-        if os.path.lexists(storage.local_path(prefix.rstrip("/"))):
-            raise StorageError(
-                "it holds something that no ckptstore wrote, a symbolic link for instance",
-                file=prefix.rstrip("/"),
-                hint="Look what it is, and remove it by hand",
-            )
+        path = storage.local_path(prefix.rstrip("/"))
+        if os.path.lexists(path):
+            found = next((str(item) for item in path.rglob("*") if item.is_symlink() or not item.is_dir()), "")
+            what = "a symbolic link" if os.path.islink(found) else "not of this checkpoint, or is in use"
+            raise StorageError(f"{found or path} is {what}", hint="Look what it is, and remove it by hand")
