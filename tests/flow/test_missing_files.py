@@ -12,8 +12,9 @@ from missing_worker import load_after_a_loss
 from threaded_ranks import run_ranks_in_threads
 
 from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsableCheckpoint, open_store
-from ckptstore.errors import StorageUnavailable
+from ckptstore.errors import CacheError, StorageUnavailable
 from ckptstore.events import CheckpointSkipped, Event, listening
+from ckptstore.load import NodeCopies
 from ckptstore.testing import FailAt, run_ranks, with_faults
 
 FILES = ["tensors.index", "*.distcp", "ckptstore.json"]
@@ -97,3 +98,41 @@ def test_a_storage_that_cannot_be_reached_is_no_damage(tmp_path: Path) -> None:
         pytest.raises(StorageUnavailable),
     ):
         store.load(state(0))
+
+
+def memory_store() -> CheckpointStore:
+    return open_store(f"memory://{uuid.uuid4().hex}")
+
+
+def test_a_directory_of_the_node_cache_is_whole_again_when_it_is_handed_out(tmp_path: Path) -> None:
+    (tmp_path / "source/empty").mkdir(parents=True)
+    for name in ("a", "b"):
+        (tmp_path / "source" / name).write_bytes(name.encode())
+    with memory_store() as store:
+        checkpoint = store.save_directory(1, tmp_path / "source")
+        with checkpoint.as_directory() as reading:
+            before = sorted(path.name for path in reading.iterdir())
+            for name in ("a", "ckptstore.json"):
+                (reading / name).unlink()
+            (reading / "empty").rmdir()
+            with checkpoint.as_directory() as path:
+                assert path == reading
+                assert sorted(file.name for file in path.iterdir()) == before == ["a", "b", "ckptstore.json", "empty"]
+                assert (path / "a").read_bytes() == b"a"
+
+
+@pytest.mark.parametrize("pattern", ["tensors.index", "*.distcp"])
+def test_a_copy_that_vanishes_while_it_is_read_is_no_damage(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    path_of = NodeCopies.path
+
+    def vanishing(copies: NodeCopies, name: str) -> Path:
+        path = path_of(copies, name)
+        if path.match(pattern):
+            path.unlink()
+        return path
+
+    with memory_store() as store:
+        save_two(store)
+        monkeypatch.setattr(NodeCopies, "path", vanishing)
+        with pytest.raises(CacheError, match="vanished from the node cache"):
+            store.load(state(0), read_once="node")
