@@ -226,7 +226,8 @@ def copy_store(
     own = Log(target.storage, retry=target.config.retry, single_writer=target.config.single_writer)
     records = log.records(newest.state.live)
     total = CopyReport(uri=target.storage.uri, steps=(), present=(), num_copied=0, num_found=0, copied_bytes=0)
-    held = {_origin(record) for record in _live(own)}
+    there = own.newest()
+    held = {_origin(record) for record in own.records(there.state.live if there else ())}
     epoch = _claim(own, above=newest.state.epoch) if any(_origin(record) not in held for record in records) else 0
     for record in records:
         if _origin(record) in held:
@@ -256,7 +257,7 @@ def _copy_and_commit(
     attempt: Attempt,
     executor: Executor | None,
 ) -> tuple[CopyReport, Record]:
-    earlier = _earlier_tries(target.storage, attempt, _live(own))
+    earlier = _earlier_tries(target.storage, own, attempt)
     prefixes = [try_.prefix for try_ in earlier]
     report = copy_checkpoint(files, target, prefix=attempt.prefix, earlier=prefixes, executor=executor)
     if entry.bases:
@@ -267,11 +268,6 @@ def _copy_and_commit(
     return report, committed
 
 
-def _live(log: Log) -> list[Record]:
-    newest = log.newest()
-    return log.records(newest.state.live) if newest else []
-
-
 def _origin(record: Record) -> Attempt:
     """What a checkpoint has in common with its copies: they differ in the epoch."""
     attempt = Attempt.parse(record.entry.attempt)
@@ -279,9 +275,12 @@ def _origin(record: Record) -> Attempt:
     return replace(attempt, epoch=0)
 
 
-def _earlier_tries(storage: Storage, attempt: Attempt, live: Sequence[Record]) -> list[Attempt]:
+def _earlier_tries(storage: Storage, own: Log, attempt: Attempt) -> list[Attempt]:
     """Directories of copies of the same checkpoint that broke off. Their epochs are over, so nobody commits them."""
-    named = {record.entry.attempt for record in live}
+    newest = own.checked_newest()
+    named = {
+        record.entry.attempt for record in own.records([*newest.state.live, *newest.state.trash] if newest else ())
+    }
     step = str(attempt).partition("-e")[0]
     names = {file.key.split("/")[1] for file in storage.list(f"{CHECKPOINT_PREFIX}{step}-e")}
     tries = [try_ for name in names - named if (try_ := Attempt.parse(name))]

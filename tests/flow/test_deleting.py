@@ -347,6 +347,18 @@ def test_a_copy_that_broke_off_is_taken_over_and_leaves_nothing(tmp_path: Path, 
         assert (found.attempts, found.left) == ({}, {})
 
 
+def test_a_copy_takes_nothing_from_the_trash_of_its_target(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "target"
+    copy(source, target)
+    with open_store(target) as store:
+        trashed = [Path(store[step].uri) for step in (2, 3)]
+        store.roll_back(1)
+        assert copy(source, target).steps == (2, 3)
+        assert all(read_tree(path) for path in trashed)
+        assert [item.step for item in store.trash()] == [2, 3]
+        assert [checkpoint.step for checkpoint in store if checkpoint.verify().ok] == [1, 2, 3]
+
+
 def test_the_log_takes_no_directory_of_another_epoch(source: Path) -> None:
     with open_store(source) as store:
         log = store._job.log
