@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StorageError
 from ckptstore.group import Beat
 from ckptstore.job import Job
-from ckptstore.layout import MANIFEST_NAME, Attempt
+from ckptstore.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.log import Log
 from ckptstore.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.records import CheckpointEntry, Commit, Record
@@ -108,11 +109,14 @@ def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references:
     """What the record will say: retention decides in the same step that makes the checkpoint visible."""
     newest = job.claim(newest)
     entry = replace(entry, bases=_bases(job, newest, references))
-    earlier = job.candidates(newest)
+    is_timed = job.policy.compares_times()
+    earlier = job.candidates(newest, timed=is_timed)
     pinned = set(newest.state.pinned)
     replaces = {item.number for item in earlier if item.step == entry.step} - pinned
     number = newest.number + 1
-    candidate = Candidate(number=number, step=entry.step, created_at=entry.created_at, metrics=entry.metrics)
+    manifest_key = f"{CHECKPOINT_PREFIX}{entry.attempt}/{MANIFEST_NAME}"  # just written, so its time is the present one
+    committed_at = job.storage.stat(manifest_key).modified_seconds if is_timed else math.nan
+    candidate = Candidate(number=number, step=entry.step, committed_at=committed_at, metrics=entry.metrics)
     protected = {number: "the latest", **dict.fromkeys(pinned, "pinned")}
     if newest.state.resume_from is not None:
         protected[newest.state.resume_from] = "this job resumed from it"

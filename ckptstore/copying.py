@@ -5,6 +5,10 @@ byte is read back; else the bytes travel through this process.
 
 A copy is itself crash-safe: files first, then the manifest, then, for a store, a record in a log of its own. What is
 already there with its size is read and checked, not copied again.
+
+A copy of a store claims its target as a job does, and its directories carry the claimed epoch. So garbage collection
+leaves them alone while the copy may still commit them, and a later claim ends the copy and makes them garbage. A copy
+that is run again claims anew, and takes over the files of the try before.
 """
 
 from __future__ import annotations
@@ -20,15 +24,16 @@ from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StoreMissing
 from ckptstore.executor import Beat, Executor, InProcess
 from ckptstore.identity import read_identity, write_identity
-from ckptstore.layout import MANIFEST_NAME, USER_METADATA_NAME
-from ckptstore.load import CheckpointFiles, attempt_prefix
+from ckptstore.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, USER_METADATA_NAME, Attempt
+from ckptstore.load import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.manifest import Manifest, Receipt, sha256_of
 from ckptstore.plan import PlannedFile
-from ckptstore.records import Change, Claim, Commit, Pin, Record
+from ckptstore.prune import delete_attempts
+from ckptstore.records import Change, CheckpointEntry, Claim, Commit, Pin, Record
 from ckptstore.retried import with_retries
 from ckptstore.sources import Read
-from ckptstore.storage.base import CopiesFrom, HasLocalFiles, Persists, Storage
+from ckptstore.storage.base import CopiesFrom, CopiesInside, HasLocalFiles, Persists, Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.transfer import Transfer
 
@@ -106,21 +111,37 @@ def open_target(
 
 
 def copy_checkpoint(
-    files: CheckpointFiles, target: Target, *, prefix: str = "", executor: Executor | None = None
+    files: CheckpointFiles,
+    target: Target,
+    *,
+    prefix: str = "",
+    earlier: Sequence[str] = (),
+    executor: Executor | None = None,
 ) -> CopyReport:
     """Copy one checkpoint to keys below `prefix`: every file, then the manifest, all digests checked on both sides.
 
-    The executor says where the files are copied; the manifest is written here. Raises CheckpointDamaged when the source
-    is not what its manifest says; nothing is complete at the target then.
+    The executor says where the files are copied; the manifest is written here. What lies below one of the `earlier`
+    prefixes of the target is taken over. Raises CheckpointDamaged when the source is not what its manifest says;
+    nothing is complete at the target then.
     """
+    with files.held():
+        return _copy_checkpoint(files, target, prefix, earlier, executor or InProcess())
+
+
+def _copy_checkpoint(
+    files: CheckpointFiles, target: Target, prefix: str, earlier: Sequence[str], executor: Executor
+) -> CopyReport:
     manifest, data = whole_manifest(files)
     there = {file.key.removeprefix(prefix): file.size_bytes for file in target.storage.list(prefix)}
     _refuse_other_contents(manifest, data, target, prefix, there)
     sources = {receipt.name: files.key_of(receipt) for receipt in files.read_manifest()[0].files}
-    share = _Share(files.alone(), target, prefix, sources, there)
-    founds = (executor or InProcess()).run(
-        share, manifest.files, size_bytes=lambda item: item.size_bytes, beat=_no_beat
-    )
+    tried = {
+        file.key.removeprefix(other): (file.key, file.size_bytes)
+        for other in earlier
+        for file in target.storage.list(other)
+    }
+    share = _Share(files.alone(), target, prefix, sources, there, tried)
+    founds = executor.run(share, manifest.files, size_bytes=lambda item: item.size_bytes, beat=_no_beat)
     found = set().union(*founds)
     missing = [receipt for receipt in manifest.files if receipt.name not in found]
     if isinstance(target.storage, HasLocalFiles):
@@ -158,16 +179,20 @@ class _Share:
     """By the name of a file the key from which it comes."""
     there: Mapping[str, int]
     """By name the size of what lies at the target."""
+    tried: Mapping[str, tuple[str, int]]
+    """By name the key and size of what an earlier try has left elsewhere at the target."""
 
     def __call__(self, receipts: Sequence[Receipt], beat: Beat) -> set[str]:
         """Give the names of those that had been copied before."""
         target, prefix = self.target, self.prefix
         candidates = [receipt for receipt in receipts if self.there.get(receipt.name) == receipt.size_bytes]
         found = _intact(target, prefix, candidates)
+        found |= _take_over(target, prefix, [item for item in receipts if item.name not in found], self.tried)
         missing = [receipt for receipt in receipts if receipt.name not in found]
-        inside = _copy_inside(self.files, self.sources, target, prefix, missing)
-        streamed = [receipt for receipt in missing if receipt.name not in inside]
-        _copy_files(self.files, self.sources, target, prefix, streamed)
+        with self.files.missing_is_damage():
+            inside = _copy_inside(self.files, self.sources, target, prefix, missing)
+            streamed = [receipt for receipt in missing if receipt.name not in inside]
+            _copy_files(self.files, self.sources, target, prefix, streamed)
         _check_arrived(target, prefix, streamed)
         return found
 
@@ -201,17 +226,18 @@ def copy_store(
     own = Log(target.storage, retry=target.config.retry, single_writer=target.config.single_writer)
     records = log.records(newest.state.live)
     total = CopyReport(uri=target.storage.uri, steps=(), present=(), num_copied=0, num_found=0, copied_bytes=0)
-    held = _live_attempts(own)
-    epoch = _claim(own, above=newest.state.epoch) if any(r.entry.attempt not in held for r in records) else 0
+    there = own.newest()
+    held = {_origin(record) for record in own.records(there.state.live if there else ())}
+    epoch = _claim(own, above=newest.state.epoch) if any(_origin(record) not in held for record in records) else 0
     for record in records:
-        if record.entry.attempt in held:
+        if _origin(record) in held:
             total = replace(total, present=(*total.present, record.entry.step))
             continue
-        report = copy_checkpoint(open_files(record), target, prefix=attempt_prefix(record), executor=executor)
-        digest = sha256_of(whole_manifest(open_files(record))[1]) if record.entry.bases else None
-        entry = replace(record.entry, epoch=epoch, bases=(), manifest_sha256=digest or record.entry.manifest_sha256)
-        committed = own.append(lambda _newest, entry=entry: Commit(entry=entry))  # type: ignore[misc]
-        if committed is not None and record.number in newest.state.pinned:
+        attempt = replace(_origin(record), epoch=epoch)
+        committed_at = log.commit_times([record])[record.number]
+        entry = replace(record.entry, epoch=epoch, attempt=str(attempt), committed_at=committed_at)
+        report, committed = _copy_and_commit(entry, open_files(record), own, target, attempt, executor)
+        if record.number in newest.state.pinned:
             own.append(lambda _newest, number=committed.number: Pin((number,)))  # type: ignore[misc]
         total = replace(
             total,
@@ -223,9 +249,42 @@ def copy_store(
     return total
 
 
-def _live_attempts(log: Log) -> set[str]:
-    newest = log.newest()
-    return {record.entry.attempt for record in log.records(newest.state.live)} if newest else set()
+def _copy_and_commit(
+    entry: CheckpointEntry,
+    files: CheckpointFiles,
+    own: Log,
+    target: Target,
+    attempt: Attempt,
+    executor: Executor | None,
+) -> tuple[CopyReport, Record]:
+    earlier = _earlier_tries(target.storage, own, attempt)
+    prefixes = [try_.prefix for try_ in earlier]
+    report = copy_checkpoint(files, target, prefix=attempt.prefix, earlier=prefixes, executor=executor)
+    if entry.bases:
+        entry = replace(entry, bases=(), manifest_sha256=sha256_of(whole_manifest(files)[1]))
+    committed = own.append(lambda _newest: Commit(entry=entry))
+    assert committed is not None  # a commit is always written
+    delete_attempts(own, target.storage, committed, [str(try_) for try_ in earlier])
+    return report, committed
+
+
+def _origin(record: Record) -> Attempt:
+    """What a checkpoint has in common with its copies: they differ in the epoch."""
+    attempt = Attempt.parse(record.entry.attempt)
+    assert attempt is not None  # an entry has checked it
+    return replace(attempt, epoch=0)
+
+
+def _earlier_tries(storage: Storage, own: Log, attempt: Attempt) -> list[Attempt]:
+    """Directories of copies of the same checkpoint that broke off. Their epochs are over, so nobody commits them."""
+    newest = own.checked_newest()
+    named = {
+        record.entry.attempt for record in own.records([*newest.state.live, *newest.state.trash] if newest else ())
+    }
+    step = str(attempt).partition("-e")[0]
+    names = {file.key.split("/")[1] for file in storage.list(f"{CHECKPOINT_PREFIX}{step}-e")}
+    tries = [try_ for name in names - named if (try_ := Attempt.parse(name))]
+    return sorted(try_ for try_ in tries if try_.suffix == attempt.suffix and try_.epoch < attempt.epoch)
 
 
 def _claim(log: Log, *, above: int) -> int:
@@ -261,6 +320,28 @@ def _intact(target: Target, prefix: str, receipts: Sequence[Receipt]) -> set[str
     checked = target.transfer.check(wanted)
     good = {item.wanted.key for item in checked if item.crc32c == item.wanted.crc32c}
     return {receipt.name for receipt in receipts if prefix + receipt.name in good}
+
+
+def _take_over(
+    target: Target, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
+) -> set[str]:
+    """Copy files of an earlier try inside the storage, and give the names of what is whole. The try may still be
+    writing them, so they are no links."""
+    storage = target.storage
+    if not isinstance(storage, CopiesInside):
+        return set()
+    taken = []
+    for receipt in receipts:
+        key, size_bytes = tried.get(receipt.name, ("", -1))
+        if size_bytes == receipt.size_bytes and receipt.crc32c is not None:
+            with contextlib.suppress(FileMissing):  # it is garbage, and may be collected meanwhile
+                storage.copy(key, prefix + receipt.name)
+                taken.append(receipt)
+    if taken and isinstance(storage, Persists) and target.config.transfer.durable:
+        storage.persist([prefix + receipt.name for receipt in taken])
+    intact = _intact(target, prefix, taken)
+    storage.delete([prefix + receipt.name for receipt in taken if receipt.name not in intact])
+    return intact
 
 
 def _copy_inside(

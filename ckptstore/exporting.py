@@ -84,10 +84,23 @@ def export(
     executor = executor or InProcess()
     _check(target, to, max_file_bytes, overwrite=overwrite)
     files = checkpoint._files
+    with files.held():
+        return _export(files, target, to, include, strip_prefix, max_file_bytes, executor)
+
+
+def _export(
+    files: CheckpointFiles,
+    target: Path,
+    to: Kind,
+    include: str | Sequence[str] | None,
+    strip_prefix: str,
+    max_file_bytes: int,
+    executor: Executor,
+) -> ExportReport:
     manifest, _ = files.read_manifest()
     if is_stock(manifest):
         hint = "Import it into a store, and export that"
-        raise InvalidInput(f"{checkpoint.uri} was written by torch's DCP, and has no digests to check", hint=hint)
+        raise InvalidInput(f"{files.uri} was written by torch's DCP, and has no digests to check", hint=hint)
     stored = open_alone(files)
     saved = _saved(stored, fitting(include) if to != "safetensors" else lambda key: False)
     selection = select(saved, include=include, strip_prefix=strip_prefix)
@@ -196,7 +209,8 @@ def _stock_files(manifest: Manifest) -> list[str]:
 
 def _copy_stock(files: CheckpointFiles, manifest: Manifest, path: Path) -> list[str]:
     names = _stock_files(manifest)
-    files.transfer.download([(files.wanted(manifest.by_name[name]), path / name) for name in names])
+    with files.missing_is_damage():
+        files.transfer.download([(files.wanted(manifest.by_name[name]), path / name) for name in names])
     return names
 
 

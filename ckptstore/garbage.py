@@ -1,13 +1,19 @@
 """Garbage: what no record names and no job can commit any more, found without a clock.
 
-An attempt directory of an epoch below the highest can never be committed: the log refuses its epoch. Attempts of the
-highest epoch belong to the job that claimed it, alive or not; a new claim takes over from a dead one.
+An attempt directory carries the writer epoch under which it was begun, a copy's too, and the log takes no record with a
+directory of another epoch than its own. So one of an epoch below the highest can never be committed. Attempts of the
+highest epoch belong to the job that claimed it, alive or not; a new claim takes over from a dead one. Those that had
+been committed in it, and were dropped since, are left over from a prune.
+
+Messages of a group are garbage when the log shows that its job was superseded. A group that never claimed may belong to
+readers who are alive, so nothing proves that it is dead: they go with `claim`, by which a person says so.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections import defaultdict
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from ckptstore.errors import CkptstoreError, FileMissing, StoreMissing
@@ -15,12 +21,12 @@ from ckptstore.identity import read_identity
 from ckptstore.layout import CHECKPOINT_PREFIX, GROUP_PREFIX, MANIFEST_NAME, PROBE_PREFIX, Attempt
 from ckptstore.log import Log
 from ckptstore.manifest import Manifest
-from ckptstore.prune import delete_attempt
+from ckptstore.prune import attempt_directories, backwards, delete_attempts, dropped_attempts
 from ckptstore.records import Claim, Record
 from ckptstore.storage.base import CreatesExclusively, FindsUnfinished, HasLocalFiles, Storage
 
 ENDED_SECONDS = 3600.0
-"""Ranks that talk through the storage leave something there far more often than this."""
+"""Messages and probes that are younger stay in any case: a superseded job may still be about to find out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,20 +51,25 @@ class Garbage:
 def collect_garbage(log: Log, storage: Storage, *, claim: bool = False, dry_run: bool = False) -> Garbage:
     """Remove what nothing refers to and nobody can commit any more; a dry run only tells.
 
-    `claim` takes the store over first, which fences a job that still runs. Raises StoreMissing without a store.
+    `claim` takes the store over first, which fences a job that still runs. Whatever cannot be deleted on a disk, a
+    symbolic link for instance, is left, with the reason. Raises StoreMissing without a store, StoreForked when the log
+    does not hold together.
     """
-    newest = log.newest()
+    newest = log.checked_newest()
     store_id = read_identity(storage)
     if newest is None or store_id is None:
         raise StoreMissing(f"There is no store at {storage.uri}")
     if claim and not dry_run:
         newest = log.append(lambda _: Claim(start_token=f"gc-{uuid.uuid4().hex}", world_size=1)) or newest
-    found = _find(log, storage, newest, store_id, below_epoch=newest.state.epoch + (1 if claim and dry_run else 0))
+    found = _find(log, storage, newest, store_id, claim=claim, below_epoch=newest.state.epoch + (claim and dry_run))
     if not dry_run:
-        for attempt in found.attempts:
-            delete_attempt(storage, attempt)
+        for attempt, why in delete_attempts(log, storage, newest, found.attempts).items():
+            del found.attempts[attempt]
+            found.left[CHECKPOINT_PREFIX + attempt] = why
         for prefix in found.exchanges:
             storage.delete([file.key for file in storage.list(prefix)])
+            if isinstance(storage, HasLocalFiles):
+                storage.remove_directories(prefix.rstrip("/"))
         if isinstance(storage, FindsUnfinished):
             for key, upload_id in storage.unfinished(CHECKPOINT_PREFIX):
                 if key in found.unfinished:
@@ -66,7 +77,7 @@ def collect_garbage(log: Log, storage: Storage, *, claim: bool = False, dry_run:
     return found
 
 
-def _find(log: Log, storage: Storage, newest: Record, store_id: str, *, below_epoch: int) -> Garbage:
+def _find(log: Log, storage: Storage, newest: Record, store_id: str, *, claim: bool, below_epoch: int) -> Garbage:
     found = Garbage()
     named = {record.entry.attempt for record in log.records([*newest.state.live, *newest.state.trash])}
     sizes: dict[str, int] = defaultdict(int)
@@ -76,10 +87,16 @@ def _find(log: Log, storage: Storage, newest: Record, store_id: str, *, below_ep
         sizes[directory] += file.size_bytes
         if name == MANIFEST_NAME:
             manifests.add(directory)
-    for directory in _directories(storage):
+    for directory in attempt_directories(storage):
         sizes.setdefault(directory, 0)
-    for directory in sorted(sizes.keys() - named):
-        reason = _why_left(storage, directory, below_epoch, store_id, has_manifest=directory in manifests)
+    unnamed = sizes.keys() - named
+    dropped = set(dropped_attempts(log, newest, unnamed))
+    for directory in sorted(unnamed):
+        reason = None
+        if directory not in dropped:
+            reason = _why_left(storage, directory, below_epoch, store_id, has_manifest=directory in manifests)
+        if reason is None:
+            reason = _why_not_ours(storage, directory)
         if reason is None:
             found.attempts[directory] = sizes[directory]
         else:
@@ -89,18 +106,8 @@ def _find(log: Log, storage: Storage, newest: Record, store_id: str, *, below_ep
             attempt = Attempt.parse(key.removeprefix(CHECKPOINT_PREFIX).partition("/")[0])
             if attempt is not None and attempt.epoch < below_epoch:
                 found.unfinished.append(key)
-    found.exchanges.extend(_ended_exchanges(log, storage))
+    _find_exchanges(log, storage, newest, found, claim=claim)
     return found
-
-
-def _directories(storage: Storage) -> list[str]:
-    """On a disk: what lies below the root of checkpoints, empty directories too, which no listing shows."""
-    if not isinstance(storage, HasLocalFiles):
-        return []
-    try:
-        return [path.name for path in storage.local_path(CHECKPOINT_PREFIX.rstrip("/")).iterdir() if path.is_dir()]
-    except OSError:
-        return []
 
 
 def _why_left(storage: Storage, directory: str, below_epoch: int, store_id: str, *, has_manifest: bool) -> str | None:
@@ -123,13 +130,46 @@ def _why_left(storage: Storage, directory: str, below_epoch: int, store_id: str,
     return None if manifest.store_id == store_id else f"it belongs to the store {manifest.store_id}"
 
 
-def _ended_exchanges(log: Log, storage: Storage) -> list[str]:
-    """Prefixes that no rank has touched for so long that its job must have ended."""
+def _why_not_ours(storage: Storage, directory: str) -> str | None:
+    """On a disk: that the directory is linked in from elsewhere. Deleting refuses that too; a dry run says it first."""
+    if not isinstance(storage, HasLocalFiles):
+        return None
+    path = storage.local_path(CHECKPOINT_PREFIX + directory)
+    linked = next((part for part in (path.parent, path) if part.is_symlink()), None)
+    return None if linked is None else f"{linked} is a symbolic link, and nothing is deleted through one"
+
+
+def _find_exchanges(log: Log, storage: Storage, newest: Record, found: Garbage, *, claim: bool) -> None:
+    """What ranks posted and nobody removed, where the log shows that their job was superseded, and old probes."""
     last: dict[str, float] = {}
     for file in [*storage.list(GROUP_PREFIX), *storage.list(PROBE_PREFIX)]:
-        prefix = "/".join(file.key.split("/")[:2])
+        parts = file.key.split("/")
+        prefix = "/".join(parts[:2]) + ("/" if len(parts) > 2 else "")
         last[prefix] = max(last.get(prefix, 0.0), file.modified_seconds)
     if not last:
-        return []
+        return
     now_seconds = log.store_now_seconds()
-    return sorted(prefix for prefix, seconds in last.items() if now_seconds - seconds > ENDED_SECONDS)
+    old = {prefix for prefix, seconds in last.items() if now_seconds - seconds > ENDED_SECONDS}
+    groups = {prefix.removeprefix(GROUP_PREFIX).rstrip("/") for prefix in old if prefix.startswith(GROUP_PREFIX)}
+    owner, superseded = _claims_of(log, newest, groups)
+    for prefix in sorted(old):
+        token = prefix.removeprefix(GROUP_PREFIX).rstrip("/")
+        if claim or not prefix.startswith(GROUP_PREFIX) or token in superseded:
+            found.exchanges.append(prefix)
+        elif token != owner:
+            found.left[prefix] = "of ranks that never claimed the store, perhaps readers; `gc --claim` takes it"
+
+
+def _claims_of(log: Log, newest: Record, tokens: AbstractSet[str]) -> tuple[str | None, set[str]]:
+    """The start token of the newest claim, and which of the tokens earlier claims have."""
+    owner: str | None = None
+    superseded: set[str] = set()
+    for record in backwards(log, newest) if tokens else ():
+        if isinstance(record.change, Claim):
+            if owner is None:
+                owner = record.change.start_token
+            elif record.change.start_token != owner:
+                superseded.add(record.change.start_token)
+        if owner is not None and superseded >= tokens - {owner}:
+            break
+    return owner, superseded & set(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import threading
 from collections.abc import Callable
@@ -138,9 +139,9 @@ class Job:
         assert self.epoch is not None  # the store is claimed before anything is written
         return Attempt(step, self.epoch, secrets.token_hex(4))
 
-    def candidates(self, newest: Record | None) -> list[Candidate]:
+    def candidates(self, newest: Record | None, *, timed: bool = False) -> list[Candidate]:
         """The live checkpoints, as retention sees them."""
-        return candidates(self.log, newest)
+        return candidates(self.log, newest, timed=timed)
 
     def prune_in_background(self, prune: Callable[[], object]) -> None:
         """Leader: delete what may be deleted, on a thread of its own; one at a time. Failures are told, not raised."""
@@ -170,15 +171,19 @@ class Job:
         self.storage.close()
 
 
-def candidates(log: Log, newest: Record | None) -> list[Candidate]:
-    """The live checkpoints of a store, as retention sees them, oldest first."""
-    found = []
-    for record in log.records(newest.state.live if newest else ()):
-        entry = record.entry
-        found.append(
-            Candidate(number=record.number, step=entry.step, created_at=entry.created_at, metrics=entry.metrics)
+def candidates(log: Log, newest: Record | None, *, timed: bool) -> list[Candidate]:
+    """The live checkpoints of a store as retention sees them, oldest first; `timed` if a policy compares times."""
+    records = log.records(newest.state.live if newest else ())
+    times = log.commit_times(records) if timed else {}
+    return [
+        Candidate(
+            number=record.number,
+            step=record.entry.step,
+            committed_at=times.get(record.number, math.nan),
+            metrics=record.entry.metrics,
         )
-    return found
+        for record in records
+    ]
 
 
 def record_of_step(log: Log, newest: Record | None, step: int) -> Record:

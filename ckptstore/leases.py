@@ -1,8 +1,11 @@
-"""Leases: a reader of real paths on a disk says which checkpoint it reads, so that nobody deletes it meanwhile.
+"""Leases: whoever reads a checkpoint on a disk says which one, so that nobody deletes it meanwhile.
 
-Best effort: a lease that cannot be written warns and stops nobody. It is fresh for `FRESH_SECONDS` by the storage's
-clock; one thread of the process renews all leases that it holds, and the storage's clock is read off the lease that is
-written last.
+A lease is fresh for `FRESH_SECONDS` by the storage's clock; one thread of the process renews all leases that it holds,
+and the storage's clock is read off the lease that is written last. A lease that cannot be written warns and stops
+nobody.
+
+A forked child takes a lease of its own for every directory that its parent has handed out, and renews that as long as
+it lives: the parent may be done with the directory before the child is.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from ckptstore.encoding import FORMAT_VERSION
 from ckptstore.errors import StorageError
@@ -26,7 +30,41 @@ RENEW_SECONDS = 120.0
 
 logger = logging.getLogger("ckptstore")
 
-_held: dict[tuple[int, str], Storage] = {}
+
+@dataclass(eq=False, slots=True)
+class _Lease:
+    storage: Storage
+    number: int
+    is_handed_out: bool
+    """Whether the caller has the real path, which a forked child may go on reading."""
+    key: str = ""
+    is_over: bool = False
+    lock: threading.Lock = field(default_factory=lambda: threading.Lock())
+    """A renewal that is late would leave a lease behind that nobody gives back."""
+
+    def write(self) -> None:
+        """Under a name that no other process has; the first write chooses it."""
+        with self.lock:
+            if self.is_over:
+                return
+            self.key = self.key or lease_key(self.number, f"{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+            body = {"version": FORMAT_VERSION, "host": platform.node(), "pid": os.getpid()}
+            try:
+                self.storage.write(self.key, [memoryview(json.dumps(body).encode())])
+            except StorageError as error:
+                logger.warning("no lease could be written, so a prune may delete what is being read: %s", error)
+
+    def give_back(self) -> None:
+        """Whoever reads has ended."""
+        with self.lock:
+            self.is_over = True
+            try:
+                self.storage.delete([self.key] if self.key else [])
+            except StorageError as error:
+                logger.debug("the lease %s could not be removed: %s", self.key, error)
+
+
+_held: set[_Lease] = set()
 _lock = threading.Lock()
 _released = threading.Event()
 """Set when the last lease is given back: the thread that renews them ends."""
@@ -34,28 +72,32 @@ _renewer: threading.Thread | None = None
 
 
 @contextmanager
-def hold(storage: Storage, number: int) -> Iterator[None]:
-    """Keep the checkpoint with that number from being deleted while the context lasts."""
-    key = lease_key(number, f"{platform.node()[:40] or 'host'}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    _write(storage, key)
+def hold(storage: Storage, number: int, *, is_handed_out: bool = False) -> Iterator[None]:
+    """Keep the checkpoint with that number from being deleted while the context lasts.
+
+    What was dropped from the log before may be deleted all the same: look at the log once inside. `is_handed_out` says
+    that the real path is given away, and that a forked child is to keep the checkpoint too.
+    """
+    lease = _Lease(storage, number, is_handed_out)
+    lease.write()
     with _lock:
-        _held[id(storage), key] = storage
+        _held.add(lease)
         _start_renewer()
     try:
         yield
     finally:
         with _lock:
-            del _held[id(storage), key]
+            _held.discard(lease)
             if not _held:
                 _released.set()
-        try:
-            storage.delete([key])
-        except StorageError as error:
-            logger.debug("the lease %s could not be removed: %s", key, error)
+        lease.give_back()
 
 
 def fresh(storage: Storage, *, now_seconds: float) -> dict[int, int]:
-    """For each number that somebody reads, how many leases there are; `now_seconds` is by the storage's clock."""
+    """For each number that somebody reads, how many leases there are; `now_seconds` is by the storage's clock.
+
+    Leases that are not fresh are removed. An earlier time finds no fewer leases than the present one would.
+    """
     found: dict[int, int] = {}
     stale = []
     for file in storage.list(LEASE_PREFIX):
@@ -70,12 +112,8 @@ def fresh(storage: Storage, *, now_seconds: float) -> dict[int, int]:
     return found
 
 
-def _write(storage: Storage, key: str) -> None:
-    body = {"version": FORMAT_VERSION, "host": platform.node(), "pid": os.getpid()}
-    try:
-        storage.write(key, [memoryview(json.dumps(body).encode())])
-    except StorageError as error:
-        logger.warning("no lease could be written, so a prune may delete what is being read: %s", error)
+def _host() -> str:
+    return platform.node()[:40] or "host"
 
 
 def _start_renewer() -> None:
@@ -91,10 +129,27 @@ def _renew() -> None:
         _released.wait(RENEW_SECONDS)
         with _lock:
             _released.clear()
-            held = list(_held.items())
+            held = list(_held)
             if not held:
                 _renewer = None
                 return
-        for lease, storage in held:
-            if lease in _held:
-                _write(storage, lease[1])
+        for lease in held:
+            lease.write()
+
+
+def _after_fork() -> None:
+    """In the child no thread renews anything, another thread of the parent may have held the lock, and what was being
+    read by other threads than the one that forked is read no more."""
+    global _lock, _released, _renewer
+    _lock, _released, _renewer = threading.Lock(), threading.Event(), None
+    for lease in list(_held):
+        lease.lock, lease.key = threading.Lock(), ""  # the parent gives its own back
+        if lease.is_handed_out:
+            lease.write()
+        else:
+            _held.discard(lease)
+    if _held:
+        _start_renewer()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -11,16 +11,25 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptstore import leases
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput, StorageError, StorageFull
+from ckptstore.errors import (
+    CacheError,
+    CheckpointDamaged,
+    CheckpointGone,
+    FileMissing,
+    InvalidInput,
+    StorageError,
+    StorageFull,
+)
 from ckptstore.job import Job
 from ckptstore.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, MANIFEST_NAME
+from ckptstore.log import Log
 from ckptstore.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.node_cache import NodeCache
 from ckptstore.records import Record
@@ -78,6 +87,42 @@ class CheckpointFiles:
         """The same for a process that works on its own: it can be pickled."""
         return replace(self, job=None, given_group=None)
 
+    @contextmanager
+    def held(self, *, is_handed_out: bool = False) -> Iterator[None]:
+        """Keep a prune away while the context lasts: by a lease on a disk; elsewhere the grace period has to do.
+
+        Raises CheckpointGone when a prune was first. `is_handed_out` as for `leases.hold`.
+        """
+        if self.record is None or not isinstance(self.storage, HasLocalFiles):
+            yield
+            return
+        with leases.hold(self.storage, self.record.number, is_handed_out=is_handed_out):
+            # A prune looks at leases after its record. So where the log has no such record yet, it will see this one.
+            log = self.job.log if self.job else Log(self.storage, retry=self.config.retry)
+            newest = log.newest()
+            if newest is None or self.record.number not in {*newest.state.live, *newest.state.trash}:
+                raise CheckpointGone(f"Step {self.record.entry.step} was removed", step=self.record.entry.step)
+            yield
+
+    @contextmanager
+    def missing_is_damage(self) -> Iterator[None]:
+        """Of whatever reads files of the checkpoint: one that is missing raises CheckpointDamaged, or CheckpointGone
+        when the checkpoint was removed meanwhile."""
+        try:
+            yield
+        except FileMissing as error:
+            step = self.record.entry.step if self.record else None
+            manifest = self.storage.list(self.prefix + MANIFEST_NAME)
+            if self.record is not None and not any(True for _ in manifest):
+                raise CheckpointGone(f"Step {step} was removed while it was read", step=step) from error
+            name = (error.file or "").removeprefix(self.prefix)
+            raise CheckpointDamaged(f"{name or 'A file'} is missing: {error.message}", step=step, file=name) from error
+
+    def read(self, ranges: Sequence[RangeRead], *, beat: Callable[[], None] = lambda: None) -> None:
+        """`Transfer.read`, but that a missing file is damage."""
+        with self.missing_is_damage():
+            self.transfer.read(ranges, beat=beat)
+
     def check_complete(self, manifest: Manifest) -> None:
         """Raise CheckpointDamaged unless every file is there with its size. One listing."""
         stored = self.stored_sizes(manifest)
@@ -127,7 +172,7 @@ class CheckpointFiles:
         """A whole file, checked. For files that fit in memory many times over."""
         data = bytearray(receipt.size_bytes)
         checks = () if receipt.crc32c is None else ((receipt.size_bytes, receipt.crc32c),)
-        self.transfer.read([RangeRead(self.key_of(receipt), 0, (memoryview(data),), checks, receipt.version)])
+        self.read([RangeRead(self.key_of(receipt), 0, (memoryview(data),), checks, receipt.version)])
         return bytes(data)
 
 
@@ -178,9 +223,22 @@ class NodeCopies:
                     step=self._manifest.step,
                     size_bytes=receipt.size_bytes,
                     download=download,
+                    expected={name: receipt.size_bytes},
                 )
                 self._paths[name] = self._stack.enter_context(fetched) / name
             return self._paths[name]
+
+    @contextmanager
+    def lost_is_told(self) -> Iterator[None]:
+        """Of whatever reads copies: one that was whole, and is not there any more."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise CacheError(
+                f"A copy of step {self._manifest.step} vanished from the node cache {self.root} while it was read",
+                step=self._manifest.step,
+                hint="Set CKPTSTORE_CACHE_DIR to a directory that nothing cleans up",
+            ) from error
 
 
 @contextmanager
@@ -190,24 +248,29 @@ def open_directory(files: CheckpointFiles) -> Iterator[Path]:
     On a disk it is the real one, under a lease. Else it is a copy that all processes of this node share: downloaded
     once, every byte checked. So is one that refers to files of other checkpoints.
     """
-    manifest, data = files.read_manifest()
-    if isinstance(files.storage, HasLocalFiles) and not manifest.references:
-        if files.record is None:
+    with files.held(is_handed_out=True):
+        manifest, data = files.read_manifest()
+        if isinstance(files.storage, HasLocalFiles) and not manifest.references:
             yield files.storage.local_path(files.prefix.rstrip("/"))
             return
-        with leases.hold(files.storage, files.record.number):
-            files.read_manifest()  # gone between the first look and the lease: say so now
-            yield files.storage.local_path(files.prefix.rstrip("/"))
-        return
 
-    def download(path: Path) -> None:
-        _download(files, manifest, manifest.files, path)
-        (path / MANIFEST_NAME).write_bytes(manifest.made_whole().encode() if manifest.references else data)
+        own_data = manifest.made_whole().encode() if manifest.references else data
+        expected: dict[str, int | None] = {receipt.name: receipt.size_bytes for receipt in manifest.files}
+        expected |= {**dict.fromkeys(manifest.directories), MANIFEST_NAME: len(own_data)}
 
-    cache = NodeCache(files.config.cache)
-    size_bytes = manifest.size_bytes + len(data)
-    with cache.fetch_once(sha256_of(data), step=manifest.step, size_bytes=size_bytes, download=download) as path:
-        yield path
+        def download(path: Path) -> None:
+            _download(files, manifest, manifest.files, path)
+            (path / MANIFEST_NAME).write_bytes(own_data)
+
+        fetched = NodeCache(files.config.cache).fetch_once(
+            sha256_of(data),
+            step=manifest.step,
+            size_bytes=manifest.size_bytes + len(own_data),
+            download=download,
+            expected=expected,
+        )
+        with fetched as path:
+            yield path
 
 
 def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, include: str | None) -> Path:
@@ -215,21 +278,13 @@ def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, incl
 
     They appear under `path` at once and whole: the copy is made beside it and renamed.
     """
-    manifest, _ = files.read_manifest()
     target = Path(path)
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise InvalidInput(f"{target} exists and is not an empty directory")
-    chosen = [item for item in manifest.files if include is None or _matches(item, include)]
-    if include is not None and not chosen:
-        raise InvalidInput(f"No file of step {manifest.step} matches {include!r}")
-    needed_bytes = sum(item.size_bytes for item in chosen)
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
-        partial.mkdir(parents=True)
-        free_bytes = shutil.disk_usage(partial).free
-        if needed_bytes > free_bytes:
-            raise StorageFull(f"{target} needs {needed_bytes} bytes, and {free_bytes} bytes are free")
-        _download(files, manifest, chosen, partial, with_directories=include is None)
+        with files.held():
+            _copy_to(files, partial, include=include)
         partial.replace(target)
     except OSError as error:
         if isinstance(error, StorageError):
@@ -238,6 +293,19 @@ def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, incl
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _copy_to(files: CheckpointFiles, path: Path, *, include: str | None) -> None:
+    manifest, _ = files.read_manifest()
+    chosen = [item for item in manifest.files if include is None or _matches(item, include)]
+    if include is not None and not chosen:
+        raise InvalidInput(f"No file of step {manifest.step} matches {include!r}")
+    needed_bytes = sum(item.size_bytes for item in chosen)
+    path.mkdir(parents=True)
+    free_bytes = shutil.disk_usage(path).free
+    if needed_bytes > free_bytes:
+        raise StorageFull(f"{path.parent} needs {needed_bytes} bytes, and {free_bytes} bytes are free")
+    _download(files, manifest, chosen, path, with_directories=include is None)
 
 
 def _matches(receipt: Receipt, include: str) -> bool:
@@ -252,22 +320,11 @@ def _download(
     *,
     with_directories: bool = True,
 ) -> None:
-    try:
+    with files.missing_is_damage():
         files.transfer.download([(files.wanted(item), path / item.name) for item in chosen])
-    except (FileMissing, CheckpointDamaged) as error:
-        raise _explained(files, manifest, error) from error
     if with_directories:
         for name in manifest.directories:
             (path / name).mkdir(parents=True, exist_ok=True)
-
-
-def _explained(files: CheckpointFiles, manifest: Manifest, error: Exception) -> Exception:
-    """A file is missing or bad: was the checkpoint removed meanwhile, or is it damaged?"""
-    if not isinstance(error, FileMissing):
-        return error
-    if not any(True for _ in files.storage.list(files.prefix + MANIFEST_NAME)):
-        return CheckpointGone(f"Step {manifest.step} was removed while it was read", step=manifest.step)
-    return CheckpointDamaged(f"A file of step {manifest.step} is missing: {error}", step=manifest.step)
 
 
 def files_of(job: Job, record: Record) -> CheckpointFiles:

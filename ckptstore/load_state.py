@@ -141,6 +141,7 @@ class _Reader:
         self._files = files
         self._stack = stack
         self._is_near = options.read_once == "node" and not isinstance(files.storage, HasLocalFiles)
+        self._is_held = False
         self._copies: NodeCopies | None = None
         self._local: Transfer | None = None
         self._elsewhere: dict[str, str] = {}
@@ -148,6 +149,12 @@ class _Reader:
         self.has_own_parts = False
         """Whether the index that was opened last is made of the parts that this rank needs for what it has saved."""
         self.beat: Beat = _no_beat
+
+    def hold(self) -> None:
+        """Keep a prune away until the load is over; see `CheckpointFiles.held`."""
+        if not self._is_held:
+            self._stack.enter_context(self._files.held())
+            self._is_held = True
 
     def open(self, manifest: Manifest, *, share: bool, rank: int | None = None) -> TensorIndex:
         """The index; every process of the node gets it from one download where `share` is set. With a `rank`, if the
@@ -172,7 +179,7 @@ class _Reader:
         index = None if rank is None else read_own_parts(files, receipt, rank=rank, world_size=manifest.world_size)
         self.has_own_parts = index is not None
         if index is None:
-            index = TensorIndex.decode(copies.path(INDEX_NAME).read_bytes() if copies else files.read_file(receipt))
+            index = TensorIndex.decode(_read_copy(copies) if copies else files.read_file(receipt))
         index.check_files({item.name: item.size_bytes for item in manifest.files})
         return index
 
@@ -182,11 +189,17 @@ class _Reader:
         if not self._is_near or copies is None or local is None:
             if self._elsewhere:
                 ranges = [replace(item, key=self._elsewhere.get(item.key, item.key)) for item in ranges]
-            self._files.transfer.read(ranges, beat=self.beat)
+            self._files.read(ranges, beat=self.beat)
             return
         names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
         keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
-        local.read([replace(item, key=keys[item.key], version=None) for item in ranges], beat=self.beat)
+        with copies.lost_is_told():
+            local.read([replace(item, key=keys[item.key], version=None) for item in ranges], beat=self.beat)
+
+
+def _read_copy(copies: NodeCopies) -> bytes:
+    with copies.lost_is_told():
+        return copies.path(INDEX_NAME).read_bytes()
 
 
 def is_stock(manifest: Manifest) -> bool:
@@ -226,6 +239,8 @@ def _open(
 
     def work(beat: Beat) -> bytes:
         reader.beat = beat
+        if group.rank == 0:  # one lease for all ranks: this one leaves last
+            reader.hold()
         manifest, _ = files.read_manifest()
         if is_stock(manifest):
             stock = _open_stock(files, reader, manifest, options)
@@ -326,6 +341,7 @@ def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:
     """A plain value of every rank that had one of its own; see `Checkpoint.per_rank`."""
     with ExitStack() as stack:
         reader = _Reader(files, LoadOptions(), stack)
+        reader.hold()
         index = reader.open(files.read_manifest()[0], share=False)
         stored = StoredState(index, reader.read, files.prefix, rank=0, world_size=len(index.parts))
         return stored.value_of_each_rank(key)

@@ -1,27 +1,34 @@
 """Pruning: what retention put in the trash is deleted once nobody can need it. A record first, then the bytes.
 
 The order makes a crash harmless: after the `remove` record no reader finds the checkpoint; of its directory the
-manifest goes first. What a crash leaves are orphans for garbage collection, never a checkpoint with holes.
+manifest goes first. What a crash leaves are orphans, never a checkpoint with holes.
+
+Whoever reads on a disk takes a lease and looks at the log then; a prune writes its record and looks at the leases then,
+before each deletion. So one of the two sees the other. What somebody reads all the same stays where it is, as an orphan
+too. The next prunes find orphans of their own epoch, and garbage collection finds all.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptstore import leases
 from ckptstore.config import StoreConfig
-from ckptstore.errors import StoreFenced
-from ckptstore.events import CheckpointsPruned, emit
+from ckptstore.errors import StorageError, StoreFenced
+from ckptstore.events import CheckpointsPruned, PruneFailed, emit
 from ckptstore.group import Beat
-from ckptstore.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
+from ckptstore.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.log import Log
-from ckptstore.records import Record, Remove
+from ckptstore.records import Claim, Commit, Record, Remove
 from ckptstore.storage.base import HasLocalFiles, Storage
 
 logger = logging.getLogger("ckptstore")
+
+_BATCH_RECORDS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +85,17 @@ def _held(newest: Record, readers: Mapping[int, int]) -> dict[int, str]:
 def prune(
     log: Log, storage: Storage, config: StoreConfig, *, epoch: int | None, dry_run: bool = False
 ) -> list[Trashed]:
-    """Delete what has been in the trash for the grace period, and return it; a dry run returns the same plan.
+    """Delete what has been in the trash for the grace period, and return it; a dry run returns what would go.
 
     `epoch` is the caller's writer epoch, None for a command line, which fences nobody and is fenced by nobody. Raises
     StoreFenced when a later job has claimed the store: nothing is deleted then.
     """
     due = [item for item in trash(log, storage, grace_seconds=config.grace_seconds) if item.goes]
-    if due and not dry_run:
-        _remove(log, storage, due, epoch=epoch, reason="grace period over")
-    return due
+    if dry_run:
+        return due
+    gone = _remove(log, storage, due, epoch=epoch, reason="grace period over") if due else []
+    _remove_left_over(log, storage, epoch=epoch)
+    return gone
 
 
 def empty_trash(log: Log, storage: Storage, *, epoch: int | None, beat: Beat) -> None:
@@ -104,7 +113,7 @@ def _remove(
     epoch: int | None,
     reason: str,
     beat: Beat = lambda: None,
-) -> None:
+) -> list[Trashed]:
     started = time.monotonic()
 
     def decide(newest: Record | None) -> Remove | None:
@@ -116,21 +125,109 @@ def _remove(
 
     record = log.append(decide)
     if record is None:
-        return
+        return []
     assert isinstance(record.change, Remove)
-    gone = [item for item in items if item.number in record.change.drop]
-    for item in gone:
-        delete_attempt(storage, item.attempt)
-        beat()
+    dropped = {item.attempt: item for item in items if item.number in record.change.drop}
+    left = delete_attempts(log, storage, record, dropped, beat=beat)
+    gone = [item for attempt, item in dropped.items() if attempt not in left]
     steps = tuple(item.step for item in gone)
     size_bytes = sum(item.size_bytes for item in gone)
     emit(CheckpointsPruned(steps=steps, size_bytes=size_bytes, seconds=time.monotonic() - started))
+    for attempt, why in left.items():
+        emit(PruneFailed(error=f"step {dropped[attempt].step} stays in {CHECKPOINT_PREFIX}{attempt}: {why}"))
+    return gone
+
+
+def _remove_left_over(log: Log, storage: Storage, *, epoch: int | None) -> None:
+    """Delete what earlier prunes of this epoch left to readers or could not delete. Only a disk has such things."""
+    directories = attempt_directories(storage)
+    newest = log.checked_newest() if directories else None
+    if newest is None or (epoch is not None and newest.state.epoch != epoch):
+        return
+    named = {record.entry.attempt for record in log.records([*newest.state.live, *newest.state.trash])}
+    dropped = dropped_attempts(log, newest, directories - named)
+    for attempt, why in delete_attempts(log, storage, newest, dropped).items():
+        logger.debug("%s%s stays: %s", CHECKPOINT_PREFIX, attempt, why)
+
+
+def attempt_directories(storage: Storage) -> set[str]:
+    """On a disk: the names below the root of checkpoints, those of empty directories too, which no listing shows."""
+    if not isinstance(storage, HasLocalFiles):
+        return set()
+    try:
+        return {path.name for path in storage.local_path(CHECKPOINT_PREFIX.rstrip("/")).iterdir() if path.is_dir()}
+    except OSError:
+        return set()
+
+
+def dropped_attempts(log: Log, newest: Record, unnamed: Collection[str]) -> list[str]:
+    """Which of these directories, that no live or trashed checkpoint names, had been committed in the present epoch.
+
+    They were dropped since, and no attempt is committed twice. All records of the epoch are read if there is a
+    candidate.
+    """
+    epoch = newest.state.epoch
+    wanted = {name for name in unnamed if (attempt := Attempt.parse(name)) is not None and attempt.epoch == epoch}
+    found: list[str] = []
+    for record in backwards(log, newest) if wanted else ():
+        if isinstance(record.change, Commit) and record.entry.attempt in wanted:
+            found.append(record.entry.attempt)
+        if isinstance(record.change, Claim) or len(found) == len(wanted):
+            break
+    return found
+
+
+def backwards(log: Log, newest: Record) -> Iterator[Record]:
+    """All records, the newest first, some at a time."""
+    for end in range(newest.number, 0, -_BATCH_RECORDS):
+        yield from reversed(log.records(range(max(1, end - _BATCH_RECORDS + 1), end + 1)))
+
+
+def delete_attempts(
+    log: Log, storage: Storage, newest: Record, attempts: Collection[str], *, beat: Beat = lambda: None
+) -> dict[str, str]:
+    """Delete the directories that nobody reads, and return those that stay, with the reason.
+
+    Called after the record that dropped them, or when they can never be committed. Raises StorageError where there is
+    no directory that could keep its files: the storage fails.
+    """
+    left: dict[str, str] = {}
+    is_disk = isinstance(storage, HasLocalFiles)
+    now_seconds = log.store_now_seconds() if is_disk and attempts else 0.0
+    for attempt in attempts:
+        beat()
+        if is_disk and attempt in _leased(log, storage, newest, now_seconds=now_seconds):
+            left[attempt] = "somebody reads it"
+            continue
+        try:
+            delete_attempt(storage, attempt)
+        except StorageError as error:
+            if not is_disk:
+                raise
+            left[attempt] = str(error)
+    return left
+
+
+def _leased(log: Log, storage: Storage, newest: Record, *, now_seconds: float) -> set[str]:
+    """The directories that somebody reads, and those in which files of theirs lie."""
+    numbers = [number for number in leases.fresh(storage, now_seconds=now_seconds) if number <= newest.number]
+    read = [record.entry for record in log.records(numbers) if isinstance(record.change, Commit)]
+    bases = log.records({base for entry in read for base in entry.bases})
+    return {entry.attempt for entry in (*read, *(record.entry for record in bases))}
 
 
 def delete_attempt(storage: Storage, attempt: str) -> None:
-    """Delete an attempt's directory: the manifest first, so that it is never a manifest with holes."""
+    """Delete an attempt's directory: the manifest first, so that it is never a manifest with holes.
+
+    Raises StorageError when something stays on a disk.
+    """
     prefix = f"{CHECKPOINT_PREFIX}{attempt}/"
     storage.delete([prefix + MANIFEST_NAME])
     storage.delete([file.key for file in storage.list(prefix)])
     if isinstance(storage, HasLocalFiles):
         storage.remove_directories(prefix.rstrip("/"))
+        path = storage.local_path(prefix.rstrip("/"))
+        if os.path.lexists(path):
+            found = next((str(item) for item in path.rglob("*") if item.is_symlink() or not item.is_dir()), "")
+            what = "a symbolic link" if os.path.islink(found) else "not of this checkpoint, or is in use"
+            raise StorageError(f"{found or path} is {what}", hint="Look what it is, and remove it by hand")

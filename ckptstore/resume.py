@@ -55,7 +55,8 @@ def first_whole(job: Job, numbers: Iterable[int], beat: Beat) -> Record | None:
         (record,) = job.log.records([number])
         files = files_of(job, record)
         try:
-            files.check_complete(files.read_manifest()[0])
+            with files.held():
+                files.check_complete(files.read_manifest()[0])
         except (CheckpointDamaged, CheckpointGone, InvalidName) as error:
             emit(CheckpointSkipped(step=record.entry.step, number=number, reason=str(error)))
             reasons.append(f"step {record.entry.step}: {error}")

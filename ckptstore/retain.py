@@ -38,4 +38,4 @@ def verdicts_on(log: Log, newest: Record | None, policy: Policy) -> list[Verdict
         protected[state.resume_from] = "the running job resumed from it"
     if state.latest is not None:
         protected[state.latest] = "the latest"
-    return decide(policy, candidates(log, newest), protected=protected)
+    return decide(policy, candidates(log, newest, timed=policy.compares_times()), protected=protected)

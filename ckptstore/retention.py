@@ -2,7 +2,8 @@
 
 A policy looks at the whole list and says for every checkpoint whether it is kept and why; what `|` joins keeps what any
 of the two keeps. What a policy drops goes to the trash in the same log record as the commit that made it superfluous.
-The latest checkpoint, pinned ones and the resume source are kept whatever the policy says.
+The latest checkpoint, pinned ones and the resume source are kept whatever the policy says. Times are those that the
+storage gave to the records, never those of a rank's clock.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Candidate:
     number: int
     """The record number: a higher one was committed later."""
     step: int
-    created_at: float
-    """Seconds since the epoch."""
+    committed_at: float
+    """Seconds since the epoch by the clock of the storage. Not a number for a policy that compares no times."""
     metrics: Mapping[str, float]
 
 
@@ -51,6 +52,10 @@ class Policy:
         """The metrics that every checkpoint should have."""
         return frozenset()
 
+    def compares_times(self) -> bool:
+        """Whether it looks at `committed_at`: that costs a request for every checkpoint, once per process."""
+        return True
+
     def __or__(self, other: Policy) -> Policy:
         return KeepAny((*_members(self), *_members(other)))
 
@@ -71,6 +76,9 @@ class KeepAny(Policy):
     def required_metrics(self) -> frozenset[str]:
         return frozenset().union(*(member.required_metrics() for member in self.members))
 
+    def compares_times(self) -> bool:
+        return any(member.compares_times() for member in self.members)
+
 
 def _members(policy: Policy) -> tuple[Policy, ...]:
     return policy.members if isinstance(policy, KeepAny) else (policy,)
@@ -82,6 +90,9 @@ class KeepAll(Policy):
 
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
         return {candidate.number: "all are kept" for candidate in candidates}
+
+    def compares_times(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,9 @@ class KeepLatest(Policy):
 
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
         return {candidate.number: f"one of the latest {self.n}" for candidate in candidates[-self.n :]}
+
+    def compares_times(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +134,9 @@ class KeepBest(Policy):
     def required_metrics(self) -> frozenset[str]:
         return frozenset({self.metric})
 
+    def compares_times(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepEvery(Policy):
@@ -143,10 +160,13 @@ class KeepEvery(Policy):
             if self.steps is not None:
                 interval = candidate.step // self.steps
             else:
-                interval = int(candidate.created_at // (self.seconds or 1))
+                interval = int(candidate.committed_at // (self.seconds or 1))
             first.setdefault(interval, candidate.number)
         every = f"{self.steps} steps" if self.steps is not None else f"{self.seconds} seconds"
         return dict.fromkeys(first.values(), f"the first of its {every}")
+
+    def compares_times(self) -> bool:
+        return self.seconds is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +181,8 @@ class KeepSince(Policy):
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
         if not candidates:
             return {}
-        start = max(candidate.created_at for candidate in candidates) - self.seconds
-        recent = (candidate.number for candidate in candidates if candidate.created_at >= start)
+        start = max(candidate.committed_at for candidate in candidates) - self.seconds
+        recent = (candidate.number for candidate in candidates if candidate.committed_at >= start)
         return dict.fromkeys(recent, f"not older than {self.seconds} seconds")
 
 

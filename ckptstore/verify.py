@@ -76,6 +76,11 @@ def verify(
     InvalidInput for what torch's DCP wrote on its own and a copy without its manifest.
     """
     share = parse_sample(sample)
+    with files.held():
+        return _verify(files, share, beat, executor or InProcess())
+
+
+def _verify(files: CheckpointFiles, share: float | None, beat: Beat, executor: Executor) -> VerifyReport:
     try:
         manifest, _ = files.read_manifest()
     except (CheckpointDamaged, InvalidName) as error:
@@ -95,7 +100,7 @@ def verify(
     bad = {problem.file for problem in problems}
     whole = [receipt for receipt in manifest.files if receipt.name not in bad and receipt.crc32c is not None]
     chosen = whole if share is None else random.sample(whole, min(len(whole), max(1, round(share * len(whole)))))
-    problems += _digests(files, chosen, manifest.files, executor or InProcess(), beat)
+    problems += _digests(files, chosen, manifest.files, executor, beat)
     return VerifyReport(
         step=manifest.step,
         num_files=len(manifest.files),

@@ -56,7 +56,6 @@ IMPORTERS: dict[str, set[str]] = {
     "azure": {"storage.azure", "storage.chains"},
     "botocore": {"storage.aws", "storage.chains"},
     "click": {"cli"},
-    "filelock": {"node_cache"},
     "fsspec": {"storage.remote"},
     "google": {"storage.chains", "storage.gcs"},
     "jax": {"bench"},
@@ -92,7 +91,7 @@ WIDE_SIGNATURES = {"open_store", "save", "save_async", "save_directory", "load",
 
 READS_ENVIRONMENT = {"config", "group.find", "storage", "testing", "demo", "integrations"}
 
-HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "filelock", "awscrt", "click", "rich", "xxhash"}
+HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "xxhash"}
 HEAVY |= {"lightning", "transformers"}
 
 

@@ -20,7 +20,8 @@ from ckptstore.cli.targets import opened_store
 def command(store: str, dry_run: bool, claim: bool, storage_options: dict[str, Any], as_json: bool) -> None:
     """Remove attempts that can never be committed, and uploads that were never finished.
 
-    Attempts of the job that owns the store are left, alive or not, unless --claim takes over from it.
+    Attempts of the job or copy that owns the store are left, alive or not, unless --claim takes over from it. So are
+    messages of ranks that only read, which may live, and on a disk what somebody reads or what is linked in.
     """
     with opened_store(store, storage_options) as opened:
         found = opened.collect_garbage(claim=claim, dry_run=dry_run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -95,6 +95,14 @@ class LogReader:
             key = record_key(number)
             self._times[number] = self._retrying(f"stat {key}", lambda: self._storage.stat(key)).modified_seconds
         return self._times[number]
+
+    def commit_times(self, records: Sequence[Record]) -> dict[int, float]:
+        """When each of these checkpoints was committed, by number: the time of its record or, of a copy, what the
+        record says of the original. Read in parallel, cached."""
+        known = {record.number: record.entry.committed_at for record in records}
+        asked = [number for number, seconds in known.items() if seconds is None]
+        read = dict(zip(asked, self._in_parallel(self.record_time, asked), strict=True))
+        return {number: read[number] if seconds is None else seconds for number, seconds in known.items()}
 
     def store_now_seconds(self) -> float:
         """What the storage's clock says, in seconds since the epoch: a small file is written, and its time read.

@@ -58,6 +58,15 @@ class Log(LogReader):
         if not self._retrying("try to create", lambda: has_exclusive_create(self._storage)):
             self._exclusive = None
 
+    def checked_newest(self) -> Record | None:
+        """The newest record, read from the log itself whatever a hint says, and the chain of the newest 64 checked.
+
+        For whoever deletes what it does not name. Raises StoreForked when the chain does not hold, and what `newest`
+        raises.
+        """
+        with self._appending:
+            return self._newest_checked()
+
     def append(self, decide: Decide) -> Record | None:
         """Write the record of the change that `decide` makes of the newest record, and return it.
 

@@ -6,6 +6,8 @@
     <cache_dir>/leases/<key>.lease   locked shared by every process that reads the copy; holds its size
     <cache_dir>/leases/tmp-<id>      locked by the owner of `.tmp-<id>`
 
+What lies in locks/ and leases/ goes with its copy; whoever opened it before finds that out by its inode.
+
 All locks are flock's: the kernel releases them when a process dies. Nothing that must hold rests on the turn: a
 download is verified and then renamed, and of two downloads the first rename wins. `cache` has the story, `place` the
 directory, `leases` the readers, `eviction` what goes and when.

@@ -1,14 +1,15 @@
-"""`NodeCache.fetch_once`: the story of one download per node. The only importer of filelock."""
+"""`NodeCache.fetch_once`: the story of one download per node."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import os
 import socket
 import stat
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from ckptstore.node_cache import eviction, leases
 from ckptstore.node_cache.place import Place, open_place
 from ckptstore.storage import posix
 from ckptstore.storage.local_parts import flush_files
+
+logger = logging.getLogger("ckptstore")
 
 _LOOK_SECONDS = 0.01
 """How late a waiter sees the copy, at most."""
@@ -43,14 +46,17 @@ class NodeCache:
         step: int,
         size_bytes: int,
         download: Callable[[Path], None],
-        check: Callable[[Path], bool] | None = None,
+        expected: Mapping[str, int | None] | None = None,
     ) -> Iterator[Path]:
         """The finished copy of what `key` (64 hex digits) stands for, read-only, until the context is left.
 
         One process of the node calls `download`, which fills the given new empty directory with about `size_bytes`
         and verifies what it wrote; the others wait for it, at most `cache_wait_seconds`, and then download for
-        themselves. When it fails or its process dies, the next one takes over. `check` looks at a copy that is there
-        already; when it returns False the copy is thrown away, and downloaded anew.
+        themselves. When it fails or its process dies, the next one takes over.
+
+        `expected` has the size of each file of the copy by its name, None for a directory. A copy that has lost some of
+        them, to whatever cleans temporary directories, is downloaded again and gets them back one by one: those who
+        read it lose nothing, and it keeps its path.
 
         Raises what `download` raises, StorageFull before it when the room is too small, and CacheError when the cache
         directory cannot be used or lets others in. Who waited, and for whom, is told by a DownloadWaited event.
@@ -58,7 +64,7 @@ class NodeCache:
         if not eviction.KEY.fullmatch(key):
             raise InvalidInput(f"{key!r} is no SHA-256 in hex")
         place = open_place(self.config.cache_dir)
-        fetch = _Fetch(place, self.config, key, step, size_bytes, download, check)
+        fetch = _Fetch(place, self.config, key, step, size_bytes, download, expected)
         leases.take(place, key, wait_seconds=self.config.cache_wait_seconds)
         try:
             leases.sweep(place)
@@ -80,13 +86,13 @@ class _Fetch:
     step: int
     size_bytes: int
     download: Callable[[Path], None]
-    check: Callable[[Path], bool] | None
+    expected: Mapping[str, int | None] | None
 
     def run(self) -> None:
         """Return when a finished copy is there."""
         if self.is_there():
             return
-        turn = _turn(self.place.lock(self.key)) if self.place.locks_work else None
+        turn = _Turn(self.place.lock(self.key)) if self.place.locks_work else None
         ours = turn is not None and self.wait_for(turn)
         try:
             if not self.is_there():  # with the turn or, after the deadline, without it: the rename decides
@@ -96,9 +102,13 @@ class _Fetch:
                 turn.give_back()
 
     def is_there(self) -> bool:
-        """Whether there is a finished copy that can be used."""
+        """Whether there is a finished copy with all its files."""
+        return self.place.copy(self.key).is_dir() and next(self.lost(), None) is None
+
+    def lost(self) -> Iterator[str]:
+        """What the copy should have, and has not or has with another size."""
         path = self.place.copy(self.key)
-        return path.is_dir() and (self.check is None or self.check(path))
+        return (name for name, size in (self.expected or {}).items() if not _is_as_expected(path / name, size))
 
     def wait_for(self, turn: _Turn) -> bool:
         """True with the turn to download; False when a copy is there, or when the deadline is past."""
@@ -142,7 +152,8 @@ class _Fetch:
         emit(DownloadFinished(step=self.step, size_bytes=size_bytes, seconds=time.monotonic() - started))
 
     def publish(self, private: Path) -> None:
-        """Rename a finished download to its place, unless another process was first with a good one."""
+        """Rename a finished download to its place, unless another process was first. One there that has lost files gets
+        them back."""
         path = self.place.copy(self.key)
         for _ in range(_PUBLISH_TRIES):
             try:
@@ -150,14 +161,40 @@ class _Fetch:
             except OSError:
                 if not path.is_dir():
                     raise
+                self.mend(private, path)
                 if self.is_there():
                     return
-                with leases.private_directory(self.place) as bad:
-                    eviction.move_away(path, bad)
             else:
                 posix.flush(str(self.place.root))
                 return
-        raise CacheError(f"Other processes keep replacing {path} by copies that are bad", step=self.step)
+        raise CacheError(f"{path} loses files again and again", step=self.step, hint=_CLEANED)
+
+    def mend(self, private: Path, path: Path) -> None:
+        """Move what a copy lacks to its place. What it has stays as it is, for others may be reading that."""
+        lost = [name for name in self.lost() if (private / name).exists()]
+        if lost:
+            logger.warning(
+                "%s in the node cache had lost %d files, for instance %s. %s", path, len(lost), lost[0], _CLEANED
+            )
+        for name in lost:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            if (private / name).is_dir():
+                (path / name).mkdir(exist_ok=True)
+            else:
+                os.replace(private / name, path / name)
+
+
+_CLEANED = "Set CKPTSTORE_CACHE_DIR to a directory that nothing cleans up"
+
+
+def _is_as_expected(path: Path, size_bytes: int | None) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    if size_bytes is None:
+        return stat.S_ISDIR(status.st_mode)
+    return stat.S_ISREG(status.st_mode) and status.st_size == size_bytes
 
 
 def _write_holder(path: Path) -> None:
@@ -195,41 +232,35 @@ def _make_final(directory: Path) -> int:
 
 
 class _Turn:
-    """Whose turn it is to download one key: one thread of this process, and one process of the node."""
+    """Whose turn it is to download one key: one thread of one process of the node."""
 
     def __init__(self, path: Path) -> None:
-        from filelock import FileLock
-
-        self._threads = threading.Lock()  # the file lock counts, and lets every thread of its process in
-        self._processes = FileLock(path, mode=0o600, thread_local=False, fallback_to_soft=False)
+        self._path = path
+        self._descriptor = -1
 
     def take(self) -> bool:
         """Take the turn if it is free. Raises OSError."""
-        from filelock import Timeout
-
-        if not self._threads.acquire(blocking=False):
-            return False
-        taken = False
-        try:
-            self._processes.acquire(blocking=False)
-            taken = True
-        except Timeout:
-            """It is another process's."""
-        finally:
-            if not taken:
-                self._threads.release()
-        return taken
+        descriptor = leases.lock(self._path, fcntl.LOCK_EX, create=True)
+        if descriptor is not None:
+            self._descriptor = descriptor
+            _turns.add(descriptor)
+        return descriptor is not None
 
     def give_back(self) -> None:
-        """The lock file stays: others wait for this very one."""
-        self._processes.release()
-        self._threads.release()
+        """The lock file stays: others wait for this very one. It goes with the copy."""
+        if self._descriptor in _turns:
+            _turns.remove(self._descriptor)
+            os.close(self._descriptor)
 
 
-_turns: dict[Path, _Turn] = {}
-os.register_at_fork(after_in_child=_turns.clear)
+_turns: set[int] = set()
+"""Descriptors of locked files. A forked child closes them, so that a turn ends with the process that has it."""
 
 
-def _turn(path: Path) -> _Turn:
-    """The one object of this process for a lock file."""
-    return _turns.get(path) or _turns.setdefault(path, _Turn(path))
+def _after_fork() -> None:
+    for descriptor in _turns:
+        os.close(descriptor)
+    _turns.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptstore.config import CacheConfig
 from ckptstore.errors import CacheError, StorageFull
@@ -78,6 +77,7 @@ def _evict_now(place: Place, config: CacheConfig) -> None:
         idle = now - copy.used_seconds > config.cache_idle_seconds
         if (idle or total_bytes > budget_bytes) and remove(place, copy.key):
             total_bytes -= copy.size_bytes
+    _forget_lost(place)
 
 
 def remove(place: Place, key: str) -> bool:
@@ -86,14 +86,20 @@ def remove(place: Place, key: str) -> bool:
         with leases.excluding_readers(place, key) as unread:
             if not unread:
                 return False
-            move_away(place.copy(key), private)
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(place.copy(key), private)
+            leases.forget(place, key)
         return True  # what is private now goes with the context
 
 
-def move_away(copy: Path, private: Path) -> None:
-    """Take a copy from its place in one step; none there is no error."""
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(copy, private)
+def _forget_lost(place: Place) -> None:
+    """What is kept beside copies that never came to be, or that somebody else removed."""
+    beside = {path.name.partition(".")[0] for name in ("locks", "leases") for path in (place.root / name).iterdir()}
+    for key in filter(KEY.fullmatch, beside):
+        if not place.copy(key).exists():
+            with leases.excluding_readers(place, key) as unread:
+                if unread and not place.copy(key).exists():
+                    leases.forget(place, key)
 
 
 def _unread(place: Place) -> list[_Copy]:

@@ -54,7 +54,7 @@ def take(place: Place, key: str, *, wait_seconds: float) -> None:
             if path in _held:
                 _held[path].readers += 1
                 return
-            descriptor = _lock(path, fcntl.LOCK_SH, create=True)
+            descriptor = lock(path, fcntl.LOCK_SH, create=True)
             if descriptor is not None:
                 _touch(descriptor)
                 _held[path] = _Held(descriptor, 1)
@@ -105,12 +105,19 @@ def last_use(place: Place, key: str) -> tuple[float, int]:
 @contextlib.contextmanager
 def excluding_readers(place: Place, key: str) -> Iterator[bool]:
     """True while nobody reads the copy, and nobody can begin to; False, at once, when somebody does."""
-    descriptor = _lock(place.lease(key), fcntl.LOCK_EX, create=True) if place.locks_work else None
+    descriptor = lock(place.lease(key), fcntl.LOCK_EX, create=True) if place.locks_work else None
     try:
         yield descriptor is not None
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def forget(place: Place, key: str) -> None:
+    """Remove what is kept beside a copy that is gone. The caller excludes readers, and so everybody who has the turn to
+    download: who opened one of these files before finds out, by its inode, that it has no name any more."""
+    for path in (*(place.root / "locks").glob(f"{key}.*"), place.lease(key)):
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -122,7 +129,7 @@ def private_directory(place: Place) -> Iterator[Path]:
         name = f"{os.getpid()}-{secrets.token_hex(8)}"
         with place.using():
             os.close(os.open(place.private_lease(name), _FLAGS | os.O_CREAT | os.O_EXCL, 0o600))
-            descriptor = _lock(place.private_lease(name), fcntl.LOCK_EX, create=False) if place.locks_work else -1
+            descriptor = lock(place.private_lease(name), fcntl.LOCK_EX, create=False) if place.locks_work else -1
     try:
         yield place.private(name)
     finally:
@@ -145,7 +152,7 @@ def sweep(place: Place) -> None:
 
 def _sweep_one(place: Place, name: str) -> None:
     path = place.private_lease(name)
-    descriptor = _lock(path, fcntl.LOCK_EX, create=False)
+    descriptor = lock(path, fcntl.LOCK_EX, create=False)
     if descriptor is None and path.exists():
         return
     # Where the lease file is gone, nobody owns the directory either: an owner removes the directory first.
@@ -157,8 +164,8 @@ def _sweep_one(place: Place, name: str) -> None:
             os.close(descriptor)
 
 
-def _lock(path: Path, kind: int, *, create: bool) -> int | None:
-    """The descriptor of the locked file, or None when another one holds it or, without `create`, it is not there."""
+def lock(path: Path, kind: int, *, create: bool) -> int | None:
+    """Lock a file, at once: its descriptor, or None when another one holds it or, without `create`, it is not there."""
     try:
         descriptor = os.open(path, _FLAGS | (os.O_CREAT if create else 0), 0o600)
     except FileNotFoundError:

@@ -37,6 +37,14 @@ class CheckpointEntry:
     metrics: Mapping[str, float] = field(default_factory=dict)
     bases: tuple[int, ...] = ()
     """The numbers of live checkpoints whose files it refers to."""
+    committed_at: float | None = None
+    """Of a copy: when the original was committed, by the clock of the storage that it was copied from."""
+
+    @property
+    def is_of_own_epoch(self) -> bool:
+        """Whether its directory was begun in the epoch in which it is committed."""
+        attempt = Attempt.parse(self.attempt)
+        return attempt is not None and attempt.epoch == self.epoch
 
     def __post_init__(self) -> None:
         if not 0 <= self.step <= MAX_STEP:

@@ -65,7 +65,13 @@ class Record:
 
     @staticmethod
     def following(newest: Record | None, change: Change, *, write_id: str, created_at: float) -> Record:
-        """The record that makes `change` after `newest`, or first of all. Raises what `apply` raises."""
+        """The record that makes `change` after `newest`, or first of all. Raises what `apply` raises.
+
+        A new checkpoint must lie in a directory of its own epoch, or garbage collection could take it for dead. Copies
+        of stores by earlier releases have others, so `apply` allows them.
+        """
+        if isinstance(change, Commit) and not change.entry.is_of_own_epoch:
+            raise InvalidInput(f"{change.entry.attempt} was not begun in the writer epoch {change.entry.epoch}")
         number = newest.number + 1 if newest else 1
         state = apply(newest.state if newest else EMPTY, number, change)
         record = Record(
@@ -240,7 +246,9 @@ def _optional(value: Any) -> int | None:
 
 
 def _entry_to_json(entry: CheckpointEntry) -> dict[str, Any]:
+    copied = {} if entry.committed_at is None else {"committed_at": entry.committed_at}
     return {
+        **copied,
         "step": entry.step,
         "epoch": entry.epoch,
         "attempt": entry.attempt,
@@ -264,6 +272,7 @@ def _entry_from_json(value: dict[str, Any], limit: int) -> CheckpointEntry:
         created_at=_seconds(value["created_at"]),
         metrics=_object(value["metrics"]),
         bases=tuple(decode_sequence(value["bases"], limit=limit)),
+        committed_at=None if value.get("committed_at") is None else _seconds(value["committed_at"]),
     )
 
 

@@ -40,27 +40,35 @@ class SharedSteps:
     def __call__(
         self, steps: Iterable[Step], read: Callable[[Sequence[RangeRead]], None], *, buffer_bytes: int
     ) -> None:
-        own = list(steps)
         if self._group.world_size == 1:
-            run_steps(own, read, buffer_bytes=buffer_bytes)
+            run_steps(list(steps), read, buffer_bytes=buffer_bytes)
             return
-        common = self._wanted_by_all(own)
+        own, common = self._wanted_by_all(steps)
         by_place = {_place(step): step for step in own}
         for wave in _waves(common, buffer_bytes):
             self._share(wave, by_place, read)
         taken = set(common)
-        run_steps((step for step in own if _place(step) not in taken), read, buffer_bytes=buffer_bytes)
 
-    def _wanted_by_all(self, steps: Sequence[Step]) -> list[Place]:
         def work(_beat: object) -> bytes:
-            return zlib.compress(json.dumps(sorted({_place(step) for step in steps})).encode(), 1)
+            run_steps((step for step in own if _place(step) not in taken), read, buffer_bytes=buffer_bytes)
+            return b""
+
+        self._group.exchange("read the rest", work, lambda _posts, _beat: b"")  # what fails on one rank fails on all
+
+    def _wanted_by_all(self, steps: Iterable[Step]) -> tuple[list[Step], list[Place]]:
+        """What this rank wants, and what every rank does."""
+        own: list[Step] = []
+
+        def work(_beat: object) -> bytes:
+            own.extend(steps)
+            return zlib.compress(json.dumps(sorted({_place(step) for step in own})).encode(), 1)
 
         def join(posts: list[bytes], _beat: object) -> bytes:
             wanted = [{tuple(place) for place in json.loads(zlib.decompress(post))} for post in posts]
             return zlib.compress(json.dumps(sorted(set.intersection(*wanted))).encode(), 1)
 
         answer = self._group.exchange("ranges", work, join)
-        return [(key, offset, size_bytes) for key, offset, size_bytes in json.loads(zlib.decompress(answer))]
+        return own, [(key, offset, size_bytes) for key, offset, size_bytes in json.loads(zlib.decompress(answer))]
 
     def _share(
         self,

@@ -2,8 +2,10 @@
 
 Keys are paths below the root. Create-if-absent is an exclusive hard link of a finished temporary file, so that it
 holds on every POSIX file system, NFS included. What was written is durable after `persist`, what was created at once,
-unless the storage was opened with `durable=False`. A file that is replaced is replaced whole. No symbolic link below
-the root is followed or listed.
+unless the storage was opened with `durable=False`. A file that is replaced is replaced whole.
+
+Nothing outside of the root is touched: nothing is written or deleted where a symbolic link below the root is on the
+way, and no link is listed. The root itself may lie below one.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class LocalStorage:
         return self._root
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
-        path = self._path(key)
+        path = self._own_path(key)
         self._flushed.discard(key)
         try:
             try:
@@ -89,8 +91,9 @@ class LocalStorage:
 
     def write_many(self, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
         """What is not a plain new file in a directory that exists is left to `write`, and so are all errors."""
+        looked_at: set[str] = set()
         for key, views in files:
-            path = self._path(key)
+            path = self._own_path(key, looked_at)
             try:
                 descriptor = os.open(path, _NEW, _READ_ONLY)
             except OSError:
@@ -155,9 +158,11 @@ class LocalStorage:
         return self._walk(f"{directory}/" if directory else "", start)
 
     def delete(self, keys: Sequence[str]) -> None:
+        looked_at: set[str] = set()
         for key in keys:
+            path = self._own_path(key, looked_at)
             try:
-                os.unlink(self._path(key))
+                os.unlink(path)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
@@ -167,7 +172,7 @@ class LocalStorage:
         """Nothing to give back."""
 
     def create(self, key: str, data: bytes) -> bool:
-        path = self._path(key)
+        path = self._own_path(key)
         if os.path.lexists(path):
             return False
         with (
@@ -187,7 +192,7 @@ class LocalStorage:
         return _DIRECT_PART_BYTES if is_direct else _LARGE_PART_BYTES
 
     def open_parts(self, key: str, size_bytes: int) -> PartWriter:
-        path = self._path(key)
+        path = self._own_path(key)
         self._flushed.discard(key)
         flushed = self._flushed.add if self._durable else None
         with self._translating("Writing", key, size_bytes):
@@ -213,11 +218,11 @@ class LocalStorage:
 
     def make_directory(self, key: str) -> None:
         with self._translating("Creating the directory", key):
-            self._make_directories(self._path(key) if key else self._root)
+            self._make_directories(self._own_directory(check_name(key)) if key else self._root)
 
     def remove_directories(self, key: str) -> None:
         """Temporary files that a killed process left behind go too."""
-        for directory, _, names in os.walk(self._path(key), topdown=False):
+        for directory, _, names in os.walk(self._own_directory(check_name(key)), topdown=False):
             for name in names:
                 if name.startswith(_TEMPORARY):
                     _remove(os.path.join(directory, name))
@@ -225,7 +230,7 @@ class LocalStorage:
                 os.rmdir(directory)
 
     def link(self, path: str | os.PathLike[str], key: str) -> bool:
-        source, target = os.fspath(path), self._path(key)
+        source, target = os.fspath(path), self._own_path(key)
         if os.path.islink(source):
             source = os.path.realpath(source)
         self._flushed.discard(key)
@@ -250,7 +255,7 @@ class LocalStorage:
         """A reflink where the file system has them, else inside the kernel; never another name of the same inode."""
         if not isinstance(source, LocalStorage):
             return False
-        path = self._path(key)
+        path = self._own_path(key)
         self._flushed.discard(key)
         with source._opened(source_key) as (given, status), self._translating("Copying", key, status.st_size):
             _remove(path)
@@ -270,6 +275,36 @@ class LocalStorage:
         if _TEMPORARY in key:
             raise InvalidName(f"The name {key!r} is reserved for files that are being written")
         return f"{self._root}/{key}"
+
+    def _own_path(self, key: str, looked_at: set[str] | None = None) -> str:
+        """The path of what is to be written or deleted. `looked_at` has the directories of earlier ones, to look once.
+
+        Raises StorageError where a symbolic link is on the way: what lies behind it is not the store's.
+        """
+        path, end = self._path(key), key.rfind("/")
+        if end > 0 and (looked_at is None or key[:end] not in looked_at):
+            self._own_directory(key[:end])
+            if looked_at is not None:
+                looked_at.add(key[:end])
+        return path
+
+    def _own_directory(self, key: str) -> str:
+        """The same for a directory, which must not be a link itself."""
+        path, end = f"{self._root}/{key}", 0
+        while end >= 0:
+            end = key.find("/", end + 1)
+            part = f"{self._root}/{key[:end]}" if end > 0 else path
+            try:
+                is_link = stat.S_ISLNK(os.lstat(part).st_mode)
+            except OSError:  # not there; whoever needs it finds out why
+                break
+            if is_link:
+                raise StorageError(
+                    f"{part} is a symbolic link, and nothing is written or deleted through one",
+                    file=key,
+                    hint="Put a directory in its place; only the root of a store may lie below a link",
+                )
+        return path
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, os.stat_result]]:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import math
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ckptstore.config import RetryConfig
+from ckptstore.errors import InvalidInput
 from ckptstore.identity import StoreIdentity, read_or_create_identity
 from ckptstore.layout import HINT_KEY, STORE_KEY, record_key
 from ckptstore.log import Log
 from ckptstore.log.hint import Hint
 from ckptstore.manifest import Manifest, sha256_of
-from ckptstore.records import Change, Claim, Commit, Noop, Pin, Record, Remove, Unpin
+from ckptstore.records import Change, Claim, Commit, Noop, Pin, Record, Remove, Unpin, apply
 from ckptstore.storage.memory import MemoryStorage
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -113,6 +115,22 @@ def test_packed_numbers_and_unknown_fields_are_read() -> None:
     assert found.state.extra == {"later": "kept"}
     after = Record.following(found, Noop(), write_id="", created_at=0.0)
     assert json.loads(after.encode())["state"]["later"] == "kept"
+
+
+def test_a_record_of_a_copy_has_the_time_of_the_original() -> None:
+    data = (LOG / "copied.json").read_bytes()
+    found = Record.decode(data, 14)
+    again = Record.following(record(13), found.change, write_id=found.write_id, created_at=found.created_at)
+    assert again.encode() == data
+    assert (found.entry.committed_at, found.entry.attempt) == (1767225903.5, "step-0000000300-e0007-3f9a1c2e")
+
+
+def test_a_copy_with_the_epochs_of_its_source_is_read_and_not_written_any_more() -> None:
+    first = Record.decode((LOG / "copied.json").read_bytes(), 14).entry
+    change = Commit(replace(first, attempt="step-0000000300-e0001-3f9a1c2e"))
+    assert apply(record(13).state, 14, change).latest == 14
+    with pytest.raises(InvalidInput, match="was not begun in the writer epoch 7"):
+        Record.following(record(13), change, write_id="", created_at=0.0)
 
 
 def test_the_identity_is_read_and_would_be_written_the_same() -> None:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -349,3 +349,46 @@ def test_a_download_target_must_be_new(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="File exists"):
         local_parts.NewFile("key", str(tmp_path / "file"), size_bytes=1, writes_back=False)
     assert (tmp_path / "file").read_bytes() == b"keep"
+
+
+@pytest.mark.parametrize("levels", ["a", "a/b"])
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda storage: storage.write("a/b/f", [memoryview(b"x")]),
+        lambda storage: storage.write("a/b/there", [memoryview(b"x")]),
+        lambda storage: storage.write_many([("a/b/f", [memoryview(b"x")])]),
+        lambda storage: storage.create("a/b/f", b"x"),
+        lambda storage: storage.open_parts("a/b/f", 1),
+        lambda storage: storage.link(storage.local_path("plain"), "a/b/f"),
+        lambda storage: storage.copy("plain", "a/b/f"),
+        lambda storage: storage.make_directory("a/b/c"),
+        lambda storage: storage.delete(["plain", "a/b/there"]),
+        lambda storage: storage.remove_directories("a/b"),
+    ],
+)
+def test_nothing_behind_a_link_is_written_or_deleted(
+    storage: LocalStorage, tmp_path: Path, levels: str, act: Callable[[LocalStorage], object]
+) -> None:
+    storage.write("a/b/there", [memoryview(b"kept")])
+    storage.make_directory("a/b/empty")
+    storage.write("plain", [memoryview(b"plain")])
+    linked = storage.local_path(levels)
+    linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(tmp_path / "elsewhere")
+    before = sorted((tmp_path / "elsewhere").rglob("*"))
+    with pytest.raises(StorageError, match="is a symbolic link"):
+        act(storage)
+    assert sorted((tmp_path / "elsewhere").rglob("*")) == before
+    assert storage.read("a/b/there") == b"kept"
+
+
+def test_a_link_at_the_place_of_a_file_goes_and_what_it_leads_to_stays(storage: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"kept")
+    for action in (lambda: storage.write("f", [memoryview(b"new")]), lambda: storage.delete(["f"])):
+        storage.make_directory("")
+        storage.local_path("f").unlink(missing_ok=True)
+        storage.local_path("f").symlink_to(tmp_path / "elsewhere")
+        action()
+        assert not storage.local_path("f").is_symlink()
+        assert (tmp_path / "elsewhere").read_bytes() == b"kept"

@@ -6,8 +6,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 
 from ckptstore.config import CacheConfig
-from ckptstore.errors import CacheError, InvalidInput, StorageFull
+from ckptstore.errors import CacheError, InvalidInput, StorageError, StorageFull
 from ckptstore.events import DownloadFinished, DownloadStarted, DownloadWaited, Event, listening
 from ckptstore.node_cache import NodeCache, place
 from ckptstore.node_cache import cache as cache_module
@@ -29,7 +27,7 @@ def key_of(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-A, B, C = key_of("a"), key_of("b"), key_of("c")
+A, B, C, D = key_of("a"), key_of("b"), key_of("c"), key_of("d")
 
 
 class Downloads:
@@ -236,26 +234,44 @@ def test_past_its_deadline_a_waiter_downloads_for_itself(root: Path, events: lis
     assert [event for event in events if isinstance(event, DownloadWaited)]
 
 
-def test_a_copy_that_the_check_refuses_is_downloaded_anew(root: Path) -> None:
-    cache, download = NodeCache(config_at(root)), Downloads()
-    looked: list[Path] = []
+@pytest.mark.parametrize("loss", ["file", "cut", "directory", "everything"])
+def test_a_copy_that_lost_files_gets_them_back(root: Path, loss: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A reader who holds the copy loses nothing by it."""
+    cache, downloads = NodeCache(config_at(root)), []
+    expected: dict[str, int | None] = {"first": 3, "deep/last": 4, "empty": None}
 
-    def check(path: Path) -> bool:
-        looked.append(path)
-        return (path / "last").exists()
+    def download(path: Path) -> None:
+        downloads.append(path)
+        (path / "deep").mkdir()
+        (path / "empty").mkdir()
+        (path / "first").write_bytes(b"abc")
+        (path / "deep/last").write_bytes(b"last")
 
-    with fetch(cache, A, download, check=check):
-        assert looked == [], "a fresh download is not looked at again"
-    with fetch(cache, A, download, check=check):
-        assert looked
-    (root / A / "last").unlink()
-    with fetch(cache, A, download, check=check) as path:
-        assert_whole(path)
-    assert len(download.paths) == 2
+    def take() -> Any:
+        return cache.fetch_once(A, step=1, size_bytes=7, download=download, expected=expected)
+
+    with take() as path, take():
+        assert len(downloads) == 1
+        first = (path / "first").stat().st_ino
+        if loss == "file":
+            (path / "deep/last").unlink()
+        elif loss == "cut":
+            (path / "deep/last").chmod(0o600)
+            (path / "deep/last").write_bytes(b"l")
+        elif loss == "directory":
+            (path / "empty").rmdir()
+        else:
+            shutil.rmtree(path)
+        with take() as again:
+            assert again == path
+            assert (path / "deep/last").read_bytes() == b"last"
+            assert (path / "first").read_bytes() == b"abc"
+            assert (path / "empty").is_dir()
+            assert loss == "everything" or (path / "first").stat().st_ino == first
+            assert loss == "everything" or "had lost 1 files" in caplog.text
+        with take():
+            assert len(downloads) == 2
     assert_tidy(root)
-    shutil.rmtree(root / A)
-    with fetch(cache, A, download) as path:
-        assert_whole(path)
 
 
 def test_an_idle_copy_goes(root: Path) -> None:
@@ -470,14 +486,39 @@ def test_a_cache_that_cannot_be_written_says_so(root: Path) -> None:
     assert isinstance(open_place(root.parent / "other").root, Path)
 
 
-def test_filelock_is_loaded_by_the_first_download_only(root: Path) -> None:
-    code = (
-        "import sys, pathlib\n"
-        "from ckptstore.config import CacheConfig\n"
-        "from ckptstore.node_cache import NodeCache\n"
-        f"cache = NodeCache(CacheConfig(cache_dir=pathlib.Path({str(root)!r})))\n"
-        "assert 'filelock' not in sys.modules\n"
-        f"with cache.fetch_once('{A}', step=1, size_bytes=1, download=lambda path: (path / 'f').touch()): pass\n"
-        "assert 'filelock' in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+def test_nothing_is_kept_beside_a_copy_that_is_gone(root: Path) -> None:
+    cache = NodeCache(config_at(root, cache_budget_bytes=1))
+
+    def fail(_path: Path) -> None:
+        raise StorageError("no")
+
+    for key in (A, B):
+        with fetch(cache, key, Downloads()):
+            assert (root / "locks" / f"{key}.lock").exists()
+    with pytest.raises(StorageError), cache.fetch_once(C, step=1, size_bytes=1, download=fail):
+        pass
+    with fetch(NodeCache(config_at(root)), D, Downloads()):
+        pass
+    kept = {path.name.partition(".")[0] for name in ("locks", "leases") for path in (root / name).iterdir()}
+    assert kept - {"evict", "probe"} == {D}
+
+
+def test_of_threads_with_one_turn_each_only_one_downloads_though_the_lock_file_goes(root: Path) -> None:
+    """Copies are evicted as soon as they are released, and their lock files with them."""
+    cache, at_work, most = NodeCache(config_at(root, cache_budget_bytes=1)), [], []
+
+    def download(path: Path) -> None:
+        at_work.append(path)
+        most.append(len(at_work))
+        (path / "f").write_bytes(b"x" * 100)
+        at_work.remove(path)
+
+    def read(_number: int) -> None:
+        for _ in range(10):
+            with cache.fetch_once(A, step=1, size_bytes=100, download=download) as path:
+                assert (path / "f").stat().st_size == 100
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, range(4)))
+    assert set(most) == {1}
+    assert copies(root) == set()

@@ -31,7 +31,7 @@ def make(steps: list[int], losses: list[float] | None = None, *, every_seconds: 
         Candidate(
             number=10 + index,
             step=step,
-            created_at=1e9 + index * every_seconds,
+            committed_at=1e9 + index * every_seconds,
             metrics={} if losses is None else {"loss": losses[index]},
         )
         for index, step in enumerate(steps)
@@ -91,7 +91,7 @@ candidate_lists = st.lists(
 ).map(
     lambda rows: [
         Candidate(
-            number=index + 1, step=step, created_at=1e9 + 37.0 * index, metrics={} if loss is None else {"loss": loss}
+            number=index + 1, step=step, committed_at=1e9 + 37.0 * index, metrics={} if loss is None else {"loss": loss}
         )
         for index, (step, loss) in enumerate(rows)
     ]

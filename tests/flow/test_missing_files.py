@@ -1,0 +1,138 @@
+"""A file that is missing is damage, wherever a load meets it: all ranks go on with the checkpoint before."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from missing_worker import load_after_a_loss
+from threaded_ranks import run_ranks_in_threads
+
+from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsableCheckpoint, open_store
+from ckptstore.errors import CacheError, StorageUnavailable
+from ckptstore.events import CheckpointSkipped, Event, listening
+from ckptstore.load import NodeCopies
+from ckptstore.testing import FailAt, run_ranks, with_faults
+
+FILES = ["tensors.index", "*.distcp", "ckptstore.json"]
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((300, 300), float(step)), "epoch": step}
+
+
+def save_two(store: CheckpointStore) -> None:
+    for step in (1, 2):
+        store.save(step, state(step))
+
+
+def lose(store: CheckpointStore, step: int, pattern: str) -> str:
+    """Delete one file of a step behind the store's back, and give its name."""
+    storage, prefix = store._job.storage, store[step]._files.prefix
+    key = min(file.key for file in storage.list(prefix) if Path(file.key).match(pattern))
+    storage.delete([key])
+    return key.removeprefix(prefix)
+
+
+@pytest.mark.parametrize("uri", ["disk", "memory"])
+@pytest.mark.parametrize("pattern", FILES)
+def test_the_one_before_is_taken_and_the_reason_told(tmp_path: Path, uri: str, pattern: str) -> None:
+    with open_store(tmp_path / "store" if uri == "disk" else f"memory://{uuid.uuid4().hex}") as store:
+        save_two(store)
+        newest = store[2]
+        name = lose(store, 2, pattern)
+        events: list[Event] = []
+        with listening(events.append):
+            for take, read_once in ((store.load, "rank"), (store.load, "node"), (store.resume, "rank")):
+                found = state(0)
+                taken = take(found, read_once=read_once)
+                assert taken is not None
+                assert taken.step == found["epoch"] == 1
+                assert found["w"].eq(1).all()
+        reasons = [event.reason for event in events if isinstance(event, CheckpointSkipped)]
+        assert len(reasons) == 3
+        assert all(name in reason for reason in reasons)
+        with pytest.raises(CheckpointGone if pattern == "ckptstore.json" else CheckpointDamaged, match=name):
+            newest.load(state(0))
+        lose(store, 1, pattern)
+        with pytest.raises(NoUsableCheckpoint, match=name):
+            store.resume(state(0))
+
+
+def test_all_ranks_go_on_together(tmp_path: Path) -> None:
+    def flow(store: CheckpointStore, rank: int) -> object:
+        save_two(store)
+        if rank == 0:
+            lose(store, 2, "*.distcp")
+        found = state(0)
+        taken = store.load(found)
+        return taken and (taken.step, found["epoch"])
+
+    assert run_ranks_in_threads(2, tmp_path / "store", flow) == [(1, 1)] * 2
+
+
+def test_all_ranks_go_on_together_where_one_reads_for_all(tmp_path: Path) -> None:
+    assert run_ranks(2, load_after_a_loss, str(tmp_path)) == [[2, 1]] * 2
+
+
+def test_a_reference_that_leads_nowhere_is_damage(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        whole = {"w": torch.arange(90_000.0), "epoch": 1}
+        store.save(1, whole, incremental="reference")
+        checkpoint = store.save(2, {**whole, "epoch": 2}, incremental="reference")
+        (elsewhere,) = [file for file in checkpoint.files if file.attempt]
+        (Path(store[1].uri) / elsewhere.name).unlink()
+        with pytest.raises(NoUsableCheckpoint, match=elsewhere.name):
+            store.resume({"w": torch.zeros(90_000), "epoch": 0})
+
+
+def test_a_storage_that_cannot_be_reached_is_no_damage(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        save_two(store)
+    error = StorageUnavailable("no answer")
+    with (
+        with_faults(open_store(tmp_path), FailAt("read* checkpoints/*", error, times=None)) as store,
+        pytest.raises(StorageUnavailable),
+    ):
+        store.load(state(0))
+
+
+def memory_store() -> CheckpointStore:
+    return open_store(f"memory://{uuid.uuid4().hex}")
+
+
+def test_a_directory_of_the_node_cache_is_whole_again_when_it_is_handed_out(tmp_path: Path) -> None:
+    (tmp_path / "source/empty").mkdir(parents=True)
+    for name in ("a", "b"):
+        (tmp_path / "source" / name).write_bytes(name.encode())
+    with memory_store() as store:
+        checkpoint = store.save_directory(1, tmp_path / "source")
+        with checkpoint.as_directory() as reading:
+            before = sorted(path.name for path in reading.iterdir())
+            for name in ("a", "ckptstore.json"):
+                (reading / name).unlink()
+            (reading / "empty").rmdir()
+            with checkpoint.as_directory() as path:
+                assert path == reading
+                assert sorted(file.name for file in path.iterdir()) == before == ["a", "b", "ckptstore.json", "empty"]
+                assert (path / "a").read_bytes() == b"a"
+
+
+@pytest.mark.parametrize("pattern", ["tensors.index", "*.distcp"])
+def test_a_copy_that_vanishes_while_it_is_read_is_no_damage(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    path_of = NodeCopies.path
+
+    def vanishing(copies: NodeCopies, name: str) -> Path:
+        path = path_of(copies, name)
+        if path.match(pattern):
+            path.unlink()
+        return path
+
+    with memory_store() as store:
+        save_two(store)
+        monkeypatch.setattr(NodeCopies, "path", vanishing)
+        with pytest.raises(CacheError, match="vanished from the node cache"):
+            store.load(state(0), read_once="node")
