@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ckptstore"
 
 LAYERS: list[tuple[str, set[str]]] = [
-    ("vocabulary", {"errors"}),
+    ("vocabulary", {"errors", "fork"}),
     ("values", {"config", "events", "layout", "sources", "encoding", "digest", "retention", "executor", "lazy"}),
     ("joined values", {"manifest", "plan", "naming", "directories"}),
     ("records and requests", {"records", "request"}),
