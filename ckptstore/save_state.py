@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptstore.background import Background, OnBusy, PendingSave
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput, SaveBusy
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput, RankFailed, SaveBusy
 from ckptstore.events import StateStaged, emit
 from ckptstore.group import Beat
 from ckptstore.job import Job
@@ -74,6 +75,9 @@ class StateSaver:
             return PendingSave(asked["step"], skipped=True, stalled_seconds=time.monotonic() - started)
         self.background.raise_failure(max_failures=max_failures)
         in_process = uploader == "process"
+        if in_process:  # before anything is agreed on: it may not be possible here
+            with contextlib.suppress(RankFailed):  # tried again where all ranks hear of it
+                self.upload_process()
         upload = _StagedUpload(self, in_process=in_process)
         shard = self._shard(state, options, asked, upload=upload)
         shard.prepare(self._negotiator)
