@@ -22,7 +22,7 @@ import pytest
 from ckptstore.testing.s3_server import S3Server, s3_server
 
 SERVERS = Path(__file__).resolve().parents[2] / ".servers"
-START_SECONDS = 60.0
+START_SECONDS = 240.0
 EMULATOR_SECONDS = 20
 """The most that a request to an emulator of GCS waits: fake-gcs-server reads bodies under the lock of all objects, so
 one that does not come stops every other request."""

@@ -47,7 +47,7 @@ class Program:
     def start(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while True:
             try:
                 socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
