@@ -6,8 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers
 STAMP  := $(VENV)/.installed
-# In CI a test that fails is tried once more, and shown as RERUN if it passes then: that is a defect too, but no red light.
-PYTEST := $(BIN)/python -m pytest --durations=20 $(if $(CI),--reruns 1 -rR)
+PYTEST := $(BIN)/python -m pytest --durations=20
 # A driver that waits for Ray hears no signal, so a test that takes too long ends the process.
 PYTEST_RAY := $(PYTEST) --timeout-method=thread
 # Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself.

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, SaveBusy
+from ckptstore.fork import in_forked_child
 from ckptstore.group import Beat
 from ckptstore.job import Job
 
@@ -71,6 +72,15 @@ class Background:
         self._thread: threading.Thread | None = None
         self._failures = 0
         self._unseen: CkptstoreError | None = None
+        in_forked_child(self, Background._after_fork)
+
+    def _after_fork(self) -> None:
+        """A forked child is not told how the save of its parent ends."""
+        if (pending := self.pending) is not None:
+            pending._error = RankFailed("the save goes on in the parent of this process", step=pending.step)
+            pending._error.committed = None
+            pending._ended = threading.Event()
+            pending._ended.set()
 
     @property
     def pending(self) -> PendingSave | None:

@@ -9,12 +9,14 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StoreFenced, StoreNotShared
 from ckptstore.events import PruneFailed, emit
+from ckptstore.fork import in_forked_child
 from ckptstore.group import Beat, Group, check_shared, find_group
+from ckptstore.group.base import GroupOfParent
 from ckptstore.identity import read_or_create_identity
 from ckptstore.layout import Attempt
 from ckptstore.log import Log
@@ -48,6 +50,14 @@ class Job:
     _is_checked: bool = False
     _pruning: threading.Thread | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        in_forked_child(self, Job._after_fork)
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+        if self._group is not None:
+            self._group = cast(Group, GroupOfParent(self._group))
 
     @property
     def group(self) -> Group:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptstore.background import Background, PendingSave
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput, RankFailed
 from ckptstore.events import StateStaged, emit
 from ckptstore.group import Beat
 from ckptstore.job import Job
@@ -63,6 +64,9 @@ class StateSaver:
         `done` makes the result of the pending save from the record of the commit. The caller was called at `started`.
         """
         in_process = uploader == "process"
+        if in_process:  # before anything is agreed on: it may not be possible here
+            with contextlib.suppress(RankFailed):  # tried again where all ranks hear of it
+                self.upload_process()
         upload = _StagedUpload(self, in_process=in_process)
         shard = self._shard(state, options, asked, upload=upload)
         shard.prepare(self._negotiator)

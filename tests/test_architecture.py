@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ckptstore"
 
 LAYERS: list[tuple[str, set[str]]] = [
-    ("vocabulary", {"errors"}),
+    ("vocabulary", {"errors", "fork"}),
     ("values", {"config", "events", "layout", "sources", "encoding", "digest", "retention", "executor", "lazy"}),
     ("joined values", {"manifest", "plan", "naming", "directories"}),
     ("records and requests", {"records", "request"}),
@@ -234,12 +234,11 @@ def test_the_command_line_starts_without_torch() -> None:
 
 
 def test_the_import_takes_under_50_ms() -> None:
-    """By the interpreter's own count; the best of five, because other work on the machine only ever adds."""
+    """Of the processor's time, whatever else the machine does; the best of five."""
+    code = "import time; before = time.process_time(); import ckptstore; print(time.process_time() - before)"
 
     def seconds() -> float:
-        command = [sys.executable, "-X", "importtime", "-c", "import ckptstore"]
-        text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
-        lines = [line.split("|") for line in text.splitlines()]
-        return next(int(fields[1]) for fields in lines if fields[-1].strip() == "ckptstore") / 1e6
+        command = [sys.executable, "-c", code]
+        return float(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
     assert min(seconds() for _ in range(5)) < 0.050

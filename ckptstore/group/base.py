@@ -8,7 +8,9 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+from ckptstore.errors import InvalidInput
 
 Beat = Callable[[], None]
 """Called by whoever does the work whenever bytes have moved: a sign of life. Cheap, never raises, from any thread."""
@@ -91,6 +93,22 @@ class SoloGroup:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class GroupOfParent:
+    """In a forked child in the place of the group: the ranks are processes, and the child is none of them."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group  # kept: what ends with it waits for threads that are not here
+
+    def __getattr__(self, name: str) -> Any:
+        raise InvalidInput(
+            f"Process {os.getpid()} is a fork of rank {self._group.rank} of a job, and no rank itself",
+            hint="Save and resume in the process that opened the store, or open it again here",
+        )
+
+    def close(self) -> None:
+        """The parent leaves, not its child."""
 
 
 def _no_beat() -> None:

@@ -18,6 +18,7 @@ from ckptstore.errors import (
     StorageError,
     UnsupportedVersion,
 )
+from ckptstore.fork import new_lock_in_child
 from ckptstore.layout import HINT_KEY, PROBE_PREFIX, record_key
 from ckptstore.log.hint import Hint
 from ckptstore.records import Record
@@ -44,6 +45,7 @@ class LogReader:
         self._retry = retry
         self._num_threads = num_threads
         self._lock = threading.Lock()
+        new_lock_in_child(self, "_lock")
         self._cache: dict[int, Record] = {}
         self._times: dict[int, float] = {}
         self._own: Record | None = None

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import base64
 import functools
+import http.client
 import struct
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from ckptstore.errors import AccessDenied, CkptstoreError, StorageError, StorageUnavailable
-from ckptstore.storage import foreign
+from ckptstore.errors import CkptstoreError, StorageUnavailable
+from ckptstore.storage import chains, foreign
 from ckptstore.storage.options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment, Location
 
 _MAX_CONNECTIONS = 64
@@ -58,15 +59,9 @@ class Connection:
         """A request went through."""
         self._renewal.succeeded()
 
-    @contextmanager
-    def seam(self, what: str, key: str) -> Iterator[None]:
+    def seam(self, what: str, key: str) -> AbstractContextManager[None]:
         """Turns foreign errors into ours."""
-        try:
-            yield
-        except (CkptstoreError, foreign.ConditionFailed):
-            raise
-        except Exception as error:
-            raise self._translated(error, what=what, key=key) from error
+        return foreign.seam(lambda error: self._translated(error, what=what, key=key))
 
     def _connect(self) -> Any:
         import botocore
@@ -110,8 +105,6 @@ class Connection:
         return client
 
     def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
-        import http.client
-
         from botocore import exceptions
 
         if isinstance(error, exceptions.ClientError):
@@ -119,13 +112,15 @@ class Connection:
             code = str(error.response.get("Error", {}).get("Code", ""))
             code = "" if code.isdigit() else code
             if code in foreign.EXPIRED_CODES and self._renewal.begin():
-                with self._lock:
-                    self._client = None
+                self._forget()
                 return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
             return foreign.from_status(status, code, key=key, what=what)
-        if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
-            return AccessDenied(f"{what}: {error}", file=key, hint="Set AWS credentials; see docs/how-to/s3.md")
+        refused = chains.aws_refusal(error, what=what, key=key, profile=self._options.get("profile"))
+        if refused is not None:
+            self._forget()  # it found no credentials when it was made, and would not look again
+            return refused
         broken = (
+            exceptions.ConnectionError,
             exceptions.HTTPClientError,
             exceptions.IncompleteReadError,
             exceptions.FlexibleChecksumError,
@@ -133,8 +128,12 @@ class Connection:
             OSError,
         )
         if isinstance(error, broken) or type(error).__module__.startswith("urllib3"):
-            return StorageUnavailable(f"{what}: {type(error).__name__}", file=key)
-        return StorageError(f"{what}: {type(error).__name__}: {error}", file=key)
+            return foreign.broken_off(error, what=what, key=key)
+        return foreign.unexpected(error, what=what, key=key)
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._client = None
 
 
 @functools.cache

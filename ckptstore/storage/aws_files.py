@@ -214,7 +214,8 @@ class S3Files(ProcessBound):
         return ""
 
     def close(self) -> None:
-        self._connection.close()
+        if self.is_here:
+            self._connection.close()
 
 
 class _Upload:

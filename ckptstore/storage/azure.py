@@ -16,11 +16,11 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
-from ckptstore.storage import foreign
+from ckptstore.errors import CkptstoreError, FileMissing, StorageUnavailable
+from ckptstore.storage import chains, foreign
 from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
 from ckptstore.storage.bodies import Filling, ViewsBody, part_bytes, total_bytes
 from ckptstore.storage.options import (
@@ -98,28 +98,22 @@ class Connection:
                 return names[name]
         if names.get("anon"):
             return None
-        from azure.identity import ClientSecretCredential, DefaultAzureCredential
-
         if names.get("client_secret"):
-            return ClientSecretCredential(names["tenant_id"], names["client_id"], names["client_secret"])
-        return DefaultAzureCredential()
+            from azure.identity import ClientSecretCredential
 
-    @contextmanager
-    def seam(self, what: str, key: str) -> Iterator[None]:
+            return ClientSecretCredential(names["tenant_id"], names["client_id"], names["client_secret"])
+        return chains.AzureChain()
+
+    def seam(self, what: str, key: str) -> AbstractContextManager[None]:
         """Turns foreign errors into ours."""
-        try:
-            yield
-        except (CkptstoreError, foreign.ConditionFailed):
-            raise
-        except Exception as error:
-            raise _translated(error, what=what, key=key) from error
+        return foreign.seam(lambda error: _translated(error, what=what, key=key))
 
 
 def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
     from azure.core import exceptions
 
     if isinstance(error, exceptions.ClientAuthenticationError) and error.status_code is None:
-        return AccessDenied(f"{what}: no usable credentials", file=key, hint="See docs/how-to/azure.md")
+        return chains.azure_refusal(error, what=what, key=key)
     if isinstance(error, exceptions.HttpResponseError) and error.status_code is not None:
         code = (
             getattr(error.error_code, "value", None) or error.error_code or "" if hasattr(error, "error_code") else ""
@@ -130,9 +124,7 @@ def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError | fo
     is_broken = isinstance(error, exceptions.AzureError | OSError) or type(error).__module__.startswith(
         ("urllib3", "requests")
     )
-    if is_broken:
-        return StorageUnavailable(f"{what}: {type(error).__name__}", file=key)
-    return StorageError(f"{what}: {type(error).__name__}: {error}", file=key)
+    return (foreign.broken_off if is_broken else foreign.unexpected)(error, what=what, key=key)
 
 
 class AzureFiles(ProcessBound):
@@ -245,7 +237,8 @@ class AzureFiles(ProcessBound):
         return _Blocks(self, key, size_bytes)
 
     def close(self) -> None:
-        self._connection.close()
+        if self.is_here:
+            self._connection.close()
 
 
 class _Blocks:

@@ -79,12 +79,17 @@ class ProcessBound:
     def __init__(self) -> None:
         self._process_id = os.getpid()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that opened the storage."""
+        return os.getpid() == self._process_id
+
     def check_process(self) -> None:
         """Raise StorageError in a process other than the one that opened the storage."""
-        if os.getpid() != self._process_id:
+        if not self.is_here:
             raise StorageError(
                 f"A storage that was opened in process {self._process_id} is used in its fork {os.getpid()}",
-                hint="Start processes with spawn, and open the store in each of them",
+                hint="Open the store again in that process, or start it with spawn",
             )
 
 

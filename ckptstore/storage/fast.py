@@ -36,12 +36,24 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
+_threads: set[int] = set()
+"""The processes, of this one and those it was forked from, in which obstore has started its threads."""
+
+
+def _lost_threads() -> str | None:
+    """Why obstore does not work here, if so: it waits for ever for threads that a fork has not taken along."""
+    lost = _threads and os.getpid() not in _threads
+    return "this process was forked from one that used obstore, and its threads stayed there" if lost else None
+
+
 def understands(uri: str, storage_options: Mapping[str, Any] | None) -> str | None:
     """Why obstore cannot serve the URI with these options; None when it can."""
+    if reason := _lost_threads():
+        return reason
     try:
         config = for_obstore(uri, storage_options, os.environ)
-    except CannotExpress as reason:
-        return str(reason)
+    except CannotExpress as refusal:
+        return str(refusal)
     kind = config.location.kind
     if kind is None or chains.installed(kind):
         return None
@@ -59,6 +71,10 @@ def open_fast(uri: str, storage_options: Mapping[str, Any] | None = None) -> Sto
     return classes[config.location.kind or "s3"](uri, dict(storage_options or {}), config)
 
 
+class _Exists(foreign.ConditionFailed):
+    """A create found the file there."""
+
+
 class FastStorage(ProcessBound):
     """Files below a prefix of a bucket or container."""
 
@@ -69,6 +85,7 @@ class FastStorage(ProcessBound):
         self._lock = threading.Lock()
         self._files = _files_of(config, options)
         self._store: Any = None
+        self._provider: chains.Provider | None = None
         self._renewal = foreign.Renewal()
 
     @property
@@ -86,16 +103,10 @@ class FastStorage(ProcessBound):
             self._put(key, views)
 
     def create(self, key: str, data: bytes) -> bool:
-        import obstore.exceptions
-
         try:
             with self._seam("create", key):
                 self._put(key, [memoryview(data)], mode="create")
-        except CkptstoreError as error:
-            if not isinstance(error.__cause__, obstore.exceptions.AlreadyExistsError):
-                raise
-            if self._config.location.kind == "s3" and _status_of(error.__cause__) == 409:
-                raise  # two creates met, and this one was refused; the other one may have been as well
+        except _Exists:
             return False
         return True
 
@@ -136,7 +147,7 @@ class FastStorage(ProcessBound):
         except foreign.ConditionFailed as error:
             raise foreign.other_version(key) from error
         except StorageUnavailable as error:
-            if _status_of(error.__cause__) is None:  # obstore could make nothing of an answer: is the file too short?
+            if type(error) is StorageUnavailable:  # obstore could make nothing of an answer: is the file too short?
                 with suppress(StorageError):
                     filling.end(file_bytes=self.stat(key).size_bytes, end_offset=end)
             raise
@@ -230,9 +241,10 @@ class FastStorage(ProcessBound):
         return writer
 
     def close(self) -> None:
-        with self._lock:
-            self._store = None
-        self._files.close()
+        if self.is_here:
+            with self._lock:
+                self._store = None
+            self._files.close()
 
     def _full(self, key: str) -> str:
         return self._config.location.full_key(key)
@@ -241,20 +253,18 @@ class FastStorage(ProcessBound):
         self.check_process()
         with self._lock:
             if self._store is None:
-                self._store = _connect(self._config)
+                if reason := _lost_threads():
+                    raise StorageError(f"obstore cannot be used: {reason}", hint='Open it with engine="fsspec"')
+                _threads.add(os.getpid())
+                self._provider, self._store = _connect(self._config)
             return self._store
 
     @contextmanager
     def _seam(self, what: str, key: str) -> Iterator[None]:
         """Turns foreign errors into ours."""
-        try:
+        with foreign.seam(lambda error: self._translated(error, what=f"{what} {self.uri}", key=key)):
             yield
-        except CkptstoreError:
-            raise
-        except Exception as error:
-            raise self._translated(error, what=f"{what} {self.uri}", key=key) from error
-        else:
-            self._renewal.succeeded()
+        self._renewal.succeeded()
 
     def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
         import obstore.exceptions as foreign_errors
@@ -266,6 +276,9 @@ class FastStorage(ProcessBound):
             with self._lock:
                 self._store = None
             return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
+        refused = self._provider.error if self._provider and _ASKED in text else None
+        if refused is not None:
+            return type(refused)(f"{what}: {refused.message}", file=key, hint=refused.hint)
         if isinstance(error, FileNotFoundError):
             return foreign.from_status(404, code, key=key, what=what)
         if isinstance(error, foreign_errors.PreconditionError):
@@ -273,18 +286,39 @@ class FastStorage(ProcessBound):
         if isinstance(error, foreign_errors.PermissionDeniedError | foreign_errors.UnauthenticatedError):
             return foreign.from_status(status or 403, code, key=key, what=what)
         if isinstance(error, foreign_errors.AlreadyExistsError):
-            return foreign.from_status(409, code, key=key, what=what)
+            if self._config.location.kind == "s3" and status == 409:
+                # two creates met, and this one was refused; the other one may have been as well
+                return foreign.from_status(409, code, key=key, what=what)
+            return _Exists(f"{what}: {code}")
         if isinstance(error, foreign_errors.GenericError):
             if "source: Header" in text:  # asking again changes nothing
                 return StorageError(
-                    f"{what}: obstore does not understand the server: {text.partition(chr(10))[0]}",
-                    file=key,
-                    hint='Open it with engine="fsspec"',
+                    f"{what}: obstore does not understand the server", file=key, hint='Open it with engine="fsspec"'
                 )
-            if status is None and _is_about_credentials(text):
-                return AccessDenied(f"{what}: no usable credentials were found", file=key)
-            return foreign.from_status(status, code, key=key, what=what)
-        return StorageError(f"{what}: {type(error).__name__} {status or ''} {code}".rstrip(), file=key)
+            return foreign.from_status(status, code, key=key, what=what) if status else _unanswered(text, what, key)
+        return foreign.unexpected(error, what=f"{what}: {status or ''} {code}".rstrip(": "), key=key)
+
+
+_ASKED = "credential provider"
+"""In obstore's words for an error of a provider of credentials."""
+_NETWORK = (
+    ("dns error", "the name of the server does not resolve"),
+    ("Connection refused", "the connection was refused"),
+    ("InvalidCertificate", ""),
+    ("invalid peer certificate", ""),
+    ("TimedOut", "it took too long"),
+    ("HTTP error", "the connection broke off"),
+)
+"""What obstore's words mean, the first that is found; "" for the certificate, which is no passing trouble."""
+
+
+def _unanswered(text: str, what: str, key: str) -> CkptstoreError:
+    words = next((words for sign, words in _NETWORK if sign in text), None)
+    if words == "":
+        return StorageError(f"{what}: the certificate of the server is not trusted", file=key)
+    if words is None and re.search("redential|token", text):
+        return AccessDenied(f"{what}: no usable credentials were found", file=key)
+    return StorageUnavailable(f"{what}: {words or 'no answer'}", file=key)
 
 
 class FastS3Storage(FastStorage):
@@ -341,20 +375,19 @@ def _files_of(config: ObstoreConfig, options: Mapping[str, Any]) -> Any:
     return azure.AzureFiles(location, azure.Connection(location, options, os.environ))
 
 
-def _connect(config: ObstoreConfig) -> Any:
+def _connect(config: ObstoreConfig) -> tuple[chains.Provider | None, Any]:
     from obstore.store import AzureStore, GCSStore, S3Store
 
     location, options = config.location, dict(config.config)
     if location.kind == "s3" and not config.region_known:
         options["region"] = _region(location, config)
+    provider = None
     if config.chain and location.kind:
         # Only the SDK is asked: obstore's own search would call metadata services that may have been switched off.
-        provider = chains.provider(location.kind, profile=config.profile)
-        if provider is None:
-            raise AccessDenied(f"No credentials were found for {location.uri}", hint="See its page in docs/how-to")
-        options["credential_provider"] = provider
+        provider = options["credential_provider"] = chains.Provider(location.kind, profile=config.profile)
     store = {"s3": S3Store, "gcs": GCSStore, "azure": AzureStore}[location.kind or "s3"]
-    return store(location.container, client_options=config.client, retry_config={"max_retries": 0}, **options)
+    made = store(location.container, client_options=config.client, retry_config={"max_retries": 0}, **options)
+    return provider, made
 
 
 def _region(location: Location, config: ObstoreConfig) -> str:
@@ -378,7 +411,3 @@ def bucket_region(bucket: str, endpoint_url: str = "https://s3.amazonaws.com") -
 def _status_of(error: BaseException | None) -> int | None:
     match = _STATUS.search(str(error))
     return int(match[1]) if match else None
-
-
-def _is_about_credentials(text: str) -> bool:
-    return "redential" in text or "token" in text

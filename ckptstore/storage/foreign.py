@@ -9,10 +9,20 @@
     408, 409, 5xx, none        StorageUnavailable: in conflict, broken off; worth another try
     any other                  StorageError
 
-Only the status and the store's own code go into a message: a URL may carry a signature or a token.
+A network that is not there (refused, reset, a name that does not resolve, a handshake that breaks off) is passing.
+
+Only the status, the store's own code and a cause in our words go into a message, and only types into the chain of
+causes: what an SDK says may hold a URL with a signature, a token, or an option that somebody filled with a key.
 """
 
 from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import cast
 
 from ckptstore.errors import (
     AccessDenied,
@@ -28,6 +38,82 @@ from ckptstore.errors import (
 
 class ConditionFailed(Exception):
     """412: the file is not as a conditional request wants it. Its callers expect it; it never leaves this package."""
+
+
+class ForeignError(Exception):
+    """Stands in a chain of causes for what an SDK raised: its types and its traceback, without its words."""
+
+
+@contextmanager
+def seam(translate: Callable[[Exception], CkptstoreError | ConditionFailed]) -> Iterator[None]:
+    """Turns foreign errors into ours, and lets nothing else of them out."""
+    try:
+        yield
+        return
+    except (CkptstoreError, ConditionFailed):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of obstore
+            raise
+        ours = translate(cast(Exception, error))
+        names = [f"{type(item).__module__}.{type(item).__qualname__}" for item in chain_of(error)]
+        ours.__cause__ = ForeignError(", from ".join(names)).with_traceback(error.__traceback__)
+    try:
+        raise ours
+    finally:
+        ours.__context__ = None  # else the foreign error, which Python adds when ours is raised
+
+
+def chain_of(error: BaseException) -> list[BaseException]:
+    """An error and what it came from, as far as it can be found: SDKs keep it in many places."""
+    found = [error]
+    for item in found:
+        inside = [item.__cause__, item.__context__, getattr(item, "reason", None), *item.args]
+        keywords = getattr(item, "kwargs", None)
+        inside += keywords.values() if isinstance(keywords, dict) else ()
+        found += [other for other in inside if isinstance(other, BaseException) and other not in found]
+    return found
+
+
+_PASSING: tuple[tuple[type[BaseException], str], ...] = (
+    (socket.gaierror, "the name of the server does not resolve"),
+    (ConnectionRefusedError, "the connection was refused"),
+    (ConnectionError, "the connection broke off"),
+    (http.client.HTTPException, "the connection broke off"),
+    (TimeoutError, "it took too long"),
+    (ssl.SSLError, "the TLS handshake broke off"),
+)
+
+
+_BAD_URLS = frozenset({"InvalidSchema", "InvalidURL", "LocationParseError", "MissingSchema"})
+"""How http.client, urllib3 and requests call it."""
+
+
+def passing_trouble(error: BaseException) -> str | None:
+    """What is wrong with the network, in a few words; None where nothing says that it is the network."""
+    chain = chain_of(error)
+    if any(isinstance(item, ssl.SSLCertVerificationError) for item in chain):
+        return None
+    return next((words for kind, words in _PASSING for item in chain if isinstance(item, kind)), None)
+
+
+def broken_off(error: Exception, *, what: str, key: str) -> StorageError:
+    """The error for a request that got no answer."""
+    chain = chain_of(error)
+    if any(isinstance(item, ssl.SSLCertVerificationError) for item in chain):
+        hint = "Give the client the certificate of whoever signed it"
+        return StorageError(f"{what}: the certificate of the server is not trusted", file=key, hint=hint)
+    if any(type(item).__name__ in _BAD_URLS for item in chain):
+        return StorageError(f"{what}: the URL of the server cannot be used", file=key, hint="Check the endpoint")
+    words = passing_trouble(error)
+    name = type(error).__name__
+    return StorageUnavailable(f"{what}: {words} ({name})" if words else f"{what}: {name}", file=key)
+
+
+def unexpected(error: Exception, *, what: str, key: str) -> StorageError:
+    """The error for what an SDK raised for a reason of its own, most often an option that it cannot use."""
+    hint = "Check storage_options, the environment and the configuration of the SDK"
+    return StorageError(f"{what}: {type(error).__name__}", file=key, hint=hint)
 
 
 EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})

@@ -16,17 +16,24 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
 from ckptstore import digest
-from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
-from ckptstore.storage import foreign
+from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageUnavailable
+from ckptstore.storage import chains, foreign
 from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
 from ckptstore.storage.bodies import Filling, ViewsBody, total_bytes
-from ckptstore.storage.options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment, Location, gcs_endpoint
+from ckptstore.storage.options import (
+    CONNECT_TIMEOUT_SECONDS,
+    READ_TIMEOUT_SECONDS,
+    Environment,
+    Location,
+    gcs_endpoint,
+    seconds_of,
+)
 
 _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 _GOOGLE = "https://storage.googleapis.com"
@@ -70,24 +77,9 @@ class Connection:
                 self._session.close()
                 self._session = None
 
-    @contextmanager
-    def seam(self, what: str, key: str) -> Iterator[None]:
+    def seam(self, what: str, key: str) -> AbstractContextManager[None]:
         """Turns foreign errors into ours."""
-        import google.auth.exceptions
-        import requests
-
-        try:
-            yield
-        except (CkptstoreError, foreign.ConditionFailed):
-            raise
-        except google.auth.exceptions.GoogleAuthError as error:
-            raise AccessDenied(f"{what}: {error}", file=key, hint="Set credentials; see docs/how-to/gcs.md") from error
-        except (requests.RequestException, OSError) as error:
-            raise StorageUnavailable(f"{what}: {type(error).__name__}", file=key) from error
-        except Exception as error:
-            if type(error).__module__.startswith("urllib3"):
-                raise StorageUnavailable(f"{what}: {type(error).__name__}", file=key) from error
-            raise StorageError(f"{what}: {type(error).__name__}: {error}", file=key) from error
+        return foreign.seam(lambda error: _translated(error, what=what, key=key))
 
     def _open(self) -> Any:
         import requests
@@ -114,6 +106,16 @@ class Connection:
             self.close()
             return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
         return foreign.from_status(answer.status_code, reason, key=key, what=what)
+
+
+def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+    import google.auth.exceptions
+    import requests
+
+    if isinstance(error, google.auth.exceptions.GoogleAuthError):
+        return chains.google_refusal(error, what=what, key=key)
+    is_broken = isinstance(error, requests.RequestException | OSError) or type(error).__module__.startswith("urllib3")
+    return (foreign.broken_off if is_broken else foreign.unexpected)(error, what=what, key=key)
 
 
 class GcsFiles(ProcessBound):
@@ -295,7 +297,8 @@ class GcsFiles(ProcessBound):
         self._check(answer, key=key, size_bytes=size_bytes, crc32c=crc32c)
 
     def close(self) -> None:
-        self._connection.close()
+        if self.is_here:
+            self._connection.close()
 
 
 class _Composition:
@@ -345,7 +348,7 @@ def connect(names: Mapping[str, Any], environ: Environment) -> Connection:
     return Connection(
         endpoint_url=endpoint or _GOOGLE,
         credentials=credentials_of(token),
-        read_seconds=float(names.get("timeout") or READ_TIMEOUT_SECONDS),
+        read_seconds=seconds_of(names.get("timeout") or None, READ_TIMEOUT_SECONDS, "The timeout"),
     )
 
 

@@ -7,6 +7,7 @@ and none of a disk. Files live until they are deleted or the process ends; no ot
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,17 @@ class _Space:
 
 _spaces: dict[str, _Space] = {}
 _spaces_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    """A forked child has copies of the spaces, and locks of its own."""
+    global _spaces_lock
+    _spaces_lock = threading.Lock()
+    for space in _spaces.values():
+        space.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class MemoryStorage(ProcessBound):

@@ -79,10 +79,11 @@ def open_storage(
         raise
     except ImportError as error:
         raise _not_installed(uri, error) from error
-    except ValueError as error:  # how fsspec says that it does not know a scheme
+    except ValueError:  # how fsspec says that it does not know a scheme; of a URL it would repeat the secrets
         known = ", ".join(["a path", "file://", "memory://", *(f"{name}://" for name in _EXTRAS)])
         hint = f"Known: {known}, and what fsspec knows"
-        raise InvalidInput(f"{redact(uri)!r} cannot be opened: {error}", hint=hint) from error
+        refused = InvalidInput(f"{redact(uri)!r} cannot be opened", hint=hint)
+    raise refused  # here, so that no context of it shows what was said
 
 
 def choose_engine(

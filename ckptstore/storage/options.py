@@ -6,12 +6,14 @@ cannot express raises `CannotExpress` with the reason; then fsspec serves the UR
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from ckptstore.errors import InvalidInput
+from ckptstore.storage import foreign
 
 Kind = Literal["s3", "gcs", "azure"]
 
@@ -165,9 +167,29 @@ class _Remaining:
                 raise self.fail(name)
 
 
+def _check_endpoint(endpoint: str | None) -> None:
+    """Raise InvalidInput, without the value, for what is no URL: obstore breaks down on it."""
+    if not endpoint:
+        return
+    try:
+        split = urlsplit(endpoint)
+        is_good = split.scheme in ("http", "https") and split.hostname and (split.port is None or split.port > 0)
+    except ValueError:
+        is_good = False
+    if not is_good or re.search(r"[\s<>{}|^`\\\"]", endpoint):
+        raise InvalidInput("The URL of the endpoint cannot be used", hint="Write http://host:port or https://host")
+
+
+def seconds_of(value: Any, default: float, name: str) -> float:
+    """A timeout that was given as an option; raises InvalidInput."""
+    with foreign.seam(lambda _error: InvalidInput(f"{name} is not a number of seconds")):
+        return default if value is None else float(value)
+
+
 def _client(endpoint: str | None, *, read_seconds: Any = None, connect_seconds: Any = None) -> Options:
-    read_seconds = READ_TIMEOUT_SECONDS if read_seconds is None else float(read_seconds)
-    connect_seconds = CONNECT_TIMEOUT_SECONDS if connect_seconds is None else float(connect_seconds)
+    _check_endpoint(endpoint)
+    read_seconds = seconds_of(read_seconds, READ_TIMEOUT_SECONDS, "The read timeout")
+    connect_seconds = seconds_of(connect_seconds, CONNECT_TIMEOUT_SECONDS, "The connect timeout")
     return {
         "allow_http": bool(endpoint) and str(endpoint).startswith("http://"),
         "read_timeout": f"{int(read_seconds * 1000)}ms",
@@ -190,6 +212,8 @@ def _s3(location: Location, options: _Remaining, environ: Environment) -> Obstor
         or environ.get("AWS_REGION")
         or environ.get("AWS_DEFAULT_REGION")
     )
+    if region and not re.fullmatch(r"[A-Za-z0-9-]+", region):
+        raise InvalidInput("The name of the region cannot be used", hint="Check region_name and AWS_REGION")
     config: Options = {"region": region} if region else {}
     config |= _s3_credentials(options, client_options)
     if options.take("requester_pays"):

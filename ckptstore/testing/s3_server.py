@@ -127,7 +127,8 @@ class S3Server:
         return [request.operation for request in self._shared.log]
 
     def start(self) -> None:
-        """Listen, on a thread of its own."""
+        """Listen, on a thread of its own. After `close` it listens again where it did, and has what it had."""
+        self._listening.clear()
         self._thread = threading.Thread(target=self.run, name="s3-server", daemon=True)
         self._thread.start()
         self._listening.wait(_START_SECONDS)

@@ -144,7 +144,7 @@ class PowersContract:
         _need(storage, base.CreatesExclusively)
         if not self.travels:
             pytest.skip("the storage belongs to one process")
-        ends = run_ranks(4, _create_in_process, storage, time.time() + 2, timeout_seconds=90)
+        ends = run_ranks(4, _create_in_process, storage, time.time() + 2, timeout_seconds=250)
         for index in range(20):
             (winner,) = [rank for rank in range(4) if ends[rank][index]]
             assert self.raw_read(f"race/{index}") == bytes([winner]) * 1000

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.config import RetryConfig, TransferConfig
+from ckptstore.fork import in_forked_child
 from ckptstore.plan import PlannedFile
 from ckptstore.storage.base import Storage
 from ckptstore.storage.probe import is_server
@@ -27,6 +28,12 @@ def _open(storage: Storage, config: TransferConfig, retry: RetryConfig, rank: in
     return Transfer(storage, config=config, retry=retry, rank=rank)
 
 
+def _engine(storage: Storage, config: TransferConfig, retry: RetryConfig, rank: int) -> Engine:
+    pool = Pool(config.num_requests if is_server(storage) else config.num_threads)
+    scratch = Scratch(config.memory_budget_bytes)
+    return Engine(storage=storage, config=config, retry=retry, rank=rank, pool=pool, scratch=scratch)
+
+
 def _no_beat() -> None:
     pass
 
@@ -40,14 +47,13 @@ class Transfer:
 
     def __init__(self, storage: Storage, *, config: TransferConfig, retry: RetryConfig, rank: int = 0) -> None:
         """The storage stays the caller's. Threads are started when they are needed."""
-        self._engine = Engine(
-            storage=storage,
-            config=config,
-            retry=retry,
-            rank=rank,
-            pool=Pool(config.num_requests if is_server(storage) else config.num_threads),
-            scratch=Scratch(config.memory_budget_bytes),
-        )
+        self._engine = _engine(storage, config, retry, rank)
+        in_forked_child(self, Transfer._after_fork)
+
+    def _after_fork(self) -> None:
+        """A forked child has threads, locks and buffers of its own."""
+        engine = self._engine
+        self._engine = _engine(engine.storage, engine.config, engine.retry, engine.rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open, (self._engine.storage, self._engine.config, self._engine.retry, self._engine.rank)

@@ -22,10 +22,13 @@ import pytest
 from ckptstore.testing.s3_server import S3Server, s3_server
 
 SERVERS = Path(__file__).resolve().parents[2] / ".servers"
-START_SECONDS = 60.0
+START_SECONDS = 240.0
 EMULATOR_SECONDS = 20
 """The most that a request to an emulator of GCS waits: fake-gcs-server reads bodies under the lock of all objects, so
 one that does not come stops every other request."""
+BUSY_SECONDS = 120
+"""The most that a request to a stand-in waits. One that does its work on one thread takes long on a busy machine."""
+BUSY_CONFIG = {"connect_timeout": BUSY_SECONDS, "read_timeout": BUSY_SECONDS}
 CLOUD_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "FSSPEC_")
 AZURE_KEY = base64.b64encode(b"a key for tests alone, of 64 bytes, as storage accounts have it!").decode()
 
@@ -80,7 +83,7 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **names)
         client.create_bucket(Bucket="test")
         client.close()
-        options = {"endpoint_url": url, "client_kwargs": {"region_name": "us-east-1"}}
+        options = {"endpoint_url": url, "client_kwargs": {"region_name": "us-east-1"}, "config_kwargs": BUSY_CONFIG}
         yield Server(url, {"key": "test", "secret": "testsecret", **options})
 
 
@@ -155,7 +158,7 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         text = f"DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey={AZURE_KEY};BlobEndpoint={url};"
         with BlobServiceClient.from_connection_string(text) as client:
             client.create_container("test")
-        yield Server(url, {"connection_string": text})
+        yield Server(url, {"connection_string": text, "connection_timeout": BUSY_SECONDS, "read_timeout": BUSY_SECONDS})
 
 
 def need(program: Path, *, how: str = "make servers") -> None:

@@ -76,6 +76,10 @@ def left_out(reason: str) -> Any:
 
 
 class OnMoto:
+    """moto looks whether a key is there and then creates it. The race is tested on the servers that have none."""
+
+    test_of_many_creators_one_wins_and_nobody_sees_a_part = left_out("two creates may both win on moto: no lock")
+    test_of_several_processes_one_wins = left_out("two creates may both win on moto: no lock")
     test_threads_do_not_disturb_each_other = left_out(
         "moto answers 500 to a listing while keys come and go: a race of its own"
     )

@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ckptstore.errors import InvalidInput
-from ckptstore.storage import gcs
+from ckptstore.errors import CkptstoreError, InvalidInput
+from ckptstore.storage import foreign, gcs
 from ckptstore.storage.aws import Connection as AwsConnection
 from ckptstore.storage.aws_files import S3Files
 from ckptstore.storage.azure import AzureFiles
@@ -93,10 +93,17 @@ def _class_of(uri: str, options: Mapping[str, Any]) -> Any:
 
 def _instance(uri: str, options: Mapping[str, Any]) -> Any:
     """The file system, for the meaning that it gives to options. Nothing is asked of it."""
-    try:
-        return _class_of(uri, options)(**{**options, "skip_instance_cache": True})
-    except (TypeError, KeyError) as error:
-        raise InvalidInput(f"storage_options of {locate(uri).scheme}:// cannot be used: {error}") from None
+    cls = _class_of(uri, options)
+    with foreign.seam(lambda error: _refused(error, uri)):
+        return cls(**{**options, "skip_instance_cache": True})
+
+
+def _refused(error: Exception, uri: str) -> CkptstoreError:
+    """The error for options that a package does not take; what it says of them may hold their values."""
+    what = f"storage_options of {locate(uri).scheme}:// cannot be used"
+    if foreign.passing_trouble(error):
+        return foreign.broken_off(error, what=what, key="")
+    return InvalidInput(f"{what}: {type(error).__name__}", hint="Compare them with what the package takes")
 
 
 class FsspecS3Storage(S3Files):
@@ -126,7 +133,8 @@ class FsspecGcsStorage(GcsFiles):
         _class_of(uri, options)
         if isinstance(names.get("token"), str) and names["token"] not in ("anon", "cloud", "google_default"):
             # a file, a raw token, or credentials that gcsfs keeps
-            names["token"] = _instance(uri, options).credentials.credentials
+            with foreign.seam(lambda error: _refused(error, uri)):
+                names["token"] = _instance(uri, options).credentials.credentials
         super().__init__(locate(uri), gcs.connect(names, os.environ))
 
     def __reduce__(self) -> _Opened:

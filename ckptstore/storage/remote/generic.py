@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from typing import Any
 
@@ -19,8 +19,8 @@ from ckptstore.errors import (
     FileMissing,
     StorageError,
     StorageFull,
-    StorageUnavailable,
 )
+from ckptstore.storage import foreign
 from ckptstore.storage.base import ProcessBound, StoredFile
 from ckptstore.storage.bodies import Filling, total_bytes
 
@@ -37,9 +37,11 @@ class GenericStorage(ProcessBound):
         import fsspec
 
         self._opened_as = (uri, dict(options))
-        self._system, path = fsspec.core.url_to_fs(uri, **{"use_listings_cache": False, **options})
-        self._root = str(path).rstrip("/")
         self._uri = self._shown(uri)
+        fsspec.get_filesystem_class(uri.partition("://")[0].partition("::")[0])  # one that is missing says so itself
+        with self._seam("open", ""):
+            self._system, path = fsspec.core.url_to_fs(uri, **{"use_listings_cache": False, **options})
+        self._root = str(path).rstrip("/")
 
     @property
     def uri(self) -> str:
@@ -126,30 +128,23 @@ class GenericStorage(ProcessBound):
         authority, slash, rest = path.partition("/")
         return f"{protocol}://{authority.rpartition('@')[2]}{slash}{rest}".rstrip("/")
 
-    @contextmanager
-    def _seam(self, what: str, key: str) -> Iterator[None]:
+    def _seam(self, what: str, key: str) -> AbstractContextManager[None]:
         """Turns foreign errors into ours."""
-        try:
-            yield
-        except CkptstoreError:
-            raise
-        except Exception as error:
-            raise _translated(error, what=f"{what} {self.uri}", key=key) from error
+        return foreign.seam(lambda error: _translated(error, what=f"{what} {self.uri}", key=key))
 
 
 def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError:
-    message = f"{what}: {type(error).__name__}"
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return FileMissing(f"{what}: it is not there", file=key)
     if isinstance(error, PermissionError):
-        return AccessDenied(message, file=key)
+        return AccessDenied(f"{what}: {type(error).__name__}", file=key)
     if isinstance(error, OSError) and error.errno in _FULL:
-        return StorageFull(message, file=key)
-    if isinstance(error, _BROKEN) or type(error).__name__ == "FSTimeoutError":
-        return StorageUnavailable(message, file=key)
+        return StorageFull(f"{what}: {type(error).__name__}", file=key)
+    if isinstance(error, _BROKEN) or type(error).__name__ == "FSTimeoutError" or foreign.passing_trouble(error):
+        return foreign.broken_off(error, what=what, key=key)
     if isinstance(error, OSError) and error.errno is not None:
         return StorageError(f"{what}: {os.strerror(error.errno)}", file=key)
-    return StorageError(message, file=key)
+    return foreign.unexpected(error, what=what, key=key)
 
 
 def _stored(key: str, item: Mapping[str, Any]) -> StoredFile:
