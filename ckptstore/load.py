@@ -25,6 +25,7 @@ from ckptstore.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.node_cache import NodeCache
 from ckptstore.records import Record
 from ckptstore.storage.base import HasLocalFiles, Storage
+from ckptstore.storage.uri import local_path
 from ckptstore.transfer import RangeRead, Transfer, Wanted
 
 
@@ -158,7 +159,7 @@ class NodeCopies:
         """The copies are held until `stack` is left."""
         self._files = files
         self._manifest = manifest
-        self._digest = sha256_of(manifest.encode())
+        self._digest = _copy_key(files, manifest, manifest.encode())
         self._stack = stack
         self._paths: dict[str, Path] = {}
         self._lock = threading.Lock()
@@ -181,6 +182,12 @@ class NodeCopies:
                 )
                 self._paths[name] = self._stack.enter_context(fetched) / name
             return self._paths[name]
+
+
+def _copy_key(files: CheckpointFiles, manifest: Manifest, data: bytes) -> str:
+    """What a copy on this node is found by: the manifest's digest, and the place of what no store has digests of, where
+    two checkpoints may differ in nothing that a listing shows."""
+    return sha256_of(data if manifest.store_id else f"{files.uri}\n".encode() + data)
 
 
 @contextmanager
@@ -206,7 +213,8 @@ def open_directory(files: CheckpointFiles) -> Iterator[Path]:
 
     cache = NodeCache(files.config.cache)
     size_bytes = manifest.size_bytes + len(data)
-    with cache.fetch_once(sha256_of(data), step=manifest.step, size_bytes=size_bytes, download=download) as path:
+    key = _copy_key(files, manifest, data)
+    with cache.fetch_once(key, step=manifest.step, size_bytes=size_bytes, download=download) as path:
         yield path
 
 
@@ -216,7 +224,7 @@ def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, incl
     They appear under `path` at once and whole: the copy is made beside it and renamed.
     """
     manifest, _ = files.read_manifest()
-    target = Path(path)
+    target = Path(local_path(path, "The directory of a copy"))
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise InvalidInput(f"{target} exists and is not an empty directory")
     chosen = [item for item in manifest.files if include is None or _matches(item, include)]

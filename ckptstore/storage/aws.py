@@ -17,7 +17,8 @@ from typing import Any
 
 from ckptstore.errors import AccessDenied, CkptstoreError, StorageError, StorageUnavailable
 from ckptstore.storage import foreign
-from ckptstore.storage.options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment, Location
+from ckptstore.storage.options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment
+from ckptstore.storage.uri import Location
 
 _MAX_CONNECTIONS = 64
 

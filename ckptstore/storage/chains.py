@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ckptstore.storage.options import Kind
+from ckptstore.storage.uri import Kind
 
 Provider = Callable[[], dict[str, Any]]
 

@@ -26,7 +26,8 @@ from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageE
 from ckptstore.storage import foreign
 from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
 from ckptstore.storage.bodies import Filling, ViewsBody, total_bytes
-from ckptstore.storage.options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment, Location, gcs_endpoint
+from ckptstore.storage.options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment, gcs_endpoint
+from ckptstore.storage.uri import Location
 
 _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 _GOOGLE = "https://storage.googleapis.com"

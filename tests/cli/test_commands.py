@@ -305,3 +305,20 @@ def test_sizes_and_durations_are_for_people() -> None:
     ]
     durations = [show_duration(seconds) for seconds in (5, 119, 120, 7200, 400000)]
     assert durations == ["5 s", "119 s", "2 min", "2 h", "5 days"]
+
+
+def test_what_is_called_like_a_target_is_found_and_never_mixed_up(run_json: Any, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "f").write_text("x")
+    for name, step in (("run@3", 7), ("both", 3), ("both@3", 8)):
+        with open_store(tmp_path / name) as opened:
+            opened.save_directory(step, tmp_path / "a")
+    for text in ("run@3", "run@3@7", "run@3@latest"):
+        assert run_json("show", tmp_path / text)["checkpoint"]["step"] == 7
+    assert run_json("cp", tmp_path / "run@3", tmp_path / "copy@1")["copied_steps"] == [7]
+    assert steps(tmp_path / "copy@1") == [7]
+    assert [item["step"] for item in run_json("ls", tmp_path / "copy@1")["checkpoints"]] == [7]
+    for command in (("show",), ("verify",), ("cp", tmp_path / "new")):
+        error = run_json(command[0], tmp_path / "both@3", *command[1:], code=2)["error"]
+        assert "something that is called" in error["message"]
+    assert run_json("show", tmp_path / "both@3@latest")["checkpoint"]["step"] == 8
