@@ -152,7 +152,7 @@ def _open(location: Location, options: Mapping[str, Any]) -> tuple[Any, str]:
         system = fsspec.filesystem(location.scheme, **{"use_listings_cache": False, **told, **options})
     except TypeError as error:
         raise InvalidInput(f"storage_options of {location.scheme}:// cannot be used: {error}") from None
-    if isinstance(system, LocalFileSystem):
+    if type(system) is LocalFileSystem:
         raise InvalidInput(f"{uri} is a path of this machine", hint="Give the path itself")
     path = str(cls._strip_protocol(uri)).rstrip("/")
     if not f"/{path}".endswith(f"/{location.prefix}".rstrip("/")):
