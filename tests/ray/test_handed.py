@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ray.train import Checkpoint
 from storing import make_run, stored, worker_at
 
@@ -19,6 +20,8 @@ from ckptstore import CheckpointDamaged, CheckpointGone, InvalidSource, NoUsable
 from ckptstore.config import RetryConfig
 from ckptstore.integrations.ray import ray_store
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
+from ckptstore.integrations.ray.ray_keeps import Run
+from ckptstore.integrations.ray.reporting import _Brought, _Reporter
 
 ONCE = RetryConfig(retry_attempts=1)
 Start = Callable[..., ckptstore.ray.RayStore]
@@ -77,6 +80,18 @@ def test_from_report_to_a_store(run: Path, start: Start, prefer: Any) -> None:
         assert found is not None
         assert (found.step, found.number, text_of(found)) == (3, None, "weights")
         assert store._job.epoch == 1, "the store is claimed"
+
+
+def test_a_state_that_was_reported_is_loaded(run: Path, start: Start) -> None:
+    reporter = _Reporter(Run.open(worker_at(str(run))), None)
+    kept = {"epoch": 3, "weight": torch.arange(4.0)}
+    with reporter._meeting() as group:
+        attempt = reporter._store(group, _Brought({}, None, None, kept, 3, None))
+    assert attempt is not None
+    state = {"epoch": -1, "weight": torch.zeros(4)}
+    found = ckptstore.ray.resume(state, start(Checkpoint.from_directory(str(run / attempt.directory))))
+    assert found is not None
+    assert (found.step, state["epoch"], state["weight"].tolist()) == (3, 3, [0.0, 1.0, 2.0, 3.0])
 
 
 @pytest.mark.parametrize(("prefer", "step"), [("newest", 4), ("ray", 3)])
