@@ -56,7 +56,10 @@ def opened_store(uri: str, storage_options: Mapping[str, Any], **keywords: Any) 
 def find_target(text: str, storage_options: Mapping[str, Any]) -> Target:
     """`parse_target`, but what is called URI@STEP itself is found. Raises InvalidInput where both are there."""
     target = parse_target(text)
-    if target.step is None or not _is_something(text, storage_options):
+    try:
+        if target.step is None or not _is_something(text, storage_options):
+            return target
+    except InvalidInput:  # nothing can be called so
         return target
     if _is_something(target.uri, storage_options):
         raise InvalidInput(

@@ -25,7 +25,7 @@ _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "ssh": "sftp"
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")
 _CONTAINER = re.compile(r"\$?[A-Za-z0-9][A-Za-z0-9._-]*")
-_ACCOUNT = re.compile(r"([a-z0-9]+)(?:\.(?:dfs|blob)\.core\.windows\.net)?")
+_ACCOUNT = re.compile(r"([a-z0-9]+)\.(?:dfs|blob)\.core\.windows\.net")
 _CONTAINER_BEFORE_HOST = frozenset({"abfs", "abfss", "wasb", "wasbs"})
 
 

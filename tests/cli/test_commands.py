@@ -13,7 +13,7 @@ from ckptstore import Checkpoint, InvalidInput, open_store
 from ckptstore.cli.options import parse_storage_options
 from ckptstore.cli.output import show_duration, show_size
 from ckptstore.cli.prune import parse_policy
-from ckptstore.cli.targets import Target, parse_target
+from ckptstore.cli.targets import Target, find_target, parse_target
 from ckptstore.retention import KeepBest, KeepEvery, KeepLatest, KeepSince
 
 
@@ -265,6 +265,12 @@ def test_gc_leaves_the_attempts_of_a_job_that_may_live(run: Any, run_json: Any, 
 )
 def test_a_target_is_read_in_one_way(text: str, target: Target) -> None:
     assert parse_target(text) == target
+
+
+@pytest.mark.parametrize("text", ["s3://bucket@3", "az://box@latest", "abfs://box@acc.dfs.core.windows.net@7"])
+def test_a_store_may_be_a_whole_bucket(text: str) -> None:
+    assert find_target(text, {}) == parse_target(text)
+    assert parse_target(text).step is not None
 
 
 def test_policies_are_read_from_options() -> None:

@@ -124,6 +124,15 @@ def test_which_one_is_newer_is_not_guessed(run: Path, start: Start) -> None:
     assert found.step == 4
 
 
+def test_a_store_whose_checkpoints_lost_their_manifests(run: Path, start: Start) -> None:
+    checkpoint = saved(run / "_ckptstore", 4)
+    handed = reported(run, 3)
+    Path(checkpoint.uri, "ckptstore.json").unlink()
+    found = start(handed).resume()
+    assert found is not None
+    assert (found.step, found.number) == (3, None)
+
+
 @pytest.mark.parametrize("prefer", ["newest", "ray"])
 @pytest.mark.parametrize("has_saved", [False, True])
 def test_what_ray_stored_itself_is_never_left_out(run: Path, start: Start, prefer: Any, has_saved: bool) -> None:

@@ -68,6 +68,7 @@ def test_local_uris_are_one_place(tmp_path: Path) -> None:
         ("s3://buck%20et/run", "not the name of a bucket"),
         ("s3:///run", "no bucket"),
         ("az://container@elsewhere.example/x", "storage account"),
+        ("az://container@account/x", "storage account"),
         ("abfs://container@Account.dfs.core.windows.net/x", "storage account"),
         ("memory://name/", "ends in a slash"),
         ("memory:///name", "no memory storage"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,8 +111,12 @@ def _look_at_files(
     step = kept.read_manifest()[0].step
     if prefers_ray or not live:
         return Handed(is_read=True)
-    (record,) = job.log.records([max(live)])
-    is_later = _stored_seconds(kept) > _stored_seconds(files_of(job, record))
+    for record in reversed(job.log.records(live)):
+        with suppress(FileMissing):  # damage, which `resume` passes over
+            is_later = _stored_seconds(kept) > _stored_seconds(files_of(job, record))
+            break
+    else:
+        return Handed(is_read=True)
     if (step > record.entry.step) == is_later or step == record.entry.step:
         logger.warning(
             "%s is the newer one of step %d that Ray hands back and step %d of the store",
