@@ -22,8 +22,9 @@ from ckptstore.layout import CHECKPOINT_PREFIX, PROBE_PREFIX
 from ckptstore.log import Log
 from ckptstore.node_cache.place import filesystem_of, is_network, open_place
 from ckptstore.storage.base import FindsUnfinished, HasLocalFiles, Persists, Storage, TellsRules, WritesParts
-from ckptstore.storage.open import choose_engine, open_storage, scheme_of
+from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.probe import has_exclusive_create
+from ckptstore.storage.uri import parse_uri
 
 Status = Literal["ok", "warning", "failed", "unknown"]
 
@@ -41,7 +42,7 @@ _LIFECYCLE = {
 "AbortIncompleteMultipartUpload"}, "condition": {"age": 7}}]} in FILE""",
     "az": "Azure drops blocks that were not committed after 7 days by itself",
 }
-_FAMILIES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
+_FAMILIES = {"abfs": "az"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ def examine(
     config = config or StoreConfig.from_env()
     findings = [Finding(name="engine", status="ok", detail=f"{choice.engine}: {choice.reason}")]
     with closing(open_storage(uri, storage_options=storage_options, engine=engine)) as storage:
-        scheme = scheme_of(uri)
+        scheme = parse_uri(uri).scheme
         place = _Place(storage, config, _FAMILIES.get(scheme, scheme))
         is_new = isinstance(storage, HasLocalFiles) and not os.path.lexists(storage.local_path(""))
         try:

@@ -30,6 +30,7 @@ from ckptstore.state.stored import StoredState
 from ckptstore.state.to_dcp import write_dcp
 from ckptstore.state.to_safetensors import LaidOut, Layout, lay_out, write_files, write_index
 from ckptstore.state.to_torch import build_tree, write_torch
+from ckptstore.storage.uri import local_path
 
 MAX_FILE_BYTES = 5_000_000_000
 """Where a safetensors file ends, unless the caller says otherwise."""
@@ -80,7 +81,7 @@ def export(
 
     Raises InvalidInput and InvalidState before anything is written, CheckpointDamaged (nothing is left then).
     """
-    target = Path(directory).absolute()
+    target = Path(local_path(directory, "The directory of an export"))
     executor = executor or InProcess()
     _check(target, to, max_file_bytes, overwrite=overwrite)
     files = checkpoint._files

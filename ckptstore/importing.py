@@ -21,6 +21,7 @@ from ckptstore.state.from_files import read_dcp, read_safetensors, read_torch_fi
 from ckptstore.state.selection import KINDS, Kind
 from ckptstore.state.state_shard import StateOptions, StateShard
 from ckptstore.storage.open import open_storage
+from ckptstore.storage.uri import local_path
 from ckptstore.store import CheckpointStore
 from ckptstore.transfer import Transfer
 
@@ -55,9 +56,9 @@ def import_state(
         raise InvalidInput(f"kind is {kind!r}, it is one of {', '.join(KINDS)}")
     check_step(step)
     if kind == "torch":
-        flat = read_torch_file(Path(source))
+        flat = read_torch_file(Path(local_path(source, "The source")))
     elif kind == "safetensors":
-        flat = read_safetensors(Path(source))
+        flat = read_safetensors(Path(local_path(source, "The source")))
     else:
         flat = _read_dcp(os.fspath(source), storage_options)
     job = store._in_turn(max_failures=0)

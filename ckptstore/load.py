@@ -34,6 +34,7 @@ from ckptstore.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.node_cache import NodeCache
 from ckptstore.records import Record
 from ckptstore.storage.base import HasLocalFiles, Storage
+from ckptstore.storage.uri import local_path
 from ckptstore.transfer import RangeRead, Transfer, Wanted
 
 
@@ -203,7 +204,7 @@ class NodeCopies:
         """The copies are held until `stack` is left."""
         self._files = files
         self._manifest = manifest
-        self._digest = sha256_of(manifest.encode())
+        self._digest = _copy_key(files, manifest, manifest.encode())
         self._stack = stack
         self._paths: dict[str, Path] = {}
         self._lock = threading.Lock()
@@ -241,6 +242,12 @@ class NodeCopies:
             ) from error
 
 
+def _copy_key(files: CheckpointFiles, manifest: Manifest, data: bytes) -> str:
+    """What a copy on this node is found by: the manifest's digest, and the place of what no store has digests of, where
+    two checkpoints may differ in nothing that a listing shows."""
+    return sha256_of(data if manifest.store_id else f"{files.uri}\n".encode() + data)
+
+
 @contextmanager
 def open_directory(files: CheckpointFiles) -> Iterator[Path]:
     """The checkpoint as a directory on this node, read-only, for as long as the context lasts.
@@ -263,7 +270,7 @@ def open_directory(files: CheckpointFiles) -> Iterator[Path]:
             (path / MANIFEST_NAME).write_bytes(own_data)
 
         fetched = NodeCache(files.config.cache).fetch_once(
-            sha256_of(data),
+            _copy_key(files, manifest, data),
             step=manifest.step,
             size_bytes=manifest.size_bytes + len(own_data),
             download=download,
@@ -278,7 +285,7 @@ def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, incl
 
     They appear under `path` at once and whole: the copy is made beside it and renamed.
     """
-    target = Path(path)
+    target = Path(local_path(path, "The directory of a copy"))
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise InvalidInput(f"{target} exists and is not an empty directory")
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")

@@ -36,7 +36,7 @@ def open_store(
     for: the ranks meet at the first collective call.
 
     Args:
-        uri: a path, file://, memory://, s3://, gs://, az://, abfs:// or any fsspec URL.
+        uri: a path, file://, memory://, s3://, gs://, az://, abfs:// or any fsspec URL; taken literally or refused.
         retention: which checkpoints stay live; all of them by default.
         missing: "error" when a metric that retention ranks by must be given with every save, else "worst".
         grace_seconds: how long what retention drops stays in the trash, by the storage's clock (3600).

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from ckptstore.bench.place import Place
-from ckptstore.storage.open import redact
+from ckptstore.storage.uri import parse_uri
 
 _PACKAGES = ("ckptstore", "torch", "numpy", "awscrt", "fsspec", "obstore")
 
@@ -24,7 +24,7 @@ def describe(place: Place) -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count() or 1,
         "memory_bytes": psutil.virtual_memory().total,
-        "storage": _file_system(place.path) if place.is_local else redact(place.uri).partition("://")[0],
+        "storage": _file_system(place.path) if place.is_local else parse_uri(place.uri).scheme,
         "load_average": round(os.getloadavg()[0], 2),
     }
 

@@ -20,7 +20,8 @@ import psutil
 
 from ckptstore.bench.values import S3_TEST
 from ckptstore.errors import InvalidInput, StorageFull
-from ckptstore.storage.open import open_storage, scheme_of
+from ckptstore.storage.open import open_storage
+from ckptstore.storage.uri import parse_uri
 
 _BUCKET = "bench"
 _SPARE = 1.1
@@ -39,24 +40,24 @@ class Place:
     @property
     def is_local(self) -> bool:
         """Whether it is a directory."""
-        return scheme_of(self.uri) in ("", "file")
+        return not parse_uri(self.uri).scheme
 
     @property
     def is_s3(self) -> bool:
         """Whether it is in an S3 bucket."""
-        return scheme_of(self.uri) in ("s3", "s3a")
+        return parse_uri(self.uri).kind == "s3"
 
     @property
     def path(self) -> Path:
         """The directory."""
-        return Path(self.uri.removeprefix("file://"))
+        return Path(parse_uri(self.uri).prefix)
 
     def remove(self, uri: str) -> None:
         """Remove all that is below a part of this place."""
-        if not uri.startswith(self.uri):
+        if uri != self.uri and not uri.startswith(f"{self.uri}/"):
             raise ValueError(f"{uri} is not below {self.uri}")
         if self.is_local:
-            shutil.rmtree(uri.removeprefix("file://"), ignore_errors=True)
+            shutil.rmtree(uri, ignore_errors=True)
             return
         storage = open_storage(uri, storage_options=self.storage_options)
         try:
@@ -89,12 +90,13 @@ def opened_place(to: str | None, storage_options: Mapping[str, Any]) -> Iterator
             }
             yield Place(uri=f"s3://{_BUCKET}/{name}", storage_options=options, endpoint_url=endpoint_url)
         return
-    if to is not None and scheme_of(to) == "memory":
+    location = parse_uri(tempfile.gettempdir() if to is None else to)
+    if location.scheme == "memory":
         raise InvalidInput(
             f"{to} lives in one process, and a benchmark has several", hint="Take a directory, or s3-test"
         )
-    if to is None or scheme_of(to) in ("", "file"):
-        above = Path((to or tempfile.gettempdir()).removeprefix("file://")).expanduser().absolute()
+    if not location.scheme:
+        above = Path(location.prefix)
         had = next(path for path in (above, *above.parents) if path.exists())
         above.mkdir(parents=True, exist_ok=True)
         place = Place(uri=str(above / name))
@@ -110,7 +112,7 @@ def opened_place(to: str | None, storage_options: Mapping[str, Any]) -> Iterator
                     break
                 above = above.parent
         return
-    place = Place(uri=f"{to.rstrip('/')}/{name}", storage_options=dict(storage_options))
+    place = Place(uri=f"{location.uri}/{name}", storage_options=dict(storage_options))
     try:
         yield place
     finally:

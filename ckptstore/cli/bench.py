@@ -15,7 +15,7 @@ import click
 from ckptstore.cli.options import storage_option
 from ckptstore.cli.output import echo_table
 from ckptstore.errors import InvalidInput
-from ckptstore.storage.open import redact
+from ckptstore.storage.uri import redact
 from ckptstore.terminal import counting
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import click
 
 from ckptstore.cli.options import as_json, engine_option, opened_executor, parse_storage_options, storage_option
 from ckptstore.cli.output import print_json, show_size
-from ckptstore.cli.targets import is_checkpoint, opened_checkpoint, opened_store, parse_target
+from ckptstore.cli.targets import find_target, is_checkpoint, opened_checkpoint, opened_store
 from ckptstore.copying import CopyReport, Target, copy_checkpoint, copy_store, open_target
 from ckptstore.executor import Executor
 from ckptstore.terminal import progress
@@ -42,7 +42,7 @@ def command(
     directory that stands on its own. A copy that was interrupted goes on where it broke off.
     """
     given = parse_storage_options(target_options) or storage_options
-    is_whole = parse_target(source).step is None and not is_checkpoint(source, storage_options)
+    is_whole = find_target(source, storage_options).step is None and not is_checkpoint(source, storage_options)
     copy = _copy_store if is_whole else _copy_checkpoint
     shown = False if as_json else None
     with (

@@ -2,7 +2,8 @@
 
 There is one form: URI for a store or for a checkpoint directory that lies on its own, URI@STEP or URI@latest for a
 checkpoint of a store. Only digits or "latest" after the last "@" are taken for a step, so that "abfs://box@account..."
-stays a URI; the store "runs/try@3" is written "runs/try@3@latest".
+stays a URI. Where something is called "runs/try@3" itself, that is what is meant; if "runs/try" is a store as well, the
+text is refused. A command that takes a store takes the whole text for its URI.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput, NoUsableCheckpoint, StoreMissing
 from ckptstore.identity import read_identity
-from ckptstore.layout import MANIFEST_NAME
+from ckptstore.layout import MANIFEST_NAME, STORE_KEY
 from ckptstore.opening import open_store
 from ckptstore.store import CheckpointStore
 
@@ -43,19 +44,35 @@ def parse_target(text: str) -> Target:
 
 @contextmanager
 def opened_store(uri: str, storage_options: Mapping[str, Any], **keywords: Any) -> Iterator[CheckpointStore]:
-    """The store at a URI. Raises StoreMissing when there is none."""
-    if parse_target(uri).step is not None:
-        raise InvalidInput(f"{uri} names a checkpoint, and this command takes a store")
+    """The store at a URI. Raises StoreMissing when there is none, InvalidInput where a checkpoint was meant."""
     with open_store(uri, storage_options=storage_options, **keywords) as store:
         if read_identity(store._job.storage) is None:
+            if parse_target(uri).step is not None:
+                raise InvalidInput(f"There is no store called {store.uri}", hint="This command takes no step")
             raise StoreMissing(f"There is no store at {store.uri}")
         yield store
+
+
+def find_target(text: str, storage_options: Mapping[str, Any]) -> Target:
+    """`parse_target`, but what is called URI@STEP itself is found. Raises InvalidInput where both are there."""
+    target = parse_target(text)
+    try:
+        if target.step is None or not _is_something(text, storage_options):
+            return target
+    except InvalidInput:  # nothing can be called so
+        return target
+    if _is_something(target.uri, storage_options):
+        raise InvalidInput(
+            f"{text} names a step of {target.uri}, and something that is called {text}",
+            hint=f"Write {text}@latest or {text}@STEP for what is called so, and rename it to get at the other one",
+        )
+    return Target(text, None)
 
 
 @contextmanager
 def opened_step(text: str, storage_options: Mapping[str, Any]) -> Iterator[tuple[CheckpointStore, int]]:
     """The store and the step of URI@STEP. Raises InvalidInput when no step is given."""
-    target = parse_target(text)
+    target = find_target(text, storage_options)
     if target.step is None:
         raise InvalidInput(f"{text} names no checkpoint", hint="Write STORE@STEP or STORE@latest")
     with opened_store(target.uri, storage_options) as store:
@@ -65,7 +82,7 @@ def opened_step(text: str, storage_options: Mapping[str, Any]) -> Iterator[tuple
 @contextmanager
 def opened_checkpoint(text: str, storage_options: Mapping[str, Any]) -> Iterator[Checkpoint]:
     """The checkpoint that TARGET names; of a store alone its latest one."""
-    target = parse_target(text)
+    target = find_target(text, storage_options)
     if target.step is None and is_checkpoint(target.uri, storage_options):
         yield Checkpoint.from_uri(target.uri, storage_options=storage_options)
         return
@@ -75,9 +92,17 @@ def opened_checkpoint(text: str, storage_options: Mapping[str, Any]) -> Iterator
 
 def is_checkpoint(uri: str, storage_options: Mapping[str, Any]) -> bool:
     """Whether the URI is a checkpoint directory, and not a store."""
+    return _holds(uri, storage_options, MANIFEST_NAME)
+
+
+def _is_something(uri: str, storage_options: Mapping[str, Any]) -> bool:
+    """Whether a store or a checkpoint directory is called so."""
+    return _holds(uri, storage_options, STORE_KEY, MANIFEST_NAME)
+
+
+def _holds(uri: str, storage_options: Mapping[str, Any], *keys: str) -> bool:
     with open_store(uri, storage_options=storage_options) as store:
-        storage = store._job.storage
-        return any(file.key == MANIFEST_NAME for file in storage.list(MANIFEST_NAME))
+        return any(file.key == key for key in keys for file in store._job.storage.list(key))
 
 
 def _checkpoint(store: CheckpointStore, step: int | str | None) -> Checkpoint:

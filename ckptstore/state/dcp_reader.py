@@ -32,6 +32,7 @@ from ckptstore.state.stock_write import add_stock_tensors
 from ckptstore.state.stored import PerRank, StoredState
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
+from ckptstore.storage.uri import parse_uri
 from ckptstore.transfer import Transfer
 
 
@@ -97,7 +98,7 @@ class StoreReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew; a `checkpoint_id` given to `dcp.load` must be where the reader reads."""
-        if checkpoint_id is not None and os.fspath(checkpoint_id) not in (self._given, self.checkpoint_id):
+        if checkpoint_id is not None and parse_uri(checkpoint_id).uri != self.checkpoint_id:
             raise InvalidInput(f"the reader reads {self.checkpoint_id}, checkpoint_id is {checkpoint_id}")
         self._state, self._values = None, {}
 

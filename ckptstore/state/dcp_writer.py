@@ -39,6 +39,7 @@ from ckptstore.state.shard_files import ShardFiles
 from ckptstore.state.stock_write import add_stock_bytes, add_stock_tensors
 from ckptstore.state.values import Encoder
 from ckptstore.storage.base import HasLocalFiles
+from ckptstore.storage.uri import parse_uri
 
 
 class StoreWriter(StorageWriter):
@@ -85,7 +86,7 @@ class StoreWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A `checkpoint_id` given to `dcp.save` would be a second place; it is refused unless it is the same one."""
-        if checkpoint_id is not None and os.fspath(checkpoint_id) != self.checkpoint_id:
+        if checkpoint_id is not None and parse_uri(checkpoint_id).uri != self.checkpoint_id:
             raise InvalidInput(f"the writer goes to {self.checkpoint_id}, checkpoint_id is {checkpoint_id}")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

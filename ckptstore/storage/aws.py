@@ -18,7 +18,8 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError, StorageUnavailable
 from ckptstore.storage import chains, foreign
-from ckptstore.storage.options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment, Location
+from ckptstore.storage.options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment
+from ckptstore.storage.uri import Location
 
 _MAX_CONNECTIONS = 64
 

@@ -13,7 +13,7 @@ from ckptstore.storage import foreign
 from ckptstore.storage.aws import Connection, crc32c_header
 from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
 from ckptstore.storage.bodies import Filling, ViewsBody, part_bytes, total_bytes
-from ckptstore.storage.options import Location
+from ckptstore.storage.uri import Location
 
 _DELETE_KEYS = 1000
 _COPY_BYTES = 5 << 30

@@ -23,13 +23,8 @@ from ckptstore.errors import CkptstoreError, FileMissing, StorageUnavailable
 from ckptstore.storage import chains, foreign
 from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
 from ckptstore.storage.bodies import Filling, ViewsBody, part_bytes, total_bytes
-from ckptstore.storage.options import (
-    CONNECT_TIMEOUT_SECONDS,
-    READ_TIMEOUT_SECONDS,
-    Environment,
-    Location,
-    azure_names,
-)
+from ckptstore.storage.options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment, azure_names
+from ckptstore.storage.uri import Location
 
 _MAX_CONNECTIONS = 64
 _DELETE_THREADS = 16

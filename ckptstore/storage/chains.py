@@ -23,7 +23,7 @@ from typing import Any
 
 from ckptstore.errors import AccessDenied, CkptstoreError, StorageUnavailable
 from ckptstore.storage import foreign
-from ckptstore.storage.options import Kind
+from ckptstore.storage.uri import Kind
 
 _LIFE = timedelta(minutes=10)
 """How long a credential is used before the chain is asked again; the chains keep and refresh their own."""

@@ -25,7 +25,8 @@ from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageE
 from ckptstore.storage import chains, foreign
 from ckptstore.storage.base import PartWriter, ProcessBound, Storage, StoredFile
 from ckptstore.storage.bodies import Filling
-from ckptstore.storage.options import CannotExpress, Location, ObstoreConfig, files_of_same_account, for_obstore
+from ckptstore.storage.options import CannotExpress, ObstoreConfig, files_of_same_account, for_obstore
+from ckptstore.storage.uri import Location
 
 _LIST_FILES = 1000
 _DELETE_THREADS = 16

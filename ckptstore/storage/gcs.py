@@ -30,10 +30,10 @@ from ckptstore.storage.options import (
     CONNECT_TIMEOUT_SECONDS,
     READ_TIMEOUT_SECONDS,
     Environment,
-    Location,
     gcs_endpoint,
     seconds_of,
 )
+from ckptstore.storage.uri import Location
 
 _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 _GOOGLE = "https://storage.googleapis.com"

@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StorageError
 from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
+from ckptstore.storage.uri import parse_uri
 
-_SCHEME = "memory://"
 _PART_BYTES = 1 << 20
 """Small, so that quick tests go through parts."""
 
@@ -68,13 +68,13 @@ class MemoryStorage(ProcessBound):
     def __init__(self, uri: str) -> None:
         """Open the space, which is created empty by its first use. Raises InvalidInput for a URI without a name."""
         super().__init__()
-        name, _, below = uri.removeprefix(_SCHEME).strip("/").partition("/")
-        if not uri.startswith(_SCHEME) or not name:
-            raise InvalidInput(f"{uri!r} names no memory storage", hint='Give "memory://" and a name')
-        self._uri = f"{_SCHEME}{name}/{below}".rstrip("/")
-        self._prefix = f"{below}/" if below else ""
+        location = parse_uri(uri)
+        if location.scheme != "memory":
+            raise InvalidInput(f"{location.uri!r} names no memory storage", hint='Give "memory://" and a name')
+        self._uri = location.uri
+        self._prefix = location.full_key("")
         with _spaces_lock:
-            self._space = _spaces.setdefault(name, _Space())
+            self._space = _spaces.setdefault(location.container, _Space())
 
     @property
     def uri(self) -> str:

@@ -9,23 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
-from urllib.parse import unquote, urlsplit
+from typing import Any
+from urllib.parse import urlsplit
 
 from ckptstore.errors import InvalidInput
 from ckptstore.storage import foreign
-
-Kind = Literal["s3", "gcs", "azure"]
-
-KINDS: Mapping[str, Kind] = {
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gcs",
-    "gcs": "gcs",
-    "az": "azure",
-    "abfs": "azure",
-    "abfss": "azure",
-}
+from ckptstore.storage.uri import Kind, Location, parse_uri
 
 READ_TIMEOUT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -55,36 +44,14 @@ _CACHING = frozenset(
 )
 """Options of fsspec that say how it works inside: no matter where the bytes lie and who may see them."""
 
+_HOST_LABEL = re.compile(r"[a-z0-9-]+")
+
 Options = dict[str, Any]
 Environment = Mapping[str, str]
 
 
 class CannotExpress(ValueError):
     """obstore has no equivalent; the message says of what, without its value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where a URI points to."""
-
-    scheme: str
-    kind: Kind | None
-    """None for a scheme that only fsspec may know."""
-    container: str
-    prefix: str
-    """Without slashes at its ends."""
-    account: str = ""
-    """The host of an abfs URI that names its account."""
-
-    @property
-    def uri(self) -> str:
-        """The URI without user info, query and fragment."""
-        authority = f"{self.container}@{self.account}" if self.account else self.container
-        return f"{self.scheme}://{authority}/{self.prefix}".rstrip("/")
-
-    def full_key(self, key: str) -> str:
-        """A key of the storage as a key of the bucket or container."""
-        return f"{self.prefix}/{key}" if self.prefix else key
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +67,6 @@ class ObstoreConfig:
     region_known: bool = True
 
 
-def locate(uri: str) -> Location:
-    """The parts of a URI; raises InvalidInput when the bucket or container is missing."""
-    scheme, _, rest = uri.partition("://")
-    kind = KINDS.get(scheme.lower())
-    split = urlsplit(f"x://{rest}")
-    authority, account = split.netloc, ""
-    if kind == "azure" and "@" in authority:
-        authority, _, account = authority.rpartition("@")
-    else:
-        authority = authority.rpartition("@")[2]
-    if not authority and kind is not None:
-        raise InvalidInput(f"The URI has no bucket: {scheme}://", hint=f"Write {scheme}://bucket/path")
-    return Location(scheme.lower(), kind, authority, unquote(split.path).strip("/"), account)
-
-
 def files_of_same_account(target: Any, source: Any) -> Any:
     """What makes the requests of `source`, None unless the same credentials reach it at the same place.
 
@@ -128,13 +80,13 @@ def files_of_same_account(target: Any, source: Any) -> Any:
 
 
 def _account(uri: str, options: Mapping[str, Any]) -> tuple[Kind | None, str, Options]:
-    location = locate(uri)
+    location = parse_uri(uri)
     return location.kind, location.account, {name: value for name, value in options.items() if value is not None}
 
 
 def for_obstore(uri: str, storage_options: Mapping[str, Any] | None, environ: Environment) -> ObstoreConfig:
     """The configuration that serves a URI; raises CannotExpress."""
-    location = locate(uri)
+    location = parse_uri(uri)
     options = {name: value for name, value in (storage_options or {}).items() if value is not None}
     if location.kind is None:
         raise CannotExpress(f"obstore does not know {location.scheme}://")
@@ -259,7 +211,10 @@ def _s3_behaviour(
     """Fill in endpoint, addressing and checksums; returns whether a checksum goes with each body."""
     s3_options = options.nested("s3")
     style = s3_options.take("addressing_style", "auto")
-    virtual = style == "virtual" or (style == "auto" and not endpoint and "." not in location.container)
+    can_be_host = _HOST_LABEL.fullmatch(location.container) is not None  # a host's name has no case
+    if style == "virtual" and not can_be_host and "." not in location.container:
+        raise s3_options.fail("addressing_style")
+    virtual = style == "virtual" or (style == "auto" and not endpoint and can_be_host)
     config["virtual_hosted_style_request"] = virtual
     if endpoint:
         scheme, _, host = endpoint.rstrip("/").partition("://")
@@ -330,11 +285,17 @@ _AZURE_VARIABLES = {
 def azure_names(location: Location, options: Mapping[str, Any], environ: Environment) -> Options:
     """adlfs' options, completed from the environment and the URI, with the URL of the account."""
     names: Options = {name: value for name, value in options.items() if value is not None}
+    account = location.account.partition(".")[0]
+    if account and "account_name" not in names:
+        names["account_name"] = account
     for name, variable in _AZURE_VARIABLES.items():
         if name not in names and environ.get(variable):
             names[name] = environ[variable]
-    if location.account:
-        names.setdefault("account_name", location.account.partition(".")[0])
+    connected = from_connection_string(names.get("connection_string") or "").get("account_name")
+    for other in (names.get("account_name"), connected):
+        if account and other and other != account:
+            hint = "Leave one of them out; a connection string may be in the environment"
+            raise InvalidInput(f"{location.uri} names the account {account}, its options name {other}", hint=hint)
     if environ.get("AZURE_STORAGE_ANON", "false").lower() not in ("false", "0", "f", ""):
         names.setdefault("anon", True)
     host = names.get("account_host") or f"{names.get('account_name', '')}.blob.core.windows.net"

@@ -13,7 +13,7 @@ from ckptstore import Checkpoint, InvalidInput, open_store
 from ckptstore.cli.options import parse_storage_options
 from ckptstore.cli.output import show_duration, show_size
 from ckptstore.cli.prune import parse_policy
-from ckptstore.cli.targets import Target, parse_target
+from ckptstore.cli.targets import Target, find_target, parse_target
 from ckptstore.retention import KeepBest, KeepEvery, KeepLatest, KeepSince
 
 
@@ -267,6 +267,12 @@ def test_a_target_is_read_in_one_way(text: str, target: Target) -> None:
     assert parse_target(text) == target
 
 
+@pytest.mark.parametrize("text", ["s3://bucket@3", "az://box@latest", "abfs://box@acc.dfs.core.windows.net@7"])
+def test_a_store_may_be_a_whole_bucket(text: str) -> None:
+    assert find_target(text, {}) == parse_target(text)
+    assert parse_target(text).step is not None
+
+
 def test_policies_are_read_from_options() -> None:
     policy = parse_policy(keep_latest=2, keep_best=("a:b:max:3",), keep_every=100, keep_since=60.0)
     assert policy == KeepLatest(2) | KeepBest(3, "a:b", "max") | KeepEvery(steps=100) | KeepSince(60.0)
@@ -305,3 +311,20 @@ def test_sizes_and_durations_are_for_people() -> None:
     ]
     durations = [show_duration(seconds) for seconds in (5, 119, 120, 7200, 400000)]
     assert durations == ["5 s", "119 s", "2 min", "2 h", "5 days"]
+
+
+def test_what_is_called_like_a_target_is_found_and_never_mixed_up(run_json: Any, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "f").write_text("x")
+    for name, step in (("run@3", 7), ("both", 3), ("both@3", 8)):
+        with open_store(tmp_path / name) as opened:
+            opened.save_directory(step, tmp_path / "a")
+    for text in ("run@3", "run@3@7", "run@3@latest"):
+        assert run_json("show", tmp_path / text)["checkpoint"]["step"] == 7
+    assert run_json("cp", tmp_path / "run@3", tmp_path / "copy@1")["copied_steps"] == [7]
+    assert steps(tmp_path / "copy@1") == [7]
+    assert [item["step"] for item in run_json("ls", tmp_path / "copy@1")["checkpoints"]] == [7]
+    for command in (("show",), ("verify",), ("cp", tmp_path / "new")):
+        error = run_json(command[0], tmp_path / "both@3", *command[1:], code=2)["error"]
+        assert "something that is called" in error["message"]
+    assert run_json("show", tmp_path / "both@3@latest")["checkpoint"]["step"] == 8

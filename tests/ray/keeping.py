@@ -141,7 +141,10 @@ def train(config: dict[str, Any]) -> None:
     listeners = ExitStack()
     if "strike" in config:
         strike_during_save(config, rank, listeners)
-    for step in range(first, config["steps"]):
+    end = config["steps"]
+    for step in range(first, end):
+        if step >= end:
+            break
         mean = train_step(config, model, optimizer, step)
         time.sleep(config.get("pause_seconds", 0))
         metrics = {"loss": mean, "step": step}
@@ -151,6 +154,8 @@ def train(config: dict[str, Any]) -> None:
             store.save(step, state, metrics=metrics)
         if "needed_seconds" in config:
             made = store.save_on_preemption(step, state, metrics=metrics, needed_seconds=config["needed_seconds"])
+            if made is not None:
+                end = min(end, step + 3)  # what is to come is the same again
             if made is not None and rank == 0:
                 saved = -1 if made.checkpoint is None else made.checkpoint.step
                 note(config, "preempted", f"{step} {saved} {len(made.node_ids)} {len(made.ranks)} {made.reason}")

@@ -69,6 +69,27 @@ def test_options_of_fsspec_are_taken_as_they_are() -> None:
     assert place.storage_options == {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:9000"}
 
 
+def test_a_path_of_a_server_stays_whole() -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Server(MemoryFileSystem):
+        protocol = "sftp"
+        storage_options = {"host": "far"}  # noqa: RUF012
+
+    assert place_of(wrapped(Server()), "/home/me/a#1").uri == "sftp:///home/me/a#1"
+
+
+def test_names_of_runs_stay_what_they_are(tmp_path: Path) -> None:
+    system = S3FileSystem(anonymous=True, region="eu-west-1")
+    config = StoreConfig.from_env()
+    for name in ("exp#1", "a%20b", "a b"):
+        storage = place_of(system, f"bucket/{name}").open(config)
+        assert storage.uri == f"s3://bucket/{name}"
+    with pytest.raises(InvalidInput, match="'s3://bucket/exp' cannot be taken literally"):
+        place_of(system, "bucket/exp?1").open(config)
+    assert place_of(LocalFileSystem(), f"{tmp_path}/exp?1").open(config).uri == f"{tmp_path}/exp?1"
+
+
 def test_gcs_without_credentials_is_anonymous() -> None:
     assert place_of(GcsFileSystem(anonymous=True), "bucket/a").storage_options == {"token": "anon"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from keeping import note
@@ -13,13 +12,12 @@ from ckptstore import CkptstoreError
 
 
 class Watcher(UserCallback):
-    """Notes, for every checkpoint that Ray registers, what it leads to right then, and which process registers it."""
+    """Notes, for every checkpoint that Ray registers, what it leads to right then."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        note(self.config, "controller", str(os.getpid()))
         if checkpoint is None:
             note(self.config, "registered", f"{metrics[0]['ckptstore_step']} metrics")
             return

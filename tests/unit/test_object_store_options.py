@@ -24,40 +24,14 @@ from ckptstore.storage.options import (
     for_obstore,
     from_connection_string,
     gcs_endpoint,
-    locate,
 )
+from ckptstore.storage.uri import parse_uri
 
 GIB = 1 << 30
 
 
 def config_of(uri: str, options: dict[str, Any] | None = None, **environ: str) -> ObstoreConfig:
     return for_obstore(uri, options, environ)
-
-
-@pytest.mark.parametrize(
-    ("uri", "kind", "container", "prefix", "shown"),
-    [
-        ("s3://b/a/c/", "s3", "b", "a/c", "s3://b/a/c"),
-        ("s3://b", "s3", "b", "", "s3://b"),
-        ("s3a://b//x", "s3", "b", "x", "s3a://b/x"),
-        ("S3://b/K%20x", "s3", "b", "K x", "s3://b/K x"),
-        ("s3://key:secret@b/x?versionId=1#f", "s3", "b", "x", "s3://b/x"),
-        ("gs://b/x", "gcs", "b", "x", "gs://b/x"),
-        ("az://c/x", "azure", "c", "x", "az://c/x"),
-        ("abfs://c@acc.dfs.core.windows.net/x", "azure", "c", "x", "abfs://c@acc.dfs.core.windows.net/x"),
-        ("sftp://user:pw@host/x", None, "host", "x", "sftp://host/x"),
-    ],
-)
-def test_a_uri_is_taken_apart(uri: str, kind: str, container: str, prefix: str, shown: str) -> None:
-    location = locate(uri)
-    assert (location.kind, location.container, location.prefix, location.uri) == (kind, container, prefix, shown)
-    assert location.full_key("a") == (f"{prefix}/a" if prefix else "a")
-
-
-@pytest.mark.parametrize("uri", ["s3://", "gs:///x", "az://"])
-def test_a_uri_needs_a_bucket(uri: str) -> None:
-    with pytest.raises(InvalidInput, match="bucket"):
-        locate(uri)
 
 
 def test_the_names_of_s3fs() -> None:
@@ -113,6 +87,9 @@ def test_a_virtual_host_has_the_bucket_in_the_endpoint() -> None:
     options = {"endpoint_url": "https://s3.example.com", "config_kwargs": {"s3": {"addressing_style": "virtual"}}}
     assert config_of("s3://b/x", options).config["endpoint"] == "https://b.s3.example.com"
     assert not config_of("s3://b.with.dots/x").config["virtual_hosted_style_request"]
+    assert not config_of("s3://Case_kept/x").config["virtual_hosted_style_request"]
+    with pytest.raises(CannotExpress, match="addressing_style"):
+        config_of("s3://Case/x", options)
 
 
 @pytest.mark.parametrize(
@@ -179,10 +156,24 @@ def test_the_names_of_adlfs() -> None:
     found = config_of("abfs://c@acc.dfs.core.windows.net/x")
     assert found.config == {"account_name": "acc"}
     assert found.chain
-    assert azure_names(locate("abfs://c@acc.dfs.core.windows.net/x"), {}, {})["account_url"] == (
+    assert azure_names(parse_uri("abfs://c@acc.dfs.core.windows.net/x"), {}, {})["account_url"] == (
         "https://acc.blob.core.windows.net"
     )
     assert config_of("az://c/x", {"account_name": "a", "anon": True}).config["skip_signature"]
+
+
+def test_the_account_of_a_uri_is_the_one_that_is_asked() -> None:
+    location = parse_uri("abfs://c@acc.dfs.core.windows.net/x")
+    assert azure_names(location, {}, {"AZURE_STORAGE_ACCOUNT_NAME": "other"})["account_name"] == "acc"
+    text = "DefaultEndpointsProtocol=https;AccountName=other;AccountKey=c2VjcmV0"
+    for options, environ in (
+        ({"account_name": "other"}, {}),
+        ({"connection_string": text}, {}),
+        ({}, {"AZURE_STORAGE_CONNECTION_STRING": text}),
+    ):
+        with pytest.raises(InvalidInput, match="names the account acc, its options name other"):
+            azure_names(location, options, environ)
+    assert azure_names(location, {"connection_string": text.replace("other", "acc")}, {})["account_name"] == "acc"
 
 
 def test_connection_strings() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from ckptstore.bench.case import Case
 from ckptstore.bench.peers.base import Contender, Wait, make_durable
 from ckptstore.bench.place import Place
+from ckptstore.storage.uri import parse_uri
 
 
 def arrow_filesystem(place: Place) -> Any:
@@ -31,7 +32,8 @@ def arrow_filesystem(place: Place) -> Any:
 
 def arrow_path(place: str) -> str:
     """A URI as pyarrow's file systems want it."""
-    return place.partition("://")[2] if "://" in place else place
+    location = parse_uri(place)
+    return f"{location.container}/{location.prefix}" if location.scheme else location.prefix
 
 
 class RayPersist(Contender):

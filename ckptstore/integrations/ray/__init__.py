@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from ckptstore.integrations.ray.preemption import PreemptionSave
     from ckptstore.integrations.ray.ray_store import RayStore, store
     from ckptstore.integrations.ray.reporting import report
-    from ckptstore.integrations.ray.resuming import resolve, resume
+    from ckptstore.integrations.ray.resuming import resolve, resume, wrap
     from ckptstore.integrations.ray.upload import safe_metrics, upload_fn
-    from ckptstore.integrations.ray.wrapping import wrap
 
 __all__ = [
     "PreemptionSave",
@@ -46,7 +45,7 @@ __getattr__ = exports(
         "safe_metrics": "upload",
         "store": "ray_store",
         "upload_fn": "upload",
-        "wrap": "wrapping",
+        "wrap": "resuming",
     },
 )
 

@@ -14,9 +14,11 @@ from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput, InvalidSource
 from ckptstore.retried import with_retries
 from ckptstore.storage.base import Storage
-from ckptstore.storage.open import open_storage, scheme_of
+from ckptstore.storage.open import open_storage
+from ckptstore.storage.uri import parse_uri
 
 _LOCAL = frozenset({"file", "local"})
+_BUCKET_FIRST = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 _GIVE_OPTIONS = "Give storage_options, in fsspec's names"
 
 
@@ -39,7 +41,7 @@ class Place:
 def local_path_of(ray_checkpoint: Any) -> str:
     """Where a checkpoint of Ray's lies on this node. Raises InvalidSource when it lies elsewhere."""
     uri = place_of(ray_checkpoint.filesystem, ray_checkpoint.path).uri
-    if scheme_of(uri):
+    if parse_uri(uri).scheme:
         raise InvalidSource(
             f"The checkpoint that was reported lies at {uri}, not on this node",
             hint="Report a local directory; what is in the run's directory already can be reported to Ray with "
@@ -84,7 +86,9 @@ def _place_in_fsspec(system: Any, path: str, storage_options: Mapping[str, Any] 
         )
     if storage_options is None:
         storage_options = {name: value for name, value in system.storage_options.items() if value is not None}
-    return Place(f"{protocols[0]}://{path.lstrip('/')}", storage_options or None)
+    if protocols[0] in _BUCKET_FIRST:
+        path = path.lstrip("/")
+    return Place(f"{protocols[0]}://{path}", storage_options or None)
 
 
 def _joined(root: str, path: str) -> str:

@@ -110,6 +110,15 @@ def _translated(doing: str) -> Iterator[None]:
         raise cls(f"{doing} failed: {error}", file=POINTER_NAME) from error
 
 
+def has_pointer(ray_checkpoint: Any) -> bool:
+    """Whether a checkpoint of Ray's is a pointer."""
+    from pyarrow.fs import FileType
+
+    path = f"{ray_checkpoint.path.rstrip('/')}/{POINTER_NAME}"
+    with _translated(f"Looking at {path}"):
+        return bool(ray_checkpoint.filesystem.get_file_info(path).type == FileType.File)
+
+
 def _is_there(ray_checkpoint: Any) -> bool:
     from pyarrow.fs import FileType
 

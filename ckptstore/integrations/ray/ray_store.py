@@ -5,26 +5,27 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ckptstore.background import OnBusy, PendingSave
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.config import RetryConfig
+from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
 from ckptstore.group import Beat
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.group import RayWorkers
+from ckptstore.integrations.ray.handed import ROOT_NAME, look
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
 from ckptstore.integrations.ray.pointer import Pointer
 from ckptstore.integrations.ray.preemption import MARGIN, Notice, PreemptionSave, current_notice
 from ckptstore.integrations.ray.reports import Reports
+from ckptstore.integrations.ray.wrapping import kept_files
 from ckptstore.opening import open_store
 from ckptstore.resume import Order, resume
 from ckptstore.store import CheckpointStore
 
-ROOT_NAME = "_ckptstore"
-"""Of the store's root, inside the directory of the run."""
+Prefer = Literal["newest", "ray"]
 
 
 class RayStore(CheckpointStore):
@@ -41,6 +42,9 @@ class RayStore(CheckpointStore):
 
     _reports: Reports | None = None
     _preempted: tuple[Notice, PreemptionSave] | None = None
+    _ignores_ray: bool = False
+    _run_options: Mapping[str, Any] | None = None
+    """For what lies in the directory of the run beside the store."""
 
     @property
     def worker(self) -> Worker | None:
@@ -164,6 +168,55 @@ class RayStore(CheckpointStore):
 
         return str(self._job.exchange("preemption", lambda _beat: longest_seconds, decide))
 
+    def resume(
+        self, state: Mapping[str, Any] | None = None, *, prefer: Prefer = "newest", **options: Any
+    ) -> Checkpoint | None:
+        """Claim the store for this start of the run and load the checkpoint to go on from. Collective.
+
+        All ranks get the same one; None, and the state as it was, when there is none. A damaged one is passed over, and
+        so is a save that failed. What `ckptstore.ray.report` stored, and Ray hands back, is loaded where it is newer
+        than what the store has.
+
+        Args:
+            state: what to load into; None to be given the checkpoint alone, for directories.
+            prefer: "newest" for the newest checkpoint, which may be ahead of what Ray has registered when the run died
+                in between; "ray" for the one that `ray.train.get_checkpoint()` gives, and from there on older ones,
+                then newer ones. Outside of Ray Train there is only the newest.
+            options: the keywords of `CheckpointStore.resume`: `include`, `strict`, `device`, `read_once`, `per_rank`,
+                `allow_pickle`.
+
+        Raises NoUsableCheckpoint and StateMismatch as `CheckpointStore.resume` does. Raises NoUsableCheckpoint too when
+        Ray hands back what cannot be loaded here: files that Ray stored itself, a checkpoint of another store, or one
+        that is gone while the store is empty. `ckptstore.ray.store(ignore_ray=True)` leaves it out on purpose.
+        """
+        if prefer not in ("newest", "ray"):
+            raise InvalidInput(f"prefer is {prefer!r}, it is 'newest' or 'ray'")
+        if self.worker is None or self._ignores_ray:
+            return super().resume(state, **options)
+        self._background.wait()
+        handed = handed_back()
+
+        def decide(_parts: list[Any], _beat: Beat) -> Any:
+            if handed is None:
+                return [None, ""]
+            found = look(handed, self._job, prefers_ray=prefer == "ray", storage_options=self._run_options)
+            return [found.number, handed.path if found.is_read else ""]
+
+        number, path = self._job.exchange("what Ray hands back", lambda _beat: None, decide)
+        if path:
+            import ray.train
+
+            resume(self._job, order=lambda _numbers: ())  # claims
+            config, group = StoreConfig.from_env(), RayWorkers(self.worker)
+            kept_by_ray = ray.train.Checkpoint(path, self.worker.filesystem)
+            kept = Checkpoint(kept_files(kept_by_ray, config, storage_options=self._run_options, group=group))
+            if state is not None:
+                kept.load(state, **options)
+            return kept
+        if prefer == "newest" or number is None:
+            return super().resume(state, **options)
+        return self.resume_in_order(lambda live: sorted(live, key=lambda it: (it > number, -it)), state, **options)
+
     def resume_in_order(self, order: Order, state: Mapping[str, Any] | None, **options: Any) -> Checkpoint | None:
         """`resume`, but the live checkpoints are tried in an order of one's own. Collective; the leader asks for it."""
         job = self._in_turn()
@@ -220,6 +273,7 @@ def store(
     max_in_flight: int = 1,
     storage_options: Mapping[str, Any] | None = None,
     group: object = None,
+    ignore_ray: bool = False,
     **options: Any,
 ) -> RayStore:
     """Open the store of this run, in the training function; on every rank, and nothing is waited for.
@@ -231,6 +285,8 @@ def store(
             saves themselves one at most is in flight.
         storage_options: in fsspec's names; for the default root they replace what `RunConfig` says.
         group: another group than that of Ray's workers.
+        ignore_ray: have `resume` leave out what Ray hands back, and take what the store has, if anything: to begin anew
+            on purpose, or where you load files that Ray stored itself.
         options: the other keywords of `ckptstore.open_store`: `retention`, `grace_seconds`, `memory_budget_bytes`...
 
     Raises InvalidInput for a bad value, or when the storage of the run is one that ckptstore cannot open by itself.
@@ -238,6 +294,7 @@ def store(
     if type(max_in_flight) is not int or max_in_flight < 1:
         raise InvalidInput(f"max_in_flight is {max_in_flight!r}, it must be an integer above 0")
     worker = current_worker()
+    run_options = storage_options if root is None else None
     if root is not None:
         uri = os.fspath(root)
     elif worker is None:
@@ -248,6 +305,7 @@ def store(
     if group is None and worker is not None:
         group = RayWorkers(worker)
     opened = RayStore(open_store(uri, storage_options=storage_options, group=group, **options)._job)
+    opened._ignores_ray, opened._run_options = ignore_ray, run_options
     if worker is not None:
         opened._reports = Reports(
             worker=worker,
@@ -258,6 +316,13 @@ def store(
         )
     _opened[:] = [opened]
     return opened
+
+
+def handed_back() -> Any:
+    """What Ray gives this worker to go on from."""
+    from ray.train import get_checkpoint
+
+    return get_checkpoint()
 
 
 def current_store() -> RayStore:

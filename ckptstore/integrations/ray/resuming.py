@@ -1,60 +1,55 @@
-"""From what Ray hands back to a checkpoint: `resume` in the training function, `resolve` anywhere."""
+"""From what Ray hands back to a checkpoint: `resume` in the training function, `resolve` and `wrap` anywhere."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.config import RetryConfig
-from ckptstore.errors import CheckpointGone, CkptstoreError, FileMissing, InvalidInput
+from ckptstore.config import RetryConfig, StoreConfig
+from ckptstore.errors import CheckpointGone, FileMissing
+from ckptstore.integrations.ray.context import current_worker
 from ckptstore.integrations.ray.filesystem import place_of
-from ckptstore.integrations.ray.pointer import read_pointer
-from ckptstore.integrations.ray.ray_store import ROOT_NAME, RayStore, current_store
+from ckptstore.integrations.ray.group import RayWorkers
+from ckptstore.integrations.ray.handed import ROOT_NAME
+from ckptstore.integrations.ray.pointer import has_pointer, read_pointer
+from ckptstore.integrations.ray.ray_store import Prefer, RayStore, current_store
+from ckptstore.integrations.ray.wrapping import kept_files
 from ckptstore.opening import open_store
-from ckptstore.resume import newest_first
-
-logger = logging.getLogger("ckptstore.ray")
-
-Prefer = Literal["newest", "ray"]
 
 
 def resume(
     state: Mapping[str, Any] | None = None, store: RayStore | None = None, prefer: Prefer = "newest", **options: Any
 ) -> Checkpoint | None:
-    """Claim the store for this start of the run and load the checkpoint to go on from. Collective.
-
-    All ranks get the same one; None, and the state as it was, when there is none. A damaged one is passed over, and so
-    is a save that failed.
+    """`RayStore.resume`: claim the store for this start of the run and load the checkpoint to go on from. Collective.
 
     Args:
         state: what to load into; None to be given the checkpoint alone, for directories.
         store: that of `ckptstore.ray.store`; the one that was opened last, or the default one, when it is not given.
-        prefer: "newest" for the newest checkpoint in the store, which may be ahead of what Ray has registered when the
-            run died in between; "ray" for the one that `ray.train.get_checkpoint()` points to, and from there on older
-            ones, then newer ones. Outside of Ray Train there is only the newest.
-        options: the keywords of `CheckpointStore.resume`: `include`, `strict`, `device`, `read_once`, `per_rank`,
-            `allow_pickle`.
-
-    Raises NoUsableCheckpoint and StateMismatch as `CheckpointStore.resume` does.
+        prefer, options: as for `RayStore.resume`.
     """
-    if prefer not in ("newest", "ray"):
-        raise InvalidInput(f"prefer is {prefer!r}, it is 'newest' or 'ray'")
     store = current_store() if store is None else store
-    if prefer == "newest" or store.worker is None:
-        return store.resume(state, **options)
+    return store.resume(state, prefer=prefer, **options)
 
-    def order(numbers: Sequence[int]) -> Iterable[int]:
-        from ray.train import get_checkpoint
 
-        handed = get_checkpoint()
-        pointed = None if handed is None else _number_of(handed, root=store.pointer_root)
-        if pointed is None:
-            return newest_first(numbers)
-        return sorted(numbers, key=lambda number: (number > pointed, -number))
+def wrap(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Open what `ckptstore.ray.report` or `upload_fn` stored, from the checkpoint that Ray hands back for it; or what a
+    store saved, if it is a pointer.
 
-    return store.resume_in_order(order, state, **options)
+    In the driver, in workers and anywhere else; one download per node for `as_directory`, whoever asks, every byte
+    checked. In a worker `load` is collective over the workers. `storage_options` replace what the checkpoint's file
+    system says of endpoint and credentials.
+
+    Raises CheckpointGone when nothing is there, CheckpointDamaged when it is not whole: a manifest or a file that is
+    missing, a file that has another size or is not in the manifest (of another attempt). Raises InvalidSource for
+    files that Ray stored itself; and what `resolve` raises.
+    """
+    worker = current_worker()
+    group = RayWorkers(worker) if worker else None
+    if has_pointer(ray_checkpoint):
+        return _resolved(ray_checkpoint, storage_options=storage_options, group=group)
+    config = StoreConfig.from_env()
+    return Checkpoint(kept_files(ray_checkpoint, config, storage_options=storage_options, group=group))
 
 
 def resolve(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
@@ -67,6 +62,10 @@ def resolve(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = 
     Raises CheckpointGone, which names what is left, when the store's retention has dropped it or when its save failed;
     InvalidInput when `ray_checkpoint` holds no pointer.
     """
+    return _resolved(ray_checkpoint, storage_options=storage_options)
+
+
+def _resolved(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None, group: object = None) -> Checkpoint:
     try:
         pointer = read_pointer(ray_checkpoint, retry=RetryConfig.from_env())
     except FileMissing as error:
@@ -76,20 +75,5 @@ def resolve(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = 
         run_path = ray_checkpoint.path.rstrip("/").rpartition("/")[0]
         place = place_of(ray_checkpoint.filesystem, f"{run_path}/{ROOT_NAME}", storage_options=storage_options)
         uri, storage_options = place.uri, place.storage_options
-    opened = RayStore(open_store(uri, storage_options=storage_options)._job)
+    opened = RayStore(open_store(uri, storage_options=storage_options, group=group)._job)
     return opened.at(pointer)
-
-
-def _number_of(ray_checkpoint: Any, *, root: str) -> int | None:
-    """The number of the record that Ray's checkpoint points to; None, and a warning, when there is none at `root`."""
-    try:
-        pointer = read_pointer(ray_checkpoint, retry=RetryConfig.from_env())
-    except CkptstoreError as error:
-        logger.warning("what Ray hands back is passed over: %s", error)
-        return None
-    if pointer.number is None:
-        logger.warning("what Ray hands back is passed over: the save of step %d failed", pointer.step)
-    elif pointer.root != root:
-        logger.warning("what Ray hands back is passed over: it lies in another store, %s", pointer.root)
-        return None
-    return pointer.number

@@ -20,8 +20,9 @@ from ckptstore.storage.azure import AzureFiles
 from ckptstore.storage.azure import Connection as AzureConnection
 from ckptstore.storage.base import Storage
 from ckptstore.storage.gcs import GcsFiles
-from ckptstore.storage.options import files_of_same_account, locate
+from ckptstore.storage.options import files_of_same_account
 from ckptstore.storage.remote.generic import GenericStorage
+from ckptstore.storage.uri import parse_uri
 
 _S3_NAMES = (
     "anon",
@@ -45,7 +46,7 @@ def open_remote(uri: str, storage_options: Mapping[str, Any] | None = None) -> S
     for options that the package does not take.
     """
     options = dict(storage_options or {})
-    location = locate(uri)
+    location = parse_uri(uri)
     if location.kind == "s3":
         return FsspecS3Storage(uri, options)
     if location.kind == "gcs":
@@ -81,7 +82,7 @@ def _class_of(uri: str, options: Mapping[str, Any]) -> Any:
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     import fsspec
 
-    location = locate(uri)
+    location = parse_uri(uri)
     cls = fsspec.get_filesystem_class(location.scheme)
     known = _FSSPEC_NAMES | inspect.signature(cls.__init__).parameters.keys() | {"profile"}
     refused = _NOT_DONE[location.kind or "s3"]
@@ -100,7 +101,7 @@ def _instance(uri: str, options: Mapping[str, Any]) -> Any:
 
 def _refused(error: Exception, uri: str) -> CkptstoreError:
     """The error for options that a package does not take; what it says of them may hold their values."""
-    what = f"storage_options of {locate(uri).scheme}:// cannot be used"
+    what = f"storage_options of {parse_uri(uri).scheme}:// cannot be used"
     if foreign.passing_trouble(error):
         return foreign.broken_off(error, what=what, key="")
     return InvalidInput(f"{what}: {type(error).__name__}", hint="Compare them with what the package takes")
@@ -111,7 +112,7 @@ class FsspecS3Storage(S3Files):
 
     def __init__(self, uri: str, options: dict[str, Any]) -> None:
         self._opened_as = (uri, options)
-        system, location = _instance(uri, options), locate(uri)
+        system, location = _instance(uri, options), parse_uri(uri)
         names = {name: getattr(system, name) for name in _S3_NAMES}
         names["profile"] = system.kwargs.get("profile")
         super().__init__(location, AwsConnection(location, names, os.environ))
@@ -135,7 +136,7 @@ class FsspecGcsStorage(GcsFiles):
             # a file, a raw token, or credentials that gcsfs keeps
             with foreign.seam(lambda error: _refused(error, uri)):
                 names["token"] = _instance(uri, options).credentials.credentials
-        super().__init__(locate(uri), gcs.connect(names, os.environ))
+        super().__init__(parse_uri(uri), gcs.connect(names, os.environ))
 
     def __reduce__(self) -> _Opened:
         return open_remote, self._opened_as
@@ -153,7 +154,7 @@ class FsspecAzureStorage(AzureFiles):
         _class_of(uri, options)
         if inspect.iscoroutinefunction(getattr(options.get("credential"), "get_token", None)):
             raise InvalidInput("The credential is asynchronous", hint="Take it from azure.identity, not its aio")
-        location = locate(uri)
+        location = parse_uri(uri)
         super().__init__(location, AzureConnection(location, options, os.environ))
 
     def __reduce__(self) -> _Opened:

@@ -17,12 +17,15 @@ from ckptstore.errors import (
     AccessDenied,
     CkptstoreError,
     FileMissing,
+    InvalidInput,
+    InvalidName,
     StorageError,
     StorageFull,
 )
 from ckptstore.storage import foreign
 from ckptstore.storage.base import ProcessBound, StoredFile
 from ckptstore.storage.bodies import Filling, total_bytes
+from ckptstore.storage.uri import Location, parse_uri
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _BROKEN = (ConnectionError, TimeoutError, EOFError, BlockingIOError)
@@ -36,12 +39,12 @@ class GenericStorage(ProcessBound):
         super().__init__()
         import fsspec
 
-        self._opened_as = (uri, dict(options))
-        self._uri = self._shown(uri)
-        fsspec.get_filesystem_class(uri.partition("://")[0].partition("::")[0])  # one that is missing says so itself
+        location = parse_uri(uri)
+        self._opened_as = (location.uri, dict(options))
+        self._uri = location.uri
+        cls = fsspec.get_filesystem_class(location.scheme)  # one that is missing says so itself
         with self._seam("open", ""):
-            self._system, path = fsspec.core.url_to_fs(uri, **{"use_listings_cache": False, **options})
-        self._root = str(path).rstrip("/")
+            self._system, self._root = _open(cls, location, options)
 
     @property
     def uri(self) -> str:
@@ -120,17 +123,39 @@ class GenericStorage(ProcessBound):
 
     def _path(self, key: str) -> str:
         self.check_process()
-        return f"{self._root}/{key}"
-
-    def _shown(self, uri: str) -> str:
-        protocol = uri.partition("://")[0]
-        path = uri.partition("://")[2].partition("?")[0].partition("#")[0]
-        authority, slash, rest = path.partition("/")
-        return f"{protocol}://{authority.rpartition('@')[2]}{slash}{rest}".rstrip("/")
+        path = f"{self._root}/{key}"
+        if self._system._strip_protocol(path).rstrip("/") != path.rstrip("/"):
+            raise InvalidName(f"{key!r} is another name to the file system of {self.uri}", hint="Rename the file")
+        return path
 
     def _seam(self, what: str, key: str) -> AbstractContextManager[None]:
         """Turns foreign errors into ours."""
         return foreign.seam(lambda error: _translated(error, what=f"{what} {self.uri}", key=key))
+
+
+def _open(cls: Any, location: Location, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The file system and the path of a location. Raises InvalidInput when it takes the URI for another one."""
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    uri = location.uri
+    told = cls._get_kwargs_from_urls(uri)
+    for name in told.keys() & options.keys():
+        if told[name] != options[name]:
+            raise InvalidInput(f"{uri} and storage_options[{name!r}] differ", hint="Give it once")
+    host = str(told.get("host") or (location.container if location.scheme in ("http", "https") else ""))
+    if host != host.lower():
+        raise InvalidInput(f"The host of {uri} has capital letters", hint="Write it in small letters")
+    try:
+        system = fsspec.filesystem(location.scheme, **{"use_listings_cache": False, **told, **options})
+    except TypeError:
+        raise InvalidInput(f"storage_options of {location.scheme}:// cannot be used") from None
+    if type(system) is LocalFileSystem:
+        raise InvalidInput(f"{uri} is a path of this machine", hint="Give the path itself")
+    path = str(cls._strip_protocol(uri)).rstrip("/")
+    if not f"/{path}".endswith(f"/{location.prefix}".rstrip("/")):
+        raise InvalidInput(f"{uri} is {path!r} to its file system", hint="Give a name without special characters")
+    return system, path
 
 
 def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError:

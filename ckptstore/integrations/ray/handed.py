@@ -1,0 +1,137 @@
+"""What Ray hands back at a start, seen from a store: one of its own checkpoints, one that can be read, or neither.
+
+A start that leaves out a checkpoint which Ray has would train again from the beginning, without a word. So what cannot
+be read here is an error that says how to go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore.config import RetryConfig, StoreConfig
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput, NoUsableCheckpoint
+from ckptstore.integrations.ray.filesystem import place_of
+from ckptstore.integrations.ray.pointer import Pointer, read_pointer
+from ckptstore.integrations.ray.wrapping import kept_files
+from ckptstore.job import Job
+from ckptstore.layout import MANIFEST_NAME
+from ckptstore.load import CheckpointFiles, files_of
+from ckptstore.storage.uri import parse_uri
+
+logger = logging.getLogger("ckptstore.ray")
+
+ROOT_NAME = "_ckptstore"
+"""Of the default store's root, inside the directory of the run."""
+ANEW = (
+    "to leave it out on purpose, and begin with what the store has, if anything: ckptstore.ray.store(ignore_ray=True)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """The verdict of the leader."""
+
+    number: int | None = None
+    """Of a live record of the store, that Ray points to."""
+    is_read: bool = False
+    """Whether it lies in Ray's own directory, and is the one to go on from."""
+
+
+def pointed_uri(ray_checkpoint: Any, pointer: Pointer) -> str:
+    """Where the store lies that a pointer names."""
+    if pointer.root != ROOT_NAME:
+        return parse_uri(pointer.root).uri
+    run_path = ray_checkpoint.path.rstrip("/").rpartition("/")[0]
+    place = place_of(ray_checkpoint.filesystem, f"{run_path}/{ROOT_NAME}", storage_options={})
+    return parse_uri(place.uri).uri
+
+
+def look(
+    ray_checkpoint: Any, job: Job, *, prefers_ray: bool, storage_options: Mapping[str, Any] | None = None
+) -> Handed:
+    """Leader: what is to become of a checkpoint that Ray hands back. Raises NoUsableCheckpoint, with the way out, when
+    the store has nothing in its place."""
+    newest = job.log.newest()
+    live = list(newest.state.live) if newest else []
+    try:
+        pointer = read_pointer(ray_checkpoint, retry=RetryConfig.from_env())
+    except InvalidInput:  # there is no pointer in it
+        return _look_at_files(ray_checkpoint, job, live, prefers_ray, storage_options)
+    except (CheckpointDamaged, FileMissing) as error:
+        return _lost(ray_checkpoint, job, live, str(error))
+    root = pointed_uri(ray_checkpoint, pointer)
+    if pointer.number is None:
+        logger.warning("what Ray hands back is passed over: the save of step %d failed", pointer.step)
+        return Handed()
+    if root != job.storage.uri:
+        raise NoUsableCheckpoint(
+            f"Ray hands back step {pointer.step} of another store, {root}; this one is {job.storage.uri}",
+            hint=f"Open that one, ckptstore.ray.store({root!r}), or copy it with `ckptstore cp`; {ANEW}",
+            step=pointer.step,
+        )
+    if pointer.number not in live:
+        return _lost(ray_checkpoint, job, live, f"step {pointer.step} is not in the store any more")
+    return Handed(number=pointer.number)
+
+
+def _lost(ray_checkpoint: Any, job: Job, live: Sequence[int], reason: str) -> Handed:
+    """The checkpoint is no more. Others of the store take its place, where there are some."""
+    if not live:
+        raise NoUsableCheckpoint(
+            f"Ray hands back {ray_checkpoint.path}, which cannot be read: {reason}; and {job.storage.uri} has no "
+            "checkpoint",
+            hint=ANEW[0].upper() + ANEW[1:],
+        )
+    logger.warning("what Ray hands back, %s, is passed over: %s", ray_checkpoint.path, reason)
+    return Handed()
+
+
+def _look_at_files(
+    ray_checkpoint: Any,
+    job: Job,
+    live: Sequence[int],
+    prefers_ray: bool,
+    storage_options: Mapping[str, Any] | None,
+) -> Handed:
+    """A directory of Ray's with files in it: stored by `ckptstore.ray.report`, or by Ray itself."""
+    try:
+        kept = kept_files(ray_checkpoint, StoreConfig.from_env(), storage_options=storage_options)
+    except (CheckpointDamaged, CheckpointGone) as error:
+        return _lost(ray_checkpoint, job, live, str(error))
+    except InvalidInput as error:
+        raise NoUsableCheckpoint(
+            f"Ray hands back a checkpoint that no state can be loaded from: {error.message}",
+            hint="Load the files of ray.train.get_checkpoint().as_directory() yourself, save them into the store, and "
+            f"{ANEW}",
+        ) from error
+    step = kept.read_manifest()[0].step
+    if prefers_ray or not live:
+        return Handed(is_read=True)
+    for record in reversed(job.log.records(live)):
+        with suppress(FileMissing):  # damage, which `resume` passes over
+            is_later = _stored_seconds(kept) > _stored_seconds(files_of(job, record))
+            break
+    else:
+        return Handed(is_read=True)
+    if (step > record.entry.step) == is_later or step == record.entry.step:
+        logger.warning(
+            "%s is the newer one of step %d that Ray hands back and step %d of the store",
+            "the first" if is_later else "the second",
+            step,
+            record.entry.step,
+        )
+        return Handed(is_read=is_later)
+    raise NoUsableCheckpoint(
+        f"Ray hands back step {step}, and the store has step {record.entry.step}: by their steps the one is newer, by "
+        "the times at which they were stored the other",
+        hint=f'To take that of Ray: ckptstore.ray.resume(..., prefer="ray"); {ANEW}',
+    )
+
+
+def _stored_seconds(files: CheckpointFiles) -> float:
+    """By the clock of the storage."""
+    return files.storage.stat(files.prefix + MANIFEST_NAME).modified_seconds

@@ -1,0 +1,223 @@
+"""Going over from one way of keeping checkpoints to another: a start never leaves out, without a word, what Ray has.
+
+A run of one worker without a cluster; `test_going_over.py` has the same with Ray.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray.train import Checkpoint
+from storing import make_run, stored, worker_at
+
+import ckptstore
+from ckptstore import CheckpointDamaged, CheckpointGone, InvalidSource, NoUsableCheckpoint
+from ckptstore.config import RetryConfig
+from ckptstore.integrations.ray import ray_store
+from ckptstore.integrations.ray.pointer import Pointer, write_pointer
+from ckptstore.integrations.ray.ray_keeps import Run
+from ckptstore.integrations.ray.reporting import _Brought, _Reporter
+
+ONCE = RetryConfig(retry_attempts=1)
+Start = Callable[..., ckptstore.ray.RayStore]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    make_run(str(tmp_path / "run"))
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/model.pt").write_text("weights")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def start(run: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """The store of a new start of the run's worker, to which Ray hands a checkpoint."""
+
+    def start(handed: Checkpoint | None, *given: Any, **options: Any) -> ckptstore.ray.RayStore:
+        monkeypatch.setattr(ray_store, "current_worker", lambda: worker_at(str(run)))
+        monkeypatch.setattr(ray_store, "handed_back", lambda: handed)
+        return ckptstore.ray.store(*given, **options)
+
+    return start
+
+
+def saved(root: Path, step: int) -> ckptstore.Checkpoint:
+    with ckptstore.open_store(root) as store:
+        return store.save_directory(step, root.parent.parent / "source" if root.name == "_ckptstore" else root.parent)
+
+
+def pointer_to(run: Path, checkpoint: ckptstore.Checkpoint, root: str = "_ckptstore") -> Checkpoint:
+    write_pointer(worker_at(str(run)), "pointer", Pointer.to(checkpoint, root=root), retry=ONCE)
+    return Checkpoint.from_directory(str(run / "pointer"))
+
+
+def reported(run: Path, step: int) -> Checkpoint:
+    """What `ckptstore.ray.report` stored."""
+    return stored(str(run), [run.parent / "source"], name=f"step-{step}", asked={"step": step})
+
+
+def of_ray_itself(run: Path) -> Checkpoint:
+    (run / "checkpoint_000000").mkdir()
+    (run / "checkpoint_000000/model.pt").write_text("weights")
+    return Checkpoint.from_directory(str(run / "checkpoint_000000"))
+
+
+def text_of(checkpoint: ckptstore.Checkpoint) -> str:
+    with checkpoint.as_directory() as directory:
+        return (directory / "model.pt").read_text()
+
+
+@pytest.mark.parametrize("prefer", ["newest", "ray"])
+def test_from_report_to_a_store(run: Path, start: Start, prefer: Any) -> None:
+    with start(reported(run, 3)) as store:
+        found = ckptstore.ray.resume(store=store, prefer=prefer)
+        assert found is not None
+        assert (found.step, found.number, text_of(found)) == (3, None, "weights")
+        assert store._job.epoch == 1, "the store is claimed"
+
+
+def test_a_state_that_was_reported_is_loaded(run: Path, start: Start) -> None:
+    reporter = _Reporter(Run.open(worker_at(str(run))), None)
+    kept = {"epoch": 3, "weight": torch.arange(4.0)}
+    with reporter._meeting() as group:
+        attempt = reporter._store(group, _Brought({}, None, None, kept, 3, None))
+    assert attempt is not None
+    state = {"epoch": -1, "weight": torch.zeros(4)}
+    found = ckptstore.ray.resume(state, start(Checkpoint.from_directory(str(run / attempt.directory))))
+    assert found is not None
+    assert (found.step, state["epoch"], state["weight"].tolist()) == (3, 3, [0.0, 1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(("prefer", "step"), [("newest", 4), ("ray", 3)])
+def test_a_run_that_died_before_ray_heard_of_the_first_save(run: Path, start: Start, prefer: Any, step: int) -> None:
+    handed = reported(run, 3)
+    saved(run / "_ckptstore", 4)
+    found = ckptstore.ray.resume(store=start(handed), prefer=prefer)
+    assert found is not None
+    assert found.step == step
+
+
+@pytest.mark.parametrize("prefer", ["newest", "ray"])
+def test_from_a_store_to_report_and_back(run: Path, start: Start, prefer: Any) -> None:
+    saved(run / "_ckptstore", 4)
+    found = ckptstore.ray.resume(store=start(reported(run, 5)), prefer=prefer)
+    assert found is not None
+    assert (found.step, found.number) == (5, None)
+
+
+def test_which_one_is_newer_is_not_guessed(run: Path, start: Start) -> None:
+    saved(run / "_ckptstore", 4)
+    handed = reported(run, 2)
+    with pytest.raises(NoUsableCheckpoint, match=r"hands back step 2, and the store has step 4.*ignore_ray=True"):
+        ckptstore.ray.resume(store=start(handed))
+    found = ckptstore.ray.resume(store=start(handed), prefer="ray")
+    assert found is not None
+    assert found.step == 2
+    found = ckptstore.ray.resume(store=start(handed, ignore_ray=True))
+    assert found is not None
+    assert found.step == 4
+
+
+def test_a_store_whose_checkpoints_lost_their_manifests(run: Path, start: Start) -> None:
+    checkpoint = saved(run / "_ckptstore", 4)
+    handed = reported(run, 3)
+    Path(checkpoint.uri, "ckptstore.json").unlink()
+    found = start(handed).resume()
+    assert found is not None
+    assert (found.step, found.number) == (3, None)
+
+
+@pytest.mark.parametrize("prefer", ["newest", "ray"])
+@pytest.mark.parametrize("has_saved", [False, True])
+def test_what_ray_stored_itself_is_never_left_out(run: Path, start: Start, prefer: Any, has_saved: bool) -> None:
+    if has_saved:
+        saved(run / "_ckptstore", 4)
+    handed = of_ray_itself(run)
+    with pytest.raises(NoUsableCheckpoint, match=r"no state can be loaded.*as_directory\(\).*ignore_ray=True"):
+        ckptstore.ray.resume(store=start(handed), prefer=prefer)
+    with pytest.raises(NoUsableCheckpoint, match="no state can be loaded"):
+        start(handed).resume()  # as the callbacks do
+    found = start(handed, ignore_ray=True).resume(prefer=prefer)
+    assert (found and found.step) == (4 if has_saved else None)
+
+
+@pytest.mark.parametrize("prefer", ["newest", "ray"])
+def test_a_pointer_to_another_store(run: Path, start: Start, tmp_path: Path, prefer: Any) -> None:
+    far = tmp_path / "far/_ckptstore"
+    far.parent.mkdir()
+    handed = pointer_to(run, saved(far, 3), root=str(far))
+    with pytest.raises(NoUsableCheckpoint, match=rf"step 3 of another store, {far};.*ckptstore\.ray\.store\('{far}'\)"):
+        start(handed).resume(prefer=prefer)
+    found = start(handed, far).resume(prefer=prefer)
+    assert found is not None
+    assert found.step == 3
+
+
+@pytest.mark.parametrize("prefer", ["newest", "ray"])
+def test_one_store_by_two_names_is_one(run: Path, start: Start, prefer: Any) -> None:
+    handed = pointer_to(run, saved(run / "_ckptstore", 3))
+    for root in (run / "_ckptstore", f"file://{run}/_ckptstore", os.path.relpath(run / "_ckptstore")):
+        found = start(handed, root).resume(prefer=prefer)
+        assert found is not None
+        assert found.step == 3
+
+
+def test_a_store_that_was_removed(run: Path, start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = saved(run / "_ckptstore", 3)
+    handed = pointer_to(run, checkpoint)
+    (run / "_ckptstore").rename(run / "elsewhere")
+    with pytest.raises(NoUsableCheckpoint, match=r"step 3 is not in the store any more.*has no checkpoint"):
+        start(handed).resume()
+    saved(run / "_ckptstore", 1)
+    saved(run / "_ckptstore", 2)
+    (run / "pointer/ckptstore-pointer.json").write_text("torn")
+    found = start(handed).resume()
+    assert found is not None
+    assert found.step == 2
+    assert "is passed over" in caplog.text
+
+
+def test_a_save_that_failed_is_no_checkpoint(run: Path, start: Start) -> None:
+    pointer = Pointer(root="_ckptstore", step=3, number=None, error="StorageFull")
+    write_pointer(worker_at(str(run)), "pointer", pointer, retry=ONCE)
+    assert start(Checkpoint.from_directory(str(run / "pointer"))).resume() is None
+
+
+def test_wrap_opens_a_pointer_too(run: Path) -> None:
+    handed = pointer_to(run, saved(run / "_ckptstore", 3))
+    assert text_of(ckptstore.ray.wrap(handed)) == "weights"
+
+
+def test_wrap_says_what_ray_stored_itself(run: Path) -> None:
+    handed = of_ray_itself(run)
+    with pytest.raises(InvalidSource, match=r"Ray stored it itself.*as_directory\(\)"):
+        ckptstore.ray.wrap(handed)
+    (run / "checkpoint_000000/.metadata").touch()
+    with pytest.raises(InvalidSource, match=r"from_uri"):
+        ckptstore.ray.wrap(handed)
+    (run / "checkpoint_000000/tensors.index").touch()
+    with pytest.raises(CheckpointDamaged, match="never ended"):
+        ckptstore.ray.wrap(handed)
+    with pytest.raises(CheckpointGone, match="Ray has deleted"):
+        ckptstore.ray.wrap(Checkpoint.from_directory(str(run / "nothing")))
+
+
+@pytest.mark.parametrize("name", ["exp#1", "a%20b", "a b", "run@3", "é", "e\u0301", "what?"])
+def test_run_names_are_taken_literally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/model.pt").write_text("weights")
+    path = tmp_path / "runs" / name
+    make_run(str(path))
+    handed = stored(str(path), [tmp_path / "source"])
+    monkeypatch.setattr(ray_store, "current_worker", lambda: worker_at(str(path)))
+    monkeypatch.setattr(ray_store, "handed_back", lambda: handed)
+    found = ckptstore.ray.store().resume()
+    assert found is not None
+    assert found.uri == f"{path}/checkpoint_1"
+    assert [item.name for item in (tmp_path / "runs").iterdir()] == [name]
