@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.encoding import FORMAT_VERSION
-from ckptstore.errors import CkptstoreError, UnsupportedVersion
+from ckptstore.errors import CkptstoreError, UnsupportedVersion, from_wire
 from ckptstore.group.base import spoken
+
+_FIELDS: Mapping[str, type] = {"tag": str, "rank": int, "world_size": int, "by": str}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +59,14 @@ class Message:
                     f"{head['by']} posts messages of version {head['version']}, this ckptstore reads {FORMAT_VERSION}",
                     hint="Use one version of ckptstore on all ranks",
                 )
-            fields = {name: head[name] for name in ("tag", "rank", "world_size", "by")}
-        except (ValueError, KeyError, TypeError):
+            fields = {name: head[name] for name in _FIELDS}
+            error = head.get("error")
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        return Message(**fields, payload=payload, error=head.get("error")) if whole else None
+        is_sound = all(type(fields[name]) is kind for name, kind in _FIELDS.items())
+        if not whole or not is_sound or not isinstance(error, dict | None):
+            return None
+        return Message(**fields, payload=payload, error=None if error is None else from_wire(error).to_wire())
 
 
 def first_error(messages: Mapping[int, Message], *, lost: CkptstoreError | None = None) -> dict[str, Any] | None:
