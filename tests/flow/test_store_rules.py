@@ -388,6 +388,25 @@ def test_an_interrupted_copy_goes_on_where_it_broke_off(tmp_path: Path) -> None:
     assert Checkpoint.from_directory(tmp_path / "copy").verify().ok
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 100])
+def test_a_copy_that_was_killed_while_it_wrote_the_manifest_goes_on(tmp_path: Path, kept_bytes: int) -> None:
+    with open_store(tmp_path / "a") as store:
+        save(store, tmp_path, 1)
+        target = open_target(str(tmp_path / "copy"), storage_options=None)
+        copy_checkpoint(store[1]._files, target)
+        manifest = tmp_path / "copy" / "ckptstore.json"
+        torn = manifest.read_bytes()[:kept_bytes]
+        manifest.unlink()
+        manifest.write_bytes(torn)
+        copy_checkpoint(store[1]._files, target)
+        assert Checkpoint.from_directory(tmp_path / "copy").verify().ok
+        manifest.unlink()
+        manifest.write_bytes(torn + b"x")
+        with pytest.raises(InvalidInput, match="Another checkpoint"):
+            copy_checkpoint(store[1]._files, target)
+        target.close()
+
+
 def test_a_copy_refuses_a_place_that_is_taken(tmp_path: Path) -> None:
     with open_store(tmp_path / "a") as store, open_store(tmp_path / "b") as other:
         save(store, tmp_path, 1)
