@@ -37,7 +37,7 @@ BEFORE = 1
 """The step of the checkpoint that is there before the flow, where it saves."""
 AFTER = 3
 QUICK_SECONDS, PATIENT_SECONDS = 3.0, 60.0
-END_SECONDS = 240.0
+END_SECONDS = 600.0
 OLD_SECONDS = 7 * 86400.0
 KNOWN_LEFT = re.compile(r"((log|group/[^/]+)/)?\.ckptstore-tmp-[0-9]+-[0-9a-f]+")
 """What a killed writer leaves beside records, hints and messages: no listing of a storage shows it, so gc cannot."""

@@ -12,7 +12,7 @@ MOST = {"save_directory": 16, "cp": 8, "node_cache": 6}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("flow", FLOWS)
 def test_kills_spread_over_the_flow(flow: str, tmp_path: Path) -> None:
     try:

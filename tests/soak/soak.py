@@ -36,6 +36,7 @@ HERE = Path(__file__).parent
 SWEEP = HERE.parent / "outside" / "sweep.py"
 SIMULATION = "ckptstore.testing.simulation"
 BUCKET = "soak"
+START_SECONDS = 300.0
 WARM_SHARE = 0.25
 """The share of the samples in which a process may still grow: caches fill, threads start."""
 MOST_GROWTH_BYTES = 48 << 20
@@ -124,6 +125,7 @@ class Soak:
         self._start_server()
         try:
             self._start_roles()
+            self._await_first_commits()
             self._live()
             self._stop()
             for place in self.places:
@@ -189,6 +191,15 @@ class Soak:
 
     def _job_processes(self) -> list[subprocess.Popen[bytes]]:
         return [process for place in self.places for job in place.jobs for process in job]
+
+    def _await_first_commits(self) -> None:
+        """The time counts from when everybody is at work, however long this machine takes to start them."""
+        deadline = time.monotonic() + START_SECONDS
+        while not all(promised(place.ledger) for place in self.places):
+            if time.monotonic() > deadline:
+                self.violations.append(f"nothing was committed everywhere in {START_SECONDS:.0f} s")
+                return
+            time.sleep(0.1)
 
     def _live(self) -> None:
         """Take stores over, kill, have the server fail, and watch, until the time is over."""

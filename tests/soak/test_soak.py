@@ -13,7 +13,7 @@ from soak_roles import promise, promised
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_half_a_minute_of_use(tmp_path: Path) -> None:
     soak = Soak(tmp_path, 25.0, random.Random(1))
     wrong = soak.run()
