@@ -12,7 +12,7 @@ PYTEST_RAY := $(PYTEST) --timeout-method=thread
 # Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself.
 AT_ONCE := -n 3 --dist loadfile --ignore=tests/ray
 
-.PHONY: install demo demo-ray test test-slow test-ceph check format docs bench bench-check servers clean
+.PHONY: install demo demo-ray test test-slow soak test-ceph check format docs bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -44,6 +44,11 @@ test-slow: install servers
 	$(PYTEST) $(AT_ONCE) -m "slow and not ceph"
 	$(PYTEST_RAY) -m slow tests/ray
 	$(PYTEST) benchmarks -q
+
+# A day of use, every kill and the simulation; ends with a table.
+SECONDS := 600
+soak: install
+	$(BIN)/python tests/soak/soak.py --seconds $(SECONDS)
 
 test-ceph: install
 	$(BIN)/python tests/servers/install_ceph.py

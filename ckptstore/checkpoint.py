@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.encoding import dump_json, load_json
-from ckptstore.errors import CheckpointGone, FileMissing, InvalidMetadata
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidMetadata
 from ckptstore.group import find_group
 from ckptstore.layout import USER_METADATA_NAME
 from ckptstore.load import CheckpointFiles, copy_directory, open_directory
@@ -124,7 +124,9 @@ class Checkpoint:
             value = load_json(self._files.storage.read(key), file=key)
         except FileMissing:
             return dict(self._manifest.metadata)
-        return dict(value)
+        if not isinstance(value, dict):
+            raise CheckpointDamaged(f"{key} holds a {type(value).__name__}, not the user's metadata", file=key)
+        return value
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace the user's metadata by a mapping that JSON can hold.

@@ -304,10 +304,12 @@ def _refuse_other_contents(
     if not there:
         return
     if MANIFEST_NAME in there:
-        if target.storage.read(prefix + MANIFEST_NAME) != data:
+        found = target.storage.read(prefix + MANIFEST_NAME)
+        if found == data:
+            return
+        if not data.startswith(found):  # else a copy was killed while it wrote this one
             raise InvalidInput(f"Another checkpoint lies at {target.storage.uri}/{prefix}".rstrip("/"))
-        return
-    foreign = there.keys() - manifest.by_name.keys() - {USER_METADATA_NAME}
+    foreign = there.keys() - manifest.by_name.keys() - {MANIFEST_NAME, USER_METADATA_NAME}
     if foreign:
         raise InvalidInput(
             f"{target.storage.uri}/{prefix} has {len(foreign)} other files, for instance {min(foreign)}",

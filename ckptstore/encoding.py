@@ -72,6 +72,23 @@ def dump_json(value: Any, *, what: str = "metadata") -> bytes:
         raise InvalidMetadata(f"{what} is nested too deeply, or refers to itself") from None
 
 
+_MOST_SECONDS = 250_000_000_000.0
+"""No time is as late: that is the year 9892."""
+_SHOWN_CHARS = 300
+
+
+def shortened(text: str) -> str:
+    """What an error shows of a text that may be of any length."""
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"
+
+
+def check_seconds(value: Any) -> float:
+    """The value if it is a time in seconds since the epoch; raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST_SECONDS:
+        raise ValueError(f"not a time: {shortened(repr(value))}")
+    return float(value)
+
+
 def load_json(data: bytes, *, file: str) -> Any:
     """Decode what `dump_json` wrote. Raises CheckpointDamaged, naming `file`, when it is not that."""
     try:
@@ -89,8 +106,9 @@ def load_object(data: bytes, *, file: str) -> dict[str, Any]:
     if not isinstance(value, dict) or type(value.get("version")) is not int or value["version"] < 1:
         raise CheckpointDamaged(f"{file} is not an object of the store format", file=file)
     if value["version"] > FORMAT_VERSION:
+        found = shortened(str(value["version"]))
         raise UnsupportedVersion(
-            f"{file} has format version {value['version']}, this ckptstore reads up to {FORMAT_VERSION}",
+            f"{file} has format version {found}, this ckptstore reads up to {FORMAT_VERSION}",
             file=file,
             hint="Upgrade ckptstore to read it",
         )

@@ -37,9 +37,10 @@ between ranks as JSON (`to_wire`, `from_wire`), never as a pickle.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-_WIRE_FIELDS = ("step", "rank", "file", "hint", "committed", "ranks")
+_WIRE_FIELDS = {"step": int, "rank": int, "file": str, "hint": str, "committed": bool, "ranks": list}
 
 
 class CkptstoreError(Exception):
@@ -284,8 +285,17 @@ def to_wire(error: BaseException, *, rank: int, step: int | None = None) -> dict
     return error.at(rank=rank, step=step).to_wire()
 
 
-def from_wire(wire: dict[str, Any]) -> CkptstoreError:
-    """The error that `to_wire` described. An unknown code becomes a RankFailed with the same text."""
-    cls = all_errors().get(wire.get("code", ""), RankFailed)
-    fields = {name: wire[name] for name in _WIRE_FIELDS if name in wire}
-    return cls(wire["message"], **{**fields, "ranks": tuple(fields.get("ranks", ()))})
+def from_wire(wire: Mapping[str, Any]) -> CkptstoreError:
+    """The error that `to_wire` described. An unknown code becomes a RankFailed with the same text.
+
+    A field that is not what `to_wire` writes is left out, and then it is not known whether anything was committed.
+    """
+    cls = all_errors().get(str(wire.get("code")), RankFailed)
+    fields = {name: wire[name] for name in _WIRE_FIELDS if _is_wire_field(name, wire.get(name))}
+    return cls(str(wire.get("message")), **{"committed": None, **fields, "ranks": tuple(fields.get("ranks", ()))})
+
+
+def _is_wire_field(name: str, value: Any) -> bool:
+    if name == "ranks":
+        return isinstance(value, list | tuple) and all(type(rank) is int for rank in value)
+    return type(value) is _WIRE_FIELDS[name]

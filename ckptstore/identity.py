@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.config import RetryConfig
-from ckptstore.encoding import FORMAT_VERSION, dump_json, load_object
+from ckptstore.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
 from ckptstore.layout import STORE_KEY
 from ckptstore.retry import retrying
@@ -54,10 +54,13 @@ class StoreIdentity:
         value = load_object(data, file=STORE_KEY)
         value.pop("version")
         store_id, kept_by, created_at = (value.pop(name, None) for name in ("store_id", "kept_by", "created_at"))
-        is_time = isinstance(created_at, int | float) and not isinstance(created_at, bool)
-        if not isinstance(store_id, str) or not store_id or not isinstance(kept_by, str) or not is_time:
+        try:
+            seconds = check_seconds(created_at)
+        except ValueError:
+            seconds = None
+        if not isinstance(store_id, str) or not store_id or not isinstance(kept_by, str) or seconds is None:
             raise CheckpointDamaged(f"{STORE_KEY} is not the identity of a store", file=STORE_KEY)
-        return StoreIdentity(store_id, kept_by, float(created_at), value)
+        return StoreIdentity(store_id, kept_by, seconds, value)
 
 
 def read_store_json(storage: Storage, *, retry: RetryConfig | None = None) -> StoreIdentity | None:

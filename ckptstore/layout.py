@@ -33,11 +33,12 @@ UNLISTED_NAMES = RESERVED_NAMES | {RAY_METADATA_NAME}
 MAX_NAME_BYTES = 1024
 MAX_PART_BYTES = 255
 MAX_STEP = 10**10 - 1
+MAX_NUMBER = 10**10 - 1
 
 _PLAIN = re.compile(r"(?:[\w=+-][\w=+.-]{0,120}/){0,6}[\w=+-][\w=+.-]{0,120}", re.ASCII)
-_RECORD = re.compile(r"log/(\d{10})\.json")
-_ATTEMPT = re.compile(r"step-(\d{10})-e(\d{4,})-([0-9a-f]{8})")
-_LEASE = re.compile(r"leases/(\d{10})-([0-9a-zA-Z._-]+)\.json")
+_RECORD = re.compile(r"log/([0-9]{10})\.json")
+_ATTEMPT = re.compile(r"step-([0-9]{10})-e([0-9]{4}|[1-9][0-9]{4,17})-([0-9a-f]{8})")
+_LEASE = re.compile(r"leases/([0-9]{10})-([0-9a-zA-Z._-]+)\.json")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ckptstore.digest import to_hex
-from ckptstore.encoding import FORMAT_VERSION, dump_json, load_object
+from ckptstore.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
 from ckptstore.errors import CheckpointDamaged, InvalidName
 from ckptstore.layout import MANIFEST_NAME, Attempt, check_collisions, check_name
 
@@ -149,7 +149,7 @@ class Manifest:
         except InvalidName as error:
             raise error.at(file=file) from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointDamaged(f"{file} is not a manifest: {error!r}", file=file) from None
+            raise CheckpointDamaged(f"{file} is not a manifest: {shortened(repr(error))}", file=file) from None
         value.pop("version")
         return Manifest(**known, files=files, directories=directories, extra=value)
 
@@ -171,6 +171,7 @@ def _check_scalars(known: Mapping[str, Any]) -> None:
     for name, kind in _SCALARS.items():
         if not isinstance(known[name], kind) or isinstance(known[name], bool):
             raise ValueError(f"{name} is a {type(known[name]).__name__}")
+    check_seconds(known["created_at"])
     if known["step"] < 0 or known["epoch"] < 0 or known["world_size"] < 1:
         raise ValueError("step, epoch or world_size is out of range")
     if known["kind"] not in ("directory", "state"):

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.encoding import FORMAT_VERSION
-from ckptstore.errors import CkptstoreError, UnsupportedVersion
+from ckptstore.errors import CkptstoreError, UnsupportedVersion, from_wire
 from ckptstore.group.base import spoken
+
+_FIELDS: Mapping[str, type] = {"tag": str, "rank": int, "world_size": int, "by": str}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +65,17 @@ class Message:
                     f"{head['by']} posts messages of version {head['version']}, this ckptstore reads {FORMAT_VERSION}",
                     hint="Use one version of ckptstore on all ranks",
                 )
-            fields = {name: head[name] for name in ("tag", "rank", "world_size", "by")}
-            fields |= {name: tuple(head.get(name, ())) for name in ("missed", "lanes")}
-        except (ValueError, KeyError, TypeError):
+            fields = {name: head[name] for name in _FIELDS}
+            error, rejoins = head.get("error"), head.get("rejoins", False)
+            missed, lanes = tuple(head.get("missed", ())), tuple(head.get("lanes", ()))
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        if not whole:
+        is_sound = all(type(fields[name]) is kind for name, kind in _FIELDS.items()) and type(rejoins) is bool
+        is_sound = is_sound and all(type(rank) is int for rank in missed) and all(type(lane) is str for lane in lanes)
+        if not whole or not is_sound or not isinstance(error, dict | None):
             return None
-        return Message(**fields, payload=payload, error=head.get("error"), rejoins=head.get("rejoins", False))
+        fields |= {"rejoins": rejoins, "missed": missed, "lanes": lanes}
+        return Message(**fields, payload=payload, error=None if error is None else from_wire(error).to_wire())
 
 
 def first_error(messages: Mapping[int, Message], *, lost: CkptstoreError | None = None) -> dict[str, Any] | None:

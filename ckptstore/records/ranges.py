@@ -16,6 +16,8 @@ from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 _PACK_ABOVE_CHARS = 256
+MAX_LISTED = 1 << 20
+"""No sequence is longer, and no set but that of the live ones: a few characters can stand for billions of numbers."""
 
 
 class Run(NamedTuple):
@@ -107,10 +109,16 @@ def encode_sequence(numbers: Sequence[int]) -> str:
 def decode_sequence(text: str, *, limit: int) -> list[int]:
     """The sequence that `encode_sequence` wrote.
 
-    Raises ValueError when it is not one, or has a number above `limit` or more than `limit` numbers: so a torn or
-    hostile text costs no more memory than an honest one.
+    Raises ValueError when it is not one, or has a number above `limit` or more than `limit` numbers, or more than
+    `MAX_LISTED`: so a torn or hostile text costs no more memory than an honest one.
     """
-    return list(_expand(_decode_runs(text, limit)))
+    return list(_expand(_check_listed(_decode_runs(text, limit))))
+
+
+def _check_listed(runs: list[Run]) -> list[Run]:
+    if sum(run.length for run in runs) > MAX_LISTED:
+        raise ValueError(f"there are more than {MAX_LISTED} numbers")
+    return runs
 
 
 def _decode_runs(text: str, limit: int) -> list[Run]:
@@ -139,9 +147,10 @@ def _pack(numbers: Iterable[int]) -> str:
 
 
 def _unpack(text: str, limit: int) -> list[int]:
+    limit_bytes = 5 * min(limit, MAX_LISTED) + 1
     inflate = zlib.decompressobj()
     try:
-        data = inflate.decompress(base64.b64decode(text[1:], validate=True), 5 * limit + 1)
+        data = inflate.decompress(base64.b64decode(text[1:], validate=True), limit_bytes)
     except (zlib.error, binascii.Error) as error:
         raise ValueError(f"packed numbers cannot be unpacked: {error}") from None
     differences, value, shift = [], 0, 0

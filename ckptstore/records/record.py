@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
-from ckptstore.encoding import FORMAT_VERSION, dump_json, load_object
+from ckptstore.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, UnsupportedVersion
-from ckptstore.layout import record_key
+from ckptstore.layout import MAX_NUMBER, record_key
 from ckptstore.records.changes import (
     EMPTY,
     Change,
@@ -31,7 +31,7 @@ from ckptstore.records.changes import (
     Unpin,
     apply,
 )
-from ckptstore.records.ranges import Numbers, decode_sequence, encode_sequence
+from ckptstore.records.ranges import MAX_LISTED, Numbers, decode_sequence, encode_sequence
 
 _KINDS: Mapping[str, type[Change]] = {
     "claim": Claim,
@@ -137,12 +137,12 @@ class Record:
         value = load_object(data, file=record_key(number))
         try:
             value.pop("version")
-            if _integer(value.pop("number")) != number or number < 1:
+            if _integer(value.pop("number")) != number or not 1 <= number <= MAX_NUMBER:
                 raise ValueError("it carries another number")
             kind, encoded_state = _text(value.pop("kind")), value.pop("state")
             if kind not in _KINDS:
                 raise UnsupportedVersion(
-                    f"{record_key(number)} is of the kind {kind!r}, which this ckptstore does not know",
+                    f"{record_key(number)} is of the kind {shortened(kind)!r}, which this ckptstore does not know",
                     file=record_key(number),
                     hint="Upgrade ckptstore to use this store",
                 )
@@ -151,7 +151,7 @@ class Record:
                 change=_change_from_json(kind, value.pop("change"), limit=number),
                 previous=_text(value.pop("previous")),
                 write_id=_text(value.pop("write_id")),
-                created_at=_seconds(value.pop("created_at")),
+                created_at=check_seconds(value.pop("created_at")),
                 encoded_state=_object(encoded_state),
                 extra=value,
                 stored=bytes(data),
@@ -168,7 +168,7 @@ _NOT_A_RECORD = (KeyError, TypeError, ValueError, AttributeError, CkptstoreError
 def _damaged(number: int, error: Exception) -> NoReturn:
     file = record_key(number)
     text = error.message if isinstance(error, InvalidInput) else repr(error)
-    raise CheckpointDamaged(f"{file} is not a record of the log: {text}", file=file) from None
+    raise CheckpointDamaged(f"{file} is not a record of the log: {shortened(text)}", file=file) from None
 
 
 def _integer(value: Any) -> int:
@@ -181,12 +181,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
     return value
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{value!r} is not a time")
-    return float(value)
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -269,7 +263,7 @@ def _entry_from_json(value: dict[str, Any], limit: int) -> CheckpointEntry:
         attempt=_text(value["attempt"]),
         manifest_sha256=_text(value["manifest_sha256"]),
         kind=value["kind"],
-        created_at=_seconds(value["created_at"]),
+        created_at=check_seconds(value["created_at"]),
         metrics=_object(value["metrics"]),
         bases=tuple(decode_sequence(value["bases"], limit=limit)),
         committed_at=None if value.get("committed_at") is None else _seconds(value["committed_at"]),
@@ -301,7 +295,9 @@ def _state_from_json(encoded: Mapping[str, Any], *, limit: int) -> StoreState:
     trash = value.pop("trash", {"numbers": "", "removed_by": ""})
     numbers = Numbers.decode(trash["numbers"], limit=limit)
     removed_by = decode_sequence(trash["removed_by"], limit=limit)
-    if not pinned <= live or not numbers.isdisjoint(live):
+    if max(len(pinned), len(numbers)) > MAX_LISTED:
+        raise ValueError(f"more than {MAX_LISTED} checkpoints are pinned or in the trash")
+    if not pinned <= live or not live.isdisjoint(numbers):  # in this order: those that are live may be very many
         raise ValueError("its state contradicts itself")
     return StoreState(
         epoch=_integer(value.pop("epoch")),

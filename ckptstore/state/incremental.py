@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ckptstore.encoding import FORMAT_VERSION, load_object
+from ckptstore.encoding import FORMAT_VERSION, load_object, shortened
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.layout import check_name
 from ckptstore.state.boxes import Box
@@ -121,22 +121,35 @@ class Kept:
         try:
             return Kept(attempt, tuple(_file_from_json(entry) for entry in value["files"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointDamaged(f"{file} does not describe chunks: {error!r}", file=file) from None
+            raise CheckpointDamaged(f"{file} does not describe chunks: {shortened(repr(error))}", file=file) from None
 
 
 def _file_from_json(entry: dict[str, Any]) -> KeptFile:
     return KeptFile(
         check_name(entry["name"]),
         check_name(entry["attempt"]),
-        int(entry["size_bytes"]),
-        int(entry["crc32c"]),
-        int(entry["slab_bytes"]),
+        _number(entry["size_bytes"]),
+        _number(entry["crc32c"]),
+        _number(entry["slab_bytes"]),
         base64.b64decode(entry["slab_crcs"]),
         tuple(
-            KeptChunk(key, Box(tuple(offsets), tuple(sizes)), int(at), int(size_bytes), digest, base64.b64decode(crcs))
+            KeptChunk(
+                str(key),
+                Box(tuple(map(_number, offsets)), tuple(map(_number, sizes))),
+                _number(at),
+                _number(size_bytes),
+                str(digest),
+                base64.b64decode(crcs),
+            )
             for key, offsets, sizes, at, size_bytes, digest, crcs in entry["chunks"]
         ),
     )
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is not a number of at least 0")
+    return value
 
 
 def digests_of(chunks: Iterable[tuple[str, Box, torch.Tensor]]) -> dict[Place, str]:

@@ -286,7 +286,7 @@ class TensorIndex:
 def _values(text: bytes) -> Iterator[tuple[str, Any]]:
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"plain values are not valid JSON: {error}") from None
     if type(values) is not dict:
         raise CheckpointDamaged("plain values are not a JSON object")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptstore.digest import BLOCK_BYTES
-from ckptstore.errors import CheckpointDamaged, InvalidState, StateMismatch
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidState, StateMismatch
 from ckptstore.layout import DCP_METADATA_NAME, check_name
 from ckptstore.state import frames
 from ckptstore.state.boxes import Box, inside, overlap
@@ -65,9 +65,16 @@ class StockState:
     _opaque: dict[tuple[str, int], _Frame] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        planner = self.metadata.planner_data
-        self.paths = {key: tuple(path) for key, path in planner.items()} if isinstance(planner, dict) else {}
-        self.index = self._build_index()
+        try:
+            planner = self.metadata.planner_data
+            self.paths = {key: tuple(path) for key, path in planner.items()} if isinstance(planner, dict) else {}
+            self.index = self._build_index()
+        except CkptstoreError:
+            raise
+        except Exception as error:  # what a pickle says may be of any type, and lack anything
+            raise CheckpointDamaged(
+                f"{DCP_METADATA_NAME} is not what stock DCP writes: {error!r}", file=DCP_METADATA_NAME
+            ) from None
 
     def values(self, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
         """The plain values whose keys are wanted.

@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ckptstore.encoding import float_name
+from ckptstore.encoding import float_name, shortened
 from ckptstore.errors import CheckpointDamaged, InvalidState
 
 INLINE_BYTES = 64 << 10
@@ -172,7 +172,7 @@ class Decoder:
         except InvalidState as error:
             raise InvalidState(f"{path} {error.message}", hint=error.hint) from None
         except Exception as error:  # constructors of torch, numpy and datetime each raise their own
-            raise CheckpointDamaged(f"the value of {path} is not in the format: {error!r}") from None
+            raise CheckpointDamaged(f"the value of {path} is not in the format: {shortened(repr(error))}") from None
 
     def _decode(self, value: Any) -> Any:
         if type(value) is list:

@@ -1,6 +1,7 @@
-"""SIGKILL at every call of the storage that changes something: in a save of two ranks, in a prune, in a download.
+"""SIGKILL at calls of the storage that change something: in a save of two ranks, in a prune, in a download.
 
-A kill at a call that only reads leaves what a kill right after the last change leaves, so those are not run apart.
+A kill at a call that only reads leaves what a kill right after the last change leaves, so those are not run apart. Of a
+save this is a sample; tests/outside kills it at every system call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from ckptstore import Checkpoint, CheckpointStore, KeepLatest, open_store
 from ckptstore.testing import RanksFailed, run_ranks
 
 PARALLEL = 3
-PATIENT_SECONDS = 10.0
+PATIENT_SECONDS = 30.0
+SAMPLED = {0: 5, 1: 3}
+"""By victim: each call with this distance; the leader makes more than twice as many."""
 
 
 def sources(tmp_path: Path) -> Path:
@@ -86,16 +89,16 @@ def kill_in_save(
         shutil.rmtree(root)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("victim", SAMPLED)
 @pytest.mark.timeout(600)
-def test_a_save_killed_at_every_change(base: Path, tmp_path: Path, victim: int) -> None:
+def test_a_save_killed_at_changes_spread_over_it(base: Path, tmp_path: Path, victim: int) -> None:
     source = sources(tmp_path)
     counting = tmp_path / "counting"
     shutil.copytree(base, counting)
     num_changes = run_ranks(2, count_changes, str(counting), uuid4().hex, str(source), 2)[victim]
     assert check(counting, allowed={2}) == 2
     assert num_changes > 10
-    points = [(index, ("before", "during", "after")[index % 3]) for index in range(num_changes - 2)]
+    points = [(index, ("before", "during", "after")[index % 3]) for index in range(0, num_changes - 2, SAMPLED[victim])]
     with ThreadPoolExecutor(PARALLEL) as pool:
         outcomes = list(pool.map(lambda point: kill_in_save(base, source, victim, *point), points))
     seen = {step for step, _ in outcomes}

@@ -42,11 +42,19 @@ def test_ddp_of_two_into_other_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved", "num_ranks"), [("fsdp2", 4), ("fsdp1", 2), ("hsdp", 4)])
-def test_resharding(tmp_path: Path, saved: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("saved", "num_ranks", "loaded"),
+    [
+        ("fsdp2", 4, {1: ["plain"], 2: ["fsdp2", "ddp", "fsdp1"]}),
+        ("fsdp1", 2, {4: ["hsdp", "fsdp2"]}),
+        ("hsdp", 4, {2: ["ddp", "fsdp1", "fsdp2"]}),
+    ],
+)
+def test_resharding(tmp_path: Path, saved: str, num_ranks: int, loaded: dict[int, list[str]]) -> None:
+    """Each layout is saved, each is loaded, to fewer ranks and to more; other pairs are in tests/state."""
     root = str(tmp_path / "store")
     expected = run_ranks(num_ranks, save_as, root, saved, timeout_seconds=240)[0]
-    for world_size, layouts in ((1, ["plain"]), (2, ["fsdp2", "ddp", "fsdp1"]), (4, ["hsdp", "fsdp2"])):
+    for world_size, layouts in loaded.items():
         found = run_ranks(world_size, load_as, root, layouts, ["rank", "job", "node"], expected, timeout_seconds=240)
         assert found[0] == {key: [] for key in layouts}
 

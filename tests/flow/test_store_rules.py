@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
+import threading
 from pathlib import Path
 from uuid import uuid4
 
@@ -194,14 +194,22 @@ def test_a_resume_passes_over_what_is_not_whole_and_says_why(tmp_path: Path) -> 
 
 def test_a_crash_with_four_ranks_and_a_restart_with_two_mix_nothing(tmp_path: Path) -> None:
     root = tmp_path / "store"
+    given_up = threading.Event()
+
+    def gone(*_: object, **__: object) -> list[object]:
+        assert given_up.wait(120)
+        return []
 
     def crash(store: CheckpointStore, rank: int) -> None:
         directory = make_tree(tmp_path / f"four{rank}", {"model.pt": b"four-%d" % rank})
         if rank == 3:  # this rank answers the first exchange and then is gone
-            store._job.transfer.upload = lambda *_, **__: time.sleep(3) or []  # type: ignore[assignment, func-returns-value]
-        store.save_directory(8, directory)
+            store._job.transfer.upload = gone  # type: ignore[assignment]
+        try:
+            store.save_directory(8, directory)
+        finally:
+            given_up.set()
 
-    results = run_ranks_in_threads(4, root, crash, rank_timeout_seconds=1)
+    results = run_ranks_in_threads(4, root, crash, rank_timeout_seconds=3)
     assert all(isinstance(error, RankTimeout) for error in results[:3])
     assert results[0].ranks == (3,)
 
@@ -378,6 +386,25 @@ def test_an_interrupted_copy_goes_on_where_it_broke_off(tmp_path: Path) -> None:
         target.close()
     assert read_tree(tmp_path / "copy") == files
     assert Checkpoint.from_directory(tmp_path / "copy").verify().ok
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 100])
+def test_a_copy_that_was_killed_while_it_wrote_the_manifest_goes_on(tmp_path: Path, kept_bytes: int) -> None:
+    with open_store(tmp_path / "a") as store:
+        save(store, tmp_path, 1)
+        target = open_target(str(tmp_path / "copy"), storage_options=None)
+        copy_checkpoint(store[1]._files, target)
+        manifest = tmp_path / "copy" / "ckptstore.json"
+        torn = manifest.read_bytes()[:kept_bytes]
+        manifest.unlink()
+        manifest.write_bytes(torn)
+        copy_checkpoint(store[1]._files, target)
+        assert Checkpoint.from_directory(tmp_path / "copy").verify().ok
+        manifest.unlink()
+        manifest.write_bytes(torn + b"x")
+        with pytest.raises(InvalidInput, match="Another checkpoint"):
+            copy_checkpoint(store[1]._files, target)
+        target.close()
 
 
 def test_a_copy_refuses_a_place_that_is_taken(tmp_path: Path) -> None:

@@ -377,15 +377,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had
 sys.path.insert(0, sys.argv[2])
 from moving import *
 from ckptstore.testing.faults import wrap
-calls, finished = [], set()
+calls, finished, under_way = [], set(), threading.Lock()
 def slow(call):
     calls.append(call.verb)
+    if len(calls) >= 20 and under_way.acquire(blocking=False):
+        print("under way", flush=True)
     if (call.verb, call.phase) == ("finish", "after"):
         finished.add(call.key)
     time.sleep(0.05)
 storage = make_storage("local", Path(sys.argv[1]))
 transfer = transfer_over(wrap(storage, slow))
-print("ready", flush=True)
 try:
     transfer.upload([from_memory(f"big{n}", DATA) for n in range(50)])
 except KeyboardInterrupt:
@@ -400,8 +401,7 @@ def test_an_interrupt_stops_everything(tmp_path: Path) -> None:
     command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(Path(__file__).parent)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.5)
+    assert process.stdout.readline() == "under way\n"
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=120)
     word, calls_after, files_left = out.split()

@@ -1,0 +1,440 @@
+"""SIGKILL at every system call that changes the disk, in each flow of `killed_flows.py`; what is left is then checked.
+
+    python tests/outside/sweep.py                       every call of every flow, with a table
+    python tests/outside/sweep.py --flow save --every 5 each fifth call of one flow
+
+A kill point is the number of a call in one process and what it starts, as a run without a kill counted it. Threads make
+that number mean slightly different calls from run to run; every number is tried, and a run that ends before its number
+counts as a run without a kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+from killed_flows import LARGE, STEP
+from system_calls import NOT_ALLOWED
+
+from ckptstore import CheckpointStore, KeepLatest, StorageGroup, open_store
+from ckptstore.checkpoint import Checkpoint
+
+HERE = Path(__file__).parent
+BEFORE = 1
+"""The step of the checkpoint that is there before the flow, where it saves."""
+AFTER = 3
+QUICK_SECONDS, PATIENT_SECONDS = 3.0, 60.0
+END_SECONDS = 600.0
+OLD_SECONDS = 7 * 86400.0
+KNOWN_LEFT = re.compile(r"((log|group/[^/]+)/)?\.ckptstore-tmp-[0-9]+-[0-9a-f]+")
+"""What a killed writer leaves beside records, hints and messages: no listing of a storage shows it, so gc cannot."""
+SAVES = ("save_directory", "save", "save_async_thread", "save_async_process")
+TWO_RANKS = frozenset(SAVES)
+FLOWS = (*SAVES, "prune", "gc", "cp", "node_cache", "import")
+
+
+class NotTraced(Exception):
+    """This machine lets nobody trace."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run ended."""
+
+    statuses: list[int]
+    printed: list[str]
+    calls: list[list[str]]
+    """Of the victim: number, name, path, how it ended."""
+
+    @property
+    def killed(self) -> bool:
+        return any(call[-1] == "killed" for call in self.calls)
+
+
+@dataclass
+class Flow:
+    """One flow in a directory of its own."""
+
+    name: str
+    base: Path
+    """As it is before; each run gets a copy."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def num_ranks(self) -> int:
+        return 2 if self.name in TWO_RANKS else 1
+
+    def run(self, place: Path, victim: int, at: int | None, *, rank_timeout_seconds: float) -> Outcome:
+        """Run it in `place`, a copy of the base, with the victim traced, and killed at its `at`-th change."""
+        token, processes, log = uuid4().hex, [], place / f"calls-{uuid4().hex}"
+        env = {
+            **os.environ,
+            "RANK_TIMEOUT_SECONDS": str(rank_timeout_seconds),
+            "CKPTSTORE_CACHE_DIR": str(place / "cache"),
+            "CKPTSTORE_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "MEETING": tempfile.mkdtemp(dir=place, prefix="meeting-"),
+        }
+        try:
+            for rank in range(self.num_ranks):
+                command = [sys.executable, str(HERE / "killed_flows.py"), self.name, str(rank), str(self.num_ranks)]
+                command += [token, str(place / "store"), str(self.given(place))]
+                if rank == victim:
+                    number = [] if at is None else ["--at", str(at)]
+                    under = [item for root in self.changed(place) for item in ("--under", str(root))]
+                    tracer = [sys.executable, str(HERE / "system_calls.py"), *under, *number, "--log", str(log), "--"]
+                    command = [*tracer, *command]
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=env | ({"TRACED": "1"} if rank == victim else {}),
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                    )
+                )
+            printed = [process.communicate(timeout=END_SECONDS)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        statuses = [process.returncode for process in processes]
+        if statuses[victim] == NOT_ALLOWED:
+            raise NotTraced(printed[victim])
+        calls = [line.rsplit(" ", 1) for line in log.read_text().splitlines()]
+        return Outcome(statuses, printed, [[*head.split(" ", 2), how] for head, how in calls])
+
+    def given(self, place: Path) -> Path:
+        """The last argument of the flow."""
+        known = {"cp": place / "target", "node_cache": place / "directory"}
+        return Path(self.name.rpartition("_")[2]) if "async" in self.name else known.get(self.name, self.base / "given")
+
+    def changed(self, place: Path) -> list[Path]:
+        """The directories in which a change counts."""
+        return {"cp": [place / "target"], "node_cache": [place / "cache"]}.get(self.name, [place / "store"])
+
+    def points(self) -> list[tuple[int, int]]:
+        """All kill points: the victim, and the number of a change that has an effect."""
+        found = []
+        for victim in range(self.num_ranks):
+            with self.copied() as place:
+                outcome = self.run(place, victim, None, rank_timeout_seconds=PATIENT_SECONDS)
+                if any(outcome.statuses) or not all(text.strip().endswith("done") for text in outcome.printed):
+                    raise AssertionError(f"{self.name} fails without a kill: {outcome}")
+                self.check(place, outcome, killed=False)
+            found += [(victim, int(number)) for number, _, _, how in outcome.calls if how == "done"]
+        return found
+
+    @contextmanager
+    def copied(self) -> Iterator[Path]:
+        place = Path(tempfile.mkdtemp(dir=self.base.parent, prefix=f"{self.name}-"))
+        try:
+            for part in ("store", "directory"):
+                if (self.base / part).exists():
+                    shutil.copytree(self.base / part, place / part)
+            yield place
+        finally:
+            subprocess.run(["chmod", "-R", "u+w", str(place)], check=False)
+            shutil.rmtree(place)
+
+    def kill(self, point: tuple[int, int], *, rank_timeout_seconds: float = QUICK_SECONDS) -> str:
+        """One run with a kill; what the other rank said of it. Raises AssertionError with what is wrong."""
+        victim, number = point
+        with self.copied() as place:
+            outcome = self.run(place, victim, number, rank_timeout_seconds=rank_timeout_seconds)
+            if not outcome.killed and rank_timeout_seconds < PATIENT_SECONDS:
+                # On a busy machine the other rank gave this one up before it came so far; or it made fewer calls.
+                return self.kill(point, rank_timeout_seconds=PATIENT_SECONDS)
+            last = next((call for call in outcome.calls if call[-1] == "killed"), None)
+            try:
+                self.check(place, outcome, killed=last is not None, victim=victim)
+            except Exception as error:
+                where = f"{last[1]} {Path(last[2]).relative_to(place)}" if last else "nothing"
+                raise AssertionError(
+                    f"{self.name}, rank {victim} killed at change {number} ({where}): {type(error).__name__}: {error}\n"
+                    + "\n".join(outcome.printed)
+                ) from error
+        return outcome.printed[1 - victim].strip() if self.num_ranks == 2 else ""
+
+    def check(self, place: Path, outcome: Outcome, *, killed: bool, victim: int | None = None) -> None:
+        """What must hold after any kill."""
+        for rank, text in enumerate(outcome.printed):
+            assert rank == victim or "Traceback" not in text, text
+        _CHECKS[self.name](self, place, outcome, killed)
+
+
+def check_save(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
+    """The checkpoint before or the new one is whole; the survivor's word about it is true; life goes on."""
+    root = place / "store"
+    with open_store(root, grace_seconds=0) as reader:
+        latest = reader.latest()
+        assert latest is not None
+        assert latest.step in ((BEFORE, STEP) if killed else (STEP,))
+        for checkpoint in reader:
+            assert checkpoint.verify().ok
+            check_contents(flow, checkpoint)
+    for text in outcome.printed:
+        last = (text.strip().splitlines() or [""])[-1]
+        assert "committed=False" not in last or latest.step == BEFORE, last
+        assert last != "done" or latest.step == STEP, last
+    go_on(root, latest.step, place)
+
+
+def check_prune(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
+    with open_store(place / "store", grace_seconds=0) as reader:
+        latest = reader.latest()
+        assert latest is not None
+        assert latest.step == AFTER - 1
+        assert all(checkpoint.verify().ok for checkpoint in reader)
+    go_on(place / "store", latest.step, place)
+
+
+def check_copy(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
+    """What the target's log names is whole; the same copy goes on and ends; nothing else is left."""
+    from ckptstore.copying import copy_store, open_target
+    from ckptstore.load import files_of
+
+    target = place / "target"
+    with open_store(target) as reader:
+        for checkpoint in reader:
+            assert checkpoint.verify().ok
+    with open_store(place / "store") as source:
+        job, end = source._job, open_target(str(target), storage_options=None)
+        copy_store(job.log, job.storage, end, lambda record: files_of(job, record))
+        end.close()
+        with open_store(target) as copied:
+            assert [checkpoint.step for checkpoint in copied] == [checkpoint.step for checkpoint in source]
+            for mine, theirs in zip(copied, source, strict=True):
+                assert contents_of(mine) == contents_of(theirs)
+    go_on(target, AFTER - 1, place)
+
+
+def check_cache(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
+    """Another process gets a whole copy, and the cache holds that one alone."""
+    checkpoint = Checkpoint.from_directory(place / "directory")
+    again = flow.run(place, 0, None, rank_timeout_seconds=QUICK_SECONDS)
+    assert again.printed[0].strip().endswith("done"), again.printed
+    cache = place / "cache"
+    copies = [path for path in cache.rglob("ckptstore.json") if path.is_file()]
+    assert len(copies) == 1, copies
+    found = {str(file.relative_to(copies[0].parent)): file.read_bytes() for file in files_below(copies[0].parent)}
+    found.pop("ckptstore.json")
+    assert found == contents_of(checkpoint)
+    left = [
+        file for file in files_below(cache) if copies[0].parent not in file.parents and file.stat().st_size > 100_000
+    ]
+    assert not left, left
+
+
+def check_import(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
+    check_save(flow, place, outcome, killed)
+
+
+def check_contents(flow: Flow, checkpoint: Checkpoint) -> None:
+    if checkpoint.kind == "directory":
+        step = checkpoint.step
+        wanted = {
+            stored: data
+            for rank in (0, 1)
+            for name, data in directory_of(step, rank).items()
+            for stored in [name.replace(".", f"-rank={rank:05d}.") if name == "model.pt" else name]
+        }
+        assert contents_of(checkpoint) == wanted
+        return
+    import torch
+
+    state = {"own": torch.zeros(LARGE), "values": {"step": -1}}
+    checkpoint.load(state, include=["own", "values.step"], per_rank="first", strict=False)
+    assert state["values"]["step"] == checkpoint.step
+    assert (state["own"] == checkpoint.step * 10).all()
+
+
+_CHECKS: dict[str, Callable[[Flow, Path, Outcome, bool], None]] = {
+    **dict.fromkeys(SAVES, check_save),
+    "prune": check_prune,
+    "gc": check_prune,
+    "cp": check_copy,
+    "node_cache": check_cache,
+    "import": check_import,
+}
+
+
+def go_on(root: Path, step: int, place: Path) -> None:
+    """A new job resumes, saves and collects; then nothing is there that the log does not name."""
+    source = place / "source"
+    write_tree(source, {"model.pt": b"after", "small": b"s"})
+    with open_store(root, grace_seconds=0) as job:
+        resumed = job.resume()
+        assert resumed is not None
+        assert resumed.step == step
+        job.save_directory(AFTER, source)
+        latest = job.latest()
+        assert latest is not None
+        assert latest.step == AFTER
+    age(root)
+    with open_store(root, grace_seconds=0) as job:
+        job.prune()
+        job.collect_garbage(claim=True)
+        assert all(checkpoint.verify().ok for checkpoint in job)
+        assert job._job.log.verify_chain() == []
+        names = named_files(job)
+    there = {str(file.relative_to(root)) for file in files_below(root)}
+    logs = {name for name in there if name.startswith("log/") and name.endswith(".json")}
+    left = {name for name in there - names - logs - {"store.json", "latest.json"} if not KNOWN_LEFT.fullmatch(name)}
+    assert not left, f"gc left {sorted(left)}"
+    assert not names - there, f"{sorted(names - there)} are missing"
+    empty = [path for path in (root / "checkpoints").rglob("*") if path.is_dir() and not any(path.iterdir())]
+    assert not empty, f"gc left {empty}"
+
+
+def named_files(store: CheckpointStore) -> set[str]:
+    """Every key that belongs to a checkpoint which the log names."""
+    newest = store._job.log.newest()
+    assert newest is not None
+    found = set()
+    for record in store._job.log.records([*newest.state.live, *newest.state.trash]):
+        prefix = f"checkpoints/{record.entry.attempt}/"
+        manifest = json.loads((Path(store.uri.removeprefix("file://")) / prefix / "ckptstore.json").read_bytes())
+        found |= {prefix + entry["name"] for entry in manifest["files"]} | {prefix + "ckptstore.json"}
+    return found
+
+
+def age(root: Path) -> None:
+    """As if a week had passed: what is only transient is old now."""
+    then = time.time() - OLD_SECONDS
+    for file in files_below(root):
+        os.utime(file, (then, then), follow_symlinks=False)
+
+
+def files_below(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if not path.is_dir()]
+
+
+def contents_of(checkpoint: Checkpoint) -> dict[str, bytes]:
+    with checkpoint.as_directory() as path:
+        return {item.name: (path / item.name).read_bytes() for item in checkpoint.files}
+
+
+def directory_of(step: int, rank: int) -> dict[str, bytes]:
+    """What a rank saves as a directory."""
+    return {"model.pt": bytes([step, rank]) * 700_000, f"small{rank}": b"s%d" % step, f"d{rank}/deep": b"x"}
+
+
+def write_tree(root: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return root
+
+
+def make_flow(name: str, where: Path) -> Flow:
+    """A flow with what must be there before it."""
+    base = where / f"base-{name}"
+    store, given = base / "store", base / "given"
+    steps = (BEFORE,) if name in (*SAVES, "import") else (0, 1, AFTER - 1)
+    for step in steps:
+        sources = [write_tree(base / f"source{step}-{rank}", directory_of(step, rank)) for rank in (0, 1)]
+        save_both(store, step, sources, keep=1 if name == "prune" else 5)
+    if name == "save_directory":
+        for rank in (0, 1):
+            write_tree(given / f"rank{rank}", directory_of(STEP, rank))
+    if name == "gc":
+        orphan = "checkpoints/step-0000000009-e0001-0123abcd"
+        write_tree(store, {f"{orphan}/a": b"1" * 1000, f"{orphan}/b/c": b"2", f"{orphan}/.ckptstore-tmp-1-0a": b"3"})
+    if name == "node_cache":
+        with open_store(store) as found:
+            shutil.copytree(found[AFTER - 1].uri.removeprefix("file://"), base / "directory")
+    if name == "import":
+        import torch
+        from killed_flows import state_of
+
+        given.mkdir(parents=True)
+        state = state_of(STEP, 0)
+        torch.save(state, given / "state.pt")
+    return Flow(name, base)
+
+
+def save_both(root: Path, step: int, sources: Sequence[Path], *, keep: int) -> None:
+    token = uuid4().hex
+
+    def rank(number: int) -> None:
+        group = StorageGroup(number, 2, token)
+        with open_store(root, group=group, retention=KeepLatest(keep), grace_seconds=3600) as store:
+            store.save_directory(step, sources[number])
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank, range(2)))
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep of one flow found."""
+
+    flow: str
+    num_points: int
+    num_tried: int
+    seconds: float
+    problems: list[str]
+
+
+def sweep(name: str, where: Path, *, most: int | None = None, every: int = 1, parallel: int = 2) -> Swept:
+    """Kill a flow at its points, at each `every`-th of them, or at `most` of them evenly spread."""
+    started = time.monotonic()
+    flow = make_flow(name, where)
+    points = flow.points()
+    if most is not None:
+        every = max(1, -(-len(points) // most))
+    # The middle of each stretch: with the first of each, all victims would die at their first call.
+    chosen = points[every // 2 :: every]
+
+    def attempt(point: tuple[int, int]) -> str | None:
+        try:
+            flow.kill(point)
+        except AssertionError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(parallel) as pool:
+        problems = [problem for problem in pool.map(attempt, chosen) if problem]
+    shutil.rmtree(flow.base)
+    return Swept(name, len(points), len(chosen), time.monotonic() - started, problems)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flow", action="append", choices=FLOWS)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--parallel", type=int, default=max(2, (os.cpu_count() or 2) - 1))
+    given = parser.parse_args()
+    failed = 0
+    print(f"{'flow':20} {'calls':>6} {'killed at':>10} {'wrong':>6} {'seconds':>8}")
+    with tempfile.TemporaryDirectory(prefix="ckptstore-sweep-") as where:
+        for name in given.flow or FLOWS:
+            found = sweep(name, Path(where), every=given.every, parallel=given.parallel)
+            failed += len(found.problems)
+            print(
+                f"{name:20} {found.num_points:6} {found.num_tried:10} {len(found.problems):6} {found.seconds:8.0f}",
+                flush=True,
+            )
+            for problem in found.problems:
+                print("  " + problem.replace("\n", "\n  "), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

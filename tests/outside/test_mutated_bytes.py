@@ -1,0 +1,134 @@
+"""Mutated records, hints, manifests, indexes, messages and identities: a value or a CkptstoreError, soon, in little
+memory. The limits are those of a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from decoders import pure_targets
+from mutations import mutated
+
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, RankFailed, from_wire
+from ckptstore.group.message import Message
+from ckptstore.layout import Attempt, parse_lease_key, parse_record_key
+from ckptstore.log.hint import Hint
+from ckptstore.manifest import Manifest
+from ckptstore.records import Record
+
+DECODERS = Path(__file__).parent / "decoders.py"
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def run(count: int, first: int) -> None:
+    command = [sys.executable, str(DECODERS), "--count", str(count), "--first", str(first)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+def test_some_mutations() -> None:
+    run(5_000, first=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_thousand_mutations() -> None:
+    run(100_000, first=1_000_000)
+
+
+def test_the_same_seed_makes_the_same_bytes_and_most_are_refused() -> None:
+    samples = pure_targets()["record"].samples
+    seeds = [f"record-{number}" for number in range(200)]
+    found = [mutated(samples, seed) for seed in seeds]
+    assert found == [mutated(samples, seed) for seed in seeds]
+    assert sum(data not in samples for data in found) > 150
+
+
+def record_with(number: int, **state: object) -> bytes:
+    value = json.loads((GOLDEN / "log-v1" / "0000000001.json").read_bytes())
+    value["number"] = number
+    value["state"] |= state
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"trash": {"numbers": "1-900000000", "removed_by": "5*900000000"}},
+        {"live": "1-900000000", "pinned": "1-900000000"},
+        {"live": "1-900000000", "trash": {"numbers": "900000001-900000003", "removed_by": "5*900000000"}},
+    ],
+)
+def test_a_few_characters_that_stand_for_a_billion_numbers_are_refused(state: dict[str, object]) -> None:
+    number = 999_999_999
+    with pytest.raises(CheckpointDamaged, match=r"numbers|checkpoints"):
+        Record.decode(record_with(number, **state), number).state  # noqa: B018 - it is decoded when it is asked for
+    data = record_with(number, **state).decode()
+    assert Hint.decode(json.dumps({"version": 1, "number": number, "newest": data}).encode()) is None
+
+
+def test_a_state_is_as_quick_to_read_however_many_are_live() -> None:
+    number = 999_999_999
+    found = Record.decode(record_with(number, live="1-900000000", pinned="7", epoch=1), number)
+    assert found.state.latest == 900_000_000
+
+
+@pytest.mark.parametrize("time", ["1" * 400, "1e999", "-1", "true", '"1"', '{"$t":"float","v":"NaN"}'])
+def test_what_is_no_time_is_refused(time: str) -> None:
+    record = (GOLDEN / "log-v1" / "0000000001.json").read_text()
+    assert record.count('"created_at":') == 1
+    head, _, rest = record.partition('"created_at":')
+    with pytest.raises(CheckpointDamaged, match="not a time"):
+        Record.decode(f'{head}"created_at":{time},{rest.partition(",")[2]}'.encode(), 1)
+    manifest = json.loads((GOLDEN / "manifest-v1" / "directory.json").read_bytes())
+    text = json.dumps(manifest | {"created_at": "HERE"}).replace('"HERE"', time)
+    with pytest.raises(CheckpointDamaged, match=r"not a time|created_at is a"):
+        Manifest.decode(text.encode())
+
+
+def test_an_error_shows_the_beginning_of_a_text_of_any_length() -> None:
+    value = json.loads((GOLDEN / "log-v1" / "0000000001.json").read_bytes())
+    with pytest.raises(CheckpointDamaged) as caught:
+        Record.decode(json.dumps(value | {"write_id": ["x" * 10**6]}).encode(), 1)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        {},
+        {"code": ["x"], "message": 5},
+        {"code": "storage-full", "message": "m", "step": "1", "rank": True, "ranks": 3, "committed": "no", "file": []},
+    ],
+)
+def test_an_error_that_came_damaged_claims_nothing(wire: dict[str, object]) -> None:
+    error = from_wire(wire)
+    assert isinstance(error, CkptstoreError)
+    assert error.committed is None
+    assert (error.step, error.rank, error.file, error.ranks) == (None, None, None, ())
+
+
+def test_a_message_with_fields_of_other_types_is_none() -> None:
+    good = Message(tag="save", rank=1, world_size=2, by="me", error={"message": "m", "code": "error"}).encode()
+    message = Message.decode(good)
+    assert message is not None
+    assert message.error is not None
+    assert type(from_wire(message.error)).code == "error"
+    head = json.loads(good.partition(b"\n")[0])
+    for change in ({"rank": "1"}, {"tag": None}, {"error": "m"}, {"world_size": 2.0}):
+        assert Message.decode(json.dumps(head | change).encode() + b"\n") is None
+    assert Message.decode(b"[" * 100_000 + b"\n") is None
+    assert isinstance(from_wire({"code": "new"}), RankFailed)
+
+
+def test_names_of_the_format_have_one_spelling() -> None:
+    assert Attempt.parse("step-0000012000-e0007-3f9a1c2e") is not None
+    assert Attempt.parse("step-0000012000-e12345-3f9a1c2e") is not None
+    for name in ("step-٠٠٠٠٠١٢٠٠٠-e0007-3f9a1c2e", "step-0000012000-e00007-3f9a1c2e"):
+        assert Attempt.parse(name) is None
+    assert parse_record_key("log/٠٠٠٠٠١٢٠٠٠.json") is None
+    assert parse_lease_key("leases/٠٠٠٠٠١٢٠٠٠-a.json") is None
