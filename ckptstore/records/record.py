@@ -266,7 +266,7 @@ def _entry_from_json(value: dict[str, Any], limit: int) -> CheckpointEntry:
         created_at=check_seconds(value["created_at"]),
         metrics=_object(value["metrics"]),
         bases=tuple(decode_sequence(value["bases"], limit=limit)),
-        committed_at=None if value.get("committed_at") is None else _seconds(value["committed_at"]),
+        committed_at=None if value.get("committed_at") is None else check_seconds(value["committed_at"]),
     )
 
 

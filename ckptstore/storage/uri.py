@@ -92,12 +92,6 @@ def local_path(path: str | os.PathLike[str], what: str) -> str:
     return location.prefix
 
 
-def scheme_of(uri: str) -> str:
-    """The scheme in lower case, "" for a plain path; whatever else may be wrong with the URI."""
-    match = _URI.match(uri)
-    return match[1].lower() if match else ""
-
-
 def redact(uri: str) -> str:
     """The URI without user info and query. A plain path stays as it is."""
     if "://" not in uri:
