@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
@@ -71,7 +71,6 @@ class Flow:
     name: str
     base: Path
     """As it is before; each run gets a copy."""
-    problems: list[str] = field(default_factory=list)
 
     @property
     def num_ranks(self) -> int:
@@ -240,10 +239,6 @@ def check_cache(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None
     assert not left, left
 
 
-def check_import(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
-    check_save(flow, place, outcome, killed)
-
-
 def check_contents(flow: Flow, checkpoint: Checkpoint) -> None:
     if checkpoint.kind == "directory":
         step = checkpoint.step
@@ -269,7 +264,7 @@ _CHECKS: dict[str, Callable[[Flow, Path, Outcome, bool], None]] = {
     "gc": check_prune,
     "cp": check_copy,
     "node_cache": check_cache,
-    "import": check_import,
+    "import": check_save,
 }
 
 
