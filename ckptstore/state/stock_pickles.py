@@ -22,6 +22,7 @@ _ALLOWED: Mapping[str, frozenset[str]] = {
             "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
         }
     ),
+    "torch.distributed._shard.sharded_tensor.metadata": frozenset({"MEM_FORMAT_ENCODING", "TensorProperties"}),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
     "torch": frozenset({"Size"}),
     "torch.serialization": frozenset({"_get_layout"}),

@@ -16,6 +16,7 @@ import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.encoding import float_name
@@ -37,6 +38,13 @@ Store = Callable[[Any], str]
 """Keeps a tensor or array beside the JSON and returns its key."""
 Fetch = Callable[[str], Any]
 """Returns what was kept under a key: an array for what `Encoder` made itself, a tensor for the caller's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Bytes that a planner of DCP gave for a value, and that nobody but the planner can read."""
+
+    data: bytes
 
 
 class Encoder:
@@ -168,6 +176,8 @@ class Encoder:
                 f"{path} is a {name}, which cannot be stored exactly",
                 hint="Store what it is made of, or pass allow_pickle=True to save and again to load",
             )
+        if type(value) is Frame:
+            return _tagged("frame", self._encode_bytes(value.data))
         try:
             return _tagged("pickle", self._encode_bytes(pickle.dumps(value, protocol=4)))
         except Exception as error:  # whatever a user's __reduce__ raises
@@ -248,6 +258,11 @@ class Decoder:
 
         return numpy.frombuffer(bytearray(self._bytes(data)), _numpy_dtype(dtype)).reshape(shape)
 
+    def _frame(self, content: Any) -> Frame:
+        if not self._allow_pickle:
+            raise InvalidState("is a frame of a planner, which may run code to read it", hint="Pass allow_pickle=True")
+        return Frame(self._bytes(content))
+
     def _pickle(self, content: Any) -> Any:
         if not self._allow_pickle:
             raise InvalidState("is a pickle, which can run code when it is read", hint="Pass allow_pickle=True")
@@ -267,6 +282,20 @@ def references(value: Any) -> Iterator[str]:
                 yield content
             else:
                 stack.extend(item.values())
+
+
+def needs_code(value: Any) -> bool:
+    """Whether a JSON value holds anything that `Decoder` refuses unless pickles are allowed."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if type(item) is list:
+            stack.extend(item)
+        elif type(item) is dict:
+            if item.get(_TAG) in ("pickle", "frame"):
+                return True
+            stack.extend(item.values())
+    return False
 
 
 def _plain(item: Any) -> Any:
@@ -402,4 +431,5 @@ _DECODE_NESTED: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "numpy": Decoder._scalar,
     "ndarray": Decoder._array,
     "pickle": Decoder._pickle,
+    "frame": Decoder._frame,
 }
