@@ -292,6 +292,18 @@ def no_collectives() -> Trial:
     )
 
 
+@two("ranks", "reading what torch wrote with `use_collectives=False`")
+def read_no_collectives() -> Trial:
+    def save(writer: Any, state: dict[str, Any], planner: Any) -> None:
+        stock = dcp.FileSystemWriter(writer.checkpoint_id, sync_files=False)
+        dcp.save(state, storage_writer=stock, use_collectives=False)
+
+    rank = dist.get_rank()
+    return across(
+        state=lambda: {"t": randn(5, seed=rank), "n": rank}, blank=lambda: {"t": torch.zeros(5), "n": 9}, save=save
+    )
+
+
 def run_async(kind: AsyncCheckpointerType) -> Trial:
     def save(writer: Any, state: dict[str, Any], planner: Any) -> None:
         future: Any = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)

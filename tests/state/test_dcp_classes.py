@@ -171,6 +171,32 @@ def test_files_are_never_overwritten(tmp_path):
     assert (tmp_path / "c" / "state-rank=00000-00.distcp").read_bytes() == b"somebody's"
 
 
+def test_cached_plans_of_another_writer_are_refused(tmp_path):
+    class Caching(dcp.DefaultSavePlanner):
+        def __init__(self):
+            super().__init__(enable_plan_caching=True)
+
+    def save(writer):
+        with translated():
+            dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=Caching(), no_dist=True)
+
+    save(dcp.FileSystemWriter(tmp_path / "stock"))
+    with pytest.raises(InvalidState, match="kept the plan of another writer"):
+        save(StoreWriter(tmp_path / "a"))
+
+    class Caching(Caching):  # torch keeps plans by the name of the class
+        def __init__(self):
+            super().__init__()
+            self._cached_plans_key = "another"
+
+    save(StoreWriter(tmp_path / "b"))
+    save(StoreWriter(tmp_path / "c"))
+    with pytest.raises(InvalidInput, match="split_plain_bytes"):
+        save(StoreWriter(tmp_path / "d", split_plain_bytes=None))
+    with pytest.raises(RankFailed):  # torch's writer names its files by the plan
+        save(dcp.FileSystemWriter(tmp_path / "e"))
+
+
 def test_a_checkpoint_id_comes_back_as_it_was_given(tmp_path):
     for given in (tmp_path / "c", str(tmp_path / "c"), f"file://{tmp_path}/c"):
         assert StoreWriter(given).checkpoint_id == given
