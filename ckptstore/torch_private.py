@@ -122,6 +122,10 @@ REBUILDERS = frozenset({("torch._utils", "_rebuild_tensor_v2"), ("torch._utils",
 """What the pickle of a tensor names for making it; it is recognised, not called."""
 
 
+SHARDED_TENSOR_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
+"""The module whose TensorProperties `.metadata` of older torch has."""
+
+
 def tensor_rebuilders() -> tuple[Any, Any]:
     """The functions that a file of `torch.save` names for making a tensor from a storage: with the dtype that the
     storage's class tells, and with one that is given."""
