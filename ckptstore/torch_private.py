@@ -96,6 +96,21 @@ def is_wrapper(tensor: Any) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
+def cached_plans(plans: Any) -> list[Any]:
+    """The plans of all ranks to which these belong, where a planner that caches plans gave the changed ones alone.
+
+    Empty when no planner of this process keeps a list of as many plans with one of these in it.
+    """
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    for known in SavePlanner._cached_global_plan.values():
+        if len(known) == len(plans) and all(
+            mine is given for mine, given in zip(known, plans, strict=True) if given.usable
+        ):
+            return list(known)
+    return []
+
+
 def storage_info_class() -> Any:
     """The class that stock DCP has in `.metadata` for where an item lies: made from file, offset and length."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -105,6 +120,10 @@ def storage_info_class() -> Any:
 
 REBUILDERS = frozenset({("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")})
 """What the pickle of a tensor names for making it; it is recognised, not called."""
+
+
+SHARDED_TENSOR_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
+"""The module whose TensorProperties `.metadata` of older torch has."""
 
 
 def tensor_rebuilders() -> tuple[Any, Any]:

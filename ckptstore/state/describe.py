@@ -180,6 +180,8 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the bytes of a tensor lie in this process's memory, one after another, as they are to be stored."""
+    if type(tensor) not in PLAIN_TYPES and not tensor.data_ptr():
+        return False  # a subclass that keeps them elsewhere
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -188,6 +190,9 @@ def view_of(tensor: torch.Tensor) -> memoryview:
     size_bytes = tensor.numel() * tensor.element_size()
     if not size_bytes:
         return memoryview(b"")
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() == 0 or tensor.storage_offset() * tensor.element_size() + size_bytes > storage.nbytes():
+        raise InvalidState("a tensor's memory has been given back, or is smaller than the tensor")
     return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
 
 

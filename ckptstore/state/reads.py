@@ -129,7 +129,7 @@ def fill(target: torch.Tensor, data: memoryview, strides: tuple[int, ...]) -> No
     """Copy a box, which lies in `data` with these strides, into memory of its shape."""
     size_bytes = target.numel() * target.element_size()
     if size_bytes == len(data) and is_plain_memory(target):
-        ctypes.memmove(target.data_ptr(), _address(data), size_bytes)
+        view_of(target)[:] = data
         return
     is_aligned = _address(data) % target.element_size() == 0
     aligned = torch.frombuffer(data if is_aligned else bytearray(data), dtype=torch.uint8).view(target.dtype)

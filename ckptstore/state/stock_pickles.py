@@ -13,7 +13,7 @@ import torch
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.layout import DCP_METADATA_NAME
 from ckptstore.state.boxes import Box, strides_of
-from ckptstore.torch_private import REBUILDERS
+from ckptstore.torch_private import REBUILDERS, SHARDED_TENSOR_METADATA
 
 _ALLOWED: Mapping[str, frozenset[str]] = {
     "torch.distributed.checkpoint.metadata": frozenset(
@@ -22,6 +22,7 @@ _ALLOWED: Mapping[str, frozenset[str]] = {
             "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
         }
     ),
+    SHARDED_TENSOR_METADATA: frozenset({"MEM_FORMAT_ENCODING", "TensorProperties"}),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
     "torch": frozenset({"Size"}),
     "torch.serialization": frozenset({"_get_layout"}),

@@ -147,7 +147,7 @@ class StoredState:
 
             def fetch(name: str, rank: int = rank) -> Any:
                 tensor = arrays.get((name, rank))
-                return TensorRef(name) if tensor is None else tensor.numpy()
+                return TensorRef(name) if tensor is None else tensor
 
             found[key] = Decoder(fetch, allow_pickle=self.allow_pickle).decode(value, path=key)
         return found

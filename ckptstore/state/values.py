@@ -16,10 +16,12 @@ import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.encoding import float_name, shortened
 from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore.state.wrapped import Label, Part, Wrapped
 
 INLINE_BYTES = 64 << 10
 """Byte strings and arrays above this travel as tensors."""
@@ -36,6 +38,13 @@ Store = Callable[[Any], str]
 """Keeps a tensor or array beside the JSON and returns its key."""
 Fetch = Callable[[str], Any]
 """Returns what was kept under a key: an array for what `Encoder` made itself, a tensor for the caller's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Bytes that a planner of DCP gave for a value, and that nobody but the planner can read."""
+
+    data: bytes
 
 
 class Encoder:
@@ -84,6 +93,8 @@ class Encoder:
         try:
             if kind is dict:
                 return self._encode_dict(value, path)
+            if kind is Wrapped:
+                return self._encode_wrapped(value, path)
             if kind is list or kind is tuple:
                 items = self._encode_items(value, path)
                 return items if kind is list else _tagged("tuple", items)
@@ -113,6 +124,20 @@ class Encoder:
         if all(type(key) is str for key in value) and _TAG not in value:
             return {key: self._encode(item, f"{path}.{key}") for key, item in value.items()}
         return _tagged("dict", self._encode_pairs(value, path))
+
+    def _encode_wrapped(self, value: Wrapped, path: str) -> Any:
+        label = value.label
+        return _tagged(
+            "wrapper",
+            {
+                "class": label.kind,
+                "context": label.context,
+                "dtype": label.dtype,
+                "shape": list(label.shape),
+                "part": None if label.part is None else list(map(_plain, label.part)),
+                "tensors": [[name, self._encode(item, f"{path}.{name}")] for name, item in value.items()],
+            },
+        )
 
     def _encode_pairs(self, value: dict[Any, Any], path: str) -> list[Any]:
         return [
@@ -151,6 +176,8 @@ class Encoder:
                 f"{path} is a {name}, which cannot be stored exactly",
                 hint="Store what it is made of, or pass allow_pickle=True to save and again to load",
             )
+        if type(value) is Frame:
+            return _tagged("frame", self._encode_bytes(value.data))
         try:
             return _tagged("pickle", self._encode_bytes(pickle.dumps(value, protocol=4)))
         except Exception as error:  # whatever a user's __reduce__ raises
@@ -211,6 +238,14 @@ class Decoder:
         factory, pairs = content
         return defaultdict(None if factory is None else _FACTORIES[factory], self._pairs(pairs))
 
+    def _wrapped(self, content: Any) -> Wrapped:
+        part = content["part"]
+        if part is not None:
+            key, offsets, shape = part
+            part = Part(key, tuple(offsets), tuple(shape))
+        label = Label(content["class"], content["context"], content["dtype"], tuple(content["shape"]), part)
+        return Wrapped(dict(self._pairs(content["tensors"])), label)
+
     def _scalar(self, content: Any) -> Any:
         dtype, data = content
         import numpy
@@ -222,6 +257,11 @@ class Decoder:
         import numpy
 
         return numpy.frombuffer(bytearray(self._bytes(data)), _numpy_dtype(dtype)).reshape(shape)
+
+    def _frame(self, content: Any) -> Frame:
+        if not self._allow_pickle:
+            raise InvalidState("is a frame of a planner, which may run code to read it", hint="Pass allow_pickle=True")
+        return Frame(self._bytes(content))
 
     def _pickle(self, content: Any) -> Any:
         if not self._allow_pickle:
@@ -242,6 +282,24 @@ def references(value: Any) -> Iterator[str]:
                 yield content
             else:
                 stack.extend(item.values())
+
+
+def needs_code(value: Any) -> bool:
+    """Whether a JSON value holds anything that `Decoder` refuses unless pickles are allowed."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if type(item) is list:
+            stack.extend(item)
+        elif type(item) is dict:
+            if item.get(_TAG) in ("pickle", "frame"):
+                return True
+            stack.extend(item.values())
+    return False
+
+
+def _plain(item: Any) -> Any:
+    return list(item) if isinstance(item, tuple) else item
 
 
 def _tagged(kind: str, content: Any) -> dict[str, Any]:
@@ -328,7 +386,7 @@ def _decode_datetime(fields: list[Any]) -> datetime.datetime:
     return datetime.datetime(*fields[:3], *clock, **rest)
 
 
-_CONTAINERS = frozenset({list, tuple, dict, set, frozenset, slice, OrderedDict, Counter, defaultdict})
+_CONTAINERS = frozenset({list, tuple, dict, set, frozenset, slice, OrderedDict, Counter, defaultdict, Wrapped})
 
 _SIMPLE: Mapping[type, Callable[[Any], tuple[str, Any]]] = {
     complex: lambda value: ("complex", [value.real.hex(), value.imag.hex()]),
@@ -364,6 +422,7 @@ _DECODE_NESTED: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "OrderedDict": lambda self, content: OrderedDict(self._pairs(content)),
     "Counter": lambda self, content: Counter(dict(self._pairs(content))),
     "defaultdict": Decoder._defaultdict,
+    "wrapper": Decoder._wrapped,
     "bytes": Decoder._bytes,
     "bytearray": lambda self, content: bytearray(self._bytes(content)),
     "ints": Decoder._numbers,
@@ -372,4 +431,5 @@ _DECODE_NESTED: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "numpy": Decoder._scalar,
     "ndarray": Decoder._array,
     "pickle": Decoder._pickle,
+    "frame": Decoder._frame,
 }

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from saving import bits, save_plain
 from test_stock_interop import VALUES, assert_same, blank, many_tensors
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -25,6 +25,8 @@ from ckptstore.errors import (
 )
 from ckptstore.state import StoreReader, StoreWriter, translated
 from ckptstore.state.dcp_target import DirectoryTarget
+from ckptstore.state.describe import view_of
+from ckptstore.state.stock_pickles import load_metadata
 from ckptstore.storage.local import LocalStorage
 from ckptstore.testing.faults import FailAt, wrap
 from ckptstore.testing.ranks import run_ranks
@@ -132,13 +134,104 @@ class Unsafe:
     __hash__ = None
 
 
-def test_values_that_are_code_are_for_stock_alone(tmp_path):
-    dcp.save({"w": torch.ones(2), "odd": Unsafe()}, storage_writer=StoreWriter(tmp_path / "c"), no_dist=True)
+def test_values_that_are_code_are_refused_unless_both_sides_allow_them(tmp_path):
+    made = {"w": torch.ones(2), "odd": Unsafe()}
+    with pytest.raises(InvalidState, match=r"odd is a .*Unsafe"), translated():
+        dcp.save(made, storage_writer=StoreWriter(tmp_path / "refused"), no_dist=True)
+    assert not (tmp_path / "refused").exists()
+    dcp.save(made, storage_writer=StoreWriter(tmp_path / "c", allow_pickle=True), no_dist=True)
     state = {"w": torch.zeros(2), "odd": None}
-    dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert state["odd"] == Unsafe()
-    with pytest.raises((CkptstoreError, RuntimeError, CheckpointException), match="odd"):
+    with pytest.raises(InvalidState, match="odd needs code"), translated():
         dcp.load(state, storage_reader=StoreReader(tmp_path / "c"), no_dist=True)
+    dcp.load({"w": torch.zeros(2)}, storage_reader=StoreReader(tmp_path / "c"), no_dist=True)
+    for reader in (StoreReader(tmp_path / "c", allow_pickle=True), dcp.FileSystemReader(tmp_path / "c")):
+        state = {"w": torch.zeros(2), "odd": None}
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        assert state["odd"] == Unsafe()
+
+
+def test_what_was_not_checked_is_not_written_to():
+    freed = torch.ones(1000)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(InvalidState, match="memory"):
+        view_of(freed)
+
+
+def test_files_are_never_overwritten(tmp_path):
+    writer = StoreWriter(tmp_path / "c")
+    writer.set_up_storage_writer(True, rank=0)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "state-rank=00000-00.distcp").write_bytes(b"somebody's")
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner({"w": torch.ones(2)}, None, True)
+    plans, _ = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    with pytest.raises(StorageError, match="is there already, and is not overwritten"):
+        writer.write_data(planner.finish_plan(plan), planner)
+    assert (tmp_path / "c" / "state-rank=00000-00.distcp").read_bytes() == b"somebody's"
+
+
+def test_cached_plans_of_another_writer_are_refused(tmp_path):
+    class Caching(dcp.DefaultSavePlanner):
+        def __init__(self):
+            super().__init__(enable_plan_caching=True)
+
+    def save(writer):
+        with translated():
+            dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=Caching(), no_dist=True)
+
+    save(dcp.FileSystemWriter(tmp_path / "stock"))
+    with pytest.raises(InvalidState, match="kept the plan of another writer"):
+        save(StoreWriter(tmp_path / "a"))
+
+    class Caching(Caching):  # torch keeps plans by the name of the class
+        def __init__(self):
+            super().__init__()
+            self._cached_plans_key = "another"
+
+    save(StoreWriter(tmp_path / "b"))
+    save(StoreWriter(tmp_path / "c"))
+    with pytest.raises(InvalidInput, match="split_plain_bytes"):
+        save(StoreWriter(tmp_path / "d", split_plain_bytes=None))
+    with pytest.raises(RankFailed):  # torch's writer names its files by the plan
+        save(dcp.FileSystemWriter(tmp_path / "e"))
+
+
+def test_a_checkpoint_id_comes_back_as_it_was_given(tmp_path):
+    for given in (tmp_path / "c", str(tmp_path / "c"), f"file://{tmp_path}/c"):
+        assert StoreWriter(given).checkpoint_id == given
+        assert StoreReader(given).checkpoint_id == given
+    assert StoreReader("s3://user:secret@bucket/c").checkpoint_id == "s3://bucket/c"
+
+
+def test_properties_of_older_torch_are_read(written):
+    old = pickle.loads((written / ".metadata").read_bytes())
+    for entry in old.state_dict_metadata.values():
+        if hasattr(entry, "properties"):
+            entry.properties = OldProperties(dtype=entry.properties.dtype)
+    assert b"sharded_tensor.metadata" in pickle.dumps(old)
+    assert load_metadata(pickle.dumps(old)).state_dict_metadata.keys() == old.state_dict_metadata.keys()
+
+
+def test_damaged_metadata_is_noticed(written, tmp_path):
+    shutil.copytree(written, tmp_path / "copy")
+    path = tmp_path / "copy" / ".metadata"
+    data = path.read_bytes().replace(b"nested", b"nestet")
+    path.chmod(0o644)
+    path.write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match="metadata is damaged"):
+        StoreReader(tmp_path / "copy").read_metadata()
+    shutil.copy(path, tmp_path / "copy" / "__0.metadata")  # where torch looks next
+    with pytest.raises(RankFailed, match="metadata is damaged"), translated():
+        load_ours(tmp_path / "copy", many_tensors())
+
+
+def test_without_paths_nothing_is_left_out_silently(tmp_path):
+    path = save_plain(tmp_path, {"w": torch.ones(3)}, VALUES, stock_readable=False)
+    paths = StoreReader(path).read_metadata().planner_data
+    for ask in (paths.__getitem__, paths.get):
+        with pytest.raises(InvalidState, match="the path of w is not known"):
+            ask("w")
 
 
 def test_writer_and_reader_survive_pickling_while_in_use(written):
@@ -146,7 +239,7 @@ def test_writer_and_reader_survive_pickling_while_in_use(written):
     reader.read_metadata()
     assert pickle.loads(pickle.dumps(reader)).checkpoint_id == reader.checkpoint_id
     writer = StoreWriter(written)
-    assert writer.checkpoint_id.endswith("checkpoint")
+    assert writer.checkpoint_id == written
     assert pickle.loads(pickle.dumps(writer)).checkpoint_id == writer.checkpoint_id
 
 

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckptstore import InvalidMetric, InvalidStep, KeepBest, StoreFenced, open_store
 from ckptstore.state import StoreReader, StoreWriter, translated
+from ckptstore.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -76,3 +77,32 @@ def test_an_asynchronous_dcp_save(tmp_path: Path) -> None:
         finally:
             torch.distributed.destroy_process_group()
         assert store[1].verify().ok
+
+
+def cached_saves(root: str) -> dict[str, Any]:
+    """What two ranks do: saves of several steps into one store, with cached plans."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    with open_store(root) as store:
+        for step in (1, 2, 3):
+            mine = {f"of {rank}": torch.full((9,), step)} if step == 3 else {}
+            every = {"w": torch.full((600_000,), float(step)), "n": step, **mine}
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+            with translated():
+                dcp.save(every, storage_writer=StoreWriter(store.dcp_target(), step=step), planner=planner)
+        found = {}
+        for step in (1, 2, 3):
+            read: dict[str, Any] = {"w": torch.zeros(600_000), "n": 0}
+            dcp.load(read, storage_reader=StoreReader(store[step].uri))
+            keys = sorted(StoreReader(store[step].uri).read_metadata().state_dict_metadata)
+            found[str(step)] = store[step].verify().ok, read["w"].unique().tolist(), read["n"], keys
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def test_cached_plans_never_lead_into_an_earlier_checkpoint(tmp_path: Path) -> None:
+    for found in run_ranks(2, cached_saves, str(tmp_path / "store")):
+        assert found == {str(step): (True, [float(step)], step, KEYS[step]) for step in (1, 2, 3)}
+
+
+KEYS = {1: ["n", "w"], 2: ["n", "w"], 3: ["n", "of 0", "of 1", "w"]}
