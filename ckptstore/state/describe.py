@@ -26,7 +26,7 @@ from ckptstore.state.placement import (
     group_of,
     is_distributed,
     pieces_of,
-    replicas_of,
+    sharers_of,
 )
 from ckptstore.state.values import Encoder
 from ckptstore.torch_private import is_wrapper
@@ -70,8 +70,8 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
         one = by_key[first]
         found.items.append(
             Item(
-                key, one.mode, one.dtype, one.shape, one.boxes, one.replicas, one.position, one.mesh,
-                group=one.group, tied_to=first, digest=one.digest,
+                key, one.mode, one.dtype, one.shape, one.boxes, one.sharers, one.position, one.group,
+                tied_to=first, digest=one.digest,
             )
         )  # fmt: skip
         found.memory[key] = found.memory[first]
@@ -131,10 +131,11 @@ def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: boo
     boxes = tuple(piece.box for piece in pieces)
     if is_distributed(tensor):
         found.memory[key] = tuple(_checked(piece.tensor, key) for piece in pieces)
-        count, position, mesh = replicas_of(tensor) if isinstance(tensor, DTensor) else (1, 0, "")
-        mode = Mode.MESH if count > 1 else Mode.SHARD
-        mesh = mesh if count > 1 else ""
-        found.items.append(Item(key, mode, dtype, shape, boxes, count, position, mesh, group_of(tensor)))
+        count, sharers, position = sharers_of(tensor) if isinstance(tensor, DTensor) else (1, (), 0)
+        if count > 1:
+            found.items.append(Item(key, Mode.MESH, dtype, shape, boxes, sharers, position, group_of(tensor)))
+        else:
+            found.items.append(Item(key, Mode.SHARD, dtype, shape, boxes, group=group_of(tensor)))
         return
     found.memory[key] = tuple(piece.tensor for piece in pieces)
     mode, digest = Mode.LOWEST, b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, product
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +29,13 @@ class Piece(NamedTuple):
     tensor: torch.Tensor
 
 
-class Replicas(NamedTuple):
-    """How many ranks have the same pieces of a DTensor, which of them this one is, and what they share."""
+class Sharers(NamedTuple):
+    """The ranks that have the same pieces of a DTensor by its mesh, and which of them this one is. No ranks for one
+    outside of the mesh."""
 
-    ranks: int
+    num_ranks: int
+    ranks: tuple[int, ...]
     position: int
-    mesh: str
 
 
 def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
@@ -56,15 +58,21 @@ def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
     return [Piece(whole(tuple(tensor.shape)), tensor.detach())] if tensor.numel() else []
 
 
-def replicas_of(tensor: DTensor) -> Replicas:
-    """Who else has the pieces of a DTensor."""
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    dims = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
-    count, position = 1, 0
-    for dim in dims:
-        size = mesh.size(dim)
-        count, position = count * size, position * size + (coordinate[dim] if coordinate else 0)
-    return Replicas(count, position, f"{mesh.device_type}{tuple(mesh.shape)}{mesh.mesh_dim_names}{dims}")
+def sharers_of(tensor: DTensor) -> Sharers:
+    """Who else has the pieces of a DTensor. Its mesh says who may; not all of them need have the tensor."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    dims = tuple(dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate))
+    return _sharers(tensor.device_mesh, None if coordinate is None else tuple(coordinate), dims)
+
+
+@lru_cache(maxsize=256)
+def _sharers(mesh: DeviceMesh, coordinate: tuple[int, ...] | None, dims: tuple[int, ...]) -> Sharers:
+    count = prod(mesh.size(dim) for dim in dims)
+    if coordinate is None:
+        return Sharers(count, (), 0)
+    place = tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))
+    ranks = tuple(mesh.mesh[place].reshape(-1).tolist())
+    return Sharers(count, ranks, ranks.index(int(mesh.mesh[coordinate])))
 
 
 def group_of(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ckptstore.digest import crc32c
-from ckptstore.errors import CheckpointDamaged, InvalidState, StorageError
+from ckptstore.errors import StorageError
 from ckptstore.group import Beat, Group
 from ckptstore.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt
 from ckptstore.manifest import Receipt
@@ -20,12 +20,13 @@ from ckptstore.shard import Agreed, Contents
 from ckptstore.sources import MemorySource, Source
 from ckptstore.state.agree import Agreement, Negotiator, agreement_of_one
 from ckptstore.state.collector import collector_paused
+from ckptstore.state.coverage import Expected
 from ckptstore.state.describe import Described, describe
 from ckptstore.state.flatten import FlatState
 from ckptstore.state.incremental import Kept, KeptFile, kept_file_name
 from ckptstore.state.index import TensorIndex
 from ckptstore.state.index_file import INDEX_NAME, join_parts
-from ckptstore.state.items import Item
+from ckptstore.state.items import Item, Structure
 from ckptstore.state.plan import plan_rank
 from ckptstore.state.shard_files import ShardFiles
 from ckptstore.state.stock_write import MAX_CHUNKS, stock_frames, stock_metadata
@@ -92,6 +93,7 @@ class StateShard:
         """What a next incremental save may take over, once this one is committed."""
         self._paths: dict[str, tuple[str | int, ...]] = {}
         self._files: ShardFiles | None = None
+        self._expected = Expected()
         self.sources: list[tuple[str, Source]] = []
         """Name and source of each file that this rank will write. A staged copy may take a source's place until the
         story stores them."""
@@ -116,10 +118,11 @@ class StateShard:
             return group.exchange(tag, lambda _beat: work(), lambda posts, _beat: join(posts))
 
         if group.world_size == 1:
-            look()
             agreement = agreement_of_one()
+            self._expected = Expected.of([Structure.of(look())], [0])
         else:
             agreement = negotiator.agree(look, exchange)
+            self._expected = negotiator.expected
         plan = plan_rank(found.items, agreement, group.rank)
         self._files = ShardFiles(
             found,
@@ -179,22 +182,16 @@ class StateShard:
         return b"".join([_LENGTH.pack(len(packed)), packed, part])
 
     def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
-        """Leader: check that every tensor is there exactly once, and write the index and, if asked for, `.metadata`.
+        """Leader: check that everything that any rank has is there, and write the index and, if asked for, `.metadata`.
 
-        Raises InvalidState when ranks that disagree on the state left a hole.
+        Raises InvalidState, with keys and ranks, when ranks that disagree on the state left a hole.
         """
         heads, parts = zip(*(_unpacked(data) for data in stored), strict=True)
         receipts = [Receipt.from_json(entry) for head in heads for entry in head["receipts"]]
         joined = join_parts(parts)
         index = TensorIndex.decode(joined)
         index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
-        try:
-            index.check_complete()
-        except CheckpointDamaged as error:
-            raise InvalidState(
-                f"{error.message}: the ranks differ in what they have of it",
-                hint="All ranks must give the same structure for what they share",
-            ) from None
+        self._expected.check(index)
         beat()
         written = {INDEX_NAME: joined}
         if self._options.stock_readable is True or (self._options.stock_readable and index.num_chunks <= MAX_CHUNKS):
