@@ -22,6 +22,7 @@ from ckptstore.state.agree import Agreement, Negotiator, agreement_of_one
 from ckptstore.state.collector import collector_paused
 from ckptstore.state.coverage import Expected
 from ckptstore.state.describe import Described, describe
+from ckptstore.state.device import Launched
 from ckptstore.state.flatten import FlatState
 from ckptstore.state.incremental import Kept, KeptFile, kept_file_name
 from ckptstore.state.index import TensorIndex
@@ -94,6 +95,8 @@ class StateShard:
         self._paths: dict[str, tuple[str | int, ...]] = {}
         self._files: ShardFiles | None = None
         self._expected = Expected()
+        self.launched = Launched(())
+        """What the devices have to finish before the bytes of the state are final."""
         self.sources: list[tuple[str, Source]] = []
         """Name and source of each file that this rank will write. A staged copy may take a source's place until the
         story stores them."""
@@ -123,6 +126,7 @@ class StateShard:
         else:
             agreement = negotiator.agree(look, exchange)
             self._expected = negotiator.expected
+        self.launched = Launched({tensor.device for boxes in found.memory.values() for tensor in boxes})
         plan = plan_rank(found.items, agreement, group.rank)
         self._files = ShardFiles(
             found,
@@ -160,6 +164,7 @@ class StateShard:
     def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
         """Write this rank's files, and give the leader the receipts and this rank's part of the index."""
         assert self._files is not None
+        self.launched.wait()  # threads of the upload copy beside the stream of the caller
         receipts = self._take_over(attempt, self._files.kept)
         files = [PlannedFile(attempt.key(name), source) for name, source in self.sources]
         stored = self._upload(files, beat=beat)
