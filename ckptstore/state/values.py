@@ -20,6 +20,7 @@ from typing import Any
 
 from ckptstore.encoding import float_name
 from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore.state.wrapped import Label, Part, Wrapped
 
 INLINE_BYTES = 64 << 10
 """Byte strings and arrays above this travel as tensors."""
@@ -84,6 +85,8 @@ class Encoder:
         try:
             if kind is dict:
                 return self._encode_dict(value, path)
+            if kind is Wrapped:
+                return self._encode_wrapped(value, path)
             if kind is list or kind is tuple:
                 items = self._encode_items(value, path)
                 return items if kind is list else _tagged("tuple", items)
@@ -113,6 +116,20 @@ class Encoder:
         if all(type(key) is str for key in value) and _TAG not in value:
             return {key: self._encode(item, f"{path}.{key}") for key, item in value.items()}
         return _tagged("dict", self._encode_pairs(value, path))
+
+    def _encode_wrapped(self, value: Wrapped, path: str) -> Any:
+        label = value.label
+        return _tagged(
+            "wrapper",
+            {
+                "class": label.kind,
+                "context": label.context,
+                "dtype": label.dtype,
+                "shape": list(label.shape),
+                "part": None if label.part is None else list(map(_plain, label.part)),
+                "tensors": [[name, self._encode(item, f"{path}.{name}")] for name, item in value.items()],
+            },
+        )
 
     def _encode_pairs(self, value: dict[Any, Any], path: str) -> list[Any]:
         return [
@@ -211,6 +228,14 @@ class Decoder:
         factory, pairs = content
         return defaultdict(None if factory is None else _FACTORIES[factory], self._pairs(pairs))
 
+    def _wrapped(self, content: Any) -> Wrapped:
+        part = content["part"]
+        if part is not None:
+            key, offsets, shape = part
+            part = Part(key, tuple(offsets), tuple(shape))
+        label = Label(content["class"], content["context"], content["dtype"], tuple(content["shape"]), part)
+        return Wrapped(dict(self._pairs(content["tensors"])), label)
+
     def _scalar(self, content: Any) -> Any:
         dtype, data = content
         import numpy
@@ -242,6 +267,10 @@ def references(value: Any) -> Iterator[str]:
                 yield content
             else:
                 stack.extend(item.values())
+
+
+def _plain(item: Any) -> Any:
+    return list(item) if isinstance(item, tuple) else item
 
 
 def _tagged(kind: str, content: Any) -> dict[str, Any]:
@@ -328,7 +357,7 @@ def _decode_datetime(fields: list[Any]) -> datetime.datetime:
     return datetime.datetime(*fields[:3], *clock, **rest)
 
 
-_CONTAINERS = frozenset({list, tuple, dict, set, frozenset, slice, OrderedDict, Counter, defaultdict})
+_CONTAINERS = frozenset({list, tuple, dict, set, frozenset, slice, OrderedDict, Counter, defaultdict, Wrapped})
 
 _SIMPLE: Mapping[type, Callable[[Any], tuple[str, Any]]] = {
     complex: lambda value: ("complex", [value.real.hex(), value.imag.hex()]),
@@ -364,6 +393,7 @@ _DECODE_NESTED: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "OrderedDict": lambda self, content: OrderedDict(self._pairs(content)),
     "Counter": lambda self, content: Counter(dict(self._pairs(content))),
     "defaultdict": Decoder._defaultdict,
+    "wrapper": Decoder._wrapped,
     "bytes": Decoder._bytes,
     "bytearray": lambda self, content: bytearray(self._bytes(content)),
     "ints": Decoder._numbers,
