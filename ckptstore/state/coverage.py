@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
 
 from ckptstore.errors import InvalidState
 from ckptstore.group.base import spoken
-from ckptstore.state.index import TensorIndex
+from ckptstore.state.index import TensorIndex, are_apart
 from ckptstore.state.items import Structure
 
 _SHOWN = 5
@@ -34,14 +37,15 @@ class Expected:
         return Expected(tuple(classes), keys)
 
     def ranks_of(self, key: str) -> list[int]:
-        """The ranks that have a key."""
-        numbers = self.keys.get(key, ())
+        """The ranks that have a key, or parts of it."""
+        parts = (numbers for name, numbers in self.keys.items() if name.startswith(f"{key}@"))
+        numbers = self.keys.get(key) or {number for part in parts for number in part}
         return [rank for rank, number in enumerate(self.classes) if number in numbers]
 
     def check(self, index: TensorIndex) -> None:
         """Raise InvalidState, with keys and ranks, unless every key is there for each rank that has it, and every
         tensor with all its elements, once."""
-        holes = index.incomplete()
+        holes = [*index.incomplete(), *_torn(index)]
         if holes:
             raise _refusal(f"the chunks of {self._words(holes)} do not cover the tensor exactly once")
         lost = self._lost(index)
@@ -59,6 +63,24 @@ class Expected:
         every = list(keys)
         shown = [f"{key} ({spoken(ranks)})" if (ranks := self.ranks_of(key)) else key for key in every[:_SHOWN]]
         return ", ".join(shown) + (f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else "")
+
+
+def _torn(index: TensorIndex) -> list[str]:
+    """The distributed tensors whose wrapped parts do not cover them exactly once."""
+    parts: dict[str, list[tuple[list[int], list[int]]]] = {}
+    shapes: dict[str, list[int]] = {}
+    for value in index.common_values().values():
+        if isinstance(value, dict) and value.get("$t") == "wrapper" and value["v"]["part"]:
+            key, offsets, shape = value["v"]["part"]
+            parts.setdefault(key, []).append((offsets, value["v"]["shape"]))
+            shapes[key] = shape
+    return [key for key, boxes in parts.items() if not _is_covered(shapes[key], boxes)]
+
+
+def _is_covered(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> bool:
+    places = np.array(boxes, np.int64)
+    is_full = int(places[:, 1].prod(axis=1).sum()) == prod(shape)
+    return is_full and (len(boxes) == 1 or are_apart(np.array(shape, np.int64), places[:, 0], places[:, 1]))
 
 
 def _refusal(what: str) -> InvalidState:

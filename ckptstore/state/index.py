@@ -273,7 +273,7 @@ class TensorIndex:
         if high - low <= 1 or not volume:
             return True
         boxes = self._numbers[self._box[low:high][:, None] + np.arange(2 * dims)]
-        return _are_apart(np.array(entry.shape, np.int64), boxes[:, :dims], boxes[:, dims:])
+        return are_apart(np.array(entry.shape, np.int64), boxes[:, :dims], boxes[:, dims:])
 
     def check_files(self, sizes_bytes: Mapping[str, int]) -> None:
         """Raise CheckpointDamaged when a region lies outside its file, or the file is not known."""
@@ -335,7 +335,7 @@ def _entries_of(part: Part) -> Iterator[TensorEntry]:
         yield TensorEntry(fqn, DTYPE_NAMES[dtype], shape, bool(flags & PER_RANK), bool(flags & BESIDE_VALUE))
 
 
-def _are_apart(shape: Any, offsets: Any, sizes: Any) -> bool:
+def are_apart(shape: Any, offsets: Any, sizes: Any) -> bool:
     """Whether no two boxes share an element."""
     varying = np.flatnonzero((sizes != shape).any(axis=0))
     if len(varying) == 1:
