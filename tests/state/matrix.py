@@ -18,8 +18,7 @@ from ckptstore.state.apply import collect
 def _groups(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     """Two parameter groups with settings of their own, and a frozen parameter."""
     named = dict(model.named_parameters())
-    frozen = next(item for name, item in named.items() if name.endswith("up.bias"))
-    frozen.requires_grad_(False)
+    frozen = next(item for item in named.values() if not item.requires_grad)
     norms = [item for name, item in named.items() if "norm" in name]
     others = [item for item in named.values() if all(item is not norm for norm in [*norms, frozen])]
     return [torch.optim.AdamW([{"params": norms, "weight_decay": 0.0}, {"params": [*others, frozen], "lr": 0.02}])]
@@ -52,7 +51,9 @@ class Trial:
 
     def __init__(self, layout: str, optimizer: str) -> None:
         torch.manual_seed(1)
-        self.model = given.LAYOUTS[layout](given.Model())
+        model = given.Model()
+        model.block.up.bias.requires_grad_(optimizer != "groups")
+        self.model = given.LAYOUTS[layout](model)
         self.optimizers = OPTIMIZERS[optimizer](self.model)
         self.batch = given.BATCHES.get(layout, int)(dist.get_rank())
 

@@ -11,7 +11,7 @@ from matrix import OPTIMIZERS, matrix
 from ckptstore.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import independent_reader as reader  # noqa: E402
+import independent_reader as reader
 
 TWO_RANKS = ["ddp", "fsdp1", "fsdp2", "tensor-parallel"]
 FOUR_RANKS = ["hsdp2", "fsdp1-hybrid", "tensor-parallel-fsdp2"]
