@@ -21,9 +21,11 @@ from ckptstore.layout import Attempt
 from ckptstore.manifest import Receipt
 from ckptstore.request import Request
 from ckptstore.state.boxes import Box
+from ckptstore.state.coverage import Expected
 from ckptstore.state.flatten import FlatState
 from ckptstore.state.index import TensorIndex
 from ckptstore.state.index_file import INDEX_NAME
+from ckptstore.state.items import Mode, Row, Structure
 from ckptstore.state.part import PartBuilder
 from ckptstore.state.state_shard import StateOptions, StateShard
 
@@ -56,6 +58,11 @@ def peak_memory() -> Iterator[Peak]:
     peak.size_bytes = max(0, status_bytes("VmHWM") - before)
 
 
+def _tensors(num_ranks: int, num_tensors: int) -> list[tuple[str, tuple[int, int]]]:
+    """Keys and shapes."""
+    return [(f"model.layers.{number}.weight", (num_ranks * _ROWS, _COLUMNS)) for number in range(num_tensors)]
+
+
 def _answer(rank: int, num_ranks: int, num_tensors: int) -> bytes:
     """What a rank of a fully sharded state gives the leader: it has the n-th rows of every tensor."""
     builder = PartBuilder(rank)
@@ -63,8 +70,8 @@ def _answer(rank: int, num_ranks: int, num_tensors: int) -> bytes:
     builder.add_file(name, [os.urandom(4 * -(-size_bytes // _BLOCK_BYTES))])
     builder.add_slab(0, size_bytes)
     box = Box((rank * _ROWS, 0), (_ROWS, _COLUMNS))
-    for number in range(num_tensors):
-        row = builder.add_tensor(f"model.layers.{number}.weight", "float32", (num_ranks * _ROWS, _COLUMNS))
+    for number, (key, shape) in enumerate(_tensors(num_ranks, num_tensors)):
+        row = builder.add_tensor(key, "float32", shape)
         builder.add_chunk(row, number * _FRAME_BYTES + 1024, box)
     receipt = Receipt(name, size_bytes, rank, rank)
     head = zlib.compress(json.dumps({"receipts": [receipt.to_json()], "stock": {}, "paths": {}}).encode(), 1)
@@ -91,6 +98,8 @@ def join_and_commit(directory: str, num_ranks: int, num_tensors: int) -> dict[st
             upload=job.transfer.upload,
             options=StateOptions(stock_readable=False),
         )
+        rows = [Row(name, Mode.SHARD, "float32", shape, "", "", 0) for name, shape in _tensors(num_ranks, num_tensors)]
+        shard._expected = Expected.of([Structure(tuple(rows))], [0] * num_ranks)
         with peak_memory() as peak:
             started = time.perf_counter()
             contents = shard.join(attempt, answers, lambda: None)

@@ -184,7 +184,8 @@ class _Staged:
     def stage(self, staging: Callable[[], Staging]) -> None:
         """Copy everything that this rank will write."""
         try:
-            staged = staging().stage([PlannedFile(name, source) for name, source in self._shard.sources])
+            files = [PlannedFile(name, source) for name, source in self._shard.sources]
+            staged = staging().stage(files, self._shard.launched)
             self._shard.sources = [(file.key, file.source) for file in staged]
         except Exception as error:  # no memory, for instance
             self._error = error

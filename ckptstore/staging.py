@@ -13,7 +13,6 @@ import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ckptstore.errors import InvalidState
@@ -36,8 +35,15 @@ class Device(Protocol):
     def unlock_memory(self, address: int) -> None:
         """Undo it."""
 
-    def copy_stream(self) -> AbstractContextManager[None]:
-        """Copies of this thread inside of it run beside everything that is launched later."""
+
+class Launched(Protocol):
+    """What must be finished on a device before the copies; see `ckptstore.state.device`."""
+
+    def enter_thread(self) -> None:
+        """Copies of a new thread wait for it from here on, and run beside everything that is launched later."""
+
+    def finish_copies(self) -> None:
+        """Wait for the copies of those threads."""
 
 
 class Buffer:
@@ -96,8 +102,9 @@ class Staging:
         with ThreadPoolExecutor(self._num_threads, "ckptstore-staging") as pool:
             list(pool.map(Buffer.populate, fresh))
 
-    def stage(self, files: Sequence[PlannedFile]) -> list[PlannedFile]:
-        """Copy all files into buffers, and return them with the copies as their sources, in the same order.
+    def stage(self, files: Sequence[PlannedFile], launched: Launched) -> list[PlannedFile]:
+        """Copy all files into buffers, and return them with the copies as their sources, in the same order. The bytes
+        are those that there are once `launched` is finished.
 
         What an earlier call returned must not be in use any more. Raises InvalidState when there is no memory for it.
         """
@@ -107,20 +114,13 @@ class Staging:
             for file, buffer in zip(files, self.buffers, strict=False)
             for start in range(0, file.source.size_bytes, _COPY_BYTES)
         ]
-        if len(pieces) > 1:
-            with ThreadPoolExecutor(self._num_threads, "ckptstore-staging") as pool:
-                list(pool.map(self._copy, pieces))
-        else:
-            for piece in pieces:
-                self._copy(piece)
+        with ThreadPoolExecutor(self._num_threads, "ckptstore-staging", launched.enter_thread) as pool:
+            list(pool.map(lambda piece: _copy(*piece), pieces))
+        launched.finish_copies()
         return [
             PlannedFile(file.key, MemorySource((buffer.view[: file.source.size_bytes],), payloads=file.source.payloads))
             for file, buffer in zip(files, self.buffers, strict=False)
         ]
-
-    def _copy(self, piece: tuple[Source, Buffer, int]) -> None:
-        with self._device.copy_stream():
-            _copy(*piece)
 
     def close(self) -> None:
         """Give all memory back."""

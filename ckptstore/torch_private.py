@@ -111,6 +111,13 @@ def cached_plans(plans: Any) -> list[Any]:
     return []
 
 
+def is_tensor_parallel_fsdp1(module: Any) -> bool:
+    """Whether FSDP1 has flattened parameters that were distributed already, by tensor parallelism."""
+    handle = getattr(module, "_handle", None)
+    extensions = getattr(getattr(handle, "flat_param", None), "_param_extensions", None)
+    return any(extension is not None for extension in extensions or ())
+
+
 def storage_info_class() -> Any:
     """The class that stock DCP has in `.metadata` for where an item lies: made from file, offset and length."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo

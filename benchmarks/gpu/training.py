@@ -121,6 +121,7 @@ def measure(config: dict[str, Any], store: Any, state: dict[str, Any], device: t
         "copy_to_host_seconds": copy_seconds,
         "stall_seconds": stalls,
         "stall_over_copy": statistics.median(stalls) / copy_seconds,
+        "devices_in_use": devices_in_use(device),
         "step_seconds_alone": statistics.median(alone),
         "step_seconds_beside_an_upload": statistics.median(seconds for steps in beside for seconds in steps),
         "seconds_lost_to_one_upload": statistics.median(
@@ -142,6 +143,15 @@ def again(config: dict[str, Any], store: Any, state: dict[str, Any], device: tor
     training = Training(config, state, device)
     training.steps(checkpoint.step + 1, lambda done: done < config["steps"])
     return {"resumed_at": checkpoint.step, "resume_seconds": seconds, "losses": training.losses}
+
+
+def devices_in_use(device: torch.device) -> list[int]:
+    """The GPUs on which this process has a context; any but its own would take memory from another rank."""
+    if device.type != "cuda":
+        return []
+    found = [index for index in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(index)]
+    assert found == [device.index or 0], f"a save opened contexts on {found}, and this rank works on {device}"
+    return found
 
 
 def local_tensors(state: dict[str, Any]) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from ckptstore.errors import InvalidState
+from ckptstore.state.coverage import Expected
 from ckptstore.state.items import DIGEST_BYTES, WHOLE_MODES, Item, Mode, Structure
 
 Exchange = Callable[[str, Callable[[], bytes], Callable[[list[bytes]], bytes]], bytes]
@@ -25,7 +26,8 @@ Exchange = Callable[[str, Callable[[], bytes], Callable[[list[bytes]], bytes]], 
 
 _AGAIN = b"again"
 _HEAD_BYTES = 2 * DIGEST_BYTES
-_LENGTH = struct.Struct("<I")
+_FULL = struct.Struct("<iI")
+_NOBODY = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Agreement:
     """Tied keys that are not tied on all ranks."""
     copies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """For distributed tensors of which several sets of ranks have a copy each, these sets by their lowest rank."""
+    members: tuple[int, ...] = ()
+    """What torch's number of each rank is, where it matters; -1 where nobody needs it."""
 
     def holders(self, key: str) -> Sequence[int]:
         """The ranks that have the key, in order."""
@@ -55,15 +59,16 @@ class Agreement:
         """As bytes for the other ranks; the same agreement gives the same bytes."""
         copies = dict(sorted(self.copies.items()))
         fields = [self.classes, dict(sorted(self.partial.items())), sorted(self.differs), sorted(self.untied), copies]
-        return zlib.compress(json.dumps([self.world_size, *fields]).encode(), 1)
+        return zlib.compress(json.dumps([self.world_size, *fields, self.members]).encode(), 1)
 
     @staticmethod
     def decode(data: bytes) -> Agreement:
         """What `encode` made."""
-        world_size, classes, partial, differs, untied, copies = json.loads(zlib.decompress(data))
+        world_size, classes, partial, differs, untied, copies, members = json.loads(zlib.decompress(data))
         partial = {key: tuple(numbers) for key, numbers in partial.items()}
         copies = {key: tuple(groups) for key, groups in copies.items()}
-        return Agreement(world_size, tuple(classes), partial, frozenset(differs), frozenset(untied), copies)
+        whole = tuple(classes), partial, frozenset(differs), frozenset(untied), copies
+        return Agreement(world_size, *whole, tuple(members))
 
 
 def agreement_of_one() -> Agreement:
@@ -79,6 +84,9 @@ class Negotiator:
     _identity: bytes = b""
     """On the leader: the structure that all ranks had last, empty if there were several."""
     _compared: list[str] = field(default_factory=list)
+    _members: tuple[int, ...] = ()
+    expected: Expected = field(default_factory=Expected)
+    """On the leader: what all ranks have, as they said in the last agreement."""
 
     def agree(self, look: Callable[[], Sequence[Item]], exchange: Exchange) -> Agreement:
         """Agree on the items that `look` gives, sorted by key. Collective.
@@ -86,11 +94,12 @@ class Negotiator:
         Raises, the same on all ranks, what `look` raises on any of them, and InvalidState when a key is something else
         on another rank.
         """
-        structure, identity, digests = b"", b"", dict[str, bytes]()
+        structure, identity, digests, member = b"", b"", dict[str, bytes](), _NOBODY
 
         def brief() -> bytes:
-            nonlocal structure, identity
+            nonlocal structure, identity, member
             items = look()
+            member = next((item.sharers[item.position] for item in items if item.sharers), _NOBODY)
             structure = Structure.of(items).encode()
             identity = xxhash.xxh3_128_digest(structure)
             digests.update((item.key, item.digest) for item in items if item.mode in (Mode.COMPARE, Mode.VALUE))
@@ -99,7 +108,7 @@ class Negotiator:
 
         def full() -> bytes:
             deflated = zlib.compress(structure, 1)
-            return b"".join([identity, _LENGTH.pack(len(deflated)), deflated, *digests.values()])
+            return b"".join([identity, _FULL.pack(member, len(deflated)), deflated, *digests.values()])
 
         reply = exchange("state", brief, self._compare_roughly)
         if reply == _AGAIN:
@@ -114,13 +123,14 @@ class Negotiator:
             return _AGAIN
         apart = [key for key in self._compared if key in self._differed]
         differs = frozenset(apart[index] for index in _differing([post[_HEAD_BYTES:] for post in posts]))
-        return Agreement(len(posts), (), {}, differs, frozenset()).encode()
+        return Agreement(len(posts), (), {}, differs, frozenset(), members=self._members).encode()
 
     def _compare(self, posts: list[bytes]) -> bytes:
         numbers: dict[bytes, int] = {}
         classes = tuple(numbers.setdefault(post[:DIGEST_BYTES], len(numbers)) for post in posts)
         examples = [posts[classes.index(number)] for number in range(len(numbers))]
         structures = [Structure.decode(zlib.decompress(_full_post(post)[0])) for post in examples]
+        members = tuple(_FULL.unpack_from(post, DIGEST_BYTES)[0] for post in posts)
         differs = _different_signatures(structures, classes)
         seen: dict[str, bytes] = {}
         for number, structure in enumerate(structures):
@@ -134,15 +144,17 @@ class Negotiator:
         is_one = len(structures) == 1
         self._identity = posts[0][:DIGEST_BYTES] if is_one else b""
         self._compared = structures[0].compared() if is_one else []
+        self._members = members if max(members) > _NOBODY else ()
+        self.expected = Expected.of(structures, classes)
         shared = (() if is_one else classes), _partial(structures)
         untied, copies = frozenset(_untied(structures)), _copies(structures)
-        return Agreement(len(posts), *shared, frozenset(differs), untied, copies).encode()
+        return Agreement(len(posts), *shared, frozenset(differs), untied, copies, self._members).encode()
 
 
 def _full_post(post: bytes) -> tuple[bytes, bytes]:
     """The deflated structure and the digests of a full post."""
-    (length,) = _LENGTH.unpack_from(post, DIGEST_BYTES)
-    start = DIGEST_BYTES + _LENGTH.size
+    _, length = _FULL.unpack_from(post, DIGEST_BYTES)
+    start = DIGEST_BYTES + _FULL.size
     return post[start : start + length], post[start + length :]
 
 
@@ -160,8 +172,7 @@ def _different_signatures(structures: list[Structure], classes: tuple[int, ...])
     first: dict[str, tuple[int, Any]] = {}
     differs = set()
     for number, structure in enumerate(structures):
-        for key, *rest in structure.rows:
-            signature = rest[:3]
+        for key, *signature in (list[Any](row[:4]) for row in structure.rows):
             other, known = first.setdefault(key, (number, signature))
             if known == signature:
                 continue
@@ -185,14 +196,14 @@ def _words(signature: Any) -> str:
 
 
 def _partial(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
-    """The structures that have a key, for keys that not all have; only where that matters."""
+    """The structures that have a key, for keys that not all have; only where who has it decides who writes."""
     if len(structures) == 1:
         return {}
     found: dict[str, list[int]] = {}
     for number, structure in enumerate(structures):
         for row in structure.rows:
-            if row[1] in WHOLE_MODES:
-                found.setdefault(row[0], []).append(number)
+            if row.mode in WHOLE_MODES or row.mode == Mode.MESH:
+                found.setdefault(row.key, []).append(number)
     return {key: tuple(numbers) for key, numbers in found.items() if len(numbers) < len(structures)}
 
 
@@ -203,8 +214,8 @@ def _copies(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
     found: dict[str, set[int]] = {}
     for structure in structures:
         for row in structure.rows:
-            if row[1] in (Mode.SHARD, Mode.MESH):
-                found.setdefault(row[0], set()).add(row[8])
+            if row.mode in (Mode.SHARD, Mode.MESH):
+                found.setdefault(row.key, set()).add(row.group)
     return {key: tuple(sorted(groups)) for key, groups in found.items() if len(groups) > 1}
 
 
@@ -212,7 +223,7 @@ def _untied(structures: list[Structure]) -> set[str]:
     """The keys that are tied to another one on some ranks only."""
     if len(structures) == 1:
         return set()
-    held = [{row[0]: row[6] for row in structure.rows} for structure in structures]
+    held = [{row.key: row.tied_to for row in structure.rows} for structure in structures]
     ties = {(key, other) for rows in held for key, other in rows.items() if other}
     return {
         key

@@ -26,10 +26,9 @@ from ckptstore.state.placement import (
     group_of,
     is_distributed,
     pieces_of,
-    replicas_of,
+    sharers_of,
 )
 from ckptstore.state.values import Encoder
-from ckptstore.torch_private import is_wrapper
 
 COMPARE_BYTES = 8 << 20
 """Plain tensors up to this size are compared between ranks by digest."""
@@ -70,8 +69,8 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
         one = by_key[first]
         found.items.append(
             Item(
-                key, one.mode, one.dtype, one.shape, one.boxes, one.replicas, one.position, one.mesh,
-                group=one.group, tied_to=first, digest=one.digest,
+                key, one.mode, one.dtype, one.shape, one.boxes, one.sharers, one.position, one.group,
+                tied_to=first, digest=one.digest,
             )
         )  # fmt: skip
         found.memory[key] = found.memory[first]
@@ -127,14 +126,17 @@ def _fill_value_digests(found: Described) -> None:
 def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: bool) -> None:
     tensor = entry.tensor
     pieces = pieces_of(_checked(tensor, key), key)
+    for piece in pieces:
+        check_memory(piece.tensor, key)
     dtype, shape = dtype_name(tensor, key), dtype_and_shape(tensor)[1]
     boxes = tuple(piece.box for piece in pieces)
     if is_distributed(tensor):
-        found.memory[key] = tuple(_checked(piece.tensor, key) for piece in pieces)
-        count, position, mesh = replicas_of(tensor) if isinstance(tensor, DTensor) else (1, 0, "")
-        mode = Mode.MESH if count > 1 else Mode.SHARD
-        mesh = mesh if count > 1 else ""
-        found.items.append(Item(key, mode, dtype, shape, boxes, count, position, mesh, group_of(tensor)))
+        found.memory[key] = tuple(piece.tensor for piece in pieces)
+        count, sharers, position = sharers_of(tensor) if isinstance(tensor, DTensor) else (1, (), 0)
+        if count > 1:
+            found.items.append(Item(key, Mode.MESH, dtype, shape, boxes, sharers, position, group_of(tensor)))
+        else:
+            found.items.append(Item(key, Mode.SHARD, dtype, shape, boxes, group=group_of(tensor)))
         return
     found.memory[key] = tuple(piece.tensor for piece in pieces)
     mode, digest = Mode.LOWEST, b""
@@ -157,12 +159,32 @@ def _checked(tensor: torch.Tensor, key: str) -> torch.Tensor:
     """The tensor, unless its numbers are not simply in memory."""
     if (type(tensor) in PLAIN_TYPES or not hasattr(tensor, "local_shards")) and tensor.is_meta:
         raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
-    if not is_distributed(tensor):
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise InvalidState(f"{key} has the layout {tensor.layout}", hint="Store a dense tensor")
-        if type(tensor) not in PLAIN_TYPES and is_wrapper(tensor):
-            raise InvalidState(f"{key} is a {type(tensor).__name__}, which wraps other tensors", hint="Store those")
     return tensor
+
+
+def check_memory(tensor: torch.Tensor, key: str) -> None:
+    """Raise InvalidState unless a tensor that is read or written by its address has memory there for all its elements.
+
+    Those of some subclasses lie elsewhere, and a tensor may have had its memory taken away.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise InvalidState(f"{key} has the layout {tensor.layout}", hint="Store a dense tensor")
+    if not tensor.numel():
+        return
+    try:
+        if type(tensor) in PLAIN_TYPES:
+            has_memory = bool(tensor.data_ptr())
+        else:
+            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            end_bytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
+            has_memory = bool(tensor.data_ptr()) and tensor.untyped_storage().nbytes() >= end_bytes
+    except (RuntimeError, NotImplementedError):  # torch says of some that they have no storage
+        has_memory = False
+    if not has_memory:
+        raise InvalidState(
+            f"{key} is a {type(tensor).__name__} that has no memory of its own for its numbers",
+            hint="Store the tensors that have them, or give the class __tensor_flatten__",
+        )
 
 
 def dtype_name(tensor: torch.Tensor, key: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,17 +28,45 @@ def unlock_memory(address: int) -> None:
     _cuda.cudart().cudaHostUnregister(address)
 
 
-@contextmanager
-def copy_stream() -> Iterator[None]:
-    """Make copies of this thread wait for what has been launched so far, and for nothing that is launched later.
+class Launched:
+    """What the calling thread has launched so far on some devices; the bytes of their tensors are final after it.
 
-    They are finished when the context is left. Without CUDA it does nothing.
+    Made in the thread that saves: current device and current streams are a thread's own, and a new thread begins on
+    device 0, where it has no business. Without CUDA devices nothing is done.
     """
-    if not _cuda.is_available():
-        yield
-        return
-    stream = _cuda.Stream()
-    stream.wait_stream(_cuda.default_stream())
-    with _cuda.stream(stream):
-        yield
-    stream.synchronize()
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        indices = {device.index for device in devices if device.type == "cuda"}
+        here = _cuda.current_device() if indices else None
+        self._indices = sorted(indices, key=lambda index: (index == here, index))
+        """The device of the calling thread comes last, so that other threads stay on it."""
+        self._events = []
+        for index in self._indices:
+            event = _cuda.Event()
+            event.record(_cuda.current_stream(index))
+            self._events.append(event)
+
+    def wait(self) -> None:
+        """Wait for it, in any thread."""
+        for event in self._events:
+            event.synchronize()
+
+    def enter_thread(self) -> None:
+        """Have the copies of a new thread wait for it, and for nothing that is launched later."""
+        for index, event in zip(self._indices, self._events, strict=True):
+            stream = _side_stream(index)
+            _cuda.set_stream(stream)  # the device of the stream becomes the thread's too
+            stream.wait_event(event)
+
+    def finish_copies(self) -> None:
+        """Wait for the copies of all threads that were entered."""
+        for index in self._indices:
+            done = _cuda.Event()
+            done.record(_side_stream(index))
+            done.synchronize()
+
+
+@cache
+def _side_stream(index: int) -> Any:
+    """One for each device, for as long as the process lives."""
+    return _cuda.Stream(device=index)

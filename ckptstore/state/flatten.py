@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ckptstore.errors import InvalidState
+from ckptstore.state.placement import is_wrapped, wrapped_in
+from ckptstore.state.wrapped import Wrapped
 
 Path = tuple[Any, ...]
 """The keys and list positions that lead to a value, as they are in the state."""
@@ -78,9 +80,19 @@ class FlatState:
     _kept: list[torch.Tensor] = field(default_factory=list)
 
     def add_tensor(self, path: Path, entry: TensorEntry, *, live: torch.Tensor | None = None) -> None:
-        """Take in a tensor. `live` is the parameter or buffer that it shows, where it is another object."""
+        """Take in a tensor. `live` is the parameter or buffer that it shows, where it is another object.
+
+        One that wraps other tensors becomes a value, and those become tensors of their own.
+        """
         key = self._take(path)
         kept = entry.tensor if live is None else live
+        wrapped = wrapped_in(entry.tensor, key)
+        for name, value in wrapped.items():
+            self._add_wrapped((*path[:-1], f"{path[-1]}{name.removeprefix(key)}"), value, entry, is_new=name != key)
+        if wrapped or is_wrapped(entry.tensor):
+            self._keys_by_identity[id(kept)] = self._keys_by_identity[id(entry.tensor)] = key
+            self._kept += [kept, entry.tensor]
+            return
         identity = identity_of(kept)
         first = self._keys_by_identity.setdefault(identity, key)
         if first != key:
@@ -89,6 +101,12 @@ class FlatState:
             self.tensors[key] = entry
         self._keys_by_identity.setdefault(id(entry.tensor), first)
         self._kept += [kept, entry.tensor]
+
+    def _add_wrapped(self, path: Path, value: Wrapped, entry: TensorEntry, *, is_new: bool) -> None:
+        for inner, leaf in find_tensors(value, path):
+            assert isinstance(leaf, torch.Tensor)
+            self.add_tensor(inner, replace(entry, tensor=leaf))
+        self.values[self._take(path) if is_new else join_path(path)] = value
 
     def add_value(self, path: Path, value: Any) -> None:
         """Take in a value with the tensors in it. A bare tensor, marked or not, is only a tensor."""

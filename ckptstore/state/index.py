@@ -154,6 +154,23 @@ class TensorIndex:
         values = [name for text in (part.common, part.own) if text for name, _ in _values(text)]
         return frozenset(part.names).union(values)
 
+    @cached_property
+    def common_keys(self) -> frozenset[str]:
+        """The names of the tensors and values that are the same for all ranks."""
+        return frozenset(name for name, rank in self._row_of if rank < 0).union(self.common_values())
+
+    def own_keys(self, rank: int) -> frozenset[str]:
+        """The names of the tensors and values that a rank has of its own."""
+        return self._own_tensors.get(rank, frozenset()).union(self.own_values(rank))
+
+    @cached_property
+    def _own_tensors(self) -> Mapping[int, frozenset[str]]:
+        found: dict[int, set[str]] = {}
+        for name, rank in self._row_of:
+            if rank >= 0:
+                found.setdefault(rank, set()).add(name)
+        return {rank: frozenset(names) for rank, names in found.items()}
+
     @property
     def num_chunks(self) -> int:
         """How many chunks there are in all."""
@@ -239,10 +256,14 @@ class TensorIndex:
 
     def check_complete(self) -> None:
         """Raise CheckpointDamaged, naming the tensors, when chunks do not cover a tensor exactly once."""
-        wrong = [entry.fqn for row, entry in enumerate(self._entries) if not self._is_covered(row, entry)]
+        wrong = self.incomplete()
         if wrong:
             shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
             raise CheckpointDamaged(f"the chunks of {shown} do not cover the tensor exactly once")
+
+    def incomplete(self) -> list[str]:
+        """The tensors that chunks do not cover exactly once."""
+        return [entry.fqn for row, entry in enumerate(self._entries) if not self._is_covered(row, entry)]
 
     def _is_covered(self, row: int, entry: TensorEntry) -> bool:
         low, high = self._limits[row], self._limits[row + 1]
@@ -252,7 +273,7 @@ class TensorIndex:
         if high - low <= 1 or not volume:
             return True
         boxes = self._numbers[self._box[low:high][:, None] + np.arange(2 * dims)]
-        return _are_apart(np.array(entry.shape, np.int64), boxes[:, :dims], boxes[:, dims:])
+        return are_apart(np.array(entry.shape, np.int64), boxes[:, :dims], boxes[:, dims:])
 
     def check_files(self, sizes_bytes: Mapping[str, int]) -> None:
         """Raise CheckpointDamaged when a region lies outside its file, or the file is not known."""
@@ -314,7 +335,7 @@ def _entries_of(part: Part) -> Iterator[TensorEntry]:
         yield TensorEntry(fqn, DTYPE_NAMES[dtype], shape, bool(flags & PER_RANK), bool(flags & BESIDE_VALUE))
 
 
-def _are_apart(shape: Any, offsets: Any, sizes: Any) -> bool:
+def are_apart(shape: Any, offsets: Any, sizes: Any) -> bool:
     """Whether no two boxes share an element."""
     varying = np.flatnonzero((sizes != shape).any(axis=0))
     if len(varying) == 1:

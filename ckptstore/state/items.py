@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptstore.state.boxes import Box, Sizes
 from ckptstore.state.part import DTYPES
@@ -19,7 +19,7 @@ class Mode(IntEnum):
     SHARD = 0
     """Each rank writes the boxes that it alone has."""
     MESH = 1
-    """A known number of ranks has the same box; each writes a part of it."""
+    """Several ranks have the same box by their mesh; each of them that has the key writes a part of it."""
     SPLIT = 2
     """Every rank that has the key has the same whole tensor; each writes a part of it."""
     LOWEST = 3
@@ -47,12 +47,10 @@ class Item:
     shape: Sizes = ()
     boxes: tuple[Box, ...] = ()
     """What this rank has of the tensor; each in memory of its own."""
-    replicas: int = 1
-    """MESH: how many ranks have the same box."""
+    sharers: tuple[int, ...] = ()
+    """MESH: the ranks that have the same box by their mesh, as torch numbers them. Some may not have the key."""
     position: int = 0
-    """MESH: which of them this is."""
-    mesh: str = ""
-    """MESH: equal for keys that the very same ranks share."""
+    """MESH: which of the sharers this is."""
     group: int = 0
     """SHARD and MESH: the lowest of the ranks over which the tensor is distributed. Ranks outside of them may have a
     copy of their own."""
@@ -73,29 +71,31 @@ class Item:
         return [int(self.mode), self.dtype, list(self.shape)]
 
 
+class Row(NamedTuple):
+    """An item without boxes and digests."""
+
+    key: str
+    mode: int
+    dtype: str
+    shape: Sizes
+    tied_to: str
+    owner: str
+    group: int
+
+
 @dataclass(frozen=True, slots=True)
 class Structure:
     """The items of a rank without boxes and digests: equal on ranks that run the same program."""
 
-    rows: tuple[tuple[Any, ...], ...]
-    """(key, mode, dtype, shape, replicas, mesh, tied_to, owner, group) of each item, in the order of keys."""
+    rows: tuple[Row, ...]
+    """In the order of keys."""
 
     @staticmethod
     def of(items: Sequence[Item]) -> Structure:
         """The structure of items that are sorted by key."""
         return Structure(
             tuple(
-                (
-                    item.key,
-                    int(item.mode),
-                    item.dtype,
-                    item.shape,
-                    item.replicas,
-                    item.mesh,
-                    item.tied_to,
-                    item.owner,
-                    item.group,
-                )
+                Row(item.key, int(item.mode), item.dtype, item.shape, item.tied_to, item.owner, item.group)
                 for item in items
             )
         )
@@ -107,11 +107,13 @@ class Structure:
     @staticmethod
     def decode(data: bytes) -> Structure:
         """The structure of bytes that `encode` made, on another rank of the same job."""
-        return Structure(tuple((*row[:3], tuple(row[3]), *row[4:]) for row in json.loads(data)))
+        return Structure(
+            tuple(Row(key, mode, dtype, tuple(shape), *rest) for key, mode, dtype, shape, *rest in json.loads(data))
+        )
 
     def compared(self) -> list[str]:
         """The keys that have digests, in order."""
-        return [row[0] for row in self.rows if row[1] in (Mode.COMPARE, Mode.VALUE)]
+        return [row.key for row in self.rows if row.mode in (Mode.COMPARE, Mode.VALUE)]
 
 
 def total_bytes(dtype: str, sizes: Sizes) -> int:

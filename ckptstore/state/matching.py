@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from ckptstore.errors import CheckpointDamaged, StateMismatch
+from ckptstore.state.placement import is_wrapped, wrapped_in
+from ckptstore.state.wrapped import Wrapped, check_same
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,8 @@ class Matching:
         self._placed.update(keys)
         if not any(map(self.includes, keys)) or any(key in self.saved.skipped for key in keys):
             return False
+        if is_wrapped(tensor):
+            return self._take_wrapped(keys, tensor)
         found = [source for key in keys if (source := self.source_of(key)) is not None]
         if not found:
             self.miss(keys[0], "a tensor")
@@ -164,6 +168,40 @@ class Matching:
         self.targets[keys[0]] = Target(tensor, found[0])
         return True
 
+    def _take_wrapped(self, keys: Sequence[str], tensor: torch.Tensor) -> bool:
+        """Have the tensors filled that a tensor wraps."""
+        key = next((key for key in keys if self._wrapped_at(key)), keys[0])
+        saved = self._wrapped_at(key)
+        for name in (name for other in keys for name in self._wrapped_at(other)):
+            self._placed.update((name, *self.below(name)))
+        if not saved:
+            self.miss(key, f"a {type(getattr(tensor, '_local_tensor', tensor)).__name__}, which wraps tensors,")
+            return False
+        for name, target in wrapped_in(tensor, key).items():
+            try:
+                if name not in saved:
+                    raise StateMismatch(f"{key} was saved in other parts than the state has of it")
+                check_same(saved[name], target, name)
+            except StateMismatch as error:
+                self.mismatch.differing[name] = f"cannot be loaded: {error.message}"
+                return False
+            self._fill_wrapped(name, target, saved[name])
+        return True
+
+    def _wrapped_at(self, key: str) -> dict[str, Wrapped]:
+        """What the checkpoint says of a tensor that wraps others: one value, or one for each part."""
+        first = bisect_left(self._keys, f"{key}@")
+        names = [key, *self._keys[first : bisect_left(self._keys, f"{key}A", first)]]  # "A" follows "@"
+        return {name: value for name in names if isinstance(value := self.saved.values.get(name), Wrapped)}
+
+    def _fill_wrapped(self, key: str, target: Wrapped, found: Wrapped) -> None:
+        for name, inner in target.items():
+            stored = found[name]
+            if isinstance(inner, Wrapped):
+                self._fill_wrapped(f"{key}.{name}", inner, stored)
+            else:
+                self.take_tensor([f"{key}.{name}", stored.key], inner)
+
     def make_tensor(self, key: str, device: torch.device | None) -> torch.Tensor:
         """A new plain tensor for what the checkpoint has under a key, to be filled.
 
@@ -171,6 +209,11 @@ class Matching:
         """
         self._placed.add(key)
         source = self.source_of(key)
+        if source is None and self._wrapped_at(key):
+            raise StateMismatch(
+                f"{key} wraps tensors in the checkpoint, and the state has nothing to load it into",
+                hint="Put a tensor there that was made as the saved one was",
+            )
         if source is None:
             raise CheckpointDamaged(f"a value refers to the tensor {key!r}, which the index lacks")
         saved = self.saved.tensors[source]

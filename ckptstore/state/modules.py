@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.flatten import FlatState, Path, TensorEntry, join_path
+from ckptstore.state.placement import is_wrapped, wrapped_in
+from ckptstore.state.wrapped import Wrapped
 from ckptstore.torch_private import canonical_names, convert_tensors, non_persistent_buffers
 
 
@@ -166,10 +168,20 @@ def _live_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _shows(item: torch.Tensor, live: torch.Tensor) -> bool:
     """Whether a tensor is a view of all of `live`, so that what was read into it is there already."""
+    if is_wrapped(item) and is_wrapped(live):
+        shown, held = wrapped_in(item, ""), wrapped_in(live, "")
+        return shown.keys() == held.keys() and all(_wraps_same(shown[key], held[key]) for key in shown)
     if isinstance(item, DTensor) and isinstance(live, DTensor):
         return _memory(item.to_local()) == _memory(live.to_local())
     is_plain = type(item) in (torch.Tensor, torch.nn.Parameter) and not isinstance(live, DTensor)
     return is_plain and _memory(item) == _memory(live)
+
+
+def _wraps_same(shown: Wrapped, held: Wrapped) -> bool:
+    return shown.label == held.label and all(
+        _wraps_same(inner, held[name]) if isinstance(inner, Wrapped) else _memory(inner) == _memory(held[name])
+        for name, inner in shown.items()
+    )
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from ckptstore.errors import InvalidState
 from ckptstore.state.flatten import FlatState, Path, TensorEntry, join_path
 from ckptstore.state.modules import Sameness, blaming, quiet_torch
-from ckptstore.torch_private import canonical_names
+from ckptstore.torch_private import canonical_names, is_tensor_parallel_fsdp1
 
 STATE, GROUPS = "state", "param_groups"
 
@@ -98,8 +98,15 @@ def scope_of(key: str, optimizer: torch.optim.Optimizer, modules: Sequence[tuple
 def read_optimizer(key: str, optimizer: torch.optim.Optimizer, scope: Scope) -> dict[str, Any]:
     """The flat contents of an optimizer, under the names of the checkpoint. Collective under FSDP1.
 
-    Changes nothing. The tensors are the live ones, except under FSDP1. Raises InvalidState when torch cannot give them.
+    Changes nothing. The tensors are the live ones, except under FSDP1. Raises InvalidState when torch cannot give them,
+    or gives others: of FSDP1 over tensor parallelism it gives every tensor parallel rank the state of the first.
     """
+    if any(map(is_tensor_parallel_fsdp1, scope.root.modules())):
+        raise InvalidState(
+            f"the optimizer at {key!r} is of parameters under FSDP1 and tensor parallelism: torch gives the state of "
+            f"the first tensor parallel rank for all of them",
+            hint="Use FSDP2 (fully_shard) with tensor parallelism; the module alone can be saved",
+        )
     with as_it_is(optimizer), quiet_torch(), blaming(f"the optimizer at {key!r}"):
         if not optimizer.param_groups:
             return {}

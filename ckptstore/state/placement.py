@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, product
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.boxes import Box, whole
+from ckptstore.state.wrapped import Part, Wrapped, key_of_part, unwrap
+from ckptstore.torch_private import is_wrapper
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Most tensors are one of these; what they are not needs no look at their attributes then."""
@@ -28,12 +31,13 @@ class Piece(NamedTuple):
     tensor: torch.Tensor
 
 
-class Replicas(NamedTuple):
-    """How many ranks have the same pieces of a DTensor, which of them this one is, and what they share."""
+class Sharers(NamedTuple):
+    """The ranks that have the same pieces of a DTensor by its mesh, and which of them this one is. No ranks for one
+    outside of the mesh."""
 
-    ranks: int
+    num_ranks: int
+    ranks: tuple[int, ...]
     position: int
-    mesh: str
 
 
 def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
@@ -56,15 +60,52 @@ def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
     return [Piece(whole(tuple(tensor.shape)), tensor.detach())] if tensor.numel() else []
 
 
-def replicas_of(tensor: DTensor) -> Replicas:
-    """Who else has the pieces of a DTensor."""
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    dims = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
-    count, position = 1, 0
-    for dim in dims:
-        size = mesh.size(dim)
-        count, position = count * size, position * size + (coordinate[dim] if coordinate else 0)
-    return Replicas(count, position, f"{mesh.device_type}{tuple(mesh.shape)}{mesh.mesh_dim_names}{dims}")
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or a DTensor's part on this rank, keeps its numbers in other tensors and says in which."""
+    if type(tensor) in PLAIN_TYPES:
+        return False
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return type(local) not in PLAIN_TYPES and not hasattr(local, "local_shards") and is_wrapper(local)
+
+
+def wrapped_in(tensor: torch.Tensor, key: str) -> dict[str, Wrapped]:
+    """What a tensor for which `is_wrapped` holds wraps, by the key of the value that stands for it: its own, or that of
+    its box of the whole for a DTensor. Empty for all others, and for a rank that has no part.
+
+    Raises InvalidState, with the key, for what cannot be taken apart.
+    """
+    if not is_wrapped(tensor):
+        return {}
+    if not isinstance(tensor, DTensor):
+        return {key: unwrap(tensor, key)}
+    pieces = pieces_of(tensor, key)
+    if len(pieces) > 1:
+        raise InvalidState(
+            f"{key} is a {type(tensor._local_tensor).__name__} whose part here is no one box of {tensor.placements}",
+            hint="Apply tensor parallelism and FSDP2 to different dimensions of it",
+        )
+    found = {}
+    for box, _ in pieces:
+        part = Part(key, box.offsets, tuple(tensor.shape))
+        found[key_of_part(key, box.offsets)] = unwrap(tensor._local_tensor, key, part)
+    return found
+
+
+def sharers_of(tensor: DTensor) -> Sharers:
+    """Who else has the pieces of a DTensor. Its mesh says who may; not all of them need have the tensor."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    dims = tuple(dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate))
+    return _sharers(tensor.device_mesh, None if coordinate is None else tuple(coordinate), dims)
+
+
+@lru_cache(maxsize=256)
+def _sharers(mesh: DeviceMesh, coordinate: tuple[int, ...] | None, dims: tuple[int, ...]) -> Sharers:
+    count = prod(mesh.size(dim) for dim in dims)
+    if coordinate is None:
+        return Sharers(count, (), 0)
+    place = tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))
+    ranks = tuple(mesh.mesh[place].reshape(-1).tolist())
+    return Sharers(count, ranks, ranks.index(int(mesh.mesh[coordinate])))
 
 
 def group_of(tensor: torch.Tensor) -> int:
@@ -154,6 +195,11 @@ def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
         local = tensor.to_local().detach()
     runs = [_joined(each) for each in runs]
     sizes = tuple(sum(size for _, size in each) for each in runs)
+    if hasattr(local, "local_shards"):  # several boxes, each with memory of its own and its place in the whole
+        shards: Any = local
+        for shard, offsets in zip(shards.local_shards(), shards.local_offsets(), strict=True):
+            yield Piece(Box(tuple(offsets), tuple(shard.shape)), shard.detach())
+        return
     if sizes != tuple(local.shape):
         raise InvalidState(f"{key} has the local shape {tuple(local.shape)} where {tensor.placements} give {sizes}")
     if all(len(each) == 1 for each in runs):

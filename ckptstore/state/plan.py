@@ -58,7 +58,7 @@ def plan_rank(items: Sequence[Item], agreement: Agreement, rank: int) -> RankPla
 class _Group(NamedTuple):
     """Whom a tensor is shared out over, and which share is this rank's. Tensors of one group are dealt together."""
 
-    mesh: str
+    ranks: tuple[int, ...]
     structures: tuple[int, ...] | None
     shares: int
     share: int
@@ -77,6 +77,7 @@ class _Planner:
         self._is_shared = False
         self._lists: dict[_Group, list[int]] = {}
         self._positions: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._groups: dict[tuple[tuple[int, ...], tuple[int, ...] | None], _Group] = {}
 
     def take(self, number: int, item: Item) -> None:
         """Take in one item; what is shared out waits for `finish`."""
@@ -98,12 +99,11 @@ class _Planner:
             self._write_all(number, item)
         elif item.mode is Mode.MESH:
             self._is_shared |= key in self._agreement.copies
-            group = _Group(item.mesh, None, item.replicas, item.position)
-            self._lists.setdefault(group, []).append(number)
+            self._lists.setdefault(self._group(item), []).append(number)
         elif item.mode is not Mode.BESIDE:
             position, count = self._position(key)
             if item.mode in (Mode.SPLIT, Mode.COMPARE):
-                group = _Group("", self._agreement.partial.get(key), count, position)
+                group = _Group((), self._agreement.partial.get(key), count, position)
                 self._lists.setdefault(group, []).append(number)
             elif position == 0:
                 self._is_shared |= count > 1
@@ -143,6 +143,20 @@ class _Planner:
             holders = list(self._agreement.holders(key))
             self._positions[numbers] = holders.index(self._rank), len(holders)
         return self._positions[numbers]
+
+    def _group(self, item: Item) -> _Group:
+        """Those of an item's sharers that have the key. A rank that nobody knows of writes all that it has."""
+        if not item.sharers:
+            return _Group((), None, 1, 0)
+        numbers = self._agreement.partial.get(item.key)
+        place = item.sharers, numbers
+        if place not in self._groups:
+            member, members = item.sharers[item.position], self._agreement.members
+            holders = {members[rank] for rank in self._agreement.holders(item.key)} if members else set()
+            ranks = tuple(rank for rank in item.sharers if rank in holders)
+            ranks = ranks if member in ranks else (member,)
+            self._groups[place] = _Group(ranks, None, len(ranks), ranks.index(member))
+        return self._groups[place]
 
     def _write_all(self, number: int, item: Item) -> None:
         element_bytes = DTYPES[item.dtype][1]

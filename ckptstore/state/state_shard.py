@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ckptstore.digest import crc32c
-from ckptstore.errors import CheckpointDamaged, InvalidState, StorageError
+from ckptstore.errors import StorageError
 from ckptstore.group import Beat, Group
 from ckptstore.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt
 from ckptstore.manifest import Receipt
@@ -20,12 +20,14 @@ from ckptstore.shard import Agreed, Contents
 from ckptstore.sources import MemorySource, Source
 from ckptstore.state.agree import Agreement, Negotiator, agreement_of_one
 from ckptstore.state.collector import collector_paused
+from ckptstore.state.coverage import Expected
 from ckptstore.state.describe import Described, describe
+from ckptstore.state.device import Launched
 from ckptstore.state.flatten import FlatState
 from ckptstore.state.incremental import Kept, KeptFile, kept_file_name
 from ckptstore.state.index import TensorIndex
 from ckptstore.state.index_file import INDEX_NAME, join_parts
-from ckptstore.state.items import Item
+from ckptstore.state.items import Item, Structure
 from ckptstore.state.plan import plan_rank
 from ckptstore.state.shard_files import ShardFiles
 from ckptstore.state.stock_write import MAX_CHUNKS, stock_frames, stock_metadata
@@ -92,6 +94,9 @@ class StateShard:
         """What a next incremental save may take over, once this one is committed."""
         self._paths: dict[str, tuple[str | int, ...]] = {}
         self._files: ShardFiles | None = None
+        self._expected = Expected()
+        self.launched = Launched(())
+        """What the devices have to finish before the bytes of the state are final."""
         self.sources: list[tuple[str, Source]] = []
         """Name and source of each file that this rank will write. A staged copy may take a source's place until the
         story stores them."""
@@ -116,10 +121,12 @@ class StateShard:
             return group.exchange(tag, lambda _beat: work(), lambda posts, _beat: join(posts))
 
         if group.world_size == 1:
-            look()
             agreement = agreement_of_one()
+            self._expected = Expected.of([Structure.of(look())], [0])
         else:
             agreement = negotiator.agree(look, exchange)
+            self._expected = negotiator.expected
+        self.launched = Launched({tensor.device for boxes in found.memory.values() for tensor in boxes})
         plan = plan_rank(found.items, agreement, group.rank)
         self._files = ShardFiles(
             found,
@@ -157,6 +164,7 @@ class StateShard:
     def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
         """Write this rank's files, and give the leader the receipts and this rank's part of the index."""
         assert self._files is not None
+        self.launched.wait()  # threads of the upload copy beside the stream of the caller
         receipts = self._take_over(attempt, self._files.kept)
         files = [PlannedFile(attempt.key(name), source) for name, source in self.sources]
         stored = self._upload(files, beat=beat)
@@ -179,22 +187,16 @@ class StateShard:
         return b"".join([_LENGTH.pack(len(packed)), packed, part])
 
     def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
-        """Leader: check that every tensor is there exactly once, and write the index and, if asked for, `.metadata`.
+        """Leader: check that everything that any rank has is there, and write the index and, if asked for, `.metadata`.
 
-        Raises InvalidState when ranks that disagree on the state left a hole.
+        Raises InvalidState, with keys and ranks, when ranks that disagree on the state left a hole.
         """
         heads, parts = zip(*(_unpacked(data) for data in stored), strict=True)
         receipts = [Receipt.from_json(entry) for head in heads for entry in head["receipts"]]
         joined = join_parts(parts)
         index = TensorIndex.decode(joined)
         index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
-        try:
-            index.check_complete()
-        except CheckpointDamaged as error:
-            raise InvalidState(
-                f"{error.message}: the ranks differ in what they have of it",
-                hint="All ranks must give the same structure for what they share",
-            ) from None
+        self._expected.check(index)
         beat()
         written = {INDEX_NAME: joined}
         if self._options.stock_readable is True or (self._options.stock_readable and index.num_chunks <= MAX_CHUNKS):

@@ -11,6 +11,7 @@ import torch
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.state.boxes import Box
 from ckptstore.state.collector import collector_paused
+from ckptstore.state.describe import check_memory
 from ckptstore.state.flatten import TensorRef, map_tensors
 from ckptstore.state.index import TensorEntry, TensorIndex
 from ckptstore.state.matching import Saved, SavedTensor
@@ -194,6 +195,8 @@ class StoredState:
         plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)
         with collector_paused():
             for source, rank, pieces in wanted:
+                for piece in pieces:
+                    check_memory(piece.tensor, source)
                 plan.add(source, pieces, rank=rank)
         with torch.no_grad():
             run(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)

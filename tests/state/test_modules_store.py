@@ -107,8 +107,3 @@ def test_two_ranks_in_every_layout_and_one_rank_after_them(tmp_path: Path) -> No
 def test_four_ranks_in_every_layout_and_two_after_them(tmp_path: Path) -> None:
     run_ranks(4, stop_and_go_on, tmp_path, FOUR_RANKS, timeout_seconds=500, env=QUIET)
     run_ranks(2, on_fewer_ranks, tmp_path, FOUR_RANKS, timeout_seconds=120, env=QUIET)
-
-
-@pytest.mark.slow
-def test_tensor_parallel_within_fsdp2(tmp_path: Path) -> None:
-    run_ranks(4, stop_and_go_on, tmp_path, ("tensor-parallel-fsdp2",), timeout_seconds=200, env=QUIET)

@@ -163,10 +163,7 @@ def test_shards_are_written_where_they_are():
 def test_replicas_of_a_mesh_share_their_box():
     held = Box((0, 0), (1024, 1024))
     states, plans = plans_of(
-        [
-            [Item("w", Mode.MESH, "float32", (2048, 1024), (held,), replicas=2, position=rank, mesh="m")]
-            for rank in range(2)
-        ]
+        [[Item("w", Mode.MESH, "float32", (2048, 1024), (held,), sharers=(0, 1), position=rank)] for rank in range(2)]
     )
     boxes = written(states, plans, "w")
     assert boxes == [[Box((0, 0), (512, 1024))], [Box((512, 0), (512, 1024))]]

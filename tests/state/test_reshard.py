@@ -282,7 +282,7 @@ def test_ranks_that_disagree_are_told_before_anything_is_committed(ran):
         assert "w is a distributed tensor" in told[0]
         assert "rank 2" in told[1]
         assert "Partial" in told[2]
-        assert "the chunks of w do not cover" in told[3]
+        assert "the chunks of w (ranks 0 and 2-3) do not cover" in told[3]
 
 
 def test_what_differed_needs_a_word_at_another_world_size(ran):

@@ -105,9 +105,8 @@ def test_files_are_smaller_on_a_disk(monkeypatch, on_disk, num_files):
 
     monkeypatch.setattr("ckptstore.state.shard_files.LOCAL_SHARED_FILE_BYTES", 2 * MIB)
     monkeypatch.setattr("ckptstore.state.shard_files.SHARED_FILE_BYTES", 8 * MIB)
-    described = describe(
-        plain_state({f"t{number}": torch.zeros(2 * MIB, dtype=torch.uint8) for number in range(5)}), compare=False
-    )
+    tensors = {f"t{number}": torch.zeros(2 * MIB, dtype=torch.uint8) for number in range(5)}
+    described = describe(plain_state(tensors), compare=False)
     plan = plan_rank(described.items, agreement_of_one(), 0)
     assert len(ShardFiles(described, plan, rank=0, num_files=4, on_disk=on_disk).files) == num_files
 

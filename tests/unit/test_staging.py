@@ -1,10 +1,8 @@
-"""Staging: copies in memory that is kept, made inside the stream that a device gives."""
+"""Staging: copies in memory that is kept, made in threads that a device prepares."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -18,7 +16,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
-        self.depth = self.num_copies = 0
+        self.num_threads = self.num_finished = 0
 
     def lock_memory(self, address: int, size_bytes: int) -> bool:
         self.locked[address] = size_bytes
@@ -27,10 +25,11 @@ class Recorder:
     def unlock_memory(self, address: int) -> None:
         del self.locked[address]
 
-    @contextmanager
-    def copy_stream(self) -> Iterator[None]:
-        self.num_copies += 1
-        yield
+    def enter_thread(self) -> None:
+        self.num_threads += 1
+
+    def finish_copies(self) -> None:
+        self.num_finished += 1
 
 
 def files(*contents: bytes) -> list[PlannedFile]:
@@ -46,7 +45,7 @@ def test_copies_are_the_files_and_buffers_are_kept(shared: bool) -> None:
     staging = Staging(shared=shared, num_threads=2, device=device)
     for contents in ([os.urandom(20 << 20), b"", b"abc"], [os.urandom(5), os.urandom(1 << 20)]):
         given = files(*contents)
-        staged = staging.stage(given)
+        staged = staging.stage(given, device)
         for one in given:
             one.source.views[0][:] = bytes(len(one.source.views[0]))  # type: ignore[attr-defined]
         assert [bytes(one.source.views[0]) for one in staged] == list(contents)  # type: ignore[attr-defined]
@@ -55,7 +54,7 @@ def test_copies_are_the_files_and_buffers_are_kept(shared: bool) -> None:
         ]
     assert len(staging.buffers) == len(device.locked) == 3
     assert all((buffer.descriptor is not None) == shared for buffer in staging.buffers)
-    assert device.num_copies >= 5
+    assert device.num_threads >= device.num_finished == 2
     del staged, one
     staging.close()
     assert device.locked == {}
@@ -66,9 +65,9 @@ def test_buffers_are_reserved_ahead_and_grow() -> None:
     staging = Staging(shared=False, num_threads=1, device=device)
     staging.reserve([3 << 20, 10])
     first = [buffer.number for buffer in staging.buffers]
-    staging.stage(files(b"x" * (3 << 20), b"y"))
+    staging.stage(files(b"x" * (3 << 20), b"y"), device)
     assert [buffer.number for buffer in staging.buffers] == first
-    staging.stage(files(b"x" * (5 << 20)))
+    staging.stage(files(b"x" * (5 << 20)), device)
     assert [buffer.number for buffer in staging.buffers] != first
     assert len(device.locked) == 2
     staging.close()

@@ -1,0 +1,144 @@
+"""Who writes a tensor that several ranks of a mesh have alike is decided by who really has it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from threads import distributed, mesh_for, new_uri, run_threads
+from torch.distributed.tensor import Replicate, Shard
+
+import ckptstore
+from ckptstore.state import state_shard
+
+SMALL = torch.arange(12.0).reshape(3, 4)
+LARGE = torch.arange(3 << 18, dtype=torch.float32).reshape(-1, 64)
+"""3 MiB, so that it is dealt to several ranks."""
+
+
+def save_and_load(world_size: int, state_of: Any, **options: Any) -> list[Any]:
+    """Save on threads, and for each rank load what it had into memory of zeros; the keys that came back wrong."""
+    uri = new_uri()
+
+    def flow(store: ckptstore.CheckpointStore, rank: int) -> list[str]:
+        state = state_of(rank)
+        store.save(1, state, **options)
+        empty = {key: torch.zeros_like(tensor) for key, tensor in state_of(rank).items()}
+        store.load(empty)
+        return [key for key, tensor in state.items() if not torch.equal(_local(tensor), _local(empty[key]))]
+
+    return run_threads(world_size, uri, flow)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.parametrize("full", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("holders", [{1}, {0}, {0, 1}, {1, 2}, {2, 3}, {3}])
+def test_a_replicated_tensor_that_not_all_of_its_mesh_hold(full: torch.Tensor, holders: set[int]) -> None:
+    def state_of(rank: int) -> dict[str, Any]:
+        state: dict[str, Any] = {"always": torch.full((2,), 5.0)}
+        if rank in holders:
+            state["expert"] = distributed(full, mesh_for(rank, [0, 1, 2, 3]), [Replicate()])
+        return state
+
+    assert save_and_load(4, state_of) == [[]] * 4
+
+
+def test_meshes_of_one_shape_over_other_ranks_are_dealt_apart() -> None:
+    first, second = LARGE[: 1 << 12], LARGE[1 << 12 : 1 << 13]  # 1 MiB each: together they are two shares
+
+    def state_of(rank: int) -> dict[str, Any]:
+        state: dict[str, Any] = {"none": torch.zeros(1)}
+        if rank in (0, 1):
+            state["a"] = distributed(first, mesh_for(rank, [0, 1]), [Replicate()])
+        if rank in (0, 2):
+            state["b"] = distributed(second, mesh_for(rank, [0, 2]), [Replicate()])
+        return state
+
+    assert save_and_load(3, state_of) == [[]] * 3
+
+
+def test_a_mesh_that_reaches_beyond_the_store() -> None:
+    """The store is of the ranks 0 and 1 of the mesh; the others save elsewhere or not at all."""
+
+    def state_of(rank: int) -> dict[str, Any]:
+        mesh = mesh_for(rank + 2, [0, 1, 2, 3])
+        return {"w": distributed(SMALL, mesh, [Replicate()]), "v": distributed(LARGE, mesh, [Replicate()])}
+
+    assert save_and_load(2, state_of) == [[]] * 2
+    assert save_and_load(1, state_of) == [[]]
+
+
+@pytest.mark.parametrize("options", [{}, {"incremental": True}, {"incremental": "reference"}])
+def test_a_hole_is_named_with_its_ranks_by_every_kind_of_save(options: dict[str, Any]) -> None:
+    def flow(store: ckptstore.CheckpointStore, rank: int) -> Any:
+        mesh = mesh_for(rank, [0, 1, 2])
+        if rank == 0:
+            state: dict[str, Any] = {"other": torch.ones(1)}
+        else:
+            state = {"w": distributed(SMALL, mesh, [Shard(0)]), "other": torch.ones(1)}
+        with pytest.raises(ckptstore.InvalidState, match=r"\bw\b.*ranks 1-2"):
+            store.save(1, state, **options)
+        pending = store.save_async(2, state, **options)
+        with pytest.raises(ckptstore.InvalidState, match=r"\bw\b.*ranks 1-2"):
+            pending.result()
+        with pytest.raises(ckptstore.InvalidState):
+            store.close()
+        return len(list(store))
+
+    assert run_threads(3, new_uri(), flow) == [0, 0, 0]
+
+
+WORDS = {
+    "same": r"same \(ranks 0-2\)",
+    "own": r"own \(ranks 0-2\)",
+    "differs": r"differs \(ranks 0-2\)",
+    "tensor": r"tensor \(rank 1\)",
+    "empty": r"empty \(rank 1\)",
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"incremental": True}, {"incremental": "reference"}], ids=str)
+@pytest.mark.parametrize("key", WORDS)
+def test_what_a_plan_leaves_out_is_found_before_the_commit(
+    key: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong with who writes what, the leader sees it: with the agreement of the last save, which is known,
+    in an incremental save and in the background."""
+    real, is_broken = state_shard.plan_rank, False
+
+    def plan_rank(items: Any, agreement: Any, rank: int) -> Any:
+        plan = real(items, agreement, rank)
+        gone = [number for number, item in enumerate(items) if item.key == key and is_broken]
+        return dataclasses.replace(
+            plan,
+            writes=tuple(write for write in plan.writes if write.item not in gone),
+            empty=tuple(number for number in plan.empty if number not in gone),
+            common=tuple(name for name in plan.common if name != key or not is_broken),
+            own=tuple(name for name in plan.own if name != key or not is_broken or rank != 1),
+        )
+
+    monkeypatch.setattr(state_shard, "plan_rank", plan_rank)
+
+    def flow(store: ckptstore.CheckpointStore, rank: int) -> Any:
+        nonlocal is_broken
+        state: dict[str, Any] = {"same": 7, "own": rank, "differs": torch.full((2,), float(rank))}
+        alone = {"tensor": torch.ones(3), "empty": torch.ones(0, 2)}
+        if key in alone and rank == 1:
+            state[key] = alone[key]
+        store.save(1, state, **options)
+        is_broken = True
+        with pytest.raises(ckptstore.InvalidState, match=WORDS[key]):
+            store.save(2, {**state, "differs": torch.full((2,), 5.0 + rank)}, **options)
+        pending = store.save_async(3, state, **options)
+        with pytest.raises(ckptstore.InvalidState, match=WORDS[key]):
+            pending.result()
+        with pytest.raises(ckptstore.InvalidState):
+            store.close()
+        return [checkpoint.step for checkpoint in store]
+
+    assert run_threads(3, new_uri(), flow) == [[1]] * 3

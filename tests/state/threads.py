@@ -1,0 +1,130 @@
+"""The ranks of a job as threads of one process, over a store in memory: the real save and load, hundreds in a second.
+
+DTensors need no process group for it: a mesh is made for each rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import ckptstore
+
+_names = itertools.count()
+
+
+class _Meeting:
+    """The answers of all ranks, and what the leader makes of them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.answers: list[Any] = [None] * world_size
+        self.result: Any = None
+        self.barrier = threading.Barrier(world_size)
+
+
+class ThreadGroup:
+    """One rank of several in this process; see `ckptstore.group.Group`."""
+
+    node = "here"
+
+    def __init__(self, rank: int, world_size: int, meeting: _Meeting, token: str) -> None:
+        self.rank, self.world_size, self.start_token = rank, world_size, token
+        self._meeting = meeting
+        self._lanes: dict[str, ThreadGroup] = {}
+
+    def exchange(self, tag: str, work: Any, join: Any) -> bytes:
+        meeting = self._meeting
+        try:
+            answer: Any = work(_no_beat)
+        except Exception as error:
+            answer = error
+        meeting.answers[self.rank] = answer
+        meeting.barrier.wait(60)
+        if self.rank == 0:
+            meeting.result = _joined(meeting.answers, join)
+        meeting.barrier.wait(60)
+        result = meeting.result
+        meeting.barrier.wait(60)
+        if isinstance(result, Exception):
+            raise result
+        return bytes(result)
+
+    def lane(self, name: str) -> ThreadGroup:
+        return self._lanes[name]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _joined(answers: Sequence[Any], join: Any) -> Any:
+    failed = [answer for answer in answers if isinstance(answer, Exception)]
+    if failed:
+        return failed[0]
+    try:
+        return join(list(answers), _no_beat)
+    except Exception as error:
+        return error
+
+
+def _no_beat() -> None:
+    """Threads of one process do not die on their own."""
+
+
+def run_threads(world_size: int, uri: str, flow: Callable[[ckptstore.CheckpointStore, int], Any]) -> list[Any]:
+    """Call `flow(store, rank)` on every rank at once; what a rank raises is its result."""
+    token = f"run{next(_names)}"
+    meetings = [_Meeting(world_size) for _ in range(2)]
+    groups = [ThreadGroup(rank, world_size, meetings[0], token) for rank in range(world_size)]
+    for rank, group in enumerate(groups):
+        group._lanes["background"] = ThreadGroup(rank, world_size, meetings[1], token)
+
+    def run(rank: int) -> Any:
+        with ckptstore.open_store(uri, group=groups[rank]) as store:
+            try:
+                return flow(store, rank)
+            except Exception as error:
+                return error
+
+    if world_size == 1:
+        return [run(0)]
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(run, range(world_size)))
+
+
+def new_uri() -> str:
+    """A store that nobody has."""
+    return f"memory://threads-{next(_names)}"
+
+
+def mesh_for(rank: int, ranks: Any) -> DeviceMesh:
+    """A mesh of these ranks, as one of them sees it; it never communicates."""
+    return DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False, _rank=rank)
+
+
+def distributed(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], *, zeros: bool = False) -> DTensor:
+    """A tensor in a layout, its local part cut out by arithmetic of its own; no part outside of the mesh."""
+    local, coordinate = full, mesh.get_coordinate()
+    if coordinate is None:
+        local = full.new_empty((0,) * full.ndim)
+    for dim, placement in enumerate(placements if coordinate is not None else ()):
+        if isinstance(placement, Replicate):
+            continue
+        assert coordinate is not None
+        blocks = chunks(local, getattr(placement, "split_factor", 1), placement.dim)
+        parts = [chunks(block, mesh.size(dim), placement.dim)[coordinate[dim]] for block in blocks]
+        local = torch.cat(parts, placement.dim)
+    local = torch.zeros_like(local) if zeros else local.clone()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def chunks(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+    """`torch.chunk`, with empty ones at the end so that there are as many as asked for."""
+    found = list(tensor.chunk(count, dim))
+    return found + [tensor.narrow(dim, 0, 0)] * (count - len(found))
