@@ -11,14 +11,23 @@ readers who are alive, so nothing proves that it is dead: they go with `claim`, 
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections import defaultdict
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from ckptstore.errors import CkptstoreError, FileMissing, StoreMissing
+from ckptstore.errors import CkptstoreError, FileMissing, StorageError, StoreMissing
 from ckptstore.identity import read_identity
-from ckptstore.layout import CHECKPOINT_PREFIX, GROUP_PREFIX, MANIFEST_NAME, PROBE_PREFIX, Attempt
+from ckptstore.layout import (
+    CHECKPOINT_PREFIX,
+    GROUP_PREFIX,
+    LEASE_PREFIX,
+    LOG_PREFIX,
+    MANIFEST_NAME,
+    PROBE_PREFIX,
+    Attempt,
+)
 from ckptstore.log import Log
 from ckptstore.manifest import Manifest
 from ckptstore.prune import attempt_directories, backwards, delete_attempts, dropped_attempts
@@ -36,7 +45,7 @@ class Garbage:
     attempts: dict[str, int] = field(default_factory=dict)
     """Directories that nothing refers to, with their bytes."""
     unfinished: list[str] = field(default_factory=list)
-    """Keys of unfinished multipart uploads."""
+    """Keys of unfinished multipart uploads, and on a disk of files that killed writers left beside records and such."""
     exchanges: list[str] = field(default_factory=list)
     """What ranks of ended jobs left when they talked through the storage."""
     left: dict[str, str] = field(default_factory=dict)
@@ -74,7 +83,31 @@ def collect_garbage(log: Log, storage: Storage, *, claim: bool = False, dry_run:
             for key, upload_id in storage.unfinished(CHECKPOINT_PREFIX):
                 if key in found.unfinished:
                     storage.abort_unfinished(key, upload_id)
+    _collect_unfinished(log, storage, found, dry_run=dry_run)
     return found
+
+
+def _collect_unfinished(log: Log, storage: Storage, found: Garbage, *, dry_run: bool) -> None:
+    """On a disk: what killed writers left outside of attempts. A writer that is alive all the same fails, no more."""
+    if not isinstance(storage, HasLocalFiles):
+        return
+    before_seconds = log.store_now_seconds() - ENDED_SECONDS
+    prefixes = ["", LOG_PREFIX, LEASE_PREFIX, PROBE_PREFIX, *_group_prefixes(storage)]
+    for prefix in prefixes:
+        key = prefix.rstrip("/")
+        try:
+            found.unfinished.extend(storage.remove_unfinished(key, before_seconds=before_seconds, dry_run=dry_run))
+        except StorageError as error:
+            found.left[prefix] = str(error)
+
+
+def _group_prefixes(storage: HasLocalFiles) -> list[str]:
+    """On a disk: of all groups that have a directory, empty ones too."""
+    try:
+        paths = list(storage.local_path(GROUP_PREFIX.rstrip("/")).iterdir())
+        return [f"{GROUP_PREFIX}{path.name}/" for path in paths if path.is_dir() and not path.is_symlink()]
+    except OSError:
+        return []
 
 
 def _find(log: Log, storage: Storage, newest: Record, store_id: str, *, claim: bool, below_epoch: int) -> Garbage:
@@ -146,6 +179,10 @@ def _find_exchanges(log: Log, storage: Storage, newest: Record, found: Garbage, 
         parts = file.key.split("/")
         prefix = "/".join(parts[:2]) + ("/" if len(parts) > 2 else "")
         last[prefix] = max(last.get(prefix, 0.0), file.modified_seconds)
+    if isinstance(storage, HasLocalFiles):
+        for prefix in _group_prefixes(storage):
+            with contextlib.suppress(OSError):  # its ranks are alive, and removed it
+                last.setdefault(prefix, storage.local_path(prefix.rstrip("/")).lstat().st_mtime)
     if not last:
         return
     now_seconds = log.store_now_seconds()

@@ -40,7 +40,7 @@ def command(store: str, dry_run: bool, claim: bool, storage_options: dict[str, A
     for name, size_bytes in found.attempts.items():
         click.echo(f"{verb}: {name}, {show_size(size_bytes)}")
     for name in found.unfinished:
-        click.echo(f"{verb}: unfinished upload of {name}")
+        click.echo(f"{verb}: unfinished: {name}")
     for name in found.exchanges:
         click.echo(f"{verb}: {name}")
     for name, reason in found.left.items():

@@ -187,6 +187,10 @@ class HasLocalFiles(Protocol):
     def remove_directories(self, key: str) -> None:
         """Remove the directory and all empty ones below it; one with a file in it stays. Best effort."""
 
+    def remove_unfinished(self, key: str, *, before_seconds: float, dry_run: bool = False) -> Sequence[str]:
+        """Remove from a directory ("" is the root) what writers that were killed have left, where it was last changed
+        before that time by the storage's clock. Gives their keys, which no listing shows."""
+
     def link(self, path: str | os.PathLike[str], key: str) -> bool:
         """Make the key another name of the same inode, or a reflink; False where neither is possible."""
 

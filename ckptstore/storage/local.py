@@ -229,6 +229,18 @@ class LocalStorage:
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
 
+    def remove_unfinished(self, key: str, *, before_seconds: float, dry_run: bool = False) -> Sequence[str]:
+        directory, found = self._own_directory(check_name(key)) if key else self._root, []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # its writer is alive
+                    is_left = entry.name.startswith(_TEMPORARY) and entry.is_file(follow_symlinks=False)
+                    if is_left and entry.stat(follow_symlinks=False).st_mtime < before_seconds:
+                        found.append(f"{key}/{entry.name}" if key else entry.name)
+        for name in () if dry_run else found:
+            _remove(f"{self._root}/{name}")
+        return sorted(found)
+
     def link(self, path: str | os.PathLike[str], key: str) -> bool:
         source, target = os.fspath(path), self._own_path(key)
         if os.path.islink(source):

@@ -203,6 +203,12 @@ class _WrappedLocalFiles(_Wrapped):
     def remove_directories(self, key: str) -> None:
         self.run(_call("remove_directories", key), lambda: self.inner.remove_directories(key))
 
+    def remove_unfinished(self, key: str, *, before_seconds: float, dry_run: bool = False) -> Sequence[str]:
+        return self.run(
+            _call("remove_unfinished", key),
+            lambda: self.inner.remove_unfinished(key, before_seconds=before_seconds, dry_run=dry_run),
+        )
+
     def link(self, path: str | os.PathLike[str], key: str) -> bool:
         return self.run(_call("link", key), lambda: bool(self.inner.link(path, key)))
 

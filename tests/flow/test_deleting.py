@@ -423,6 +423,37 @@ def test_messages_go_when_their_job_was_superseded_and_not_by_a_clock(tmp_path: 
 # Retention
 
 
+@pytest.mark.parametrize("directory", ["", "log", "leases", "group/gone"])
+def test_gc_removes_what_a_killed_writer_left_and_nothing_of_a_living_one(tmp_path: Path, directory: str) -> None:
+    root = tmp_path / "store"
+    with open_store(root) as store:
+        save(store, tmp_path, 1)
+    names = {age: root / directory / f".ckptstore-tmp-{age}-0123456789abcdef" for age in (60, 7200)}
+    (root / directory).mkdir(parents=True, exist_ok=True)
+    for age, path in names.items():
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - age, time.time() - age))
+    with open_store(root) as store:
+        key = str(names[7200].relative_to(root))
+        assert store.collect_garbage(dry_run=True).unfinished == [key]
+        assert names[7200].exists()
+        assert store.collect_garbage().unfinished == [key]
+        assert [path.exists() for path in names.values()] == [True, False]
+        assert store[1].verify().ok
+
+
+def test_gc_removes_an_empty_directory_of_a_superseded_group(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with open_store(root) as store:
+        save(store, tmp_path, 1)
+    (root / "group" / "gone").mkdir(parents=True)
+    os.utime(root / "group" / "gone", (0, 0))
+    with open_store(root) as store:
+        assert "group/gone/" in store.collect_garbage().left  # perhaps of readers
+        assert store.collect_garbage(claim=True).exchanges == ["group/gone/"]
+    assert not (root / "group" / "gone").exists()
+
+
 @pytest.mark.parametrize("wrong_seconds", [YEAR_SECONDS, -YEAR_SECONDS])
 def test_a_wrong_clock_drops_nothing(tmp_path: Path, wrong_seconds: float) -> None:
     now = time.time

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -39,8 +38,6 @@ AFTER = 3
 QUICK_SECONDS, PATIENT_SECONDS = 3.0, 60.0
 END_SECONDS = 600.0
 OLD_SECONDS = 7 * 86400.0
-KNOWN_LEFT = re.compile(r"((log|group/[^/]+)/)?\.ckptstore-tmp-[0-9]+-[0-9a-f]+")
-"""What a killed writer leaves beside records, hints and messages: no listing of a storage shows it, so gc cannot."""
 SAVES = ("save_directory", "save", "save_async_thread", "save_async_process")
 TWO_RANKS = frozenset(SAVES)
 FLOWS = (*SAVES, "prune", "gc", "cp", "node_cache", "import")
@@ -289,10 +286,10 @@ def go_on(root: Path, step: int, place: Path) -> None:
         names = named_files(job)
     there = {str(file.relative_to(root)) for file in files_below(root)}
     logs = {name for name in there if name.startswith("log/") and name.endswith(".json")}
-    left = {name for name in there - names - logs - {"store.json", "latest.json"} if not KNOWN_LEFT.fullmatch(name)}
+    left = there - names - logs - {"store.json", "latest.json"}
     assert not left, f"gc left {sorted(left)}"
     assert not names - there, f"{sorted(names - there)} are missing"
-    empty = [path for path in (root / "checkpoints").rglob("*") if path.is_dir() and not any(path.iterdir())]
+    empty = [path for path in root.glob("*/**/*") if path.is_dir() and not any(path.iterdir())]
     assert not empty, f"gc left {empty}"
 
 
@@ -311,8 +308,8 @@ def named_files(store: CheckpointStore) -> set[str]:
 def age(root: Path) -> None:
     """As if a week had passed: what is only transient is old now."""
     then = time.time() - OLD_SECONDS
-    for file in files_below(root):
-        os.utime(file, (then, then), follow_symlinks=False)
+    for path in [*root.rglob("*")]:
+        os.utime(path, (then, then), follow_symlinks=False)
 
 
 def files_below(root: Path) -> list[Path]:

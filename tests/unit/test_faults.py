@@ -67,6 +67,9 @@ class Disk(OnlyTheVerbs):
     def remove_directories(self, key: str) -> None:
         self.removed = key
 
+    def remove_unfinished(self, key: str, *, before_seconds: float, dry_run: bool = False) -> Sequence[str]:
+        return [key]
+
     def link(self, path: Path, key: str) -> bool:
         return False
 
@@ -122,11 +125,13 @@ def test_powers_of_a_disk_are_counted(memory: MemoryStorage, tmp_path: Path) -> 
     wrapped.persist(["a", "b"])
     wrapped.make_directory("d")
     wrapped.remove_directories("e")
+    assert wrapped.remove_unfinished("f", before_seconds=1.0) == ["f"]
     assert wrapped.free_bytes() == 12
     assert wrapped.link(tmp_path, "a") is False
     assert wrapped.local_path("x") == Path("/nowhere/x")
     assert (disk.made, disk.removed) == ("d", "e")
-    assert list(count.counts) == ["persist", "make_directory", "remove_directories", "free_bytes", "link"]
+    verbs = ["persist", "make_directory", "remove_directories", "remove_unfinished", "free_bytes", "link"]
+    assert list(count.counts) == verbs
     assert count.calls[0].num_keys == 2
     unfinished = Unfinished(memory)
     wrapped = wrap(unfinished, count)
