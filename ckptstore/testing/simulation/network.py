@@ -1,0 +1,291 @@
+"""The way to a storage: every request passes the scheduler, takes virtual time, and may go wrong by the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from ckptstore.errors import AccessDenied, CkptstoreError, StorageError, StorageFull, StorageThrottled, StorageUnavailable
+from ckptstore.storage import base
+from ckptstore.testing.simulation.plan import Plan
+from ckptstore.testing.simulation.scheduler import Killed, Process, Scheduler
+
+_CHANGES = frozenset(
+    ["write", "write_many", "create", "delete", "copy", "copy_from", "write_part", "finish", "persist", "link"]
+    + ["make_directory", "remove_directories", "abort_unfinished", "open_parts", "abort"]
+)
+_LATE = frozenset(["write", "create", "delete", "finish"])
+"""What may take effect after whoever asked has given up."""
+_NO_REQUEST = frozenset(["part_bytes", "useful_threads", "local_path", "close", "uri"])
+_LOSSES = ("lost", "answer")
+
+
+@dataclass
+class Outage:
+    """A time in which requests of one process go wrong."""
+
+    kind: str
+    prefix: str
+    until: float
+
+
+@dataclass
+class Client:
+    """One process and what its requests have met."""
+
+    process: Process
+    calls: int = 0
+    outages: list[Outage] = field(default_factory=list)
+    at_calls: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
+    """What happens at a request, by its number."""
+    failed_in_a_row: dict[int, int] = field(default_factory=dict)
+    """By thread."""
+    hard_at: float = -1.0
+    """When a request failed so often that no retry mends it; below 0 for never."""
+    slow_at: float = -1.0
+    max_seconds: float = 0.0
+
+
+class Network:
+    """All requests of all processes."""
+
+    def __init__(self, scheduler: Scheduler, plan: Plan, trace: Callable[[str], None]) -> None:
+        self.scheduler = scheduler
+        self.plan = plan
+        self.trace = trace
+        self.is_calm = False
+        self.clients: dict[Process, Client] = {}
+        self.struck: list[str] = []
+        """Requests at which something went wrong by chance."""
+        self._is_disk = plan.storage == "disk"
+        self._latency_seconds = 0.0005 if self._is_disk else 0.02
+
+    def client(self, process: Process) -> Client:
+        """What is known of a process."""
+        if process not in self.clients:
+            self.clients[process] = Client(process)
+        return self.clients[process]
+
+    def here(self) -> Client:
+        """That of the calling thread."""
+        current = self.scheduler.current
+        assert current is not None
+        return self.client(current.owner)
+
+    def connect(self, storage: Any) -> Any:
+        """The storage as a process reaches it: with the same powers, no more and no fewer."""
+        powers = tuple(power for power in _POWERS if isinstance(storage, power))
+        return _class_for(powers)(self, storage)
+
+    def request(self, verb: str, key: str, perform: Callable[[], Any], size_bytes: int = 0) -> Any:
+        """Have a request travel, take effect and be answered; or not."""
+        scheduler = self.scheduler
+        me = scheduler.current
+        assert me is not None
+        if me.killed:
+            raise Killed
+        client = self.client(me.owner)
+        client.calls += 1
+        site = f"{me.owner.name}:{client.calls}"
+        shown = f"{verb} {key}"
+        changes = verb in _CHANGES
+        fault, travels = self._fault(client, site, verb, key)
+        self.trace(f"{site} {me.name.partition('/')[2]}: {shown}{f' [{fault}]' if fault else ''}")
+        for action in client.at_calls.pop(client.calls, ()):
+            scheduler.at(scheduler.now + travels * scheduler.rng.random() * 2, action)
+        box: list[Any] = [None, None]
+
+        def effect() -> None:
+            try:
+                box[0] = perform()
+            except CkptstoreError as error:
+                box[1] = error
+            scheduler.wake(me)
+
+        if fault in ("lost", "throttled", "denied", "full"):
+            scheduler.block(travels)
+        elif fault == "late":
+            scheduler.at(scheduler.now + self.plan.chance(site, "late") * 4 * self.plan.rank_timeout_seconds, effect_only(perform))
+            scheduler.block(travels)
+        elif changes:
+            scheduler.at(scheduler.now + travels, effect)  # it arrives though its process may be dead by then
+            scheduler.block()
+        else:
+            scheduler.block(travels)
+            effect()
+        if scheduler.rng.random() < 0.2:
+            scheduler.block(travels * scheduler.rng.random())
+        if fault is not None and fault != "slow":
+            self._failed(client, me.number, changes=changes)
+            raise _error(fault, shown, key)
+        client.failed_in_a_row.pop(me.number, None)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+    def _failed(self, client: Client, thread: int, *, changes: bool) -> None:
+        count = client.failed_in_a_row.get(thread, 0) + 1
+        client.failed_in_a_row[thread] = count
+        if self._is_disk or count >= self.plan.retry_attempts:
+            client.hard_at = self.scheduler.now
+
+    def _fault(self, client: Client, site: str, verb: str, key: str) -> tuple[str | None, float]:
+        """What goes wrong, and how long the request takes."""
+        seconds = self._latency_seconds * (0.1 + self.scheduler.rng.random())
+        if self.is_calm:
+            return None, seconds
+        now = self.scheduler.now
+        for outage in client.outages:
+            if now < outage.until and key.startswith(outage.prefix):
+                kind = outage.kind
+                if verb not in _CHANGES and kind in ("answer", "full"):
+                    if kind == "full":
+                        continue
+                    kind = "lost"
+                if kind in ("denied", "full"):
+                    client.hard_at = now
+                return kind, seconds + (2.0 if kind in _LOSSES and not self._is_disk else 0.0)
+        plan = self.plan
+        if not plan.error_rate and not plan.slow_rate:
+            return None, seconds
+        if site in plan.without:
+            return None, seconds
+        chance = plan.chance(site)
+        if chance < plan.error_rate:
+            self.struck.append(site)
+            which = plan.chance(site, "which")
+            if verb in _LATE and plan.chance(site, "is late") < plan.late_rate:
+                return "late", seconds + 1.0
+            if which < 0.45:
+                return "lost", seconds + (0.0 if self._is_disk else which)
+            if which < 0.9:
+                return ("answer" if verb in _CHANGES else "lost"), seconds + (0.0 if self._is_disk else which)
+            return "throttled", seconds
+        if chance > 1 - plan.slow_rate:
+            self.struck.append(site)
+            extra = plan.chance(site, "slow") ** 3 * plan.rank_timeout_seconds * 0.6
+            client.slow_at = now + extra
+            return "slow", seconds + extra
+        return None, seconds
+
+
+def effect_only(perform: Callable[[], Any]) -> Callable[[], None]:
+    """`perform` for nobody: nobody hears what comes of it."""
+
+    def effect() -> None:
+        try:
+            perform()
+        except StorageError:
+            """It came too late for that."""
+
+    return effect
+
+
+def _error(fault: str, shown: str, key: str) -> StorageError:
+    if fault == "denied":
+        return AccessDenied(f"{shown} was refused", file=key)
+    if fault == "full":
+        return StorageFull(f"{shown}: there is no room", file=key)
+    if fault == "throttled":
+        return StorageThrottled(f"{shown}: too many requests", file=key)
+    return StorageUnavailable(f"{shown} was not answered", file=key)
+
+
+_POWERS: tuple[Any, ...] = (
+    base.CreatesExclusively,
+    base.ReadsInSteps,
+    base.WritesParts,
+    base.WritesMany,
+    base.Persists,
+    base.HasLocalFiles,
+    base.CopiesInside,
+    base.CopiesFrom,
+    base.FindsUnfinished,
+    base.TellsRules,
+)
+
+
+class _Connected:
+    def __init__(self, network: Network, inner: Any) -> None:
+        self.network = network
+        self.inner = inner
+
+    @property
+    def uri(self) -> str:
+        return str(self.inner.uri)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    def list(self, prefix: str) -> Any:
+        return iter(self.network.request("list", prefix, lambda: [*self.inner.list(prefix)]))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """One request for each, on a disk, as there."""
+        step = 1 if self.network._is_disk else 1000
+        for first in range(0, len(keys), step):
+            some = list(keys[first : first + step])
+            self.network.request("delete", " ".join(some), lambda some=some: self.inner.delete(some))
+
+
+class _ConnectedWriter:
+    def __init__(self, network: Network, key: str, inner: Any) -> None:
+        self._network = network
+        self._key = key
+        self._inner = inner
+
+    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+        data = [memoryview(b"".join(views))]
+        self._network.request("write_part", self._key, lambda: self._inner.write_part(offset, data, crc32c))
+
+    def finish(self) -> None:
+        self._network.request("finish", self._key, self._inner.finish)
+
+    def abort(self) -> None:
+        try:
+            self._network.request("abort", self._key, self._inner.abort)
+        except StorageError:
+            """It cannot be told, and lies there until somebody cleans up."""
+
+
+def _open_parts(self: _Connected, key: str, size_bytes: int) -> Any:
+    writer = self.network.request("open_parts", key, lambda: self.inner.open_parts(key, size_bytes))
+    return _ConnectedWriter(self.network, key, writer)
+
+
+def _copy_from(self: _Connected, source: Any, source_key: str, key: str) -> bool:
+    source = getattr(source, "inner", source)
+    return bool(self.network.request("copy_from", key, lambda: self.inner.copy_from(source, source_key, key)))
+
+
+_OWN: dict[str, Callable[..., Any]] = {"open_parts": _open_parts, "copy_from": _copy_from}
+
+
+def _request(name: str) -> Callable[..., Any]:
+    def call(self: _Connected, *arguments: Any, **keywords: Any) -> Any:
+        key = arguments[0] if arguments else ""
+        if name == "write":  # the views are not kept, and it may arrive late
+            arguments = (key, [memoryview(b"".join(arguments[1]))])
+        if name == "copy":
+            key = arguments[1]
+        shown = key if isinstance(key, str) else " ".join(map(str, key))[:200]
+        return self.network.request(name, shown, lambda: getattr(self.inner, name)(*arguments, **keywords))
+
+    return call
+
+
+def _through(name: str) -> Callable[..., Any]:
+    def call(self: _Connected, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(self.inner, name)(*arguments, **keywords)
+
+    return call
+
+
+@cache
+def _class_for(powers: tuple[Any, ...]) -> type[_Connected]:
+    names = {name for power in (base.Storage, *powers) for name in vars(power) if not name.startswith("_")}
+    names -= vars(_Connected).keys()
+    methods = {name: _OWN.get(name) or (_through if name in _NO_REQUEST else _request)(name) for name in names}
+    return type("ConnectedStorage", (_Connected,), methods)

@@ -1,0 +1,221 @@
+"""What happens in one run, drawn from its seed before it begins: jobs, what they do, what goes wrong. Plain data, so that
+it can be printed, read back, and made smaller."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from random import Random
+from typing import Any
+
+from ckptstore.retention import KeepAll, KeepBest, KeepEvery, KeepLatest, KeepSince, Policy
+
+POLICIES: Mapping[str, Policy] = {
+    "all": KeepAll(),
+    "latest 1": KeepLatest(1),
+    "latest 2": KeepLatest(2),
+    "latest 2 or best": KeepLatest(2) | KeepBest(1, "loss"),
+    "every 20 or latest": KeepEvery(steps=20) | KeepLatest(1),
+    "since": KeepSince(5_000.0),
+}
+KEPT_SINCE_SECONDS = 5_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a process does. All ranks of a job do the same actions in the same order."""
+
+    kind: str
+    step: int = 0
+    after_seconds: float = 0.0
+    """How long the process is busy with something else before."""
+    size_bytes: int = 100
+    option: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """A job of several ranks, or a process on its own."""
+
+    name: str
+    actions: tuple[Action, ...]
+    ranks: int = 1
+    """0 for a process that is not a job."""
+    begins: str = "at once"
+    """"at once", or "after NAME": when all processes of that one have ended or hang."""
+    after_seconds: float = 0.0
+    goes_on: bool = True
+    """Whether it does its next action when one has failed."""
+    clock_ahead_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Something that goes wrong."""
+
+    kind: str
+    """"kill", "stop", "outage", "damage", "power"."""
+    who: str = ""
+    at_call: int = 0
+    """The request of that process at which it happens."""
+    seconds: float = 0.0
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of one run."""
+
+    seed: int
+    storage: str = "objects"
+    board: str = "storage"
+    policy: str = "all"
+    grace_seconds: float = 3600.0
+    rank_timeout_seconds: float = 60.0
+    retry_attempts: int = 4
+    error_rate: float = 0.0
+    late_rate: float = 0.0
+    slow_rate: float = 0.0
+    actors: tuple[Actor, ...] = ()
+    troubles: tuple[Trouble, ...] = ()
+    without: tuple[str, ...] = ()
+    """Requests at which nothing goes wrong although the seed says so."""
+
+    def chance(self, *where: object) -> float:
+        """A number from 0 to 1 that follows from the seed and a place, whatever else has happened."""
+        text = f"{self.seed}/{'/'.join(map(str, where))}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest()) / (1 << 48)
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """From text."""
+        value = json.loads(text)
+        actors = tuple(
+            Actor(**{**actor, "actions": tuple(Action(**action) for action in actor["actions"])})
+            for actor in value.pop("actors")
+        )
+        troubles = tuple(Trouble(**trouble) for trouble in value.pop("troubles"))
+        return Plan(**{**value, "without": tuple(value.pop("without"))}, actors=actors, troubles=troubles)
+
+
+def draw(seed: int, **given: Any) -> Plan:
+    """The plan of a seed; `given` fixes some of its fields."""
+    rng = Random(f"plan {seed}")
+    storage = rng.choice(["objects", "objects", "disk", "disk", "plain objects"])
+    calm = rng.random()
+    plan = Plan(
+        seed=seed,
+        storage=storage,
+        board=rng.choice(["storage"]),
+        policy=rng.choice([*POLICIES]),
+        grace_seconds=rng.choice([0.0, 0.0, 60.0, 3600.0]),
+        rank_timeout_seconds=rng.choice([20.0, 60.0, 120.0]),
+        retry_attempts=rng.choice([2, 4, 25]),
+        error_rate=0.0 if calm < 0.35 else rng.choice([0.002, 0.01, 0.05]),
+        late_rate=rng.choice([0.0, 0.3]) if storage == "objects" else 0.0,
+        slow_rate=rng.choice([0.0, 0.0, 0.02]),
+    )
+    plan = replace(plan, **given)
+    jobs = _jobs(rng, plan)
+    others = _others(rng, plan)
+    troubles = () if calm < 0.2 else tuple(_troubles(rng, plan, jobs))
+    return replace(plan, actors=(*jobs, *others), troubles=troubles)
+
+
+def _jobs(rng: Random, plan: Plan) -> list[Actor]:
+    jobs = []
+    step = 0
+    for index in range(rng.choice([1, 1, 2, 3])):
+        actions = [Action("resume", after_seconds=rng.random())] if index or rng.random() < 0.3 else []
+        for _ in range(rng.choice([1, 2, 3, 4])):
+            step += rng.choice([10, 10, 10, 0])
+            actions.append(_save(rng, step))
+            if rng.random() < 0.1:
+                actions.append(Action("idle", after_seconds=rng.choice([100.0, 4000.0, 8000.0])))
+            if rng.random() < 0.1:
+                actions.append(Action("load", after_seconds=rng.random()))
+        if rng.random() < 0.9:
+            actions.append(Action("close"))
+            if rng.random() < 0.1:
+                actions.append(_save(rng, step + 5))
+        beside = plan.storage != "plain objects" and rng.random() < 0.4
+        jobs.append(
+            Actor(
+                name=f"job{index + 1}",
+                actions=tuple(actions),
+                ranks=rng.choice([1, 2, 2, 2, 3]),
+                begins="at once" if index == 0 or beside else f"after job{index}",
+                after_seconds=rng.choice([0.0, 1.0, 30.0]) if index else 0.0,
+                goes_on=rng.random() < 0.8,
+                clock_ahead_seconds=rng.choice([0.0, 0.0, 0.0, 0.0, -3e7, 3e7]),
+            )
+        )
+    return jobs
+
+
+def _save(rng: Random, step: int) -> Action:
+    kind = rng.choice(["directory", "directory", "directory", "directory", "directory"])
+    return Action(
+        kind,
+        step=step,
+        after_seconds=rng.choice([0.0, 0.1, 10.0, 1000.0]) * rng.random(),
+        size_bytes=rng.choice([10, 100, 600]),
+        option=rng.choice(["", "", "", "error"]),
+    )
+
+
+_READS = ("latest", "directory on this node", "copy to a directory", "verify", "list")
+_COMMANDS = ("pin", "unpin", "roll back", "prune", "retain", "gc", "gc", "gc --claim", "cp", "cp", "gc of the copy")
+
+
+def _others(rng: Random, plan: Plan) -> list[Actor]:
+    others = []
+    for index in range(rng.choice([0, 1, 1, 2])):
+        actions = [
+            Action(
+                rng.choice(_READS),
+                after_seconds=rng.choice([0.1, 3.0, 30.0]) * rng.random(),
+                option=rng.choice(["", "long"]),
+            )
+            for _ in range(rng.choice([1, 2, 3]))
+        ]
+        others.append(Actor(f"reader{index + 1}", tuple(actions), ranks=0, after_seconds=5.0 * rng.random()))
+    if plan.storage != "plain objects":
+        for index in range(rng.choice([0, 1, 1, 2])):
+            actions = [
+                Action(rng.choice(_COMMANDS), after_seconds=rng.choice([0.1, 3.0, 30.0, 4000.0]) * rng.random())
+                for _ in range(rng.choice([1, 2, 3]))
+            ]
+            others.append(Actor(f"admin{index + 1}", tuple(actions), ranks=0, after_seconds=5.0 * rng.random()))
+    return others
+
+
+def _troubles(rng: Random, plan: Plan, jobs: list[Actor]) -> list[Trouble]:
+    found = []
+    ranks = [f"{job.name}.{rank}" for job in jobs for rank in range(job.ranks)]
+    for _ in range(rng.choice([0, 1, 1, 2, 3])):
+        kinds = ["kill", "kill", "stop", "outage", "outage", "outage", "damage"]
+        kind = rng.choice([*kinds, "power"] if plan.storage == "disk" else kinds)
+        if plan.storage == "plain objects" and kind == "stop":
+            kind = "kill"
+        what = ""
+        if kind == "outage":
+            what = f"{rng.choice(['lost', 'answer', 'answer', 'denied', 'full'])} {rng.choice(['', 'group/', 'group/', 'log/', 'checkpoints/'])}"
+        if kind == "damage":
+            what = rng.choice(["gone", "flipped", "short"])
+        found.append(
+            Trouble(
+                kind,
+                who=rng.choice(ranks),
+                at_call=int(rng.choice([30, 100, 250]) * rng.random()) + 1,
+                seconds=rng.choice([1.0, 30.0, 200.0, 3600.0]),
+                what=what,
+            )
+        )
+    return found
