@@ -40,8 +40,9 @@ class Client:
     outages: list[Outage] = field(default_factory=list)
     at_calls: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
     """What happens at a request, by its number."""
-    failed_in_a_row: dict[int, int] = field(default_factory=dict)
-    """By thread."""
+    failures: dict[int, float] = field(default_factory=dict)
+    """By thread how many of the last requests failed; one that succeeds takes a quarter of one away."""
+    failing_since: dict[int, float] = field(default_factory=dict)
     hard_at: float = -1.0
     """When a request failed so often that no retry mends it; below 0 for never."""
     slow_at: float = -1.0
@@ -60,6 +61,8 @@ class Network:
         self.struck: list[str] = []
         """Requests at which something went wrong by chance."""
         self._is_disk = plan.storage == "disk"
+        self._unanswered_seconds = 0.0 if self._is_disk else plan.rank_timeout_seconds / 60
+        """How long a client waits for an answer."""
         self._latency_seconds = 0.0005 if self._is_disk else 0.02
 
     def client(self, process: Process) -> Client:
@@ -118,18 +121,23 @@ class Network:
         if scheduler.rng.random() < 0.2:
             scheduler.block(travels * scheduler.rng.random())
         if fault is not None and fault != "slow":
-            self._failed(client, me.number, changes=changes)
+            self._failed(client, me.number)
             raise _error(fault, shown, key)
-        client.failed_in_a_row.pop(me.number, None)
+        if me.number in client.failures:
+            client.failures[me.number] = max(0.0, client.failures[me.number] - 0.25)
         if box[1] is not None:
             raise box[1]
         return box[0]
 
-    def _failed(self, client: Client, thread: int, *, changes: bool) -> None:
-        count = client.failed_in_a_row.get(thread, 0) + 1
-        client.failed_in_a_row[thread] = count
-        if self._is_disk or count >= self.plan.retry_attempts:
-            client.hard_at = self.scheduler.now
+    def _failed(self, client: Client, thread: int) -> None:
+        count = client.failures.get(thread, 0.0) + 1
+        client.failures[thread] = count
+        now = self.scheduler.now
+        if count <= 1:
+            client.failing_since[thread] = now
+        lasts = now - client.failing_since[thread] > self.plan.rank_timeout_seconds / 5
+        if self._is_disk or count > self.plan.retry_attempts - 1 or lasts:
+            client.hard_at = now
 
     def _fault(self, client: Client, site: str, verb: str, key: str) -> tuple[str | None, float]:
         """What goes wrong, and how long the request takes."""
@@ -146,7 +154,7 @@ class Network:
                     kind = "lost"
                 if kind in ("denied", "full"):
                     client.hard_at = now
-                return kind, seconds + (2.0 if kind in _LOSSES and not self._is_disk else 0.0)
+                return kind, seconds + (self._unanswered_seconds if kind in _LOSSES else 0.0)
         plan = self.plan
         if not plan.error_rate and not plan.slow_rate:
             return None, seconds
@@ -157,11 +165,10 @@ class Network:
             self.struck.append(site)
             which = plan.chance(site, "which")
             if verb in _LATE and plan.chance(site, "is late") < plan.late_rate:
-                return "late", seconds + 1.0
-            if which < 0.45:
-                return "lost", seconds + (0.0 if self._is_disk else which)
+                return "late", seconds + self._unanswered_seconds
             if which < 0.9:
-                return ("answer" if verb in _CHANGES else "lost"), seconds + (0.0 if self._is_disk else which)
+                is_lost = which < 0.45 or verb not in _CHANGES
+                return "lost" if is_lost else "answer", seconds + self._unanswered_seconds * which
             return "throttled", seconds
         if chance > 1 - plan.slow_rate:
             self.struck.append(site)

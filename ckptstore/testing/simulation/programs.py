@@ -62,7 +62,7 @@ def rank_program(world: World, member: Member) -> None:
     actor = member.actor
     member.store = open_for(world, member)
     for index, action in enumerate(actor.actions):
-        sleep(action.after_seconds * (1.0 + 0.01 * member.rank))
+        sleep(action.after_seconds + 0.05 * member.rank)
         if action.kind == "idle":
             continue
         error = perform(world, member, index, action)
@@ -180,7 +180,10 @@ def _judge_together(world: World, member: Member, index: int, action: Action, wh
     if mine.error is None:
         return
     since = min(item.began for item in attempts.values())
-    excuse = world.excuse(actor.name, since) or _excuse_before(world, actor, index) or _allowed(world, member, action, mine.error)
+    late = max(item.began for item in attempts.values()) - since > world.plan.rank_timeout_seconds / 2
+    late = late or len(attempts) < actor.ranks
+    excuse = "a rank calls late" if late else world.excuse(actor.name, since)
+    excuse = excuse or _excuse_before(world, actor, index) or _allowed(world, member, action, mine.error)
     if excuse is None:
         world.fail("a call that nothing disturbs succeeds", f"{where}: {kind_of(mine.error)}")
 

@@ -96,6 +96,9 @@ class Simulation:
         scheduler.environment = {
             **_ENVIRONMENT,
             "CKPTSTORE_RETRY_ATTEMPTS": str(plan.retry_attempts),
+            # the same share of the timeout of a rank as by default
+            "CKPTSTORE_RETRY_DEADLINE_SECONDS": str(plan.rank_timeout_seconds / 2),
+            "CKPTSTORE_RETRY_WAIT_MAX_SECONDS": str(plan.rank_timeout_seconds / 30),
             "CKPTSTORE_CACHE_DIR": str(world.directory / "cache"),
         }
         _worlds.append(world)
