@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -190,13 +191,13 @@ class Model:
             if not file.is_durable and not self.is_copy:
                 raise Violation("what is committed is durable", f"{where}: {receipt.name}")
             held[receipt.name] = file.data
-            if (told := told_in(file.data)) is not None:
-                tags.add(told[0])
-                ranks.add(told[1])
+            for tag, rank in told_in(file.data):
+                tags.add(tag)
+                ranks.add(rank)
         if len(tags) > 1:
             raise Violation("no checkpoint mixes attempts", f"{where}: {sorted(tags)}")
         tag = tags.pop() if tags else ("", -1)
-        if tags is not None and ranks and len(ranks) != self.ranks_of(tag[0]):
+        if ranks and len(ranks) != self.ranks_of(tag[0]):
             raise Violation("every rank is in a checkpoint", f"{where}: only {sorted(ranks)}")
         saved = Saved(record.number, entry.step, entry.attempt, tag, self.now(), held)
         self.saved[record.number] = self.by_attempt[entry.attempt] = saved
@@ -262,9 +263,9 @@ def payload(tag: Tag, rank: int, name: str, size_bytes: int) -> bytes:
     return text + b"." * max(0, size_bytes - len(text))
 
 
-def told_in(data: bytes) -> tuple[Tag, int] | None:
-    """The save and the rank that a file's contents tell of, None when they tell nothing."""
-    if not data.startswith(b"<"):
-        return None
-    job, action, rank, _ = data[1 : data.index(b">")].decode().split(" ", 3)
-    return (job, int(action)), int(rank)
+def told_in(data: bytes) -> list[tuple[Tag, int]]:
+    """The saves and the ranks that a file's contents tell of."""
+    return [((job.decode(), int(action)), int(rank)) for job, action, rank in _TOLD.findall(data)]
+
+
+_TOLD = re.compile(rb"<(\w+) (\d+) (\d+) [^<>]*>")

@@ -71,6 +71,8 @@ class Plan:
     seed: int
     storage: str = "objects"
     board: str = "storage"
+    contents: str = "directory"
+    """What jobs save: "directory", "state", or "mixed"."""
     policy: str = "all"
     grace_seconds: float = 3600.0
     rank_timeout_seconds: float = 60.0
@@ -112,7 +114,8 @@ def draw(seed: int, **given: Any) -> Plan:
     plan = Plan(
         seed=seed,
         storage=storage,
-        board=rng.choice(["storage"]),
+        board=rng.choice(["storage", "storage", "storage", "torch"]),
+        contents=rng.choice(["directory"] * 6 + ["state", "mixed"]),
         policy=rng.choice([*POLICIES]),
         grace_seconds=rng.choice([0.0, 0.0, 60.0, 3600.0]),
         rank_timeout_seconds=rng.choice([10.0, 20.0, 40.0]),
@@ -135,7 +138,7 @@ def _jobs(rng: Random, plan: Plan) -> list[Actor]:
         actions = [Action("resume", after_seconds=rng.random())] if index or rng.random() < 0.3 else []
         for _ in range(rng.choice([1, 2, 3, 4])):
             step += rng.choice([10, 10, 10, 0])
-            actions.append(_save(rng, step))
+            actions.append(_save(rng, plan, step))
             if rng.random() < 0.1:
                 actions.append(Action("idle", after_seconds=rng.choice([100.0, 4000.0, 8000.0])))
             if rng.random() < 0.1:
@@ -143,7 +146,7 @@ def _jobs(rng: Random, plan: Plan) -> list[Actor]:
         if rng.random() < 0.9:
             actions.append(Action("close"))
             if rng.random() < 0.1:
-                actions.append(_save(rng, step + 5))
+                actions.append(_save(rng, plan, step + 5))
         beside = plan.storage != "plain objects" and rng.random() < 0.4
         jobs.append(
             Actor(
@@ -159,14 +162,16 @@ def _jobs(rng: Random, plan: Plan) -> list[Actor]:
     return jobs
 
 
-def _save(rng: Random, step: int) -> Action:
-    kind = rng.choice(["directory", "directory", "directory", "directory", "directory"])
+def _save(rng: Random, plan: Plan, step: int) -> Action:
+    kinds = {"directory": ["directory"], "state": ["state", "async", "async"], "mixed": ["directory", "state", "async"]}
+    kind = rng.choice(kinds[plan.contents])
+    options = ["", "", "", "error"] if kind == "directory" else ["", "incremental", "reference", "skip"]
     return Action(
         kind,
         step=step,
         after_seconds=rng.choice([0.0, 0.1, 10.0, 1000.0]) * rng.random(),
         size_bytes=rng.choice([10, 100, 600]),
-        option=rng.choice(["", "", "", "error"]),
+        option=rng.choice(options),
     )
 
 

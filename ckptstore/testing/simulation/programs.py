@@ -66,28 +66,66 @@ def rank_program(world: World, member: Member) -> None:
         if action.kind == "idle":
             continue
         error = perform(world, member, index, action)
+        if error is not None and error in member.seen:  # that of an earlier save
+            error = perform(world, member, index, action)
         if isinstance(error, StoreFenced) or (error is not None and not actor.goes_on):
             break
+    settle(world, member, wait=True)
     world.wait_calm(member)
     survive(world, member)
+
+
+def settle(world: World, member: Member, *, wait: bool = False) -> None:
+    """Look after the asynchronous saves that have ended; with `wait` after all."""
+    left = []
+    for item in member.in_flight:
+        index, action, attempted, pending = item
+        if not wait and not pending.done():
+            left.append(item)
+            continue
+        try:
+            attempted.result = pending.result()
+        except Exception as error:
+            attempted.error = error
+            member.seen.append(error)
+        _ended(world, member, index, action, attempted)
+    member.in_flight = left
 
 
 def perform(world: World, member: Member, index: int, action: Action) -> BaseException | None:
     """Do one action, and judge what came of it."""
     actor = member.actor
     name = f"{actor.name}.{member.rank}"
-    attempted = Attempted(world.scheduler.now)
+    attempted = Attempted(world.scheduler.now, was_closed=member.is_closed)
     world.attempts.setdefault((actor.name, index), {})[member.rank] = attempted
-    world.trace(f"{name} begins {index} {action.kind} {action.step or ''}")
+    world.trace(f"{name} begins {index} {action.kind} {action.step or ''} {action.option}")
     try:
         attempted.result = _act(world, member, index, action)
     except Exception as error:
         attempted.error = error
+    settle(world, member, wait=action.kind == "close")
+    if attempted.error is not None and attempted.error in member.seen:
+        world.trace(f"{name} hears at {index} {action.kind} of an earlier save: {kind_of(attempted.error)}")
+        del world.attempts[actor.name, index][member.rank]
+        return attempted.error
+    if action.kind == "async" and attempted.error is None:
+        pending = attempted.result
+        if pending.skipped:
+            del world.attempts[actor.name, index][member.rank]
+        else:
+            member.in_flight.append((index, action, attempted, pending))
+        world.trace(f"{name} has staged {index}{' (skipped)' if pending.skipped else ''}")
+        return None
+    _ended(world, member, index, action, attempted)
+    return attempted.error
+
+
+def _ended(world: World, member: Member, index: int, action: Action, attempted: Attempted) -> None:
     attempted.ended = world.scheduler.now
     member.last_error = attempted.error
-    world.trace(f"{name} ends {index} {action.kind}: {kind_of(attempted.error)} {_shown(attempted.result)}")
+    shown = f"{kind_of(attempted.error)} {_shown(attempted.result)}"
+    world.trace(f"{member.process.name} ends {index} {action.kind}: {shown}")
     judge(world, member, index, action, attempted)
-    return attempted.error
 
 
 def _shown(result: Any) -> str:
@@ -106,14 +144,39 @@ def _act(world: World, member: Member, index: int, action: Action) -> Any:
         )
         loss = round(world.plan.chance("loss", actor.name, index), 3)
         return store.save_directory(action.step, path, metrics={"loss": loss}, exists=action.option or "replace")
-    if action.kind == "resume":
-        return store.resume()
-    if action.kind == "load":
-        return store.latest()
+    if action.kind in ("state", "async"):
+        return _save_state(world, member, index, action)
+    if action.kind in ("resume", "load"):
+        return _load(world, member, action)
     if action.kind == "close":
         member.is_closed = True
         return store.close()
     raise AssertionError(action.kind)
+
+
+def _save_state(world: World, member: Member, index: int, action: Action) -> Any:
+    from ckptstore.testing.simulation.states import state_of
+
+    incremental = {"incremental": True, "reference": "reference"}.get(action.option, False)
+    asked = {"metrics": {"loss": round(world.plan.chance("loss", index), 3)}, "incremental": incremental}
+    state = state_of((member.actor.name, index), member.rank)
+    if action.kind == "state":
+        return member.store.save(action.step, state, **asked)
+    on_busy = "skip" if action.option == "skip" else "wait"
+    return member.store.save_async(action.step, state, on_busy=on_busy, max_failures=1000, **asked)
+
+
+def _load(world: World, member: Member, action: Action) -> Any:
+    store = member.store
+    if world.plan.contents != "state":
+        return store.resume() if action.kind == "resume" else store.latest()
+    from ckptstore.testing.simulation.states import empty_state, problem_of
+
+    state = empty_state()
+    found = (store.resume if action.kind == "resume" else store.load)(state, per_rank="first")
+    if found is not None and (problem := problem_of(state, world.model.saved[found.number].tag)):
+        world.fail("what is read is what was saved", f"{member.process.name}, record {found.number}: {problem}")
+    return found
 
 
 def judge(world: World, member: Member, index: int, action: Action, mine: Attempted) -> None:
@@ -129,7 +192,7 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
     if error is not None and not isinstance(error, CkptstoreError):
         if not isinstance(error, TimeoutError):
             raise AssertionError(f"every error is a CkptstoreError: {where}") from error
-    if member.is_closed and action.kind != "close":
+    if mine.was_closed and action.kind != "close":
         if error is None:
             world.fail("a closed store does nothing", f"{where} returned after close()")
         return
@@ -140,7 +203,7 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
             model.refused.add(tag)
         if error is None and model.by_tag.get(tag) != result.number:
             world.fail("what returned is committed", f"{where}: record {result.number}, the log has {model.by_tag.get(tag)}")
-    if action.kind == "resume":
+    if action.kind in ("resume", "load"):
         _judge_resume(world, where, mine)
     _judge_together(world, member, index, action, where)
 
@@ -233,7 +296,9 @@ def survive(world: World, member: Member) -> None:
     count = len(actor.actions)
     errors = []
     for extra in range(2):
-        error = perform(world, member, count + extra, Action("directory", step=900_000 + extra))
+        error = perform(world, member, count + extra, _last_save(world, 900_000 + extra))
+        if error is not None and error in member.seen:
+            error = perform(world, member, count + extra, _last_save(world, 900_000 + extra))
         errors.append(kind_of(error))
         if error is None or isinstance(error, StoreFenced):
             break
@@ -244,6 +309,10 @@ def survive(world: World, member: Member) -> None:
     perform(world, member, count + 2, Action("close"))
     sleep(30.0)
     check_clean(world, member)
+
+
+def _last_save(world: World, step: int) -> Action:
+    return Action("state" if world.plan.contents == "state" else "directory", step=step)
 
 
 def check_clean(world: World, member: Member) -> None:
@@ -381,14 +450,14 @@ def finale(world: World, member: Member) -> None:
     store = member.store = open_for(world, member)
     whole = [saved for saved in model.live() if not saved.is_damaged]
     try:
-        found = store.resume()
+        found = _load(world, member, Action("resume"))
     except NoUsableCheckpoint as error:
         if whole:
             world.fail("a restart always works", f"record {whole[-1].number} is whole: {kind_of(error)}")
         found = None
     if whole and (found is None or found.number < whole[-1].number):
         world.fail("a restart finds the newest", f"record {whole[-1].number} is whole, got {found}")
-    perform(world, member, 0, Action("directory", step=999_999))
+    perform(world, member, 0, _last_save(world, 999_999))
     if member.last_error is not None:
         world.fail("a restart always works", kind_of(member.last_error))
     if member.rank == 0:

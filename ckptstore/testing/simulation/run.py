@@ -27,6 +27,16 @@ _MODULES = (
     "tenacity.nap",
     "ckptstore.group.storage_board",
 )
+_WITH_TORCH = (
+    "ckptstore.save_state",
+    "ckptstore.load_state",
+    "ckptstore.group.torch_board",
+    "ckptstore.state.state_shard",
+    "ckptstore.state.stock_read",
+    "ckptstore.state.stock_write",
+    "ckptstore.testing.simulation.states",
+    "ckptstore.testing.simulation.keyvalue",
+)
 _ENVIRONMENT = {
     "CKPTSTORE_NUM_THREADS": "3",
     "CKPTSTORE_NUM_REQUESTS": "3",
@@ -80,9 +90,11 @@ class Simulation:
         self._state: ModuleState | None = None
 
     def __enter__(self) -> Simulation:
-        load(*_MODULES, *self._more)
+        load(*_MODULES, *_WITH_TORCH, *self._more)
         self._state = ModuleState()
-        self._stack.enter_context(patched({id(_real_open_storage): (_real_open_storage, _open_storage)}))
+        keyvalue = sys.modules["ckptstore.testing.simulation.keyvalue"]
+        replaced = {id(_real_open_storage): (_real_open_storage, _open_storage), **keyvalue.REPLACED}
+        self._stack.enter_context(patched(replaced))
         return self
 
     def __exit__(self, *_: object) -> None:

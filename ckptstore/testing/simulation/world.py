@@ -30,6 +30,7 @@ class Attempted:
     """One action of one rank."""
 
     began: float
+    was_closed: bool = False
     ended: float | None = None
     result: Any = None
     error: BaseException | None = None
@@ -44,10 +45,15 @@ class Member:
     process: Process
     store: Any = None
     is_closed: bool = False
+    num_groups: int = 0
     is_done: bool = False
     stopped_seconds: float = 0.0
     stopped_at: float = -1.0
     last_error: BaseException | None = None
+    in_flight: list[tuple[int, Action, Attempted, Any]] = field(default_factory=list)
+    """Asynchronous saves that nobody has looked after yet."""
+    seen: list[BaseException] = field(default_factory=list)
+    """What asynchronous saves failed with: a later call may raise it again."""
 
 
 @dataclass
@@ -56,7 +62,8 @@ class World:
 
     plan: Plan
     scheduler: Scheduler
-    kv: Any = None
+    servers: dict[str, Any] = field(default_factory=dict)
+    """By job its key-value store."""
     events: list[str] = field(default_factory=list)
     """The trace."""
     members: list[Member] = field(default_factory=list)
@@ -165,8 +172,6 @@ class World:
         """The process ends here."""
         self.scheduler.kill(member.process)
         self.model.ends_reading(member.process.pid)
-        if self.kv is not None:
-            self.kv.lost(member.process)
         self.done(member)
 
     def done(self, member: Member) -> None:
