@@ -89,6 +89,12 @@ class Model:
             if number is not None and len(pid) > 1:
                 self.reads(int(pid[1] if pid[0] == f"{number:010d}" else pid[-1]), number)
 
+    def reads_file(self, pid: int, key: str) -> None:
+        """A process reads the bytes of a file: on a disk others must see that it does."""
+        attempt, _, name = key.removeprefix(CHECKPOINT_PREFIX).partition("/")
+        if self.plan.storage == "disk" and pid in self.careful and name != MANIFEST_NAME and attempt in self.by_attempt:
+            self.reads(pid, self.by_attempt[attempt].number)
+
     def reads(self, pid: int, number: int) -> None:
         """A process begins to read a checkpoint."""
         self.reading.setdefault((pid, number), self.now())

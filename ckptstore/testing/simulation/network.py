@@ -19,6 +19,7 @@ _CHANGES = frozenset(
 _LATE = frozenset(["write", "create", "delete", "finish"])
 """What may take effect after whoever asked has given up."""
 _NO_REQUEST = frozenset(["part_bytes", "useful_threads", "local_path", "close", "uri"])
+_READS = frozenset(["read", "read_into", "read_steps"])
 _LOSSES = ("lost", "answer")
 
 
@@ -29,6 +30,8 @@ class Outage:
     kind: str
     prefix: str
     until: float
+    tries: dict[str, int] = field(default_factory=dict)
+    """By request how often it was tried, for requests that go through in the end."""
 
 
 @dataclass
@@ -57,6 +60,8 @@ class Network:
         self.plan = plan
         self.trace = trace
         self.is_calm = False
+        self.on_read: Callable[[int, str], None] = lambda pid, key: None
+        """Called when a process reads the bytes of a file."""
         self.clients: dict[Process, Client] = {}
         self.struck: list[str] = []
         """Requests at which something went wrong by chance."""
@@ -91,6 +96,8 @@ class Network:
             raise Killed
         client = self.client(me.owner)
         client.calls += 1
+        if verb in _READS:
+            self.on_read(me.owner.pid, key)
         site = f"{me.owner.name}:{client.calls}"
         shown = f"{verb} {key}"
         changes = verb in _CHANGES
@@ -107,7 +114,7 @@ class Network:
                 box[1] = error
             scheduler.wake(me)
 
-        if fault in ("lost", "throttled", "denied", "full"):
+        if fault in ("lost", "throttled", "denied", "full", "flaky"):
             scheduler.block(travels)
         elif fault == "late":
             scheduler.at(scheduler.now + self.plan.chance(site, "late") * 4 * self.plan.rank_timeout_seconds, effect_only(perform))
@@ -121,7 +128,8 @@ class Network:
         if scheduler.rng.random() < 0.2:
             scheduler.block(travels * scheduler.rng.random())
         if fault is not None and fault != "slow":
-            self._failed(client, me.number)
+            if fault != "flaky":
+                self._failed(client, me.number)
             raise _error(fault, shown, key)
         if me.number in client.failures:
             client.failures[me.number] = max(0.0, client.failures[me.number] - 0.25)
@@ -148,6 +156,13 @@ class Network:
         for outage in client.outages:
             if now < outage.until and key.startswith(outage.prefix):
                 kind = outage.kind
+                if kind == "flaky":
+                    if key.startswith("probe/"):
+                        continue
+                    outage.tries[key] = outage.tries.get(key, 0) + 1
+                    if outage.tries[key] % 5:
+                        return "flaky", seconds + self._unanswered_seconds
+                    continue
                 if verb not in _CHANGES and kind in ("answer", "full"):
                     if kind == "full":
                         continue

@@ -106,6 +106,10 @@ class Plan:
         return Plan(**{**value, "without": tuple(value.pop("without"))}, actors=actors, troubles=troubles)
 
 
+THEMES = ("any",) * 10 + ("copying", "copying", "reading", "reading", "idle", "damage", "flaky")
+"""What the other processes and the troubles of a run are about. The rare ones meet by chance too seldom."""
+
+
 def draw(seed: int, **given: Any) -> Plan:
     """The plan of a seed; `given` fixes some of its fields."""
     rng = Random(f"plan {seed}")
@@ -114,7 +118,7 @@ def draw(seed: int, **given: Any) -> Plan:
     plan = Plan(
         seed=seed,
         storage=storage,
-        board=rng.choice(["storage", "storage", "storage", "torch"]),
+        board=rng.choice(["storage"] * 5 + ["torch"]),
         contents=rng.choice(["directory"] * 6 + ["state", "mixed"]),
         policy=rng.choice([*POLICIES]),
         grace_seconds=rng.choice([0.0, 0.0, 60.0, 3600.0]),
@@ -124,14 +128,45 @@ def draw(seed: int, **given: Any) -> Plan:
         late_rate=rng.choice([0.0, 0.3]) if storage == "objects" else 0.0,
         slow_rate=rng.choice([0.0, 0.0, 0.02]),
     )
-    plan = replace(plan, **given)
-    jobs = _jobs(rng, plan)
-    others = _others(rng, plan)
-    troubles = () if calm < 0.2 else tuple(_troubles(rng, plan, jobs))
-    return replace(plan, actors=(*jobs, *others), troubles=troubles)
+    theme = rng.choice(THEMES)
+    plan = _themed(rng, replace(plan, **given), theme)
+    jobs = _jobs(rng, plan, theme)
+    others = _others(rng, plan) if theme == "any" else _others_for(rng, plan, theme)
+    troubles = [] if calm < 0.2 or theme in ("copying", "idle") else _troubles(rng, plan, jobs)
+    if theme == "damage":
+        troubles += [_damage(rng, jobs) for _ in range(2)]
+    if theme == "flaky":
+        what = f"flaky {rng.choice(['log/', 'log/', 'checkpoints/', ''])}"
+        at_call = rng.randrange(20, 60)
+        troubles = [Trouble("outage", f"{jobs[0].name}.0", at_call=at_call, seconds=600.0, what=what)]
+    return replace(plan, actors=(*jobs, *others), troubles=tuple(troubles))
 
 
-def _jobs(rng: Random, plan: Plan) -> list[Actor]:
+def _themed(rng: Random, plan: Plan, theme: str) -> Plan:
+    """The plan with what a theme needs."""
+    shared = plan.storage if plan.storage != "plain objects" else "objects"
+    if theme == "copying":
+        return replace(plan, storage=shared, policy="all", error_rate=min(plan.error_rate, 0.01))
+    if theme == "reading":
+        policy = rng.choice(["latest 1", "latest 2"])
+        return replace(plan, storage=shared, policy=policy, grace_seconds=0.0, error_rate=0.0, slow_rate=0.05)
+    if theme == "idle":
+        return replace(plan, storage=shared, error_rate=0.0, slow_rate=0.0)
+    if theme == "damage":
+        return replace(plan, contents=rng.choice(["state", "state", "directory"]), policy="all")
+    if theme == "flaky":
+        storage = "objects" if plan.storage == "disk" else plan.storage  # nothing is tried again on a disk
+        return replace(plan, storage=storage, error_rate=0.0, slow_rate=0.0, retry_attempts=25)
+    return plan
+
+
+def _damage(rng: Random, jobs: list[Actor]) -> Trouble:
+    job = rng.choice(jobs)
+    who = f"{job.name}.{rng.randrange(job.ranks)}"
+    return Trouble("damage", who, at_call=rng.randrange(40, 200), what=rng.choice(["gone", "gone", "flipped", "short"]))
+
+
+def _jobs(rng: Random, plan: Plan, theme: str) -> list[Actor]:
     jobs = []
     step = 0
     for index in range(rng.choice([1, 1, 2, 3])):
@@ -139,7 +174,7 @@ def _jobs(rng: Random, plan: Plan) -> list[Actor]:
         for _ in range(rng.choice([1, 2, 3, 4])):
             step += rng.choice([10, 10, 10, 0])
             actions.append(_save(rng, plan, step))
-            if rng.random() < 0.1:
+            if rng.random() < (0.5 if theme == "idle" else 0.1):
                 actions.append(Action("idle", after_seconds=rng.choice([100.0, 4000.0, 8000.0])))
             if rng.random() < 0.1:
                 actions.append(Action("load", after_seconds=rng.random()))
@@ -176,6 +211,29 @@ def _save(rng: Random, plan: Plan, step: int) -> Action:
 
 
 _READS = ("latest", "directory on this node", "copy to a directory", "verify", "list")
+_FOR_THEMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "copying": (("cp",), ("gc of the copy",), ("cp", "gc of the copy")),
+    "reading": (_READS[1:3], _READS[1:3], ("prune", "retain", "clean the cache")),
+    "idle": (("gc",), ("gc --claim", "gc", "prune")),
+    "damage": (_READS,),
+    "flaky": (_READS,),
+}
+"""For each theme the processes on their own, and what each of them chooses from."""
+
+
+def _others_for(rng: Random, plan: Plan, theme: str) -> list[Actor]:
+    others = []
+    for index, kinds in enumerate(_FOR_THEMES[theme]):
+        longest = {"idle": 6000.0, "copying": 0.5}.get(theme, 5.0)
+        actions = [
+            Action(rng.choice(kinds), after_seconds=longest * rng.random(), option=rng.choice(["", "long"]))
+            for _ in range(rng.choice([2, 4, 6]))
+        ]
+        begins = "after job1" if theme == "copying" else "at once"
+        others.append(Actor(f"{theme}{index + 1}", tuple(actions), ranks=0, begins=begins, after_seconds=rng.random()))
+    return others
+
+
 _COMMANDS = ("pin", "unpin", "roll back", "prune", "retain", "gc", "gc", "gc --claim", "cp", "cp", "gc of the copy")
 
 

@@ -147,7 +147,12 @@ def _act(world: World, member: Member, index: int, action: Action) -> Any:
     if action.kind in ("state", "async"):
         return _save_state(world, member, index, action)
     if action.kind in ("resume", "load"):
-        return _load(world, member, action)
+        world.model.careful.add(member.process.pid)
+        try:
+            return _load(world, member, action)
+        finally:
+            world.model.ends_reading(member.process.pid)
+            world.model.careful.discard(member.process.pid)
     if action.kind == "close":
         member.is_closed = True
         return store.close()
@@ -327,6 +332,9 @@ def check_clean(world: World, member: Member) -> None:
 
 # Processes on their own
 
+_LEASED = frozenset({"directory on this node", "copy to a directory"})
+"""Who reads so must find every byte until it is done."""
+
 
 def other_program(world: World, member: Member) -> None:
     """A reader, or somebody at the command line."""
@@ -334,7 +342,8 @@ def other_program(world: World, member: Member) -> None:
     for index, action in enumerate(member.actor.actions):
         sleep(action.after_seconds)
         world.trace(f"{member.process.name} begins {action.kind}")
-        world.model.careful.add(pid)
+        if action.kind in _LEASED:
+            world.model.careful.add(pid)
         client, began = world.network.client(member.process), world.scheduler.now
         error: BaseException | None = None
         try:
@@ -342,6 +351,7 @@ def other_program(world: World, member: Member) -> None:
         except Exception as raised:
             error = raised
         world.model.ends_reading(pid)
+        world.model.careful.discard(pid)
         world.trace(f"{member.process.name} ends {action.kind}: {kind_of(error)}")
         if error is not None and not isinstance(error, CkptstoreError):
             if isinstance(error, AssertionError):
@@ -373,6 +383,8 @@ def _alone(world: World, member: Member, index: int, action: Action) -> None:
             store.prune()
         elif action.kind == "retain":
             retain(store._job.log, KeepLatest(1))
+        elif action.kind == "clean the cache":
+            _clean_cache(world, index)
         elif action.kind == "cp":
             _copy(store)
         elif action.kind == "list":
@@ -381,6 +393,13 @@ def _alone(world: World, member: Member, index: int, action: Action) -> None:
             _look_latest(world, store)
         else:
             _with_checkpoint(world, member, index, action, store)
+
+
+def _clean_cache(world: World, index: int) -> None:
+    """Remove a file of a copy on the node, as a cleaner of temporary directories does."""
+    found = sorted((world.directory / "cache").glob("*/*.bin"))
+    if found:
+        found[int(world.plan.chance("clean", index) * len(found))].unlink()
 
 
 def _look_latest(world: World, store: Any) -> None:
@@ -426,10 +445,13 @@ def _with_checkpoint(world: World, member: Member, index: int, action: Action, s
         _compare(world, where, checkpoint, {item.name: item.read_bytes() for item in path.iterdir()})
     elif action.kind == "directory on this node":
         with checkpoint.as_directory() as path:
+            names = [receipt.name for receipt in checkpoint.files]
+            lost = [name for name in names if not (path / name).exists()]
+            if lost and not world.model.saved[checkpoint.number].is_damaged:
+                world.fail("what is handed out is whole", f"{where}: {lost} are not in {path.name}")
+            _compare(world, where, checkpoint, {name: (path / name).read_bytes() for name in set(names) - set(lost)})
             if action.option:
                 sleep(900.0)
-            names = [receipt.name for receipt in checkpoint.files]
-            _compare(world, where, checkpoint, {name: (path / name).read_bytes() for name in names})
     else:
         raise AssertionError(action.kind)
 

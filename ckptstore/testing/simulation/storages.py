@@ -279,6 +279,9 @@ class SimPath:
     def is_dir(self) -> bool:
         return self._key in self._space.directories or any(key.startswith(f"{self._key}/") for key in self._space.files)
 
+    def exists(self) -> bool:
+        return self.is_dir() or self._key in self._space.files
+
     def is_symlink(self) -> bool:
         return False
 

@@ -77,6 +77,7 @@ class World:
         ranks_of = functools.partial(_ranks_of, self)
         now = lambda: self.scheduler.now  # noqa: E731
         self.model = Model(self.spaces[STORE_URI], self.plan, now, ranks_of)
+        self.network.on_read = self.model.reads_file
         self.copy = Model(self.spaces[COPY_URI], self.plan, now, ranks_of, is_copy=True)
         self.directory = Path(tempfile.mkdtemp(prefix="ckptstore-simulation-", dir=_memory_directory()))
         self._digest = hashlib.sha256()
