@@ -181,7 +181,7 @@ class Model:
         entry = change.entry
         prefix = f"{CHECKPOINT_PREFIX}{entry.attempt}/"
         files = {key.removeprefix(prefix): file for key, file in self.space.files.items() if key.startswith(prefix)}
-        where = f"record {record.number}, step {entry.step}"
+        where = f"record {record.number}{' of the copy' if self.is_copy else ''}, step {entry.step}"
         if MANIFEST_NAME not in files or sha256_of(files[MANIFEST_NAME].data) != entry.manifest_sha256:
             raise Violation("what is committed is whole", f"{where}: its manifest is not there")
         manifest = Manifest.decode(files[MANIFEST_NAME].data)
@@ -236,7 +236,7 @@ class Model:
             return
         how = "removed" if after is None else "overwritten"
         if saved.removed_at is None and not saved.is_damaged:
-            raise Violation("nothing committed loses a byte", f"{name} of record {saved.number}, step {saved.step}, was {how}")
+            raise Violation("nothing committed loses a byte", f"{name} of record {saved.number}{' of the copy' if self.is_copy else ''}, step {saved.step}, was {how}")
         for (pid, number), since in self.reading.items():
             if number == saved.number and pid in self.careful and since < (saved.removed_at or 0.0):
                 text = f"{name} of record {number} was {how}; process {pid} reads it since {since:.3f}, it was removed at {saved.removed_at:.3f}"

@@ -49,6 +49,7 @@ class Client:
     hard_at: float = -1.0
     """When a request failed so often that no retry mends it; below 0 for never."""
     slow_at: float = -1.0
+    flaky_at: float = -1.0
     max_seconds: float = 0.0
 
 
@@ -128,7 +129,9 @@ class Network:
         if scheduler.rng.random() < 0.2:
             scheduler.block(travels * scheduler.rng.random())
         if fault is not None and fault != "slow":
-            if fault != "flaky":
+            if fault == "flaky":
+                client.flaky_at = scheduler.now
+            else:
                 self._failed(client, me.number)
             raise _error(fault, shown, key)
         if me.number in client.failures:

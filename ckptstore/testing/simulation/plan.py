@@ -122,7 +122,7 @@ def draw(seed: int, **given: Any) -> Plan:
         contents=rng.choice(["directory"] * 6 + ["state", "mixed"]),
         policy=rng.choice([*POLICIES]),
         grace_seconds=rng.choice([0.0, 0.0, 60.0, 3600.0]),
-        rank_timeout_seconds=rng.choice([10.0, 20.0, 40.0]),
+        rank_timeout_seconds=rng.choice([6.0, 12.0, 24.0]),
         retry_attempts=rng.choice([2, 4, 25]),
         error_rate=0.0 if calm < 0.35 else rng.choice([0.002, 0.01, 0.05]),
         late_rate=rng.choice([0.0, 0.3]) if storage == "objects" else 0.0,

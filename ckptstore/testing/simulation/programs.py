@@ -251,6 +251,9 @@ def _judge_together(world: World, member: Member, index: int, action: Action, wh
     late = max(item.began for item in attempts.values()) - since > world.plan.rank_timeout_seconds / 2
     late = late or len(attempts) < actor.ranks
     excuse = "a rank calls late" if late else world.excuse(actor.name, since)
+    if isinstance(mine.error, StorageError):  # all tries of something together took too long
+        clients = [world.network.client(other.process) for other in world.members_of(actor.name)]
+        excuse = excuse or ("the storage hardly answered" if any(c.flaky_at >= since for c in clients) else None)
     excuse = excuse or _excuse_before(world, actor, index) or _allowed(world, member, action, mine.error)
     if excuse is None:
         world.fail("a call that nothing disturbs succeeds", f"{where}: {kind_of(mine.error)}")
@@ -260,7 +263,8 @@ def _excuse_before(world: World, actor: Actor, index: int) -> str | None:
     """A job may hear once that a call before has failed on some rank."""
     for earlier in range(index - 1, -1, -1):
         attempts = world.attempts.get((actor.name, earlier))
-        if attempts is None:
+        is_load = earlier < len(actor.actions) and actor.actions[earlier].kind == "load"
+        if attempts is None or is_load:
             continue
         if any(item.error is not None for item in attempts.values()) or len(attempts) < actor.ranks:
             return f"action {earlier} failed on a rank"
