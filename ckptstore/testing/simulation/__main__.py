@@ -66,7 +66,9 @@ def _many(simulation: Simulation, given: argparse.Namespace) -> int:
         seed += 1
     seconds = time.monotonic() - began
     count = seed - first
-    write(f"{count} seeds, {steps} steps in {seconds:.1f} s ({count / max(seconds, 1e-9):.1f} seeds/s); {failed} failed")
+    write(
+        f"{count} seeds, {steps} steps in {seconds:.1f} s ({count / max(seconds, 1e-9):.1f} seeds/s); {failed} failed"
+    )
     for rule, times in rules.most_common():
         write(f"  {times:5} {rule}")
     return 1 if failed else 0

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ckptstore import torch_private
 from ckptstore.config import StoreConfig
 from ckptstore.group import Group
-from ckptstore.group import torch_board
 from ckptstore.group.base import new_start_token
 from ckptstore.group.torch_board import TorchBoard, TorchGroup
 from ckptstore.storage.base import Storage
@@ -142,7 +142,7 @@ def _cloned(store: Any) -> Any:
     return store if isinstance(store, SimStore) else _real_cloned(store)
 
 
-_real_cloned = torch_board.cloned
+_real_cloned = torch_private.cloned
 _changed = types.ModuleType(dist.__name__)
 _changed.__dict__.update({**vars(dist), "PrefixStore": _prefix_store})
 

@@ -7,7 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckptstore.digest import crc32c
-from ckptstore.layout import CHECKPOINT_PREFIX, LEASE_PREFIX, LOG_PREFIX, MANIFEST_NAME, parse_lease_key, parse_record_key
+from ckptstore.layout import (
+    CHECKPOINT_PREFIX,
+    LEASE_PREFIX,
+    LOG_PREFIX,
+    MANIFEST_NAME,
+    parse_lease_key,
+    parse_record_key,
+)
 from ckptstore.manifest import Manifest, sha256_of
 from ckptstore.records import Claim, Commit, Record, Remove
 from ckptstore.testing.simulation.plan import KEPT_SINCE_SECONDS, Plan
@@ -137,7 +144,11 @@ class Model:
         gone = set(newest.state.live) - set(record.state.live)
         if gone & set(newest.state.pinned):
             raise Violation("what is pinned stays", f"record {record.number} drops {sorted(gone)}")
-        if newest.state.resume_from in gone and not (isinstance(change, Commit) and newest.state.resume_from in change.replaces) and not self._by_hand(change):
+        if (
+            newest.state.resume_from in gone
+            and not (isinstance(change, Commit) and newest.state.resume_from in change.replaces)
+            and not self._by_hand(change)
+        ):
             raise Violation("the resume source stays", f"record {record.number} drops {sorted(gone)}")
         if isinstance(change, Commit):
             self._check_drops(record, change, newest)
@@ -175,7 +186,9 @@ class Model:
             raise Violation("what others refer to stays", f"{number} goes")
         for (pid, read), since in self.reading.items():
             if read == number and pid in self.careful and since < self.now() - 1000.0:
-                raise Violation("what is leased stays", f"{number} is removed, process {pid} reads it since {since:.3f}")
+                raise Violation(
+                    "what is leased stays", f"{number} is removed, process {pid} reads it since {since:.3f}"
+                )
 
     def _committed(self, record: Record, change: Commit) -> None:
         entry = change.entry
@@ -236,7 +249,10 @@ class Model:
             return
         how = "removed" if after is None else "overwritten"
         if saved.removed_at is None and not saved.is_damaged:
-            raise Violation("nothing committed loses a byte", f"{name} of record {saved.number}{' of the copy' if self.is_copy else ''}, step {saved.step}, was {how}")
+            raise Violation(
+                "nothing committed loses a byte",
+                f"{name} of record {saved.number}{' of the copy' if self.is_copy else ''}, step {saved.step}, was {how}",
+            )
         for (pid, number), since in self.reading.items():
             if number == saved.number and pid in self.careful and since < (saved.removed_at or 0.0):
                 text = f"{name} of record {number} was {how}; process {pid} reads it since {since:.3f}, it was removed at {saved.removed_at:.3f}"

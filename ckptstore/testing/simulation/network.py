@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ckptstore.errors import AccessDenied, CkptstoreError, StorageError, StorageFull, StorageThrottled, StorageUnavailable
+from ckptstore.errors import (
+    AccessDenied,
+    CkptstoreError,
+    FileMissing,
+    StorageError,
+    StorageFull,
+    StorageThrottled,
+    StorageUnavailable,
+)
 from ckptstore.storage import base
 from ckptstore.testing.simulation.plan import Plan
 from ckptstore.testing.simulation.scheduler import Killed, Process, Scheduler
+from ckptstore.testing.simulation.storages import Space
 
 _CHANGES = frozenset(
     ["write", "write_many", "create", "delete", "copy", "copy_from", "write_part", "finish", "persist", "link"]
     + ["make_directory", "remove_directories", "abort_unfinished", "open_parts", "abort"]
 )
+_OTHER_CHANGES = frozenset(["make_directory", "remove_directories", "abort_unfinished"])
 _LATE = frozenset(["write", "create", "delete", "finish"])
 """What may take effect after whoever asked has given up."""
 _NO_REQUEST = frozenset(["part_bytes", "useful_threads", "local_path", "close", "uri"])
@@ -83,10 +94,13 @@ class Network:
         assert current is not None
         return self.client(current.owner)
 
-    def connect(self, storage: Any) -> Any:
-        """The storage as a process reaches it: with the same powers, no more and no fewer."""
+    def connect(self, storage: Any, mirror: Space | None = None) -> Any:
+        """The storage as a process reaches it: with the same powers, no more and no fewer.
+
+        `mirror` is made to hold what the storage does, after each change; a storage of the simulation needs none.
+        """
         powers = tuple(power for power in _POWERS if isinstance(storage, power))
-        return _class_for(powers)(self, storage)
+        return _class_for(powers)(self, storage, mirror)
 
     def request(self, verb: str, key: str, perform: Callable[[], Any], size_bytes: int = 0) -> Any:
         """Have a request travel, take effect and be answered; or not."""
@@ -118,7 +132,10 @@ class Network:
         if fault in ("lost", "throttled", "denied", "full", "flaky"):
             scheduler.block(travels)
         elif fault == "late":
-            scheduler.at(scheduler.now + self.plan.chance(site, "late") * 4 * self.plan.rank_timeout_seconds, effect_only(perform))
+            scheduler.at(
+                scheduler.now + self.plan.chance(site, "late") * 4 * self.plan.rank_timeout_seconds,
+                effect_only(perform),
+            )
             scheduler.block(travels)
         elif changes:
             scheduler.at(scheduler.now + travels, effect)  # it arrives though its process may be dead by then
@@ -233,9 +250,28 @@ _POWERS: tuple[Any, ...] = (
 
 
 class _Connected:
-    def __init__(self, network: Network, inner: Any) -> None:
+    def __init__(self, network: Network, inner: Any, mirror: Space | None) -> None:
         self.network = network
         self.inner = inner
+        self.mirror = mirror
+
+    def mirrored(self, keys: Sequence[str], perform: Callable[[], Any]) -> Callable[[], Any]:
+        """`perform`, and a look at what has become of the files then."""
+        if self.mirror is None:
+            return perform
+        mirror = self.mirror
+
+        def performed() -> Any:
+            try:
+                return perform()
+            finally:
+                for key in keys:
+                    try:
+                        mirror.put(key, self.inner.read(key), is_durable=True)
+                    except FileMissing:
+                        mirror.remove(key)
+
+        return performed
 
     @property
     def uri(self) -> str:
@@ -252,12 +288,14 @@ class _Connected:
         step = 1 if self.network._is_disk else 1000
         for first in range(0, len(keys), step):
             some = list(keys[first : first + step])
-            self.network.request("delete", " ".join(some), lambda some=some: self.inner.delete(some))
+            perform = self.mirrored(some, functools.partial(self.inner.delete, some))
+            self.network.request("delete", " ".join(some), perform)
 
 
 class _ConnectedWriter:
-    def __init__(self, network: Network, key: str, inner: Any) -> None:
-        self._network = network
+    def __init__(self, storage: _Connected, key: str, inner: Any) -> None:
+        self._storage = storage
+        self._network = storage.network
         self._key = key
         self._inner = inner
 
@@ -266,7 +304,7 @@ class _ConnectedWriter:
         self._network.request("write_part", self._key, lambda: self._inner.write_part(offset, data, crc32c))
 
     def finish(self) -> None:
-        self._network.request("finish", self._key, self._inner.finish)
+        self._network.request("finish", self._key, self._storage.mirrored([self._key], self._inner.finish))
 
     def abort(self) -> None:
         try:
@@ -277,12 +315,13 @@ class _ConnectedWriter:
 
 def _open_parts(self: _Connected, key: str, size_bytes: int) -> Any:
     writer = self.network.request("open_parts", key, lambda: self.inner.open_parts(key, size_bytes))
-    return _ConnectedWriter(self.network, key, writer)
+    return _ConnectedWriter(self, key, writer)
 
 
 def _copy_from(self: _Connected, source: Any, source_key: str, key: str) -> bool:
     source = getattr(source, "inner", source)
-    return bool(self.network.request("copy_from", key, lambda: self.inner.copy_from(source, source_key, key)))
+    perform = self.mirrored([key], lambda: self.inner.copy_from(source, source_key, key))
+    return bool(self.network.request("copy_from", key, perform))
 
 
 _OWN: dict[str, Callable[..., Any]] = {"open_parts": _open_parts, "copy_from": _copy_from}
@@ -295,8 +334,16 @@ def _request(name: str) -> Callable[..., Any]:
             arguments = (key, [memoryview(b"".join(arguments[1]))])
         if name == "copy":
             key = arguments[1]
-        shown = key if isinstance(key, str) else " ".join(map(str, key))[:200]
-        return self.network.request(name, shown, lambda: getattr(self.inner, name)(*arguments, **keywords))
+        shown, perform = str(key), lambda: getattr(self.inner, name)(*arguments, **keywords)
+        if name == "write_many":
+            files = [(key, [memoryview(b"".join(views))]) for key, views in arguments[0]]
+            shown, arguments = " ".join(key for key, _ in files), (files,)
+            perform = self.mirrored([key for key, _ in files], perform)
+        elif name == "persist":
+            shown = " ".join(key)
+        elif name in _CHANGES and name not in _OTHER_CHANGES:
+            perform = self.mirrored([key], perform)
+        return self.network.request(name, shown, perform)
 
     return call
 

@@ -18,7 +18,7 @@ import threading
 import types
 import typing
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ckptstore.testing.simulation import primitives
@@ -47,13 +47,11 @@ class _NoLock:
             self._real.__exit__(*arguments)
 
 
-def _modules() -> list[types.ModuleType]:
+def _modules(more: Sequence[str] = ()) -> list[types.ModuleType]:
     return [
         module
         for name, module in sorted(sys.modules.items())
-        if isinstance(module, types.ModuleType)
-        and name.partition(".")[0] in _PATCHED
-        and not name.startswith(_LEFT_OUT)
+        if (name in more or (name.partition(".")[0] in _PATCHED and not name.startswith(_LEFT_OUT)))
     ]
 
 
@@ -64,10 +62,10 @@ def load(*names: str) -> None:
 
 
 @contextlib.contextmanager
-def patched(extra: Replaced | None = None) -> Iterator[None]:
+def patched(extra: Replaced | None = None, *, modules: Sequence[str] = ()) -> Iterator[None]:
     """Every module that is loaded now works with simulated primitives, on simulated threads, while this lasts.
 
-    `extra` is more to replace, by the identity of the real thing.
+    `extra` is more to replace, by the identity of the real thing; `modules` are more to look through.
     """
     values = {**primitives.VALUES, **(extra or {})}
     undo: list[Undo] = []
@@ -78,7 +76,7 @@ def patched(extra: Replaced | None = None) -> Iterator[None]:
     logger = logging.getLogger("ckptstore")
     level = logger.level
     try:
-        for module in _modules():
+        for module in _modules(modules):
             _patch_module(module, values, undo)
         logger.setLevel(logging.CRITICAL + 1)
         yield
@@ -161,9 +159,7 @@ def _held_names(module: types.ModuleType) -> set[str]:
     found = set()
     for name, value in vars(module).items():
         if name.startswith("_") and not name.startswith("__") and name == name.lower():
-            if isinstance(value, _CONTAINERS) and not isinstance(value, types.ModuleType):
-                found.add(name)
-            elif isinstance(value, _LOCKS):
+            if isinstance(value, (*_CONTAINERS, *_LOCKS)):
                 found.add(name)
     functions = [value for value in vars(module).values() if isinstance(value, types.FunctionType)]
     functions += [

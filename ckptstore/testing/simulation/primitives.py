@@ -53,7 +53,7 @@ class SimLock:
             raise Killed
         if blocking:
             scheduler.maybe_pause()
-        until = None if timeout is None or timeout < 0 else scheduler.now + timeout
+        until = None if timeout < 0 else scheduler.now + timeout
         while self._holder is not None:
             if not blocking:
                 return False
@@ -410,7 +410,9 @@ class SimExecutor:
             if not self._queue._items:
                 self._idle += 1
 
-    def map(self, function: Callable[..., Any], *iterables: Iterable[Any], timeout: float | None = None) -> Iterator[Any]:
+    def map(
+        self, function: Callable[..., Any], *iterables: Iterable[Any], timeout: float | None = None
+    ) -> Iterator[Any]:
         futures = [self.submit(function, *arguments) for arguments in zip(*iterables, strict=False)]
         return (future.result() for future in futures)
 
@@ -486,7 +488,7 @@ def getpid() -> int:
 
 def _names() -> random.Random:
     scheduler = running()
-    return random._inst if scheduler is None else scheduler.names  # type: ignore[attr-defined, no-any-return]
+    return random._inst if scheduler is None else scheduler.names  # type: ignore[attr-defined]
 
 
 def urandom(size: int) -> bytes:
@@ -528,7 +530,18 @@ def _drawn(name: str) -> Callable[..., Any]:
     return lambda *arguments, **keywords: getattr(_names(), name)(*arguments, **keywords)
 
 
-_DRAWS = ("random", "uniform", "randint", "randrange", "choice", "choices", "sample", "shuffle", "getrandbits", "randbytes")
+_DRAWS = (
+    "random",
+    "uniform",
+    "randint",
+    "randrange",
+    "choice",
+    "choices",
+    "sample",
+    "shuffle",
+    "getrandbits",
+    "randbytes",
+)
 
 MODULES = {
     threading: _copy(

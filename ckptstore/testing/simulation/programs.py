@@ -29,7 +29,15 @@ from ckptstore.retention import KeepLatest
 from ckptstore.testing.simulation.model import payload, told_in
 from ckptstore.testing.simulation.plan import POLICIES, Action, Actor
 from ckptstore.testing.simulation.primitives import sleep
-from ckptstore.testing.simulation.world import COPY_URI, LONGEST_CALL_SECONDS, STORE_URI, Attempted, Member, World, kind_of
+from ckptstore.testing.simulation.world import (
+    COPY_URI,
+    LONGEST_CALL_SECONDS,
+    STORE_URI,
+    Attempted,
+    Member,
+    World,
+    kind_of,
+)
 
 COLLECTIVE = frozenset({"resume", "directory", "state", "async", "load", "close"})
 SAVES = frozenset({"directory", "state", "async"})
@@ -204,10 +212,14 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
     if action.kind in SAVES:
         if isinstance(error, CkptstoreError) and error.committed is False:
             if tag in model.by_tag:
-                world.fail("committed=False never becomes visible", f"{where}: record {model.by_tag[tag]}: {kind_of(error)}")
+                world.fail(
+                    "committed=False never becomes visible", f"{where}: record {model.by_tag[tag]}: {kind_of(error)}"
+                )
             model.refused.add(tag)
         if error is None and model.by_tag.get(tag) != result.number:
-            world.fail("what returned is committed", f"{where}: record {result.number}, the log has {model.by_tag.get(tag)}")
+            world.fail(
+                "what returned is committed", f"{where}: record {result.number}, the log has {model.by_tag.get(tag)}"
+            )
     if action.kind in ("resume", "load"):
         _judge_resume(world, where, mine)
     _judge_together(world, member, index, action, where)
@@ -363,7 +375,9 @@ def other_program(world: World, member: Member) -> None:
             raise AssertionError(f"every error is a CkptstoreError: {member.process.name}, {action.kind}") from error
         disturbed = client.hard_at >= began or client.slow_at >= began
         if error is not None and not disturbed and not _may_fail(world, action, error, began):
-            world.fail("a call that nothing disturbs succeeds", f"{member.process.name}, {action.kind}: {kind_of(error)}")
+            world.fail(
+                "a call that nothing disturbs succeeds", f"{member.process.name}, {action.kind}: {kind_of(error)}"
+            )
 
 
 def _may_fail(world: World, action: Action, error: BaseException, began: float) -> bool:
@@ -371,7 +385,9 @@ def _may_fail(world: World, action: Action, error: BaseException, began: float) 
         return True
     if isinstance(error, CheckpointDamaged | FileMissing | NoUsableCheckpoint):
         damaged = any(saved.is_damaged for saved in world.model.saved.values())
-        removed = any((saved.removed_at or 0.0) >= began - 60.0 for saved in world.model.saved.values() if saved.removed_at)
+        removed = any(
+            (saved.removed_at or 0.0) >= began - 60.0 for saved in world.model.saved.values() if saved.removed_at
+        )
         return damaged or removed
     return isinstance(error, StoreFenced)
 

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptstore.storage import open as opening
+from ckptstore.storage.base import Storage
 from ckptstore.testing.simulation import programs
 from ckptstore.testing.simulation.patches import ModuleState, load, patched
 from ckptstore.testing.simulation.plan import Actor, Plan, draw
@@ -83,18 +84,28 @@ _real_open_storage = opening.open_storage
 class Simulation:
     """Runs plans, as often as one likes, while its context lasts. Not safe for threads."""
 
-    def __init__(self, *, modules: tuple[str, ...] = ()) -> None:
-        """`modules` are more to load, and so to patch."""
-        self._more = modules
+    def __init__(
+        self, open_storage: Callable[[str], Storage] | None = None, *, modules: Sequence[str] = (), states: bool = True
+    ) -> None:
+        """`open_storage` opens a storage of your own by a URI, which is another one in every run: the same files for
+        the same URI. `modules` are those that it consists of, so that they wait, and tell the time, in the simulation.
+        Without it the storages are the simulation's. `states` has some jobs save tensors, for which torch is needed.
+        """
+        self._open_own = open_storage
+        self._more = tuple(modules)
+        self._states = states
+        self._num_runs = 0
         self._stack = contextlib.ExitStack()
         self._state: ModuleState | None = None
 
     def __enter__(self) -> Simulation:
-        load(*_MODULES, *_WITH_TORCH, *self._more)
+        load(*_MODULES, *self._more)
+        replaced: dict[int, tuple[Any, Any]] = {id(_real_open_storage): (_real_open_storage, _open_storage)}
+        if self._states:
+            load(*_WITH_TORCH)
+            replaced |= sys.modules["ckptstore.testing.simulation.keyvalue"].REPLACED
         self._state = ModuleState()
-        keyvalue = sys.modules["ckptstore.testing.simulation.keyvalue"]
-        replaced = {id(_real_open_storage): (_real_open_storage, _open_storage), **keyvalue.REPLACED}
-        self._stack.enter_context(patched(replaced))
+        self._stack.enter_context(patched(replaced, modules=self._more))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,7 +115,10 @@ class Simulation:
         """Run one plan to its end, or to the first broken promise."""
         assert self._state is not None, "use it as a context"
         scheduler = Scheduler(plan.seed, swap=self._state.swap)
-        world = World(plan, scheduler)
+        if not self._states:
+            plan = replace(plan, contents="directory", board="storage")
+        self._num_runs += 1
+        world = World(plan, scheduler, self._opener())
         scheduler.environment = {
             **_ENVIRONMENT,
             "CKPTSTORE_RETRY_ATTEMPTS": str(plan.retry_attempts),
@@ -136,6 +150,10 @@ class Simulation:
             tuple(world.network.struck),
             len(world.model.records),
         )
+
+    def _opener(self) -> Callable[[str], Storage] | None:
+        own, mark = self._open_own, f"run-{self._num_runs}"
+        return None if own is None else lambda uri: own(f"{uri}-{mark}")
 
 
 def _told(error: BaseException) -> str:
@@ -196,7 +214,10 @@ def report(outcome: Outcome, *, lines: int = 80) -> str:
     """What went wrong, for people."""
     shown = outcome.trace if lines <= 0 else outcome.trace[-lines:]
     cut = len(outcome.trace) - len(shown)
-    head = [f"seed {outcome.plan.seed}: {outcome.failure}", f"storage: {outcome.plan.storage}, group: {outcome.plan.board}"]
+    head = [
+        f"seed {outcome.plan.seed}: {outcome.failure}",
+        f"storage: {outcome.plan.storage}, group: {outcome.plan.board}",
+    ]
     more = [f"... {cut} lines before"] if cut else []
     again = f"again: python -m ckptstore.testing.simulation --seed {outcome.plan.seed}"
     return "\n".join([*head, *more, *shown, again])

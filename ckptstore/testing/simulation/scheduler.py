@@ -116,10 +116,14 @@ class Scheduler:
             self._give(self._choose())
             if not self._over.acquire(timeout=limit_seconds):
                 raise Stuck(f"Nothing went on for {limit_seconds:g} s, at virtual time {self.now:.3f}\n{_stacks()}")
-            if self._failure is not None:
-                raise self._failure
-        finally:
-            self._end_all(limit_seconds)
+        except Stuck:
+            self._is_over = True
+            for thread in self._threads:  # one of them is lost; the others must not be taken for idle ones
+                thread.killed = True
+            raise
+        self._end_all(limit_seconds)
+        if self._failure is not None:
+            raise self._failure
 
     def _end_all(self, limit_seconds: float) -> None:
         """Unwind the threads that are left, so that their generators and files are closed."""
@@ -226,7 +230,9 @@ class Scheduler:
         while self._failure is None and not self._is_finished:
             self.steps += 1
             if self.steps > MAX_STEPS:
-                self.fail(Deadlock(f"{MAX_STEPS} hand-overs, at virtual time {self.now:.3f}: a loop\n{self.describe()}"))
+                self.fail(
+                    Deadlock(f"{MAX_STEPS} hand-overs, at virtual time {self.now:.3f}: a loop\n{self.describe()}")
+                )
                 break
             if runnable:
                 count = len(runnable)
@@ -245,20 +251,22 @@ class Scheduler:
                     names = ", ".join(thread.name for thread in waiting)
                     self.fail(Deadlock(f"Nobody can run: {names}\n{_stacks()}"))
                 break
-            seconds, _, target, token = heapq.heappop(self._timers)
-            if token == -1:
-                self.now = max(self.now, seconds)
-                before, self.current = self.current, None
-                try:
-                    target()
-                except BaseException as error:
-                    self.fail(error)
-                self.current = before
-            elif target.is_blocked and target.token == token:
-                self.now = max(self.now, seconds)
-                target.is_blocked = False
-                runnable.append(target)
+            self.now = max(self.now, self._timers[0][0])
+            while self._timers and self._timers[0][0] <= self.now:  # all that is due: the seed says who goes first
+                self._fire(*heapq.heappop(self._timers)[2:])
         return None
+
+    def _fire(self, target: Any, token: int) -> None:
+        if token == -1:
+            before, self.current = self.current, None
+            try:
+                target()
+            except BaseException as error:
+                self.fail(error)
+            self.current = before
+        elif target.is_blocked and target.token == token:
+            target.is_blocked = False
+            self._runnable.append(target)
 
     @staticmethod
     def _matters(thread: SimThread) -> bool:

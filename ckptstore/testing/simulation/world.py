@@ -62,6 +62,8 @@ class World:
 
     plan: Plan
     scheduler: Scheduler
+    open_own: Callable[[str], Any] | None = None
+    """What opens a storage that is not the simulation's."""
     servers: dict[str, Any] = field(default_factory=dict)
     """By job its key-value store."""
     events: list[str] = field(default_factory=list)
@@ -106,6 +108,8 @@ class World:
         """What `ckptstore.storage.open.open_storage` gives in a run."""
         uri = str(uri)
         space = self.spaces.setdefault(uri, storages.Space(self.scheduler, uri))
+        if self.open_own is not None:
+            return self.network.connect(self.open_own(uri), space)
         return self.network.connect(storages.KINDS[self.plan.storage](space))
 
     # Processes
