@@ -16,7 +16,7 @@ from ckptstore.log import Log
 from ckptstore.store import CheckpointStore
 from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw, storages
 
-MOST_SEEDS = 60
+MOST_SEEDS = 40
 Plant = Callable[[pytest.MonkeyPatch], None]
 Make = Callable[[int], Plan]
 
@@ -28,7 +28,7 @@ def any_plan(**given: Any) -> Make:
 
 
 def the_log_does_not_answer(seed: int) -> Plan:
-    trouble = Trouble("outage", "job1.0", at_call=35 + seed % 20, seconds=30.0, what="answer log/")
+    trouble = Trouble("outage", "job1.0", at_call=30, seconds=30.0, what="answers log/")
     return Plan(seed, rank_timeout_seconds=12.0, actors=(Actor("job1", SAVES, ranks=2),), troubles=(trouble,))
 
 
@@ -107,7 +107,7 @@ CALLS_SUCCEED = "a call that nothing disturbs succeeds"
     ("plant", "make", "rules"),
     [
         (a_rank_whose_save_failed_cleans_up, any_plan(error_rate=0.02), {NOTHING_LOST}),
-        (a_create_without_an_answer_counts_as_failed, the_log_does_not_answer, {NOT_COMMITTED}),
+        (a_create_without_an_answer_counts_as_failed, the_log_does_not_answer, {NOT_COMMITTED, "a save commits once"}),
         (
             retention_forgets_what_is_pinned,
             any_plan(policy="latest 1"),

@@ -63,8 +63,7 @@ def test_two_locks_in_two_orders_are_a_deadlock_for_some_seed() -> None:
         locks = primitives.SimLock(), primitives.SimLock()
         try:
             run(both(*locks), both(*locks[::-1]), seed=seed)
-        except Deadlock as error:
-            assert "thread 0" in str(error)
+        except Deadlock:
             return True
         return False
 

@@ -15,7 +15,7 @@ from ckptstore.layout import (
     parse_lease_key,
     parse_record_key,
 )
-from ckptstore.manifest import Manifest, sha256_of
+from ckptstore.manifest import Manifest, Receipt, sha256_of
 from ckptstore.records import Claim, Commit, Record, Remove
 from ckptstore.testing.simulation.plan import KEPT_SINCE_SECONDS, Plan
 from ckptstore.testing.simulation.storages import File, Space
@@ -43,6 +43,8 @@ class Saved:
     at: float
     files: dict[str, bytes]
     is_damaged: bool = False
+    is_visibly_damaged: bool = False
+    """Whether a listing shows it."""
     removed_at: float | None = None
     """When a record took it out of live and trash."""
 
@@ -198,21 +200,12 @@ class Model:
         if MANIFEST_NAME not in files or sha256_of(files[MANIFEST_NAME].data) != entry.manifest_sha256:
             raise Violation("what is committed is whole", f"{where}: its manifest is not there")
         manifest = Manifest.decode(files[MANIFEST_NAME].data)
-        tags, ranks, held = set(), set(), {MANIFEST_NAME: files[MANIFEST_NAME].data}
+        held = {MANIFEST_NAME: files[MANIFEST_NAME].data}
         for receipt in manifest.files:
-            if receipt.attempt is not None:
-                continue
-            file = files.get(receipt.name)
-            if file is None or len(file.data) != receipt.size_bytes:
-                raise Violation("what is committed is whole", f"{where}: {receipt.name} is missing or torn")
-            if receipt.crc32c is not None and crc32c(memoryview(file.data)) != receipt.crc32c:
-                raise Violation("what is committed is whole", f"{where}: {receipt.name} has other bytes")
-            if not file.is_durable and not self.is_copy:
-                raise Violation("what is committed is durable", f"{where}: {receipt.name}")
-            held[receipt.name] = file.data
-            for tag, rank in told_in(file.data):
-                tags.add(tag)
-                ranks.add(rank)
+            if receipt.attempt is None:
+                held[receipt.name] = self._check_file(where, receipt, files.get(receipt.name))
+        told = {item for data in held.values() for item in told_in(data)}
+        tags, ranks = {tag for tag, _ in told}, {rank for _, rank in told}
         if len(tags) > 1:
             raise Violation("no checkpoint mixes attempts", f"{where}: {sorted(tags)}")
         tag = tags.pop() if tags else ("", -1)
@@ -230,6 +223,16 @@ class Model:
             raise Violation("one order of saves", f"{where}: {tag} after action {self.last_action[tag[0]]}")
         self.last_action[tag[0]] = tag[1]
         self.by_tag[tag] = record.number
+
+    def _check_file(self, where: str, receipt: Receipt, file: File | None) -> bytes:
+        """The bytes of a committed file, which are those of its receipt."""
+        if file is None or len(file.data) != receipt.size_bytes:
+            raise Violation("what is committed is whole", f"{where}: {receipt.name} is missing or torn")
+        if receipt.crc32c is not None and crc32c(memoryview(file.data)) != receipt.crc32c:
+            raise Violation("what is committed is whole", f"{where}: {receipt.name} has other bytes")
+        if not file.is_durable and not self.is_copy:
+            raise Violation("what is committed is durable", f"{where}: {receipt.name}")
+        return file.data
 
     def _moved(self, record: Record, newest: Record | None) -> None:
         before = set(newest.state.live) | set(newest.state.trash) if newest else set()
@@ -249,13 +252,12 @@ class Model:
             return
         how = "removed" if after is None else "overwritten"
         if saved.removed_at is None and not saved.is_damaged:
-            raise Violation(
-                "nothing committed loses a byte",
-                f"{name} of record {saved.number}{' of the copy' if self.is_copy else ''}, step {saved.step}, was {how}",
-            )
+            where = f"record {saved.number}{' of the copy' if self.is_copy else ''}, step {saved.step}"
+            raise Violation("nothing committed loses a byte", f"{name} of {where} was {how}")
         for (pid, number), since in self.reading.items():
             if number == saved.number and pid in self.careful and since < (saved.removed_at or 0.0):
-                text = f"{name} of record {number} was {how}; process {pid} reads it since {since:.3f}, it was removed at {saved.removed_at:.3f}"
+                times = f"process {pid} reads it since {since:.3f}, it was removed at {saved.removed_at:.3f}"
+                text = f"{name} of record {number} was {how}; {times}"
                 raise Violation("nothing that is read loses a byte", text)
 
     def damage(self, saved: Saved, name: str, how: str) -> None:
@@ -265,6 +267,7 @@ class Model:
         if file is None:
             return
         saved.is_damaged = self.is_damaging = True
+        saved.is_visibly_damaged |= how != "flipped" or name == MANIFEST_NAME
         if how == "gone" or not file.data:
             self.space.remove(key)
         else:

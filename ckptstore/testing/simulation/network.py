@@ -23,15 +23,29 @@ from ckptstore.testing.simulation.scheduler import Killed, Process, Scheduler
 from ckptstore.testing.simulation.storages import Space
 
 _CHANGES = frozenset(
-    ["write", "write_many", "create", "delete", "copy", "copy_from", "write_part", "finish", "persist", "link"]
-    + ["make_directory", "remove_directories", "abort_unfinished", "open_parts", "abort"]
+    [
+        "write",
+        "write_many",
+        "create",
+        "delete",
+        "copy",
+        "copy_from",
+        "write_part",
+        "finish",
+        "persist",
+        "link",
+        "open_parts",
+        "abort",
+        "make_directory",
+        "remove_directories",
+        "abort_unfinished",
+    ]
 )
 _OTHER_CHANGES = frozenset(["make_directory", "remove_directories", "abort_unfinished"])
 _LATE = frozenset(["write", "create", "delete", "finish"])
 """What may take effect after whoever asked has given up."""
 _NO_REQUEST = frozenset(["part_bytes", "useful_threads", "local_path", "close", "uri"])
 _READS = frozenset(["read", "read_into", "read_steps"])
-_LOSSES = ("lost", "answer")
 
 
 @dataclass
@@ -43,6 +57,20 @@ class Outage:
     until: float
     tries: dict[str, int] = field(default_factory=dict)
     """By request how often it was tried, for requests that go through in the end."""
+
+    def kind_of(self, verb: str, key: str, now: float) -> str | None:
+        """What a request meets now, None for nothing."""
+        if now >= self.until or not key.startswith(self.prefix):
+            return None
+        changes = verb in _CHANGES
+        if self.kind == "flaky":
+            if key.startswith("probe/"):
+                return None
+            self.tries[key] = self.tries.get(key, 0) + 1
+            return "flaky" if self.tries[key] % 5 else None
+        if self.kind in ("answers", "full"):
+            return {"answers": "answer", "full": "full"}[self.kind] if changes else None
+        return "lost" if self.kind == "answer" and not changes else self.kind
 
 
 @dataclass
@@ -120,29 +148,7 @@ class Network:
         self.trace(f"{site} {me.name.partition('/')[2]}: {shown}{f' [{fault}]' if fault else ''}")
         for action in client.at_calls.pop(client.calls, ()):
             scheduler.at(scheduler.now + travels * scheduler.rng.random() * 2, action)
-        box: list[Any] = [None, None]
-
-        def effect() -> None:
-            try:
-                box[0] = perform()
-            except CkptstoreError as error:
-                box[1] = error
-            scheduler.wake(me)
-
-        if fault in ("lost", "throttled", "denied", "full", "flaky"):
-            scheduler.block(travels)
-        elif fault == "late":
-            scheduler.at(
-                scheduler.now + self.plan.chance(site, "late") * 4 * self.plan.rank_timeout_seconds,
-                effect_only(perform),
-            )
-            scheduler.block(travels)
-        elif changes:
-            scheduler.at(scheduler.now + travels, effect)  # it arrives though its process may be dead by then
-            scheduler.block()
-        else:
-            scheduler.block(travels)
-            effect()
+        box = self._travel(site, fault, travels, perform, changes=changes)
         if scheduler.rng.random() < 0.2:
             scheduler.block(travels * scheduler.rng.random())
         if fault is not None and fault != "slow":
@@ -156,6 +162,35 @@ class Network:
         if box[1] is not None:
             raise box[1]
         return box[0]
+
+    def _travel(
+        self, site: str, fault: str | None, seconds: float, perform: Callable[[], Any], *, changes: bool
+    ) -> list[Any]:
+        """Have a request take effect, or not, when it has travelled; the result and the error."""
+        scheduler, box = self.scheduler, [None, None]
+        me = scheduler.current
+        assert me is not None
+
+        def effect() -> None:
+            try:
+                box[0] = perform()
+            except CkptstoreError as error:
+                box[1] = error  # type: ignore[call-overload]
+            scheduler.wake(me)
+
+        if fault in ("lost", "throttled", "denied", "full", "flaky"):
+            scheduler.block(seconds)
+        elif fault == "late":
+            late_seconds = self.plan.chance(site, "late") * 4 * self.plan.rank_timeout_seconds
+            scheduler.at(scheduler.now + late_seconds, effect_only(perform))
+            scheduler.block(seconds)
+        elif changes:
+            scheduler.at(scheduler.now + seconds, effect)  # it arrives though its process may be dead by then
+            scheduler.block()
+        else:
+            scheduler.block(seconds)
+            effect()
+        return box
 
     def _failed(self, client: Client, thread: int) -> None:
         count = client.failures.get(thread, 0.0) + 1
@@ -174,22 +209,15 @@ class Network:
             return None, seconds
         now = self.scheduler.now
         for outage in client.outages:
-            if now < outage.until and key.startswith(outage.prefix):
-                kind = outage.kind
-                if kind == "flaky":
-                    if key.startswith("probe/"):
-                        continue
-                    outage.tries[key] = outage.tries.get(key, 0) + 1
-                    if outage.tries[key] % 5:
-                        return "flaky", seconds + self._unanswered_seconds
-                    continue
-                if verb not in _CHANGES and kind in ("answer", "full"):
-                    if kind == "full":
-                        continue
-                    kind = "lost"
+            kind = outage.kind_of(verb, key, now)
+            if kind is not None:
                 if kind in ("denied", "full"):
                     client.hard_at = now
-                return kind, seconds + (self._unanswered_seconds if kind in _LOSSES else 0.0)
+                return kind, seconds + (0.0 if kind in ("denied", "full") else self._unanswered_seconds)
+        return self._fault_by_chance(client, site, verb, seconds)
+
+    def _fault_by_chance(self, client: Client, site: str, verb: str, seconds: float) -> tuple[str | None, float]:
+        now = self.scheduler.now
         plan = self.plan
         if not plan.error_rate and not plan.slow_rate:
             return None, seconds

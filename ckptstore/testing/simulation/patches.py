@@ -1,8 +1,8 @@
 """Puts the simulation's primitives in the place of the real ones, in every module of ckptstore and of tenacity.
 
-Looked for by identity, not by name: globals of modules, defaults of arguments, what the `__init__` of a dataclass closes
-over. What modules hold for their process (open leases, counters, locks) is found too, and each simulated process has
-its own.
+Looked for by identity, not by name: globals of modules, defaults of arguments, what the `__init__` of a dataclass
+closes over. What modules hold for their process (open leases, counters, locks) is found too, and each simulated
+process has its own.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def _held_names(module: types.ModuleType) -> set[str]:
     """Globals that functions assign, and private containers and locks in small letters."""
     found = set()
     for name, value in vars(module).items():
-        if name.startswith("_") and not name.startswith("__") and name == name.lower():
-            if isinstance(value, (*_CONTAINERS, *_LOCKS)):
-                found.add(name)
+        is_private = name.startswith("_") and not name.startswith("__") and name == name.lower()
+        if is_private and isinstance(value, (*_CONTAINERS, *_LOCKS)):
+            found.add(name)
     functions = [value for value in vars(module).values() if isinstance(value, types.FunctionType)]
     functions += [
         item

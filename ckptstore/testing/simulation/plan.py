@@ -1,5 +1,7 @@
-"""What happens in one run, drawn from its seed before it begins: jobs, what they do, what goes wrong. Plain data, so that
-it can be printed, read back, and made smaller."""
+"""What happens in one run, drawn from its seed before it begins: jobs, what they do, what goes wrong.
+
+Plain data, so that it can be printed, read back, and made smaller.
+"""
 
 from __future__ import annotations
 
@@ -269,7 +271,8 @@ def _troubles(rng: Random, plan: Plan, jobs: list[Actor]) -> list[Trouble]:
             kind = "kill"
         what = ""
         if kind == "outage":
-            what = f"{rng.choice(['lost', 'answer', 'answer', 'denied', 'full'])} {rng.choice(['', 'group/', 'group/', 'log/', 'checkpoints/'])}"
+            which = rng.choice(["lost", "answer", "answer", "answers", "denied", "full"])
+            what = f"{which} {rng.choice(['', 'group/', 'group/', 'log/', 'checkpoints/'])}"
         if kind == "damage":
             what = rng.choice(["gone", "flipped", "short"])
         found.append(

@@ -488,7 +488,7 @@ def getpid() -> int:
 
 def _names() -> random.Random:
     scheduler = running()
-    return random._inst if scheduler is None else scheduler.names  # type: ignore[attr-defined]
+    return random._inst if scheduler is None else scheduler.names
 
 
 def urandom(size: int) -> bytes:

@@ -26,7 +26,7 @@ from ckptstore.log import Log
 from ckptstore.opening import open_store
 from ckptstore.retain import retain
 from ckptstore.retention import KeepLatest
-from ckptstore.testing.simulation.model import payload, told_in
+from ckptstore.testing.simulation.model import Violation, payload, told_in
 from ckptstore.testing.simulation.plan import POLICIES, Action, Actor
 from ckptstore.testing.simulation.primitives import sleep
 from ckptstore.testing.simulation.world import (
@@ -202,9 +202,8 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
     stopped = sum(other.stopped_seconds for other in world.members)
     if mine.ended - mine.began > LONGEST_CALL_SECONDS + stopped:
         world.fail("every call ends", f"{where} took {mine.ended - mine.began:.0f} s")
-    if error is not None and not isinstance(error, CkptstoreError):
-        if not isinstance(error, TimeoutError):
-            raise AssertionError(f"every error is a CkptstoreError: {where}") from error
+    if error is not None and not isinstance(error, CkptstoreError | TimeoutError):
+        raise Violation("every error is a CkptstoreError", f"{where}: {type(error).__name__}: {error}") from error
     if mine.was_closed and action.kind != "close":
         if error is None:
             world.fail("a closed store does nothing", f"{where} returned after close()")
@@ -235,7 +234,8 @@ def _judge_resume(world: World, where: str, mine: Attempted) -> None:
         whole = [saved.number for saved in live if not saved.is_damaged]
         usable.add(whole[-1] if whole else None)
         # damage that a size does not show is found when it is read
-        usable |= {saved.number for saved in live if not whole or saved.number > whole[-1]}
+        hidden = [saved for saved in live if saved.is_damaged and not saved.is_visibly_damaged]
+        usable |= {saved.number for saved in hidden if not whole or saved.number > whole[-1]}
     if error is None:
         number = None if mine.result is None else mine.result.number
         if number not in usable:
@@ -372,7 +372,8 @@ def other_program(world: World, member: Member) -> None:
         if error is not None and not isinstance(error, CkptstoreError):
             if isinstance(error, AssertionError):
                 raise error
-            raise AssertionError(f"every error is a CkptstoreError: {member.process.name}, {action.kind}") from error
+            where = f"{member.process.name}, {action.kind}"
+            raise Violation("every error is a CkptstoreError", f"{where}: {type(error).__name__}: {error}") from error
         disturbed = client.hard_at >= began or client.slow_at >= began
         if error is not None and not disturbed and not _may_fail(world, action, error, began):
             world.fail(

@@ -224,7 +224,7 @@ def report(outcome: Outcome, *, lines: int = 80) -> str:
 
 
 def shrink(simulation: Simulation, outcome: Outcome, *, seconds: float = 30.0) -> Outcome:
-    """A smaller plan that breaks the same promise: without actors, actions, troubles and errors that it does not need."""
+    """A smaller plan that breaks the same promise: without actors, actions, troubles and errors that it needs not."""
     until = time.monotonic() + seconds
     best = outcome
     changed = True

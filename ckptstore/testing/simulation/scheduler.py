@@ -1,8 +1,8 @@
 """Simulated threads that run one at a time, in virtual time, in an order that a seed decides.
 
-Each simulated thread is a thread of the system that runs only while it holds the baton. It gives the baton away where it
-waits: in a lock, a sleep, a request to a storage. Nothing else runs meanwhile, so between two waits a thread is alone.
-When nobody can run, the clock jumps to the next timer; when there is none either, that is a deadlock.
+Each simulated thread is a thread of the system that runs only while it holds the baton. It gives the baton away
+where it waits: in a lock, a sleep, a request to a storage. Nothing else runs meanwhile, so between two waits a thread
+is alone. When nobody can run, the clock jumps to the next timer; when there is none either, that is a deadlock.
 """
 
 from __future__ import annotations

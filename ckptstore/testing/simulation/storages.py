@@ -230,6 +230,11 @@ class _Unfinished(_Plain):
 class _Disk(_Plain):
     durable_at_once = False
 
+    @property
+    def uri(self) -> str:
+        """A path: no server answers here."""
+        return f"/{self.space.uri.replace('://', '/')}"
+
     def persist(self, keys: Sequence[str]) -> None:
         files = self.space.files
         for key in keys:
