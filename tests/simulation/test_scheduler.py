@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptstore.testing.simulation import primitives
+from ckptstore.testing.simulation import clocks, primitives
 from ckptstore.testing.simulation.scheduler import Deadlock, Process, Scheduler, Stuck
 
-THREADING = primitives.MODULES[threading]
+THREADING = clocks.MODULES[threading]
 
 
 def run(*programs: Callable[[], object], seed: int = 0, limit_seconds: float = 30.0) -> Scheduler:
@@ -25,7 +25,7 @@ def run(*programs: Callable[[], object], seed: int = 0, limit_seconds: float = 3
 
 def test_time_passes_at_once() -> None:
     began = time.monotonic()
-    scheduler = run(lambda: primitives.sleep(1e6), lambda: primitives.sleep(10))
+    scheduler = run(lambda: clocks.sleep(1e6), lambda: clocks.sleep(10))
     assert scheduler.now == 1e6
     assert time.monotonic() - began < 20
 
@@ -38,7 +38,7 @@ def test_one_thread_at_a_time_in_an_order_that_the_seed_decides() -> None:
             def speak() -> None:
                 for _ in range(5):
                     said.append(name)
-                    primitives.sleep(0)
+                    clocks.sleep(0)
 
             return speak
 
@@ -53,7 +53,7 @@ def test_two_locks_in_two_orders_are_a_deadlock_for_some_seed() -> None:
     def both(first: primitives.SimLock, second: primitives.SimLock) -> Callable[[], None]:
         def take() -> None:
             with first:
-                primitives.sleep(0)
+                clocks.sleep(0)
                 with second:
                     pass
 
@@ -84,13 +84,13 @@ def test_a_killed_process_runs_no_further() -> None:
 
     def live() -> None:
         said.append("lives")
-        primitives.sleep(10)
+        clocks.sleep(10)
         said.append("lives on")
 
     def kill() -> None:
-        primitives.sleep(5)
+        clocks.sleep(5)
         scheduler.kill(victim)
-        primitives.sleep(100)
+        clocks.sleep(100)
 
     scheduler.spawn(victim, live, "main")
     scheduler.spawn(other, kill, "main")
@@ -104,7 +104,7 @@ def test_a_stopped_process_goes_on_later() -> None:
     at: list[float] = []
 
     def live() -> None:
-        primitives.sleep(10)
+        clocks.sleep(10)
         at.append(scheduler.now)
 
     def stop() -> None:
@@ -149,6 +149,6 @@ def test_conditions_queues_pools_and_barriers() -> None:
 
 def test_outside_of_a_simulation_everything_is_real() -> None:
     assert isinstance(THREADING.Event(), threading.Event)
-    assert abs(primitives.monotonic() - time.monotonic()) < 60
+    assert abs(clocks.monotonic() - time.monotonic()) < 60
     with primitives.executor(1) as pool:
         assert pool.submit(lambda: 3).result() == 3

@@ -24,21 +24,8 @@ from ckptstore.testing.simulation.storages import Space
 
 _CHANGES = frozenset(
     [
-        "write",
-        "write_many",
-        "create",
-        "delete",
-        "copy",
-        "copy_from",
-        "write_part",
-        "finish",
-        "persist",
-        "link",
-        "open_parts",
-        "abort",
-        "make_directory",
-        "remove_directories",
-        "abort_unfinished",
+        *("write", "write_many", "create", "delete", "copy", "copy_from", "write_part", "finish", "persist", "link"),
+        *("open_parts", "abort", "make_directory", "remove_directories", "abort_unfinished"),
     ]
 )
 _OTHER_CHANGES = frozenset(["make_directory", "remove_directories", "abort_unfinished"])

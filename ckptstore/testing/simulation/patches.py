@@ -21,7 +21,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ckptstore.testing.simulation import primitives
+from ckptstore.testing.simulation import clocks, primitives
 from ckptstore.testing.simulation.scheduler import Process, running
 
 _LEFT_OUT = ("ckptstore.testing", "ckptstore.bench", "ckptstore.demo", "ckptstore.cli")
@@ -67,7 +67,7 @@ def patched(extra: Replaced | None = None, *, modules: Sequence[str] = ()) -> It
 
     `extra` is more to replace, by the identity of the real thing; `modules` are more to look through.
     """
-    values = {**primitives.VALUES, **(extra or {})}
+    values = {**clocks.VALUES, **(extra or {})}
     undo: list[Undo] = []
     find = getattr(typing, "_get_protocol_attrs", None)
     if find is not None:  # a quarter of the time of a run, and always the same

@@ -4,22 +4,13 @@ real ones."""
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import queue
-import random
-import secrets
 import threading
-import time
-import types
-import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ckptstore.testing.simulation.scheduler import Killed, Scheduler, SimThread, running
-
-START_OF_TIME = 1_700_000_000.0
-"""What every clock shows when a run begins."""
 
 
 def _scheduler() -> Scheduler:
@@ -29,7 +20,7 @@ def _scheduler() -> Scheduler:
     return scheduler
 
 
-def _me(scheduler: Scheduler) -> SimThread:
+def current(scheduler: Scheduler) -> SimThread:
     assert scheduler.current is not None
     return scheduler.current
 
@@ -45,7 +36,7 @@ class SimLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         scheduler = _scheduler()
-        me = _me(scheduler)
+        me = current(scheduler)
         if self._holder is me and self._reentrant:
             self._depth += 1
             return True
@@ -69,7 +60,7 @@ class SimLock:
     def release(self) -> None:
         scheduler = _scheduler()
         if self._holder is None:
-            if _me(scheduler).killed:
+            if current(scheduler).killed:
                 return
             raise RuntimeError("release unlocked lock")
         self._depth -= 1
@@ -107,7 +98,7 @@ class SimCondition:
 
     def wait(self, timeout: float | None = None) -> bool:
         scheduler = _scheduler()
-        me = _me(scheduler)
+        me = current(scheduler)
         depth = self._lock._depth
         self._waiters.append(me)
         self._lock._depth = 1
@@ -159,7 +150,7 @@ class SimEvent:
 
     def wait(self, timeout: float | None = None) -> bool:
         scheduler = _scheduler()
-        me = _me(scheduler)
+        me = current(scheduler)
         if me.killed:
             raise Killed
         until = None if timeout is None else scheduler.now + timeout
@@ -259,7 +250,7 @@ class ThreadObject:
 
     def start(self) -> None:
         scheduler = _scheduler()
-        self._thread = scheduler.spawn(_me(scheduler).owner, self._run, self.name)
+        self._thread = scheduler.spawn(current(scheduler).owner, self._run, self.name)
         _objects[self._thread] = self
         scheduler.maybe_pause()
 
@@ -274,7 +265,7 @@ class ThreadObject:
 
     def join(self, timeout: float | None = None) -> None:
         scheduler = _scheduler()
-        me = _me(scheduler)
+        me = current(scheduler)
         if me.killed:
             raise Killed
         if self._thread is not None and not self._thread.ended:
@@ -295,7 +286,7 @@ def current_thread() -> Any:
     scheduler = running()
     if scheduler is None:
         return threading.current_thread()
-    me = _me(scheduler)
+    me = current(scheduler)
     if me not in _objects:
         made = ThreadObject(name=me.name)
         made._thread = me
@@ -449,149 +440,3 @@ thread_class = _either(threading.Thread, ThreadObject)
 simple_queue = _either(queue.SimpleQueue, SimQueue)
 executor = _either(concurrent.futures.ThreadPoolExecutor, SimExecutor)
 future_class = _either(concurrent.futures.Future, SimFuture)
-
-
-def get_ident() -> int:
-    """`threading.get_ident`."""
-    scheduler = running()
-    return threading.get_ident() if scheduler is None else _me(scheduler).number
-
-
-def monotonic() -> float:
-    """`time.monotonic`; virtual time is the same for all, and starts at another value in each process."""
-    scheduler = running()
-    return time.monotonic() if scheduler is None else scheduler.now + _me(scheduler).owner.pid
-
-
-def wall_clock() -> float:
-    """`time.time`: that of the process, which may be wrong."""
-    scheduler = running()
-    if scheduler is None:
-        return time.time()
-    return START_OF_TIME + scheduler.now + _me(scheduler).owner.clock_ahead_seconds
-
-
-def sleep(seconds: float) -> None:
-    """`time.sleep`."""
-    scheduler = running()
-    if scheduler is None:
-        time.sleep(seconds)
-    else:
-        scheduler.sleep(seconds)
-
-
-def getpid() -> int:
-    """`os.getpid`."""
-    scheduler = running()
-    return os.getpid() if scheduler is None else _me(scheduler).owner.pid
-
-
-def _names() -> random.Random:
-    scheduler = running()
-    return random._inst if scheduler is None else scheduler.names
-
-
-def urandom(size: int) -> bytes:
-    """`os.urandom`."""
-    return os.urandom(size) if running() is None else _names().randbytes(size)
-
-
-def uuid4() -> uuid.UUID:
-    """`uuid.uuid4`."""
-    return uuid.UUID(bytes=urandom(16), version=4)
-
-
-class _Environment(Mapping[str, str]):
-    """`os.environ`: in a simulation what the scheduler has."""
-
-    @staticmethod
-    def _values() -> Mapping[str, str]:
-        scheduler = running()
-        return os.environ if scheduler is None else scheduler.environment
-
-    def __getitem__(self, name: str) -> str:
-        return self._values()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values())
-
-    def __len__(self) -> int:
-        return len(self._values())
-
-
-def _copy(module: types.ModuleType, **changed: Any) -> types.ModuleType:
-    copy = types.ModuleType(module.__name__)
-    copy.__dict__.update(module.__dict__)
-    copy.__dict__.update(changed)
-    return copy
-
-
-def _drawn(name: str) -> Callable[..., Any]:
-    return lambda *arguments, **keywords: getattr(_names(), name)(*arguments, **keywords)
-
-
-_DRAWS = (
-    "random",
-    "uniform",
-    "randint",
-    "randrange",
-    "choice",
-    "choices",
-    "sample",
-    "shuffle",
-    "getrandbits",
-    "randbytes",
-)
-
-MODULES = {
-    threading: _copy(
-        threading,
-        Lock=lock,
-        RLock=rlock,
-        Condition=condition,
-        Event=event,
-        Semaphore=semaphore,
-        BoundedSemaphore=semaphore,
-        Barrier=barrier,
-        Thread=thread_class,
-        get_ident=get_ident,
-        current_thread=current_thread,
-    ),
-    time: _copy(
-        time,
-        time=wall_clock,
-        time_ns=lambda: int(wall_clock() * 1e9),
-        monotonic=monotonic,
-        monotonic_ns=lambda: int(monotonic() * 1e9),
-        perf_counter=monotonic,
-        sleep=sleep,
-    ),
-    uuid: _copy(uuid, uuid4=uuid4, uuid1=uuid4),
-    secrets: _copy(
-        secrets,
-        token_hex=lambda size=32: urandom(size).hex(),
-        token_bytes=lambda size=32: urandom(size),
-        token_urlsafe=lambda size=32: urandom(size).hex(),
-        randbelow=lambda below: _names().randrange(below),
-        choice=lambda items: _names().choice(items),
-    ),
-    random: _copy(random, **{name: _drawn(name) for name in _DRAWS}),
-    os: _copy(os, getpid=getpid, urandom=urandom, environ=_Environment()),
-    queue: _copy(queue, SimpleQueue=simple_queue, Queue=simple_queue),
-    concurrent.futures: _copy(concurrent.futures, ThreadPoolExecutor=executor, Future=future_class),
-}
-"""By the module that a program has imported the one that it sees in a simulation."""
-
-VALUES: dict[int, tuple[Any, Any]] = {
-    id(real): (real, simulated)
-    for real, simulated in (
-        *MODULES.items(),
-        *(
-            (getattr(real, name), getattr(changed, name))
-            for real, changed in MODULES.items()
-            for name in vars(changed)
-            if getattr(changed, name) is not getattr(real, name, None) and hasattr(real, name)
-        ),
-    )
-}
-"""What is put in the place of what, wherever it is found, by the identity of the real thing."""

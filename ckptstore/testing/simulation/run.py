@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptstore.storage import open as opening
 from ckptstore.storage.base import Storage
-from ckptstore.testing.simulation import programs
+from ckptstore.testing.simulation import alone, programs
 from ckptstore.testing.simulation.patches import ModuleState, load, patched
 from ckptstore.testing.simulation.plan import Actor, Plan, draw
 from ckptstore.testing.simulation.scheduler import Scheduler, running
@@ -183,7 +183,7 @@ def _direct(world: World) -> None:
     while waiting:
         for actor in [actor for actor in waiting if ready(actor)]:
             waiting.remove(actor)
-            world.start(actor, programs.rank_program if actor.ranks else programs.other_program)
+            world.start(actor, programs.rank_program if actor.ranks else alone.other_program)
         if waiting:
             world.wait_until(lambda: any(map(ready, waiting)))
     world.wait_until(lambda: all(member.is_done for member in world.members))

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+START_OF_TIME = 1_700_000_000.0
+"""What every clock shows when a run begins."""
 MAX_STEPS = 400_000
 """More hand-overs than any seed needs: a loop that waits for nothing."""
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, FileMissing, StorageError, StorageFull
 from ckptstore.storage.base import PartWriter, Storage, StoredFile
-from ckptstore.testing.simulation.primitives import START_OF_TIME
-from ckptstore.testing.simulation.scheduler import Scheduler
+from ckptstore.testing.simulation.scheduler import START_OF_TIME, Scheduler
 
 PART_BYTES = 256
 _STORAGE_AHEAD_SECONDS = 7_777.0
