@@ -53,7 +53,7 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
             world.fail(
                 "what returned is committed", f"{where}: record {result.number}, the log has {model.by_tag.get(tag)}"
             )
-    if action.kind in ("resume", "load"):
+    if action.kind == "resume" or (action.kind == "load" and world.plan.contents == "state"):
         _judge_resume(world, where, mine)
     _judge_together(world, member, index, action, where)
 
@@ -66,6 +66,9 @@ def _judge_resume(world: World, where: str, mine: Attempted) -> None:
         record = model.records.get(number or 0)
         live = [model.saved[item] for item in record.state.live] if record else []
         whole = [saved.number for saved in live if not saved.is_damaged]
+        usable |= {saved.number for saved in live if saved.damaged_at >= mine.began}
+        if world.plan.contents == "state":  # what was lost may be a file that this state did not need
+            usable |= {saved.number for saved in live if not whole or saved.number > whole[-1]}
         usable.add(whole[-1] if whole else None)
         # damage that a size does not show is found when it is read
         hidden = [saved for saved in live if saved.is_damaged and not saved.is_visibly_damaged]

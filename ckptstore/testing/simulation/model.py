@@ -45,6 +45,7 @@ class Saved:
     is_damaged: bool = False
     is_visibly_damaged: bool = False
     """Whether a listing shows it."""
+    damaged_at: float = -1.0
     removed_at: float | None = None
     """When a record took it out of live and trash."""
 
@@ -70,6 +71,7 @@ class Model:
     """By process id and number since when somebody reads a checkpoint, under a lease or not."""
     last_action: dict[str, int] = field(default_factory=dict)
     is_damaging: bool = False
+    on_commit: Callable[[], None] = lambda: None
     careful: set[int] = field(default_factory=set)
     """Process ids of readers that nothing has gone wrong with, and that were never stopped."""
 
@@ -134,6 +136,7 @@ class Model:
         if isinstance(record.change, Commit):
             self._committed(record, record.change)
         self._moved(record, newest)
+        self.on_commit()
         self.history.append((self.now(), number))
 
     def _check_change(self, record: Record, newest: Record | None) -> None:
@@ -211,6 +214,7 @@ class Model:
         tag = tags.pop() if tags else ("", -1)
         if ranks and len(ranks) != self.ranks_of(tag[0]):
             raise Violation("every rank is in a checkpoint", f"{where}: only {sorted(ranks)}")
+
         saved = Saved(record.number, entry.step, entry.attempt, tag, self.now(), held)
         self.saved[record.number] = self.by_attempt[entry.attempt] = saved
         if self.is_copy or not tag[0]:
@@ -267,6 +271,7 @@ class Model:
         if file is None:
             return
         saved.is_damaged = self.is_damaging = True
+        saved.damaged_at = self.now()
         saved.is_visibly_damaged |= how != "flipped" or name == MANIFEST_NAME
         if how == "gone" or not file.data:
             self.space.remove(key)

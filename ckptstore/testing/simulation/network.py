@@ -220,7 +220,7 @@ class Network:
                 is_lost = which < 0.45 or verb not in _CHANGES
                 return "lost" if is_lost else "answer", seconds + self._unanswered_seconds * which
             return "throttled", seconds
-        if chance > 1 - plan.slow_rate:
+        if chance > 1 - plan.slow_rate and site.startswith(plan.slow_who):
             self.struck.append(site)
             extra = plan.chance(site, "slow") ** 3 * plan.rank_timeout_seconds * 0.6
             client.slow_at = now + extra

@@ -46,7 +46,7 @@ class Actor:
     ranks: int = 1
     """0 for a process that is not a job."""
     begins: str = "at once"
-    """"at once", or "after NAME": when all processes of that one have ended or hang."""
+    """"at once", "when saved": when there is a checkpoint, or "after NAME": when that one has ended or hangs."""
     after_seconds: float = 0.0
     goes_on: bool = True
     """Whether it does its next action when one has failed."""
@@ -82,6 +82,8 @@ class Plan:
     error_rate: float = 0.0
     late_rate: float = 0.0
     slow_rate: float = 0.0
+    slow_who: str = ""
+    """How the names of the processes begin that wait long for answers."""
     actors: tuple[Actor, ...] = ()
     troubles: tuple[Trouble, ...] = ()
     without: tuple[str, ...] = ()
@@ -112,8 +114,8 @@ THEMES = ("any",) * 10 + ("copying", "copying", "reading", "reading", "idle", "d
 """What the other processes and the troubles of a run are about. The rare ones meet by chance too seldom."""
 
 
-def draw(seed: int, **given: Any) -> Plan:
-    """The plan of a seed; `given` fixes some of its fields."""
+def draw(seed: int, *, num_jobs: int | None = None, **given: Any) -> Plan:
+    """The plan of a seed; `given` fixes some of its fields, and `num_jobs` how many jobs there are."""
     rng = Random(f"plan {seed}")
     storage = rng.choice(["objects", "objects", "disk", "disk", "plain objects"])
     calm = rng.random()
@@ -132,7 +134,7 @@ def draw(seed: int, **given: Any) -> Plan:
     )
     theme = rng.choice(THEMES)
     plan = _themed(rng, replace(plan, **given), theme)
-    jobs = _jobs(rng, plan, theme)
+    jobs = _jobs(rng, plan, theme, num_jobs or rng.choice([1, 1, 2, 3]))
     others = _others(rng, plan) if theme == "any" else _others_for(rng, plan, theme)
     troubles = [] if calm < 0.2 or theme in ("copying", "idle") else _troubles(rng, plan, jobs)
     if theme == "damage":
@@ -151,7 +153,9 @@ def _themed(rng: Random, plan: Plan, theme: str) -> Plan:
         return replace(plan, storage=shared, policy="all", error_rate=min(plan.error_rate, 0.01))
     if theme == "reading":
         policy = rng.choice(["latest 1", "latest 2"])
-        return replace(plan, storage=shared, policy=policy, grace_seconds=0.0, error_rate=0.0, slow_rate=0.05)
+        return replace(
+            plan, storage=shared, policy=policy, grace_seconds=0.0, error_rate=0.0, slow_rate=0.3, slow_who=theme
+        )
     if theme == "idle":
         return replace(plan, storage=shared, error_rate=0.0, slow_rate=0.0)
     if theme == "damage":
@@ -168,14 +172,14 @@ def _damage(rng: Random, jobs: list[Actor]) -> Trouble:
     return Trouble("damage", who, at_call=rng.randrange(40, 200), what=rng.choice(["gone", "gone", "flipped", "short"]))
 
 
-def _jobs(rng: Random, plan: Plan, theme: str) -> list[Actor]:
+def _jobs(rng: Random, plan: Plan, theme: str, num_jobs: int) -> list[Actor]:
     jobs = []
     step = 0
-    for index in range(rng.choice([1, 1, 2, 3])):
+    for index in range(num_jobs):
         actions = [Action("resume", after_seconds=rng.random())] if index or rng.random() < 0.3 else []
-        for _ in range(rng.choice([1, 2, 3, 4])):
+        for _ in range(6 if theme == "reading" else rng.choice([1, 2, 3, 4])):
             step += rng.choice([10, 10, 10, 0])
-            actions.append(_save(rng, plan, step))
+            actions.append(_save(rng, plan, step, theme))
             if rng.random() < (0.5 if theme == "idle" else 0.1):
                 actions.append(Action("idle", after_seconds=rng.choice([100.0, 4000.0, 8000.0])))
             if rng.random() < 0.1:
@@ -183,7 +187,7 @@ def _jobs(rng: Random, plan: Plan, theme: str) -> list[Actor]:
         if rng.random() < 0.9:
             actions.append(Action("close"))
             if rng.random() < 0.1:
-                actions.append(_save(rng, plan, step + 5))
+                actions.append(_save(rng, plan, step + 5, theme))
         beside = plan.storage != "plain objects" and rng.random() < 0.4
         jobs.append(
             Actor(
@@ -199,14 +203,14 @@ def _jobs(rng: Random, plan: Plan, theme: str) -> list[Actor]:
     return jobs
 
 
-def _save(rng: Random, plan: Plan, step: int) -> Action:
+def _save(rng: Random, plan: Plan, step: int, theme: str) -> Action:
     kinds = {"directory": ["directory"], "state": ["state", "async", "async"], "mixed": ["directory", "state", "async"]}
     kind = rng.choice(kinds[plan.contents])
     options = ["", "", "", "error"] if kind == "directory" else ["", "incremental", "reference", "skip"]
     return Action(
         kind,
         step=step,
-        after_seconds=rng.choice([0.0, 0.1, 10.0, 1000.0]) * rng.random(),
+        after_seconds=(1.0 if theme == "reading" else rng.choice([0.0, 0.1, 10.0, 1000.0])) * rng.random(),
         size_bytes=rng.choice([10, 100, 600]),
         option=rng.choice(options),
     )
@@ -226,12 +230,12 @@ _FOR_THEMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 def _others_for(rng: Random, plan: Plan, theme: str) -> list[Actor]:
     others = []
     for index, kinds in enumerate(_FOR_THEMES[theme]):
-        longest = {"idle": 6000.0, "copying": 0.5}.get(theme, 5.0)
+        longest = {"idle": 6000.0, "copying": 0.5, "reading": 0.5}.get(theme, 5.0)
         actions = [
             Action(rng.choice(kinds), after_seconds=longest * rng.random(), option=rng.choice(["", "long"]))
             for _ in range(rng.choice([2, 4, 6]))
         ]
-        begins = "after job1" if theme == "copying" else "at once"
+        begins = {"copying": "after job1", "reading": "when saved"}.get(theme, "at once")
         others.append(Actor(f"{theme}{index + 1}", tuple(actions), ranks=0, begins=begins, after_seconds=rng.random()))
     return others
 

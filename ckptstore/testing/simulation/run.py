@@ -60,6 +60,8 @@ class Outcome:
     steps: int
     """Hand-overs of the baton."""
     virtual_seconds: float
+    requests: int = 0
+    """Of all processes to all storages."""
     struck: tuple[str, ...] = ()
     num_records: int = 0
 
@@ -147,6 +149,7 @@ class Simulation:
             world.digest,
             scheduler.steps,
             scheduler.now,
+            sum(client.calls for client in world.network.clients.values()),
             tuple(world.network.struck),
             len(world.model.records),
         )
@@ -176,6 +179,8 @@ def _direct(world: World) -> None:
     scheduler.at(_QUIET_SECONDS, functools.partial(_still_there, world))
 
     def ready(actor: Actor) -> bool:
+        if actor.begins == "when saved":
+            return bool(world.model.saved) or all(member.is_done for member in world.members)
         before = actor.begins.removeprefix("after ")
         known = any(other.name == before for other in plan.actors)
         return actor.begins == "at once" or not known or world.has_ended(before)
