@@ -13,7 +13,7 @@ PYTEST_RAY := $(PYTEST) --timeout-method=thread
 # Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself.
 AT_ONCE := -n 3 --dist loadfile --ignore=tests/ray
 
-.PHONY: install demo demo-ray test test-slow test-ceph check format docs bench bench-check servers clean
+.PHONY: install demo demo-ray test test-slow simulate test-ceph check format docs bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -45,6 +45,10 @@ test-slow: install servers
 	$(PYTEST) $(AT_ONCE) -m "slow and not ceph"
 	$(PYTEST_RAY) -m slow tests/ray
 	$(PYTEST) benchmarks -q
+
+# Seeds that no test has run yet, of the simulation, for as long as one likes.
+simulate: install
+	$(BIN)/python -m ckptstore.testing.simulation --seed $(or $(SEED),10000000) --seconds $(or $(SECONDS),600)
 
 test-ceph: install
 	$(BIN)/python tests/servers/install_ceph.py

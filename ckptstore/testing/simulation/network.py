@@ -87,6 +87,8 @@ class Network:
         self.plan = plan
         self.trace = trace
         self.is_calm = False
+        self.has_own_storage = False
+        """Whether the storages are not the simulation's."""
         self.on_read: Callable[[int, str], None] = lambda pid, key: None
         """Called when a process reads the bytes of a file."""
         self.clients: dict[Process, Client] = {}
@@ -169,15 +171,24 @@ class Network:
             scheduler.block(seconds)
         elif fault == "late":
             late_seconds = self.plan.chance(site, "late") * 4 * self.plan.rank_timeout_seconds
-            scheduler.at(scheduler.now + late_seconds, effect_only(perform))
+            scheduler.at(scheduler.now + late_seconds, self._detached(effect_only(perform)))
             scheduler.block(seconds)
         elif changes:
-            scheduler.at(scheduler.now + seconds, effect)  # it arrives though its process may be dead by then
+            # it arrives though its process may be dead by then
+            scheduler.at(scheduler.now + seconds, self._detached(effect))
             scheduler.block()
         else:
             scheduler.block(seconds)
             effect()
         return box
+
+    def _detached(self, effect: Callable[[], None]) -> Callable[[], object]:
+        """An effect that belongs to no process. What waits for locks of its own needs a thread for that."""
+        if not self.has_own_storage:
+            return effect
+        process = self.here().process
+        server = Process(f"{process.name} in flight", process.pid)
+        return lambda: self.scheduler.spawn(server, effect, "request")
 
     def _failed(self, client: Client, thread: int) -> None:
         count = client.failures.get(thread, 0.0) + 1

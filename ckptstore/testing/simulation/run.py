@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 from ckptstore.storage import open as opening
 from ckptstore.storage.base import Storage
 from ckptstore.testing.simulation import alone, programs
+from ckptstore.testing.simulation.model import Violation
 from ckptstore.testing.simulation.patches import ModuleState, load, patched
 from ckptstore.testing.simulation.plan import Actor, Plan, draw
-from ckptstore.testing.simulation.scheduler import Scheduler, running
+from ckptstore.testing.simulation.scheduler import Deadlock, Scheduler, Stuck, running
 from ckptstore.testing.simulation.world import World
 
 _MODULES = (
@@ -160,7 +162,8 @@ class Simulation:
 
 
 def _told(error: BaseException) -> str:
-    texts = [f"{type(error).__name__}: {error}"]
+    known = isinstance(error, Violation | Deadlock | Stuck)
+    texts = [f"{type(error).__name__}: {error}"] if known else traceback.format_exception(error)
     while (cause := error.__cause__) is not None:
         texts.append(f"{type(cause).__name__}: {cause}")
         error = cause

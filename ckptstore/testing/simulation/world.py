@@ -80,6 +80,7 @@ class World:
         now = lambda: self.scheduler.now  # noqa: E731
         self.model = Model(self.spaces[STORE_URI], self.plan, now, ranks_of)
         self.network.on_read = self.model.reads_file
+        self.network.has_own_storage = self.open_own is not None
         self.model.on_commit = self._look
         self.copy = Model(self.spaces[COPY_URI], self.plan, now, ranks_of, is_copy=True)
         self.directory = Path(tempfile.mkdtemp(prefix="ckptstore-simulation-", dir=_memory_directory()))
