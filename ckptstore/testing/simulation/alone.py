@@ -89,6 +89,8 @@ def other_program(world: World, member: Member) -> None:
 
 
 def _may_fail(world: World, action: Action, error: BaseException, began: float) -> bool:
+    if action.kind == "cp" and len(world.copy.claims_since(began)) > 1:
+        return True  # another copy to the same place has claimed it
     if isinstance(error, StoreMissing | CheckpointGone | InvalidInput):
         return True
     if isinstance(error, CheckpointDamaged | FileMissing | NoUsableCheckpoint):

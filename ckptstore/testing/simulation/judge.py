@@ -61,7 +61,7 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
 def _judge_resume(world: World, where: str, mine: Attempted) -> None:
     model, error = world.model, mine.error
     assert mine.ended is not None
-    usable = set()
+    usable: set[int | None] = set()
     for number in model.numbers_between(mine.began, mine.ended):
         record = model.records.get(number or 0)
         live = [model.saved[item] for item in record.state.live] if record else []

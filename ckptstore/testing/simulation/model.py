@@ -280,6 +280,11 @@ class Model:
             self.space.put(key, data, is_durable=True)
         self.is_damaging = False
 
+    def claims_since(self, start: float) -> list[int]:
+        """The numbers of the records since then with which somebody has claimed the store."""
+        numbers = [number for since, number in self.history if since >= start and number is not None]
+        return [number for number in numbers if isinstance(self.records[number].change, Claim)]
+
     def numbers_between(self, start: float, end: float) -> list[int | None]:
         """The numbers of the records that were the newest at some time between."""
         found = [number for since, number in self.history if start <= since <= end]

@@ -6,6 +6,7 @@ bytes would survive a loss of power.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,8 @@ class Space:
     watchers: list[Watcher] = field(default_factory=list)
     uploads: dict[str, str] = field(default_factory=dict)
     """Unfinished uploads of parts: their ids with the key."""
-    directories: set[str] = field(default_factory=set)
+    real: pathlib.Path | None = None
+    """Of a disk, a real directory with the same files, for those who open paths."""
     lost_names: dict[str, File] = field(default_factory=dict)
     """On a disk, files whose removal a loss of power may undo."""
     capacity_bytes: int = 1 << 40
@@ -77,7 +79,14 @@ class Space:
             self.told(key, before, None)
 
     def told(self, key: str, before: File | None, after: File | None) -> None:
-        """Tell the watchers."""
+        """Tell the watchers, and do the same to the real directory."""
+        if self.real is not None:
+            path = self.real / key
+            if after is None:
+                path.unlink(missing_ok=True)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(after.data)
         for watcher in self.watchers:
             watcher(key, before, after)
 
@@ -99,13 +108,20 @@ class Space:
                 continue
             fate = survives(key)
             if fate < 0.4:
-                del self.files[key]
+                self._afterwards(key, None)
             elif fate < 0.6:
-                self.files[key] = File(file.data[: len(file.data) // 2], file.modified_seconds, file.version + "t")
+                half = File(file.data[: len(file.data) // 2], file.modified_seconds, file.version + "t")
+                self._afterwards(key, half)
         for key, file in self.lost_names.items():
             if key not in self.files and survives(key) < 0.3:
-                self.files[key] = file
+                self._afterwards(key, file)
         self.lost_names.clear()
+
+    def _afterwards(self, key: str, file: File | None) -> None:
+        before = self.files.pop(key, None)
+        if file is not None:
+            self.files[key] = file
+        self.told(key, before, file)
 
 
 class _Plain:
@@ -240,63 +256,31 @@ class _Disk(_Plain):
             if key in files:
                 file = files[key]
                 files[key] = File(file.data, file.modified_seconds, file.version, True)
-            elif key not in self.space.directories:
+            elif not (self._real / key).is_dir():
                 raise FileMissing(f"There is no {key} to make durable", file=key)
 
     def free_bytes(self) -> int:
         return max(0, self.space.capacity_bytes - self.space.used_bytes())
 
     def local_path(self, key: str) -> pathlib.Path:
-        return SimPath(self.space, key)  # type: ignore[return-value]
+        return self._real / key if key else self._real
 
     def make_directory(self, key: str) -> None:
-        self.space.directories.add(key)
+        (self._real / key).mkdir(parents=True, exist_ok=True)
 
     def remove_directories(self, key: str) -> None:
-        if not any(name.startswith(f"{key}/") for name in self.space.files):
-            self.space.directories = {
-                name for name in self.space.directories if name != key and not name.startswith(f"{key}/")
-            }
+        for directory, _, _ in os.walk(self._real / key, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+
+    @property
+    def _real(self) -> pathlib.Path:
+        assert self.space.real is not None
+        return self.space.real
 
     def link(self, path: str | os.PathLike[str], key: str) -> bool:
         self.space.put(key, pathlib.Path(path).read_bytes())
         return True
-
-
-class SimPath:
-    """What `local_path` of a simulated disk gives: enough of a path to look what is there."""
-
-    def __init__(self, space: Space, key: str) -> None:
-        self._space = space
-        self._key = key.rstrip("/")
-        self.name = self._key.rpartition("/")[2]
-
-    def __fspath__(self) -> str:
-        return f"/nowhere/{self._key}"
-
-    def __str__(self) -> str:
-        return self.__fspath__()
-
-    def __truediv__(self, name: str) -> SimPath:
-        return SimPath(self._space, f"{self._key}/{name}")
-
-    def is_dir(self) -> bool:
-        return self._key in self._space.directories or any(key.startswith(f"{self._key}/") for key in self._space.files)
-
-    def exists(self) -> bool:
-        return self.is_dir() or self._key in self._space.files
-
-    def is_symlink(self) -> bool:
-        return False
-
-    def iterdir(self) -> Iterator[SimPath]:
-        start = f"{self._key}/"
-        there = [*self._space.files, *sorted(self._space.directories)]
-        names = {key.removeprefix(start).partition("/")[0] for key in there if key.startswith(start)}
-        return (self / name for name in sorted(names))
-
-    def read_bytes(self) -> bytes:
-        return self._space.get(self._key).data
 
 
 class ObjectStore(_Creates, _Parts, _Unfinished):

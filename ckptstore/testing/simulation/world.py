@@ -75,7 +75,10 @@ class World:
 
     def __post_init__(self) -> None:
         self.network = Network(self.scheduler, self.plan, self.trace)
-        self.spaces = {uri: storages.Space(self.scheduler, uri) for uri in (STORE_URI, COPY_URI)}
+        self.directory = Path(tempfile.mkdtemp(prefix="ckptstore-simulation-", dir=_memory_directory()))
+        self.spaces: dict[str, storages.Space] = {}
+        for uri in (STORE_URI, COPY_URI):
+            self._space(uri)
         ranks_of = functools.partial(_ranks_of, self)
         now = lambda: self.scheduler.now  # noqa: E731
         self.model = Model(self.spaces[STORE_URI], self.plan, now, ranks_of)
@@ -83,7 +86,6 @@ class World:
         self.network.has_own_storage = self.open_own is not None
         self.model.on_commit = self._look
         self.copy = Model(self.spaces[COPY_URI], self.plan, now, ranks_of, is_copy=True)
-        self.directory = Path(tempfile.mkdtemp(prefix="ckptstore-simulation-", dir=_memory_directory()))
         self._digest = hashlib.sha256()
         self._sources: dict[tuple[str, int, int, int], Path] = {}
         self._waiting: list[Any] = []
@@ -109,10 +111,16 @@ class World:
     def open_storage(self, uri: Any, **_: Any) -> Any:
         """What `ckptstore.storage.open.open_storage` gives in a run."""
         uri = str(uri)
-        space = self.spaces.setdefault(uri, storages.Space(self.scheduler, uri))
+        space = self._space(uri)
         if self.open_own is not None:
             return self.network.connect(self.open_own(uri), space)
         return self.network.connect(storages.KINDS[self.plan.storage](space))
+
+    def _space(self, uri: str) -> storages.Space:
+        if uri not in self.spaces:
+            real = self.directory / uri.replace("/", "-") if self.plan.storage == "disk" else None
+            self.spaces[uri] = storages.Space(self.scheduler, uri, real=real)
+        return self.spaces[uri]
 
     # Processes
 
