@@ -12,7 +12,7 @@ PYTEST_RAY := $(PYTEST) --timeout-method=thread
 # Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself.
 AT_ONCE := -n 3 --dist loadfile --ignore=tests/ray
 
-.PHONY: install demo demo-ray test test-slow soak test-ceph check format docs bench bench-check servers clean
+.PHONY: install demo demo-ray test test-slow simulate soak test-ceph check format docs bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -45,10 +45,13 @@ test-slow: install servers
 	$(PYTEST_RAY) -m slow tests/ray
 	$(PYTEST) benchmarks -q
 
+# Seeds of the simulation that no test has run yet, for as long as one likes.
+simulate: install
+	$(BIN)/python -m ckptstore.testing.simulation --seed $(or $(SEED),10000000) --seconds $(or $(SECONDS),600)
+
 # A day of use, every kill and the simulation; ends with a table.
-SECONDS := 600
 soak: install
-	$(BIN)/python tests/soak/soak.py --seconds $(SECONDS)
+	$(BIN)/python tests/soak/soak.py --seconds $(or $(SECONDS),600)
 
 test-ceph: install
 	$(BIN)/python tests/servers/install_ceph.py

@@ -1,0 +1,84 @@
+"""`python -m ckptstore.testing.simulation`: run seeds, replay one, or make a failing one smaller."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from ckptstore.testing.simulation.plan import Plan, draw
+from ckptstore.testing.simulation.run import Simulation, report, shrink, write
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; 1 when a promise was broken."""
+    parser = argparse.ArgumentParser(prog="python -m ckptstore.testing.simulation", description=__doc__)
+    parser.add_argument("--seed", type=int, help="run this seed; with --seconds or --seeds begin with it")
+    parser.add_argument("--seeds", type=int, help="run so many seeds")
+    parser.add_argument("--seconds", type=float, help="run seeds for so long")
+    parser.add_argument("--keep-going", action="store_true", help="do not end at the first seed that fails")
+    parser.add_argument("--shrink", action="store_true", help="make the plan of a failing seed smaller")
+    parser.add_argument("--plan", type=Path, help="run the plan in this file")
+    parser.add_argument("--trace", action="store_true", help="show the whole trace of a failing seed")
+    parser.add_argument("--verbose", action="store_true", help="show the trace of a seed that does not fail too")
+    given = parser.parse_args(arguments)
+    with Simulation() as simulation:
+        if given.plan is not None:
+            return _one(simulation, Plan.from_json(given.plan.read_text()), given)
+        if given.seeds is None and given.seconds is None:
+            return _one(simulation, draw(given.seed or 0), given)
+        return _many(simulation, given)
+
+
+def _one(simulation: Simulation, plan: Plan, given: argparse.Namespace) -> int:
+    outcome = simulation.run(plan)
+    if not outcome.ok and given.shrink:
+        outcome = shrink(simulation, outcome)
+        write(outcome.plan.to_json())
+    if not outcome.ok:
+        write(report(outcome, lines=0 if given.trace else 80))
+        return 1
+    if given.verbose:
+        write("\n".join(outcome.trace))
+    write(f"seed {plan.seed}: all promises held, {outcome.steps} steps, run {outcome.digest}")
+    return 0
+
+
+def _many(simulation: Simulation, given: argparse.Namespace) -> int:
+    first, began, failed, steps = given.seed or 0, time.monotonic(), 0, 0
+    rules: Counter[str] = Counter()
+    seed = first
+    while True:
+        if given.seeds is not None and seed - first >= given.seeds:
+            break
+        if given.seconds is not None and time.monotonic() - began > given.seconds:
+            break
+        outcome = simulation.run(draw(seed))
+        steps += outcome.steps
+        if not outcome.ok:
+            failed += 1
+            rules[outcome.rule] += 1
+            write(report(outcome, lines=0 if given.trace else 40) if not given.keep_going else _short(outcome))
+            if not given.keep_going:
+                return 1
+        seed += 1
+    seconds = time.monotonic() - began
+    count = seed - first
+    write(
+        f"{count} seeds, {steps} steps in {seconds:.1f} s ({count / max(seconds, 1e-9):.1f} seeds/s); {failed} failed"
+    )
+    for rule, times in rules.most_common():
+        write(f"  {times:5} {rule}")
+    return 1 if failed else 0
+
+
+def _short(outcome: object) -> str:
+    plan = outcome.plan  # type: ignore[attr-defined]
+    text = " | ".join([line.strip() for line in str(outcome.failure).splitlines()][-3:])[-300:]  # type: ignore[attr-defined]
+    return f"seed {plan.seed} [{plan.storage}, {plan.board}]: {text}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

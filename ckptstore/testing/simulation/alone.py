@@ -1,0 +1,193 @@
+"""What processes do that are no job: readers, and somebody at the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.copying import copy_store, open_target
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CheckpointGone,
+    CkptstoreError,
+    FileMissing,
+    InvalidInput,
+    NoUsableCheckpoint,
+    StoreFenced,
+    StoreMissing,
+)
+from ckptstore.group import StorageGroup
+from ckptstore.load import files_of
+from ckptstore.opening import open_store
+from ckptstore.retain import retain
+from ckptstore.retention import KeepLatest
+from ckptstore.testing.simulation.clocks import sleep
+from ckptstore.testing.simulation.model import Violation, told_in
+from ckptstore.testing.simulation.plan import POLICIES, Action
+from ckptstore.testing.simulation.world import (
+    COPY_URI,
+    STORE_URI,
+    Member,
+    World,
+    kind_of,
+)
+
+
+def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
+    """The store as a process opens it."""
+    plan, actor = world.plan, member.actor
+    group: object = None
+    if actor.ranks:
+        token = f"{actor.name}-start"
+        group = StorageGroup(member.rank, actor.ranks, token, f"node-{member.rank % 2}")
+        if plan.board == "torch" and actor.ranks > 1:
+            from ckptstore.testing.simulation.keyvalue import KeyValueGroup
+
+            group = KeyValueGroup(world, actor.name, member.rank, actor.ranks)
+    return open_store(
+        uri,
+        retention=POLICIES[plan.policy],
+        missing="worst",
+        group=group,
+        grace_seconds=plan.grace_seconds,
+        rank_timeout_seconds=plan.rank_timeout_seconds,
+        single_writer=plan.storage == "plain objects" or None,
+    )
+
+
+_LEASED = frozenset({"directory on this node", "copy to a directory"})
+"""Who reads so must find every byte until it is done."""
+
+
+def other_program(world: World, member: Member) -> None:
+    """A reader, or somebody at the command line."""
+    pid = member.process.pid
+    for index, action in enumerate(member.actor.actions):
+        sleep(action.after_seconds)
+        world.trace(f"{member.process.name} begins {action.kind}")
+        if action.kind in _LEASED:
+            world.model.careful.add(pid)
+        client, began = world.network.client(member.process), world.scheduler.now
+        error: BaseException | None = None
+        try:
+            _alone(world, member, index, action)
+        except Exception as raised:
+            error = raised
+        world.model.ends_reading(pid)
+        world.model.careful.discard(pid)
+        world.trace(f"{member.process.name} ends {action.kind}: {kind_of(error)}")
+        if error is not None and not isinstance(error, CkptstoreError):
+            if isinstance(error, AssertionError):
+                raise error
+            where = f"{member.process.name}, {action.kind}"
+            raise Violation("every error is a CkptstoreError", f"{where}: {type(error).__name__}: {error}") from error
+        disturbed = client.hard_at >= began or client.slow_at >= began
+        if error is not None and not disturbed and not _may_fail(world, action, error, began):
+            world.fail(
+                "a call that nothing disturbs succeeds", f"{member.process.name}, {action.kind}: {kind_of(error)}"
+            )
+
+
+def _may_fail(world: World, action: Action, error: BaseException, began: float) -> bool:
+    if action.kind == "cp" and len(world.copy.claims_since(began)) > 1:
+        return True  # another copy to the same place has claimed it
+    if isinstance(error, StoreMissing | CheckpointGone | InvalidInput):
+        return True
+    if isinstance(error, CheckpointDamaged | FileMissing | NoUsableCheckpoint):
+        damaged = any(saved.is_damaged for saved in world.model.saved.values())
+        removed = any(
+            (saved.removed_at or 0.0) >= began - 60.0 for saved in world.model.saved.values() if saved.removed_at
+        )
+        return damaged or removed
+    return isinstance(error, StoreFenced)
+
+
+def _alone(world: World, member: Member, index: int, action: Action) -> None:
+    uri = COPY_URI if action.kind == "gc of the copy" else STORE_URI
+    with open_for(world, member, uri) as store:
+        if action.kind in ("gc", "gc of the copy"):
+            store.collect_garbage()
+        elif action.kind == "gc --claim":
+            store.collect_garbage(claim=True)
+        elif action.kind == "prune":
+            store.prune()
+        elif action.kind == "retain":
+            retain(store._job.log, KeepLatest(1))
+        elif action.kind == "clean the cache":
+            _clean_cache(world, index)
+        elif action.kind == "cp":
+            _copy(store)
+        elif action.kind == "list":
+            [entry.checkpoint.step for entry in store.entries()]
+        elif action.kind == "latest":
+            _look_latest(world, store)
+        else:
+            _with_checkpoint(world, member, index, action, store)
+
+
+def _clean_cache(world: World, index: int) -> None:
+    """Remove a file of a copy on the node, as a cleaner of temporary directories does."""
+    found = sorted((world.directory / "cache").glob("*/*.bin"))
+    if found:
+        found[int(world.plan.chance("clean", index) * len(found))].unlink()
+
+
+def _look_latest(world: World, store: Any) -> None:
+    began = world.scheduler.now
+    found = store.latest()
+    number = found.number if found else None
+    possible = {
+        world.model.records[at].state.latest if at else None
+        for at in world.model.numbers_between(began, world.scheduler.now)
+    }
+    if number not in possible:
+        world.fail("latest is not older than the call", f"{number}, it was one of {possible}")
+
+
+def _copy(store: Any) -> None:
+    job = store._job
+    target = open_target(COPY_URI, storage_options=None, config=job.config)
+    try:
+        copy_store(job.log, job.storage, target, lambda record: files_of(job, record))
+    finally:
+        target.close()
+
+
+def _with_checkpoint(world: World, member: Member, index: int, action: Action, store: Any) -> None:
+    checkpoints = list(store)
+    if not checkpoints:
+        return
+    where = f"{member.process.name}/{index}"
+    checkpoint = checkpoints[int(world.plan.chance("which", where) * len(checkpoints))]
+    if action.kind == "pin":
+        store.pin(checkpoint.step)
+    elif action.kind == "unpin":
+        store.unpin(checkpoint.step)
+    elif action.kind == "roll back":
+        store.roll_back(checkpoint.step)
+    elif action.kind == "verify":
+        report = checkpoint.verify()
+        saved = world.model.saved[checkpoint.number]
+        if not report.ok and not saved.is_damaged and saved.removed_at is None:
+            world.fail("what is committed verifies", f"{where}: {report.problems}")
+    elif action.kind == "copy to a directory":
+        path = checkpoint.to_directory(world.directory / where.replace("/", "-"))
+        _compare(world, where, checkpoint, {item.name: item.read_bytes() for item in path.iterdir()})
+    elif action.kind == "directory on this node":
+        with checkpoint.as_directory() as path:
+            names = [receipt.name for receipt in checkpoint.files]
+            lost = [name for name in names if not (path / name).exists()]
+            if lost and not world.model.saved[checkpoint.number].is_damaged:
+                world.fail("what is handed out is whole", f"{where}: {lost} are not in {path.name}")
+            _compare(world, where, checkpoint, {name: (path / name).read_bytes() for name in set(names) - set(lost)})
+            if action.option:
+                sleep(900.0)
+    else:
+        raise AssertionError(action.kind)
+
+
+def _compare(world: World, where: str, checkpoint: Checkpoint, found: dict[str, bytes]) -> None:
+    saved = world.model.saved[checkpoint.number or 0]
+    for name, data in found.items():
+        if data != saved.files[name] and not saved.is_damaged:
+            world.fail("what is read is what was saved", f"{where}: {name} of record {saved.number}: {told_in(data)}")

@@ -1,0 +1,142 @@
+"""Whether what came of an action of a rank is what must come of it."""
+
+from __future__ import annotations
+
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CheckpointGone,
+    CkptstoreError,
+    FileMissing,
+    NoUsableCheckpoint,
+    SaveBusy,
+    StepExists,
+    StorageError,
+    StoreFenced,
+)
+from ckptstore.testing.simulation.model import Violation
+from ckptstore.testing.simulation.plan import Action, Actor
+from ckptstore.testing.simulation.world import (
+    LONGEST_CALL_SECONDS,
+    Attempted,
+    Member,
+    World,
+    kind_of,
+)
+
+SAVES = frozenset({"directory", "state", "async"})
+
+
+def judge(world: World, member: Member, index: int, action: Action, mine: Attempted) -> None:
+    """Compare what came of an action with what must."""
+    model, actor = world.model, member.actor
+    tag = (actor.name, index)
+    where = f"{actor.name}.{member.rank}, action {index} ({action.kind} {action.step})"
+    error, result = mine.error, mine.result
+    assert mine.ended is not None
+    stopped = sum(other.stopped_seconds for other in world.members)
+    if mine.ended - mine.began > LONGEST_CALL_SECONDS + stopped:
+        world.fail("every call ends", f"{where} took {mine.ended - mine.began:.0f} s")
+    if error is not None and not isinstance(error, CkptstoreError | TimeoutError):
+        raise Violation("every error is a CkptstoreError", f"{where}: {type(error).__name__}: {error}") from error
+    if mine.was_closed and action.kind != "close":
+        if error is None:
+            world.fail("a closed store does nothing", f"{where} returned after close()")
+        return
+    if action.kind in SAVES:
+        if isinstance(error, CkptstoreError) and error.committed is False:
+            if tag in model.by_tag:
+                world.fail(
+                    "committed=False never becomes visible", f"{where}: record {model.by_tag[tag]}: {kind_of(error)}"
+                )
+            model.refused.add(tag)
+        if error is None and model.by_tag.get(tag) != result.number:
+            world.fail(
+                "what returned is committed", f"{where}: record {result.number}, the log has {model.by_tag.get(tag)}"
+            )
+    if action.kind == "resume" or (action.kind == "load" and world.plan.contents == "state"):
+        _judge_resume(world, where, mine)
+    _judge_together(world, member, index, action, where)
+
+
+def _judge_resume(world: World, where: str, mine: Attempted) -> None:
+    model, error = world.model, mine.error
+    assert mine.ended is not None
+    usable: set[int | None] = set()
+    for number in model.numbers_between(mine.began, mine.ended):
+        record = model.records.get(number or 0)
+        live = [model.saved[item] for item in record.state.live] if record else []
+        whole = [saved.number for saved in live if not saved.is_damaged]
+        usable |= {saved.number for saved in live if saved.damaged_at >= mine.began}
+        if world.plan.contents == "state":  # what was lost may be a file that this state did not need
+            usable |= {saved.number for saved in live if not whole or saved.number > whole[-1]}
+        usable.add(whole[-1] if whole else None)
+        # damage that a size does not show is found when it is read
+        hidden = [saved for saved in live if saved.is_damaged and not saved.is_visibly_damaged]
+        usable |= {saved.number for saved in hidden if not whole or saved.number > whole[-1]}
+    if error is None:
+        number = None if mine.result is None else mine.result.number
+        if number not in usable:
+            world.fail("a restart finds the newest", f"{where}: got {number}, it is one of {usable}")
+    elif isinstance(error, NoUsableCheckpoint):
+        if None not in usable and all(number is None or not model.saved[number].is_damaged for number in usable):
+            world.fail("a restart finds the newest", f"{where}: {kind_of(error)}")
+    elif isinstance(error, FileMissing | CheckpointDamaged | CheckpointGone):
+        world.fail("a missing file is damage, passed over", f"{where}: {kind_of(error)}")
+
+
+def _judge_together(world: World, member: Member, index: int, action: Action, where: str) -> None:
+    """All ranks return the same or raise the same, unless something explains it."""
+    actor = member.actor
+    attempts = world.attempts[actor.name, index]
+    mine = attempts[member.rank]
+    others = [item for rank, item in attempts.items() if rank != member.rank and item.ended is not None]
+    if action.kind in SAVES or action.kind == "resume":
+        numbers = {getattr(item.result, "number", None) for item in [mine, *others] if item.error is None}
+        if len(numbers) > 1:
+            world.fail("all ranks return the same", f"{where}: records {numbers}")
+    if mine.error is None:
+        return
+    since = min(item.began for item in attempts.values())
+    late = max(item.began for item in attempts.values()) - since > world.plan.rank_timeout_seconds / 2
+    late = late or len(attempts) < actor.ranks
+    excuse = "a rank calls late" if late else world.excuse(actor.name, since)
+    if isinstance(mine.error, StorageError):  # all tries of something together took too long
+        clients = [world.network.client(other.process) for other in world.members_of(actor.name)]
+        excuse = excuse or ("the storage hardly answered" if any(c.flaky_at >= since for c in clients) else None)
+    excuse = excuse or _excuse_before(world, actor, index) or _allowed(world, member, action, mine.error)
+    if excuse is None:
+        world.fail("a call that nothing disturbs succeeds", f"{where}: {kind_of(mine.error)}")
+
+
+def _excuse_before(world: World, actor: Actor, index: int) -> str | None:
+    """A job may hear once that a call before has failed on some rank."""
+    for earlier in range(index - 1, -1, -1):
+        attempts = world.attempts.get((actor.name, earlier))
+        is_load = earlier < len(actor.actions) and actor.actions[earlier].kind == "load"
+        if attempts is None or is_load:
+            continue
+        if any(item.error is not None for item in attempts.values()) or len(attempts) < actor.ranks:
+            return f"action {earlier} failed on a rank"
+        if any(item.ended is None for item in attempts.values()):
+            return f"action {earlier} has not ended on a rank"
+        return None
+    return None
+
+
+def _allowed(world: World, member: Member, action: Action, error: BaseException) -> str | None:
+    if isinstance(error, StepExists) and action.option == "error":
+        return "it was asked for"
+    if isinstance(error, StoreFenced):
+        return is_fenced(world, member)
+    if isinstance(error, NoUsableCheckpoint):
+        return "judged above"
+    if isinstance(error, SaveBusy):
+        return "it was asked for"
+    return None
+
+
+def is_fenced(world: World, member: Member) -> str | None:
+    epoch, newest = member.store._job.epoch, world.model.newest
+    if newest is None or epoch is None or newest.state.epoch == epoch:
+        return None
+    return "a later job has claimed the store"

@@ -1,0 +1,306 @@
+"""What must hold, checked after every change of a storage and every end of a call. It looks past all faults."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckptstore.digest import crc32c
+from ckptstore.layout import (
+    CHECKPOINT_PREFIX,
+    LEASE_PREFIX,
+    LOG_PREFIX,
+    MANIFEST_NAME,
+    parse_lease_key,
+    parse_record_key,
+)
+from ckptstore.manifest import Manifest, Receipt, sha256_of
+from ckptstore.records import Claim, Commit, Record, Remove
+from ckptstore.testing.simulation.plan import KEPT_SINCE_SECONDS, Plan
+from ckptstore.testing.simulation.storages import File, Space
+
+Tag = tuple[str, int]
+"""Which save of which job."""
+
+
+class Violation(AssertionError):
+    """A promise does not hold."""
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f"{rule}: {text}")
+        self.rule = rule
+
+
+@dataclass
+class Saved:
+    """One committed checkpoint."""
+
+    number: int
+    step: int
+    attempt: str
+    tag: Tag
+    at: float
+    files: dict[str, bytes]
+    is_damaged: bool = False
+    is_visibly_damaged: bool = False
+    """Whether a listing shows it."""
+    damaged_at: float = -1.0
+    removed_at: float | None = None
+    """When a record took it out of live and trash."""
+
+
+@dataclass
+class Model:
+    """What a store must hold, as its log says."""
+
+    space: Space
+    plan: Plan
+    now: Callable[[], float]
+    ranks_of: Callable[[str], int]
+    is_copy: bool = False
+    records: dict[int, Record] = field(default_factory=dict)
+    saved: dict[int, Saved] = field(default_factory=dict)
+    by_attempt: dict[str, Saved] = field(default_factory=dict)
+    by_tag: dict[Tag, int] = field(default_factory=dict)
+    refused: set[Tag] = field(default_factory=set)
+    trashed_at: dict[int, float] = field(default_factory=dict)
+    history: list[tuple[float, int | None]] = field(default_factory=lambda: [(0.0, None)])
+    """The number of the newest record from a time on."""
+    reading: dict[tuple[int, int], float] = field(default_factory=dict)
+    """By process id and number since when somebody reads a checkpoint, under a lease or not."""
+    last_action: dict[str, int] = field(default_factory=dict)
+    is_damaging: bool = False
+    on_commit: Callable[[], None] = lambda: None
+    careful: set[int] = field(default_factory=set)
+    """Process ids of readers that nothing has gone wrong with, and that were never stopped."""
+
+    def __post_init__(self) -> None:
+        self.space.watchers.append(self.changed)
+
+    @property
+    def newest(self) -> Record | None:
+        """The newest record."""
+        return self.records.get(len(self.records)) if self.records else None
+
+    def live(self) -> list[Saved]:
+        """What is live, oldest first."""
+        newest = self.newest
+        return [self.saved[number] for number in newest.state.live] if newest else []
+
+    def changed(self, key: str, before: File | None, after: File | None) -> None:
+        """A file was written or removed."""
+        if key.startswith(LOG_PREFIX):
+            self._log_changed(key, before, after)
+        elif key.startswith(CHECKPOINT_PREFIX):
+            self._file_changed(key, before, after)
+        elif key.startswith(LEASE_PREFIX) and after is not None and before is None:
+            number = parse_lease_key(key)
+            pid = [part for part in key.rpartition(".")[0].split("-") if part.isdecimal()]
+            if number is not None and len(pid) > 1:
+                self.reads(int(pid[1] if pid[0] == f"{number:010d}" else pid[-1]), number)
+
+    def reads_file(self, pid: int, key: str) -> None:
+        """A process reads the bytes of a file: on a disk others must see that it does."""
+        attempt, _, name = key.removeprefix(CHECKPOINT_PREFIX).partition("/")
+        if self.plan.storage == "disk" and pid in self.careful and name != MANIFEST_NAME and attempt in self.by_attempt:
+            self.reads(pid, self.by_attempt[attempt].number)
+
+    def reads(self, pid: int, number: int) -> None:
+        """A process begins to read a checkpoint."""
+        self.reading.setdefault((pid, number), self.now())
+
+    def ends_reading(self, pid: int) -> None:
+        """A process reads nothing any more."""
+        for key in [key for key in self.reading if key[0] == pid]:
+            del self.reading[key]
+
+    # The log
+
+    def _log_changed(self, key: str, before: File | None, after: File | None) -> None:
+        number = parse_record_key(key)
+        if number is None:
+            return
+        if before is not None and (after is None or after.data != before.data):
+            raise Violation("a record never changes", f"{key} was {'removed' if after is None else 'overwritten'}")
+        if before is not None or after is None:
+            return
+        record = Record.decode(after.data, number)
+        newest = self.newest
+        if number != len(self.records) + 1:
+            raise Violation("records have no gaps", f"{key} after {len(self.records)} records")
+        if record.previous != (newest.sha256 if newest else ""):
+            raise Violation("records are a chain", f"{key} does not follow the record before it")
+        self._check_change(record, newest)
+        self.records[number] = record
+        if isinstance(record.change, Commit):
+            self._committed(record, record.change)
+        self._moved(record, newest)
+        self.on_commit()
+        self.history.append((self.now(), number))
+
+    def _check_change(self, record: Record, newest: Record | None) -> None:
+        change = record.change
+        if newest is None or isinstance(change, Claim):
+            return
+        epoch = change.entry.epoch if isinstance(change, Commit) else getattr(change, "epoch", None)
+        if epoch is not None and epoch != newest.state.epoch and not self.is_copy:
+            raise Violation("a fenced job changes nothing", f"record {record.number} has epoch {epoch}")
+        gone = set(newest.state.live) - set(record.state.live)
+        if gone & set(newest.state.pinned):
+            raise Violation("what is pinned stays", f"record {record.number} drops {sorted(gone)}")
+        if (
+            newest.state.resume_from in gone
+            and not (isinstance(change, Commit) and newest.state.resume_from in change.replaces)
+            and not self._by_hand(change)
+        ):
+            raise Violation("the resume source stays", f"record {record.number} drops {sorted(gone)}")
+        if isinstance(change, Commit):
+            self._check_drops(record, change, newest)
+        if isinstance(change, Remove):
+            for number in change.drop:
+                self._check_end(number, change, newest)
+
+    @staticmethod
+    def _by_hand(change: object) -> bool:
+        return isinstance(change, Remove) and "roll back" in change.reason
+
+    def _check_drops(self, record: Record, change: Commit, newest: Record) -> None:
+        for number in change.replaces:
+            if self.saved[number].step != change.entry.step:
+                raise Violation("only the same step is replaced", f"record {record.number} replaces {number}")
+        left = [number for number in newest.state.live if number not in change.replaces] + [record.number]
+        policy = self.plan.policy
+        kept: set[int] = set()
+        if policy == "all":
+            kept = set(left)
+        if policy.startswith("latest"):
+            kept = set(left[-int(policy.split()[1]) :])
+        if policy == "since":
+            since = self.now() - KEPT_SINCE_SECONDS + 60.0
+            kept = {number for number in left if number == record.number or self.saved[number].at >= since}
+        if lost := kept & set(change.drops):
+            ages = [round(self.now() - self.saved[number].at) for number in sorted(lost)]
+            raise Violation("retention keeps what its rule keeps", f"{policy!r} dropped {sorted(lost)}, {ages} s old")
+
+    def _check_end(self, number: int, change: Remove, newest: Record) -> None:
+        age = self.now() - self.trashed_at.get(number, self.now())
+        if age < self.plan.grace_seconds - 1e-6 and "full" not in change.reason:
+            raise Violation("the trash is kept for the grace period", f"{number} goes after {age:.0f} s")
+        if newest.state.bases.get(number):
+            raise Violation("what others refer to stays", f"{number} goes")
+        for (pid, read), since in self.reading.items():
+            if read == number and pid in self.careful and since < self.now() - 1000.0:
+                raise Violation(
+                    "what is leased stays", f"{number} is removed, process {pid} reads it since {since:.3f}"
+                )
+
+    def _committed(self, record: Record, change: Commit) -> None:
+        entry = change.entry
+        prefix = f"{CHECKPOINT_PREFIX}{entry.attempt}/"
+        files = {key.removeprefix(prefix): file for key, file in self.space.files.items() if key.startswith(prefix)}
+        where = f"record {record.number}{' of the copy' if self.is_copy else ''}, step {entry.step}"
+        if MANIFEST_NAME not in files or sha256_of(files[MANIFEST_NAME].data) != entry.manifest_sha256:
+            raise Violation("what is committed is whole", f"{where}: its manifest is not there")
+        manifest = Manifest.decode(files[MANIFEST_NAME].data)
+        held = {MANIFEST_NAME: files[MANIFEST_NAME].data}
+        for receipt in manifest.files:
+            if receipt.attempt is None:
+                held[receipt.name] = self._check_file(where, receipt, files.get(receipt.name))
+        told = {item for data in held.values() for item in told_in(data)}
+        tags, ranks = {tag for tag, _ in told}, {rank for _, rank in told}
+        if len(tags) > 1:
+            raise Violation("no checkpoint mixes attempts", f"{where}: {sorted(tags)}")
+        tag = tags.pop() if tags else ("", -1)
+        if ranks and len(ranks) != self.ranks_of(tag[0]):
+            raise Violation("every rank is in a checkpoint", f"{where}: only {sorted(ranks)}")
+
+        saved = Saved(record.number, entry.step, entry.attempt, tag, self.now(), held)
+        self.saved[record.number] = self.by_attempt[entry.attempt] = saved
+        if self.is_copy or not tag[0]:
+            return
+        if tag in self.refused:
+            raise Violation("committed=False never becomes visible", f"{where}: {tag} was refused before")
+        if tag in self.by_tag:
+            raise Violation("a save commits once", f"{where}: {tag} is record {self.by_tag[tag]} too")
+        if self.last_action.get(tag[0], -1) > tag[1]:
+            raise Violation("one order of saves", f"{where}: {tag} after action {self.last_action[tag[0]]}")
+        self.last_action[tag[0]] = tag[1]
+        self.by_tag[tag] = record.number
+
+    def _check_file(self, where: str, receipt: Receipt, file: File | None) -> bytes:
+        """The bytes of a committed file, which are those of its receipt."""
+        if file is None or len(file.data) != receipt.size_bytes:
+            raise Violation("what is committed is whole", f"{where}: {receipt.name} is missing or torn")
+        if receipt.crc32c is not None and crc32c(memoryview(file.data)) != receipt.crc32c:
+            raise Violation("what is committed is whole", f"{where}: {receipt.name} has other bytes")
+        if not file.is_durable and not self.is_copy:
+            raise Violation("what is committed is durable", f"{where}: {receipt.name}")
+        return file.data
+
+    def _moved(self, record: Record, newest: Record | None) -> None:
+        before = set(newest.state.live) | set(newest.state.trash) if newest else set()
+        for number in record.state.trash:
+            self.trashed_at.setdefault(number, self.now())
+        for number in before - set(record.state.live) - set(record.state.trash):
+            self.saved[number].removed_at = self.now()
+
+    # Files
+
+    def _file_changed(self, key: str, before: File | None, after: File | None) -> None:
+        attempt, _, name = key.removeprefix(CHECKPOINT_PREFIX).partition("/")
+        saved = self.by_attempt.get(attempt)
+        if saved is None or name not in saved.files or self.is_damaging:
+            return
+        if after is not None and after.data == saved.files[name]:
+            return
+        how = "removed" if after is None else "overwritten"
+        if saved.removed_at is None and not saved.is_damaged:
+            where = f"record {saved.number}{' of the copy' if self.is_copy else ''}, step {saved.step}"
+            raise Violation("nothing committed loses a byte", f"{name} of {where} was {how}")
+        for (pid, number), since in self.reading.items():
+            if number == saved.number and pid in self.careful and since < (saved.removed_at or 0.0):
+                times = f"process {pid} reads it since {since:.3f}, it was removed at {saved.removed_at:.3f}"
+                text = f"{name} of record {number} was {how}; {times}"
+                raise Violation("nothing that is read loses a byte", text)
+
+    def damage(self, saved: Saved, name: str, how: str) -> None:
+        """Something else than ckptstore does harm to a file."""
+        key = f"{CHECKPOINT_PREFIX}{saved.attempt}/{name}"
+        file = self.space.files.get(key)
+        if file is None:
+            return
+        saved.is_damaged = self.is_damaging = True
+        saved.damaged_at = self.now()
+        saved.is_visibly_damaged |= how != "flipped" or name == MANIFEST_NAME
+        if how == "gone" or not file.data:
+            self.space.remove(key)
+        else:
+            data = file.data[:-1] if how == "short" else bytes([file.data[0] ^ 1]) + file.data[1:]
+            self.space.put(key, data, is_durable=True)
+        self.is_damaging = False
+
+    def claims_since(self, start: float) -> list[int]:
+        """The numbers of the records since then with which somebody has claimed the store."""
+        numbers = [number for since, number in self.history if since >= start and number is not None]
+        return [number for number in numbers if isinstance(self.records[number].change, Claim)]
+
+    def numbers_between(self, start: float, end: float) -> list[int | None]:
+        """The numbers of the records that were the newest at some time between."""
+        found = [number for since, number in self.history if start <= since <= end]
+        before = [number for since, number in self.history if since < start]
+        return [*before[-1:], *found]
+
+
+def payload(tag: Tag, rank: int, name: str, size_bytes: int) -> bytes:
+    """The contents of a file, which tell what it belongs to."""
+    text = f"<{tag[0]} {tag[1]} {rank} {name}>".encode()
+    return text + b"." * max(0, size_bytes - len(text))
+
+
+def told_in(data: bytes) -> list[tuple[Tag, int]]:
+    """The saves and the ranks that a file's contents tell of."""
+    return [((job.decode(), int(action)), int(rank)) for job, action, rank in _TOLD.findall(data)]
+
+
+_TOLD = re.compile(rb"<(\w+) (\d+) (\d+) [^<>]*>")

@@ -1,0 +1,389 @@
+"""The way to a storage: every request passes the scheduler, takes virtual time, and may go wrong by the plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from ckptstore.errors import (
+    AccessDenied,
+    CkptstoreError,
+    FileMissing,
+    StorageError,
+    StorageFull,
+    StorageThrottled,
+    StorageUnavailable,
+)
+from ckptstore.storage import base
+from ckptstore.testing.simulation.plan import Plan
+from ckptstore.testing.simulation.scheduler import Killed, Process, Scheduler
+from ckptstore.testing.simulation.storages import Space
+
+_CHANGES = frozenset(
+    [
+        *("write", "write_many", "create", "delete", "copy", "copy_from", "write_part", "finish", "persist", "link"),
+        *("open_parts", "abort", "make_directory", "remove_directories", "abort_unfinished"),
+    ]
+)
+_OTHER_CHANGES = frozenset(["make_directory", "remove_directories", "abort_unfinished"])
+_LATE = frozenset(["write", "create", "delete", "finish"])
+"""What may take effect after whoever asked has given up."""
+_NO_REQUEST = frozenset(["part_bytes", "useful_threads", "local_path", "close", "uri"])
+_READS = frozenset(["read", "read_into", "read_steps"])
+
+
+@dataclass
+class Outage:
+    """A time in which requests of one process go wrong."""
+
+    kind: str
+    prefix: str
+    until: float
+    tries: dict[str, int] = field(default_factory=dict)
+    """By request how often it was tried, for requests that go through in the end."""
+
+    def kind_of(self, verb: str, key: str, now: float) -> str | None:
+        """What a request meets now, None for nothing."""
+        if now >= self.until or not key.startswith(self.prefix):
+            return None
+        changes = verb in _CHANGES
+        if self.kind == "flaky":
+            if key.startswith("probe/"):
+                return None
+            self.tries[key] = self.tries.get(key, 0) + 1
+            return "flaky" if self.tries[key] % 5 else None
+        if self.kind in ("answers", "full"):
+            return {"answers": "answer", "full": "full"}[self.kind] if changes else None
+        return "lost" if self.kind == "answer" and not changes else self.kind
+
+
+@dataclass
+class Client:
+    """One process and what its requests have met."""
+
+    process: Process
+    calls: int = 0
+    outages: list[Outage] = field(default_factory=list)
+    at_calls: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
+    """What happens at a request, by its number."""
+    failures: dict[int, float] = field(default_factory=dict)
+    """By thread how many of the last requests failed; one that succeeds takes a quarter of one away."""
+    failing_since: dict[int, float] = field(default_factory=dict)
+    hard_at: float = -1.0
+    """When a request failed so often that no retry mends it; below 0 for never."""
+    slow_at: float = -1.0
+    flaky_at: float = -1.0
+    max_seconds: float = 0.0
+
+
+class Network:
+    """All requests of all processes."""
+
+    def __init__(self, scheduler: Scheduler, plan: Plan, trace: Callable[[str], None]) -> None:
+        self.scheduler = scheduler
+        self.plan = plan
+        self.trace = trace
+        self.is_calm = False
+        self.has_own_storage = False
+        """Whether the storages are not the simulation's."""
+        self.on_read: Callable[[int, str], None] = lambda pid, key: None
+        """Called when a process reads the bytes of a file."""
+        self.clients: dict[Process, Client] = {}
+        self.struck: list[str] = []
+        """Requests at which something went wrong by chance."""
+        self._is_disk = plan.storage == "disk"
+        self._unanswered_seconds = 0.0 if self._is_disk else plan.rank_timeout_seconds / 60
+        """How long a client waits for an answer."""
+        self._latency_seconds = 0.0005 if self._is_disk else 0.02
+
+    def client(self, process: Process) -> Client:
+        """What is known of a process."""
+        if process not in self.clients:
+            self.clients[process] = Client(process)
+        return self.clients[process]
+
+    def here(self) -> Client:
+        """That of the calling thread."""
+        current = self.scheduler.current
+        assert current is not None
+        return self.client(current.owner)
+
+    def connect(self, storage: Any, mirror: Space | None = None) -> Any:
+        """The storage as a process reaches it: with the same powers, no more and no fewer.
+
+        `mirror` is made to hold what the storage does, after each change; a storage of the simulation needs none.
+        """
+        powers = tuple(power for power in _POWERS if isinstance(storage, power))
+        return _class_for(powers)(self, storage, mirror)
+
+    def request(self, verb: str, key: str, perform: Callable[[], Any], size_bytes: int = 0) -> Any:
+        """Have a request travel, take effect and be answered; or not."""
+        scheduler = self.scheduler
+        me = scheduler.current
+        assert me is not None
+        if me.killed:
+            raise Killed
+        client = self.client(me.owner)
+        client.calls += 1
+        if verb in _READS:
+            self.on_read(me.owner.pid, key)
+        site = f"{me.owner.name}:{client.calls}"
+        shown = f"{verb} {key}"
+        changes = verb in _CHANGES
+        fault, travels = self._fault(client, site, verb, key)
+        self.trace(f"{site} {me.name.partition('/')[2]}: {shown}{f' [{fault}]' if fault else ''}")
+        for action in client.at_calls.pop(client.calls, ()):
+            scheduler.at(scheduler.now + travels * scheduler.rng.random() * 2, action)
+        box = self._travel(site, fault, travels, perform, changes=changes)
+        if scheduler.rng.random() < 0.2:
+            scheduler.block(travels * scheduler.rng.random())
+        if fault is not None and fault != "slow":
+            if fault == "flaky":
+                client.flaky_at = scheduler.now
+            else:
+                self._failed(client, me.number)
+            raise _error(fault, shown, key)
+        if me.number in client.failures:
+            client.failures[me.number] = max(0.0, client.failures[me.number] - 0.25)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+    def _travel(
+        self, site: str, fault: str | None, seconds: float, perform: Callable[[], Any], *, changes: bool
+    ) -> list[Any]:
+        """Have a request take effect, or not, when it has travelled; the result and the error."""
+        scheduler, box = self.scheduler, [None, None]
+        me = scheduler.current
+        assert me is not None
+
+        def effect() -> None:
+            try:
+                box[0] = perform()
+            except CkptstoreError as error:
+                box[1] = error  # type: ignore[call-overload]
+            scheduler.wake(me)
+
+        if fault in ("lost", "throttled", "denied", "full", "flaky"):
+            scheduler.block(seconds)
+        elif fault == "late":
+            late_seconds = self.plan.chance(site, "late") * 4 * self.plan.rank_timeout_seconds
+            scheduler.at(scheduler.now + late_seconds, self._detached(effect_only(perform)))
+            scheduler.block(seconds)
+        elif changes:
+            # it arrives though its process may be dead by then
+            scheduler.at(scheduler.now + seconds, self._detached(effect))
+            scheduler.block()
+        else:
+            scheduler.block(seconds)
+            effect()
+        return box
+
+    def _detached(self, effect: Callable[[], None]) -> Callable[[], object]:
+        """An effect that belongs to no process. What waits for locks of its own needs a thread for that."""
+        if not self.has_own_storage:
+            return effect
+        process = self.here().process
+        server = Process(f"{process.name} in flight", process.pid)
+        return lambda: self.scheduler.spawn(server, effect, "request")
+
+    def _failed(self, client: Client, thread: int) -> None:
+        count = client.failures.get(thread, 0.0) + 1
+        client.failures[thread] = count
+        now = self.scheduler.now
+        if count <= 1:
+            client.failing_since[thread] = now
+        lasts = now - client.failing_since[thread] > self.plan.rank_timeout_seconds / 5
+        if self._is_disk or count > self.plan.retry_attempts - 1 or lasts:
+            client.hard_at = now
+
+    def _fault(self, client: Client, site: str, verb: str, key: str) -> tuple[str | None, float]:
+        """What goes wrong, and how long the request takes."""
+        seconds = self._latency_seconds * (0.1 + self.scheduler.rng.random())
+        if self.is_calm:
+            return None, seconds
+        now = self.scheduler.now
+        for outage in client.outages:
+            kind = outage.kind_of(verb, key, now)
+            if kind is not None:
+                if kind in ("denied", "full"):
+                    client.hard_at = now
+                return kind, seconds + (0.0 if kind in ("denied", "full") else self._unanswered_seconds)
+        return self._fault_by_chance(client, site, verb, seconds)
+
+    def _fault_by_chance(self, client: Client, site: str, verb: str, seconds: float) -> tuple[str | None, float]:
+        now = self.scheduler.now
+        plan = self.plan
+        if not plan.error_rate and not plan.slow_rate:
+            return None, seconds
+        if site in plan.without:
+            return None, seconds
+        chance = plan.chance(site)
+        if chance < plan.error_rate:
+            self.struck.append(site)
+            which = plan.chance(site, "which")
+            if verb in _LATE and plan.chance(site, "is late") < plan.late_rate:
+                return "late", seconds + self._unanswered_seconds
+            if which < 0.9:
+                is_lost = which < 0.45 or verb not in _CHANGES
+                return "lost" if is_lost else "answer", seconds + self._unanswered_seconds * which
+            return "throttled", seconds
+        if chance > 1 - plan.slow_rate and site.startswith(plan.slow_who):
+            self.struck.append(site)
+            extra = plan.chance(site, "slow") ** 3 * plan.rank_timeout_seconds * 0.6
+            client.slow_at = now + extra
+            return "slow", seconds + extra
+        return None, seconds
+
+
+def effect_only(perform: Callable[[], Any]) -> Callable[[], None]:
+    """`perform` for nobody: nobody hears what comes of it."""
+
+    def effect() -> None:
+        try:
+            perform()
+        except StorageError:
+            """It came too late for that."""
+
+    return effect
+
+
+def _error(fault: str, shown: str, key: str) -> StorageError:
+    if fault == "denied":
+        return AccessDenied(f"{shown} was refused", file=key)
+    if fault == "full":
+        return StorageFull(f"{shown}: there is no room", file=key)
+    if fault == "throttled":
+        return StorageThrottled(f"{shown}: too many requests", file=key)
+    return StorageUnavailable(f"{shown} was not answered", file=key)
+
+
+_POWERS: tuple[Any, ...] = (
+    base.CreatesExclusively,
+    base.ReadsInSteps,
+    base.WritesParts,
+    base.WritesMany,
+    base.Persists,
+    base.HasLocalFiles,
+    base.CopiesInside,
+    base.CopiesFrom,
+    base.FindsUnfinished,
+    base.TellsRules,
+)
+
+
+class _Connected:
+    def __init__(self, network: Network, inner: Any, mirror: Space | None) -> None:
+        self.network = network
+        self.inner = inner
+        self.mirror = mirror
+
+    def mirrored(self, keys: Sequence[str], perform: Callable[[], Any]) -> Callable[[], Any]:
+        """`perform`, and a look at what has become of the files then."""
+        if self.mirror is None:
+            return perform
+        mirror = self.mirror
+
+        def performed() -> Any:
+            try:
+                return perform()
+            finally:
+                for key in keys:
+                    try:
+                        mirror.put(key, self.inner.read(key), is_durable=True)
+                    except FileMissing:
+                        mirror.remove(key)
+
+        return performed
+
+    @property
+    def uri(self) -> str:
+        return str(self.inner.uri)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    def list(self, prefix: str) -> Any:
+        return iter(self.network.request("list", prefix, lambda: [*self.inner.list(prefix)]))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """One request for each, on a disk, as there."""
+        step = 1 if self.network._is_disk else 1000
+        for first in range(0, len(keys), step):
+            some = list(keys[first : first + step])
+            perform = self.mirrored(some, functools.partial(self.inner.delete, some))
+            self.network.request("delete", " ".join(some), perform)
+
+
+class _ConnectedWriter:
+    def __init__(self, storage: _Connected, key: str, inner: Any) -> None:
+        self._storage = storage
+        self._network = storage.network
+        self._key = key
+        self._inner = inner
+
+    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+        data = [memoryview(b"".join(views))]
+        self._network.request("write_part", self._key, lambda: self._inner.write_part(offset, data, crc32c))
+
+    def finish(self) -> None:
+        self._network.request("finish", self._key, self._storage.mirrored([self._key], self._inner.finish))
+
+    def abort(self) -> None:
+        try:
+            self._network.request("abort", self._key, self._inner.abort)
+        except StorageError:
+            """It cannot be told, and lies there until somebody cleans up."""
+
+
+def _open_parts(self: _Connected, key: str, size_bytes: int) -> Any:
+    writer = self.network.request("open_parts", key, lambda: self.inner.open_parts(key, size_bytes))
+    return _ConnectedWriter(self, key, writer)
+
+
+def _copy_from(self: _Connected, source: Any, source_key: str, key: str) -> bool:
+    source = getattr(source, "inner", source)
+    perform = self.mirrored([key], lambda: self.inner.copy_from(source, source_key, key))
+    return bool(self.network.request("copy_from", key, perform))
+
+
+_OWN: dict[str, Callable[..., Any]] = {"open_parts": _open_parts, "copy_from": _copy_from}
+
+
+def _request(name: str) -> Callable[..., Any]:
+    def call(self: _Connected, *arguments: Any, **keywords: Any) -> Any:
+        key = arguments[0] if arguments else ""
+        if name == "write":  # the views are not kept, and it may arrive late
+            arguments = (key, [memoryview(b"".join(arguments[1]))])
+        if name == "copy":
+            key = arguments[1]
+        shown, perform = str(key), lambda: getattr(self.inner, name)(*arguments, **keywords)
+        if name == "write_many":
+            files = [(key, [memoryview(b"".join(views))]) for key, views in arguments[0]]
+            shown, arguments = " ".join(key for key, _ in files), (files,)
+            perform = self.mirrored([key for key, _ in files], perform)
+        elif name == "persist":
+            shown = " ".join(key)
+        elif name in _CHANGES and name not in _OTHER_CHANGES:
+            perform = self.mirrored([key], perform)
+        return self.network.request(name, shown, perform)
+
+    return call
+
+
+def _through(name: str) -> Callable[..., Any]:
+    def call(self: _Connected, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(self.inner, name)(*arguments, **keywords)
+
+    return call
+
+
+@cache
+def _class_for(powers: tuple[Any, ...]) -> type[_Connected]:
+    names = {name for power in (base.Storage, *powers) for name in vars(power) if not name.startswith("_")}
+    names -= vars(_Connected).keys()
+    methods = {name: _OWN.get(name) or (_through if name in _NO_REQUEST else _request)(name) for name in names}
+    return type("ConnectedStorage", (_Connected,), methods)

@@ -1,0 +1,291 @@
+"""What happens in one run, drawn from its seed before it begins: jobs, what they do, what goes wrong.
+
+Plain data, so that it can be printed, read back, and made smaller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from typing import Any
+
+from ckptstore.retention import KeepAll, KeepBest, KeepEvery, KeepLatest, KeepSince, Policy
+
+POLICIES: Mapping[str, Policy] = {
+    "all": KeepAll(),
+    "latest 1": KeepLatest(1),
+    "latest 2": KeepLatest(2),
+    "latest 2 or best": KeepLatest(2) | KeepBest(1, "loss"),
+    "every 20 or latest": KeepEvery(steps=20) | KeepLatest(1),
+    "since": KeepSince(5_000.0),
+}
+KEPT_SINCE_SECONDS = 5_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a process does. All ranks of a job do the same actions in the same order."""
+
+    kind: str
+    step: int = 0
+    after_seconds: float = 0.0
+    """How long the process is busy with something else before."""
+    size_bytes: int = 100
+    option: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """A job of several ranks, or a process on its own."""
+
+    name: str
+    actions: tuple[Action, ...]
+    ranks: int = 1
+    """0 for a process that is not a job."""
+    begins: str = "at once"
+    """"at once", "when saved": when there is a checkpoint, or "after NAME": when that one has ended or hangs."""
+    after_seconds: float = 0.0
+    goes_on: bool = True
+    """Whether it does its next action when one has failed."""
+    clock_ahead_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Something that goes wrong."""
+
+    kind: str
+    """"kill", "stop", "outage", "damage", "power"."""
+    who: str = ""
+    at_call: int = 0
+    """The request of that process at which it happens."""
+    seconds: float = 0.0
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of one run."""
+
+    seed: int
+    storage: str = "objects"
+    board: str = "storage"
+    contents: str = "directory"
+    """What jobs save: "directory", "state", or "mixed"."""
+    policy: str = "all"
+    grace_seconds: float = 3600.0
+    rank_timeout_seconds: float = 60.0
+    retry_attempts: int = 4
+    error_rate: float = 0.0
+    late_rate: float = 0.0
+    slow_rate: float = 0.0
+    slow_who: str = ""
+    """How the names of the processes begin that wait long for answers."""
+    actors: tuple[Actor, ...] = ()
+    troubles: tuple[Trouble, ...] = ()
+    without: tuple[str, ...] = ()
+    """Requests at which nothing goes wrong although the seed says so."""
+
+    def chance(self, *where: object) -> float:
+        """A number from 0 to 1 that follows from the seed and a place, whatever else has happened."""
+        text = f"{self.seed}/{'/'.join(map(str, where))}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest()) / (1 << 48)
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """From text."""
+        value = json.loads(text)
+        actors = tuple(
+            Actor(**{**actor, "actions": tuple(Action(**action) for action in actor["actions"])})
+            for actor in value.pop("actors")
+        )
+        troubles = tuple(Trouble(**trouble) for trouble in value.pop("troubles"))
+        return Plan(**{**value, "without": tuple(value.pop("without"))}, actors=actors, troubles=troubles)
+
+
+THEMES = ("any",) * 10 + ("copying", "copying", "reading", "reading", "idle", "damage", "flaky")
+"""What the other processes and the troubles of a run are about. The rare ones meet by chance too seldom."""
+
+
+def draw(seed: int, *, num_jobs: int | None = None, **given: Any) -> Plan:
+    """The plan of a seed; `given` fixes some of its fields, and `num_jobs` how many jobs there are."""
+    rng = Random(f"plan {seed}")
+    storage = rng.choice(["objects", "objects", "disk", "disk", "plain objects"])
+    calm = rng.random()
+    plan = Plan(
+        seed=seed,
+        storage=storage,
+        board=rng.choice(["storage"] * 5 + ["torch"]),
+        contents=rng.choice(["directory"] * 6 + ["state", "mixed"]),
+        policy=rng.choice([*POLICIES]),
+        grace_seconds=rng.choice([0.0, 0.0, 60.0, 3600.0]),
+        rank_timeout_seconds=rng.choice([6.0, 12.0, 24.0]),
+        retry_attempts=rng.choice([2, 4, 25]),
+        error_rate=0.0 if calm < 0.35 else rng.choice([0.002, 0.01, 0.05]),
+        late_rate=rng.choice([0.0, 0.3]) if storage == "objects" else 0.0,
+        slow_rate=rng.choice([0.0, 0.0, 0.02]),
+    )
+    theme = rng.choice(THEMES)
+    plan = _themed(rng, replace(plan, **given), theme)
+    jobs = _jobs(rng, plan, theme, num_jobs or rng.choice([1, 1, 2, 3]))
+    others = _others(rng, plan) if theme == "any" else _others_for(rng, plan, theme)
+    troubles = [] if calm < 0.2 or theme in ("copying", "idle") else _troubles(rng, plan, jobs)
+    if theme == "damage":
+        troubles += [_damage(rng, jobs) for _ in range(2)]
+    if theme == "flaky":
+        what = f"flaky {rng.choice(['log/', 'log/', 'checkpoints/', ''])}"
+        at_call = rng.randrange(20, 60)
+        troubles = [Trouble("outage", f"{jobs[0].name}.0", at_call=at_call, seconds=600.0, what=what)]
+    return replace(plan, actors=(*jobs, *others), troubles=tuple(troubles))
+
+
+def _themed(rng: Random, plan: Plan, theme: str) -> Plan:
+    """The plan with what a theme needs."""
+    shared = plan.storage if plan.storage != "plain objects" else "objects"
+    if theme == "copying":
+        return replace(plan, storage=shared, policy="all", error_rate=min(plan.error_rate, 0.01))
+    if theme == "reading":
+        policy = rng.choice(["latest 1", "latest 2"])
+        return replace(
+            plan, storage=shared, policy=policy, grace_seconds=0.0, error_rate=0.0, slow_rate=0.3, slow_who=theme
+        )
+    if theme == "idle":
+        return replace(plan, storage=shared, error_rate=0.0, slow_rate=0.0)
+    if theme == "damage":
+        return replace(plan, contents=rng.choice(["state", "state", "directory"]), policy="all")
+    if theme == "flaky":
+        storage = "objects" if plan.storage == "disk" else plan.storage  # nothing is tried again on a disk
+        return replace(plan, storage=storage, error_rate=0.0, slow_rate=0.0, retry_attempts=25)
+    return plan
+
+
+def _damage(rng: Random, jobs: list[Actor]) -> Trouble:
+    job = rng.choice(jobs)
+    who = f"{job.name}.{rng.randrange(job.ranks)}"
+    return Trouble("damage", who, at_call=rng.randrange(40, 200), what=rng.choice(["gone", "gone", "flipped", "short"]))
+
+
+def _jobs(rng: Random, plan: Plan, theme: str, num_jobs: int) -> list[Actor]:
+    jobs = []
+    step = 0
+    for index in range(num_jobs):
+        actions = [Action("resume", after_seconds=rng.random())] if index or rng.random() < 0.3 else []
+        for _ in range(6 if theme == "reading" else rng.choice([1, 2, 3, 4])):
+            step += rng.choice([10, 10, 10, 0])
+            actions.append(_save(rng, plan, step, theme))
+            if rng.random() < (0.5 if theme == "idle" else 0.1):
+                actions.append(Action("idle", after_seconds=rng.choice([100.0, 4000.0, 8000.0])))
+            if rng.random() < 0.1:
+                actions.append(Action("load", after_seconds=rng.random()))
+        if rng.random() < 0.9:
+            actions.append(Action("close"))
+            if rng.random() < 0.1:
+                actions.append(_save(rng, plan, step + 5, theme))
+        beside = plan.storage != "plain objects" and rng.random() < 0.4
+        jobs.append(
+            Actor(
+                name=f"job{index + 1}",
+                actions=tuple(actions),
+                ranks=rng.choice([1, 2, 2, 2, 3]),
+                begins="at once" if index == 0 or beside else f"after job{index}",
+                after_seconds=rng.choice([0.0, 1.0, 30.0]) if index else 0.0,
+                goes_on=rng.random() < 0.8,
+                clock_ahead_seconds=rng.choice([0.0, 0.0, 0.0, 0.0, -3e7, 3e7]),
+            )
+        )
+    return jobs
+
+
+def _save(rng: Random, plan: Plan, step: int, theme: str) -> Action:
+    kinds = {"directory": ["directory"], "state": ["state", "async", "async"], "mixed": ["directory", "state", "async"]}
+    kind = rng.choice(kinds[plan.contents])
+    options = ["", "", "", "error"] if kind == "directory" else ["", "incremental", "reference", "skip"]
+    return Action(
+        kind,
+        step=step,
+        after_seconds=(1.0 if theme == "reading" else rng.choice([0.0, 0.1, 10.0, 1000.0])) * rng.random(),
+        size_bytes=rng.choice([10, 100, 600]),
+        option=rng.choice(options),
+    )
+
+
+_READS = ("latest", "directory on this node", "copy to a directory", "verify", "list")
+_FOR_THEMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "copying": (("cp",), ("gc of the copy",), ("cp", "gc of the copy")),
+    "reading": (_READS[1:3], _READS[1:3], ("prune", "retain", "clean the cache")),
+    "idle": (("gc",), ("gc --claim", "gc", "prune")),
+    "damage": (_READS,),
+    "flaky": (_READS,),
+}
+"""For each theme the processes on their own, and what each of them chooses from."""
+
+
+def _others_for(rng: Random, plan: Plan, theme: str) -> list[Actor]:
+    others = []
+    for index, kinds in enumerate(_FOR_THEMES[theme]):
+        longest = {"idle": 6000.0, "copying": 0.5, "reading": 0.5}.get(theme, 5.0)
+        actions = [
+            Action(rng.choice(kinds), after_seconds=longest * rng.random(), option=rng.choice(["", "long"]))
+            for _ in range(rng.choice([2, 4, 6]))
+        ]
+        begins = {"copying": "after job1", "reading": "when saved"}.get(theme, "at once")
+        others.append(Actor(f"{theme}{index + 1}", tuple(actions), ranks=0, begins=begins, after_seconds=rng.random()))
+    return others
+
+
+_COMMANDS = ("pin", "unpin", "roll back", "prune", "retain", "gc", "gc", "gc --claim", "cp", "cp", "gc of the copy")
+
+
+def _others(rng: Random, plan: Plan) -> list[Actor]:
+    others = []
+    for index in range(rng.choice([0, 1, 1, 2])):
+        actions = [
+            Action(
+                rng.choice(_READS),
+                after_seconds=rng.choice([0.1, 3.0, 30.0]) * rng.random(),
+                option=rng.choice(["", "long"]),
+            )
+            for _ in range(rng.choice([1, 2, 3]))
+        ]
+        others.append(Actor(f"reader{index + 1}", tuple(actions), ranks=0, after_seconds=5.0 * rng.random()))
+    if plan.storage != "plain objects":
+        for index in range(rng.choice([0, 1, 1, 2])):
+            actions = [
+                Action(rng.choice(_COMMANDS), after_seconds=rng.choice([0.1, 3.0, 30.0, 4000.0]) * rng.random())
+                for _ in range(rng.choice([1, 2, 3]))
+            ]
+            others.append(Actor(f"admin{index + 1}", tuple(actions), ranks=0, after_seconds=5.0 * rng.random()))
+    return others
+
+
+def _troubles(rng: Random, plan: Plan, jobs: list[Actor]) -> list[Trouble]:
+    found = []
+    ranks = [f"{job.name}.{rank}" for job in jobs for rank in range(job.ranks)]
+    for _ in range(rng.choice([0, 1, 1, 2, 3])):
+        kinds = ["kill", "kill", "stop", "outage", "outage", "outage", "damage"]
+        kind = rng.choice([*kinds, "power"] if plan.storage == "disk" else kinds)
+        if plan.storage == "plain objects" and kind == "stop":
+            kind = "kill"
+        what = ""
+        if kind == "outage":
+            which = rng.choice(["lost", "answer", "answer", "answers", "denied", "full"])
+            what = f"{which} {rng.choice(['', 'group/', 'group/', 'log/', 'checkpoints/'])}"
+        if kind == "damage":
+            what = rng.choice(["gone", "flipped", "short"])
+        found.append(
+            Trouble(
+                kind,
+                who=rng.choice(ranks),
+                at_call=int(rng.choice([30, 100, 250]) * rng.random()) + 1,
+                seconds=rng.choice([1.0, 30.0, 200.0, 3600.0]),
+                what=what,
+            )
+        )
+    return found

@@ -1,0 +1,21 @@
+"""What the files beside this one share: seeds in items of fifty, so that one that fails is soon found."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptstore.testing.simulation import Simulation, draw, report
+
+SEEDS_AT_ONCE = 50
+
+
+def items(first: int, count: int) -> pytest.MarkDecorator:
+    """A parameter `first` for each fifty of so many seeds."""
+    return pytest.mark.parametrize("first", range(first, first + count, SEEDS_AT_ONCE))
+
+
+def run_seeds(simulation: Simulation, first: int) -> None:
+    """Fail with the trace of the first seed that breaks a promise."""
+    for seed in range(first, first + SEEDS_AT_ONCE):
+        outcome = simulation.run(draw(seed))
+        assert outcome.ok, report(outcome)

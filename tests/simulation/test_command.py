@@ -1,0 +1,33 @@
+"""`python -m ckptstore.testing.simulation`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptstore.testing.simulation import Plan, draw, storages
+from ckptstore.testing.simulation.__main__ import main
+
+
+def test_a_seed_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "900000"]) == 0
+    assert "all promises held" in capsys.readouterr().out
+
+
+def test_seeds_for_some_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "900000", "--seeds", "3", "--seconds", "100"]) == 0
+    assert "3 seeds" in capsys.readouterr().out
+
+
+def test_a_failure_shows_its_seed_and_is_made_smaller(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(storages._Disk, "persist", lambda self, keys: None)
+    plan = draw(900_000, storage="disk")
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert main(["--plan", str(tmp_path / "plan.json"), "--shrink"]) == 1
+    smaller, failure, *trace = capsys.readouterr().out.splitlines()
+    assert failure.startswith("seed 900000: Violation: what is committed is durable")
+    assert "--seed 900000" in trace[-1]
+    assert sum(len(actor.actions) for actor in Plan.from_json(smaller).actors) <= 1

@@ -1,0 +1,135 @@
+"""The simulation can fail: each of these mistakes is planted, and must be found within some seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ckptstore import garbage
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.commit import decide as decide_in_commit
+from ckptstore.errors import CkptstoreError, StorageError
+from ckptstore.load import CheckpointFiles
+from ckptstore.log import Log
+from ckptstore.store import CheckpointStore
+from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw, storages
+
+MOST_SEEDS = 40
+Plant = Callable[[pytest.MonkeyPatch], None]
+Make = Callable[[int], Plan]
+
+SAVES = tuple(Action("directory", step=step) for step in (10, 20, 30))
+
+
+def any_plan(**given: Any) -> Make:
+    return lambda seed: draw(seed, **given)
+
+
+def the_log_does_not_answer(seed: int) -> Plan:
+    trouble = Trouble("outage", "job1.0", at_call=30, seconds=30.0, what="answers log/")
+    return Plan(seed, rank_timeout_seconds=12.0, actors=(Actor("job1", SAVES, ranks=2),), troubles=(trouble,))
+
+
+def two_jobs_at_once(seed: int) -> Plan:
+    return Plan(seed, storage="disk", actors=(Actor("job1", SAVES), Actor("job2", SAVES)))
+
+
+def garbage_is_collected_beside_saves(seed: int) -> Plan:
+    collections = tuple(Action("gc", after_seconds=0.1) for _ in range(6))
+    return Plan(seed, actors=(Actor("job1", SAVES, ranks=2), Actor("admin", collections, ranks=0)))
+
+
+def a_file_is_gone_before_a_restart(seed: int) -> Plan:
+    actors = (Actor("job1", SAVES), Actor("job2", (Action("resume"),), begins="after job1"))
+    return Plan(
+        seed, storage="disk", actors=actors, troubles=(Trouble("damage", "job1.0", 15 + seed % 30, what="gone"),)
+    )
+
+
+def a_rank_whose_save_failed_cleans_up(patch: pytest.MonkeyPatch) -> None:
+    real = CheckpointStore.save_directory
+
+    def save(self: Any, step: int, *arguments: Any, **keywords: Any) -> Checkpoint:
+        try:
+            return real(self, step, *arguments, **keywords)
+        except CkptstoreError:
+            storage = self._job.storage
+            found = [file.key for file in storage.list(f"checkpoints/step-{step:010d}")]
+            storage.delete(found)
+            raise
+
+    patch.setattr(CheckpointStore, "save_directory", save)
+
+
+def a_create_without_an_answer_counts_as_failed(patch: pytest.MonkeyPatch) -> None:
+    def settle(self: Any, storage: Any, record: Any, newest: Any, failure: StorageError) -> None:
+        failure.committed = False
+        raise failure
+
+    patch.setattr(Log, "_settle", settle)
+
+
+def retention_forgets_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
+    def decide(policy: Any, candidates: Any, *, protected: Any) -> Any:
+        return decide_in_commit(policy, candidates, protected={max(protected): "the latest"})
+
+    patch.setattr("ckptstore.commit.decide", decide)
+
+
+def garbage_is_what_no_record_names(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(garbage, "_why_left", lambda *_, **__: None)
+
+
+def create_replaces_what_is_there(patch: pytest.MonkeyPatch) -> None:
+    def create(self: Any, key: str, data: bytes) -> bool:
+        self.space.put(key, bytes(data), is_durable=True)
+        return True
+
+    patch.setattr(storages._Creates, "create", create)
+
+
+def nobody_looks_whether_a_checkpoint_is_whole(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CheckpointFiles, "check_complete", lambda self, manifest: None)
+
+
+def a_disk_is_not_made_durable(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(storages._Disk, "persist", lambda self, keys: None)
+
+
+NOTHING_LOST = "nothing committed loses a byte"
+NOT_COMMITTED = "committed=False never becomes visible"
+CALLS_SUCCEED = "a call that nothing disturbs succeeds"
+
+
+@pytest.mark.parametrize(
+    ("plant", "make", "rules"),
+    [
+        (a_rank_whose_save_failed_cleans_up, any_plan(error_rate=0.02), {NOTHING_LOST}),
+        (a_create_without_an_answer_counts_as_failed, the_log_does_not_answer, {NOT_COMMITTED, "a save commits once"}),
+        (
+            retention_forgets_what_is_pinned,
+            any_plan(policy="latest 1"),
+            {"what is pinned stays", "the resume source stays", CALLS_SUCCEED},
+        ),
+        (
+            garbage_is_what_no_record_names,
+            garbage_is_collected_beside_saves,
+            {CALLS_SUCCEED, "what is committed is whole"},
+        ),
+        (create_replaces_what_is_there, two_jobs_at_once, {"a record never changes"}),
+        (
+            nobody_looks_whether_a_checkpoint_is_whole,
+            a_file_is_gone_before_a_restart,
+            {"a restart finds the newest"},
+        ),
+        (a_disk_is_not_made_durable, any_plan(storage="disk"), {"what is committed is durable"}),
+    ],
+)
+def test_a_mistake_is_found(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch, plant: Plant, make: Make, rules: set[str]
+) -> None:
+    plant(monkeypatch)
+    found = (simulation.run(make(seed)).rule for seed in range(800_000, 800_000 + MOST_SEEDS))
+    assert any(rule in rules for rule in found)

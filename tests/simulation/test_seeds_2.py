@@ -1,0 +1,12 @@
+"""Seeds 500 to 999. Four files, because tests are dealt to processes by file."""
+
+from __future__ import annotations
+
+from seed_items import items, run_seeds
+
+from ckptstore.testing.simulation import Simulation
+
+
+@items(500, 500)
+def test_every_promise_holds(simulation: Simulation, first: int) -> None:
+    run_seeds(simulation, first)
