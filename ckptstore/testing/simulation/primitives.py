@@ -8,6 +8,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from ckptstore.testing.simulation.scheduler import Killed, Scheduler, SimThread, running
@@ -365,8 +366,15 @@ class SimFuture:
 class SimExecutor:
     """`concurrent.futures.ThreadPoolExecutor`."""
 
-    def __init__(self, max_workers: int | None = None, thread_name_prefix: str = "", **_: Any) -> None:
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        thread_name_prefix: str = "",
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+    ) -> None:
         self._max_workers = max_workers or 4
+        self._begin = partial(initializer, *initargs) if initializer else None
         self._name = thread_name_prefix or "pool"
         self._queue = SimQueue()
         self._threads: list[ThreadObject] = []
@@ -387,6 +395,8 @@ class SimExecutor:
         return future
 
     def _work(self) -> None:
+        if self._begin is not None:
+            self._begin()
         while (item := self._queue.get()) is not None:
             future, function, arguments, keywords = item
             try:

@@ -273,6 +273,10 @@ class _Disk(_Plain):
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
 
+    def remove_unfinished(self, key: str, *, before_seconds: float, dry_run: bool = False) -> Sequence[str]:
+        """A write is whole here or did not happen."""
+        return ()
+
     @property
     def _real(self) -> pathlib.Path:
         assert self.space.real is not None
