@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from ckptstore import leases
 from ckptstore.errors import CkptstoreError, FileMissing, StorageError, StoreMissing
 from ckptstore.identity import read_identity
 from ckptstore.layout import (
@@ -91,7 +92,10 @@ def _collect_unfinished(log: Log, storage: Storage, found: Garbage, *, dry_run: 
     """On a disk: what killed writers left outside of attempts. A writer that is alive all the same fails, no more."""
     if not isinstance(storage, HasLocalFiles):
         return
-    before_seconds = log.store_now_seconds() - ENDED_SECONDS
+    now_seconds = log.store_now_seconds()
+    if not dry_run:
+        leases.fresh(storage, now_seconds=now_seconds)  # it removes those of readers that were killed
+    before_seconds = now_seconds - ENDED_SECONDS
     prefixes = ["", LOG_PREFIX, LEASE_PREFIX, PROBE_PREFIX, *_group_prefixes(storage)]
     for prefix in prefixes:
         key = prefix.rstrip("/")

@@ -442,6 +442,16 @@ def test_gc_removes_what_a_killed_writer_left_and_nothing_of_a_living_one(tmp_pa
         assert store[1].verify().ok
 
 
+def test_gc_removes_the_lease_of_a_reader_that_was_killed(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with open_store(root) as store:
+        save(store, tmp_path, 1)
+        make_tree(root / "leases", {"0000000002-here-1-00000000.json": b"{}", "0000000002-here-2-00000000.json": b"{}"})
+        os.utime(root / "leases/0000000002-here-1-00000000.json", (0, 0))
+        store.collect_garbage()
+    assert everything(root / "leases") == ["0000000002-here-2-00000000.json"]
+
+
 def test_gc_removes_an_empty_directory_of_a_superseded_group(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with open_store(root) as store:

@@ -41,7 +41,9 @@ def test_a_server_that_ignores_the_condition_is_found_out(careless_gcs: Any) -> 
 
 
 def test_other_urls_do_not_have_it(tmp_path: Any) -> None:
-    assert not has_exclusive_create(open_storage(f"local://{tmp_path}"))
+    assert not has_exclusive_create(
+        open_storage("dir://probe", storage_options={"path": str(tmp_path), "target_protocol": "file"})
+    )
 
 
 def test_a_refusal_is_no_answer(fast_s3: S3Server) -> None:

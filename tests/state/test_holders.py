@@ -86,9 +86,10 @@ def test_a_hole_is_named_with_its_ranks_by_every_kind_of_save(options: dict[str,
         pending = store.save_async(2, state, **options)
         with pytest.raises(ckptstore.InvalidState, match=r"\bw\b.*ranks 1-2"):
             pending.result()
+        found = len(list(store))
         with pytest.raises(ckptstore.InvalidState):
             store.close()
-        return len(list(store))
+        return found
 
     assert run_threads(3, new_uri(), flow) == [0, 0, 0]
 
@@ -137,8 +138,9 @@ def test_what_a_plan_leaves_out_is_found_before_the_commit(
         pending = store.save_async(3, state, **options)
         with pytest.raises(ckptstore.InvalidState, match=WORDS[key]):
             pending.result()
+        steps = [checkpoint.step for checkpoint in store]
         with pytest.raises(ckptstore.InvalidState):
             store.close()
-        return [checkpoint.step for checkpoint in store]
+        return steps
 
     assert run_threads(3, new_uri(), flow) == [[1]] * 3

@@ -34,10 +34,10 @@ class ThreadGroup:
 
     node = "here"
 
-    def __init__(self, rank: int, world_size: int, meeting: _Meeting, token: str) -> None:
+    def __init__(self, rank: int, world_size: int, token: str, meetings: dict[str, _Meeting], name: str = "") -> None:
         self.rank, self.world_size, self.start_token = rank, world_size, token
-        self._meeting = meeting
-        self._lanes: dict[str, ThreadGroup] = {}
+        self._meetings = meetings
+        self._meeting = meetings.setdefault(name, _Meeting(world_size))
 
     def exchange(self, tag: str, work: Any, join: Any) -> bytes:
         meeting = self._meeting
@@ -57,7 +57,7 @@ class ThreadGroup:
         return bytes(result)
 
     def lane(self, name: str) -> ThreadGroup:
-        return self._lanes[name]
+        return ThreadGroup(self.rank, self.world_size, self.start_token, self._meetings, name)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -80,10 +80,8 @@ def _no_beat() -> None:
 def run_threads(world_size: int, uri: str, flow: Callable[[ckptstore.CheckpointStore, int], Any]) -> list[Any]:
     """Call `flow(store, rank)` on every rank at once; what a rank raises is its result."""
     token = f"run{next(_names)}"
-    meetings = [_Meeting(world_size) for _ in range(2)]
-    groups = [ThreadGroup(rank, world_size, meetings[0], token) for rank in range(world_size)]
-    for rank, group in enumerate(groups):
-        group._lanes["background"] = ThreadGroup(rank, world_size, meetings[1], token)
+    meetings: dict[str, _Meeting] = {}
+    groups = [ThreadGroup(rank, world_size, token, meetings) for rank in range(world_size)]
 
     def run(rank: int) -> Any:
         with ckptstore.open_store(uri, group=groups[rank]) as store:
