@@ -38,8 +38,8 @@ from ckptstore.storage.base import StoredFile
 
 RETRY = RetryConfig(retry_attempts=3, retry_wait_initial_seconds=1e-9, retry_wait_max_seconds=1e-9)
 NO_RETRY = RetryConfig(retry_attempts=1)
-HISTORIES_IN_BLOCK, BLOCKS, OVERLAPPING_BLOCKS = 500, 16, 4
-"""Ten thousand histories in all."""
+HISTORIES_IN_BLOCK, BLOCKS, OVERLAPPING_BLOCKS = 500, 4, 2
+"""Three thousand histories in all. The simulation runs the whole library through more of them."""
 
 
 class Crash(BaseException):
