@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
@@ -33,6 +34,8 @@ _FETCHED_AT_ONCE = 64
 _POSTS_KEY = "posts"
 _LAST_SIGN = 1 << 40
 _LEAST_GLOO_SECONDS = 60.0
+_CONNECT_SECONDS = 10.0
+"""How long a second connection to the store may take."""
 
 _opened: Counter[str] = Counter()
 """How many groups were opened over each process group: the same on all its ranks, and part of every key."""
@@ -151,10 +154,12 @@ class TorchBoard:
         self._removes = removes
         self.longest_poll_seconds = max(0.1, world_size / 4096)  # all ranks together: some 4,000 requests a second
         self._server_ranks = server_ranks
+        self._timeout_seconds = timeout_seconds
+        self._is_closed = False
+        self._connecting = threading.Lock()
+        self._clone = lambda: dist.PrefixStore(prefix, cloned(store))  # type: ignore[attr-defined]
         self._caller = Caller(timeout_seconds=timeout_seconds)
-        self._store: Any = dist.PrefixStore(  # type: ignore[attr-defined]
-            prefix, self._request(lambda: cloned(store))
-        )
+        self._store: Any = self._request(self._clone)
         self._scanned: dict[str, int] = {}
         self._parts: dict[str, list[str]] = {}
 
@@ -237,12 +242,14 @@ class TorchBoard:
 
     def close(self, *, emptied: bool) -> None:
         """See `Board.close`."""
+        self._is_closed = True
         if emptied:
             self._caller.later(lambda: self._store.delete_key(_POSTS_KEY))
         self._caller.close()
 
     def _request(self, request: Callable[[], T]) -> T:
         try:
+            self._connect_again()
             return self._caller.call(request)
         except (RuntimeError, TimeoutError) as error:  # torch's errors are RuntimeErrors
             self._caller.give_up(str(error).partition("\n")[0] or type(error).__name__)
@@ -252,3 +259,17 @@ class TorchBoard:
                 committed=None,
                 hint="It is served by the process with rank 0 of the job, or by torchrun on its node: look there",
             ) from error
+
+    def _connect_again(self) -> None:
+        """After a failed request: a connection that broke is no use, and the server may be there all the same."""
+        with self._connecting:
+            if self._caller.given_up is None or self._is_closed:
+                return
+            caller = Caller(timeout_seconds=min(self._timeout_seconds, _CONNECT_SECONDS))
+            try:
+                self._store = caller.call(self._clone)
+            except (RuntimeError, TimeoutError):
+                caller.give_up("it is not reached")
+                raise
+            caller.give_up("it has connected")
+            self._caller = Caller(timeout_seconds=self._timeout_seconds)

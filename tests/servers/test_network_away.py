@@ -465,3 +465,25 @@ def test_azure_tokens_from_a_metadata_service_in_trouble(
     service.answers = {}
     with pytest.raises(AccessDenied, match="no usable credentials"):
         chains.Provider("azure")()
+
+
+def test_the_store_of_torch_is_reached_again_after_a_broken_connection() -> None:
+    import torch.distributed as dist
+
+    from ckptstore.errors import RankTimeout
+    from ckptstore.group.torch_board import TorchBoard
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    proxy = Proxy(server.port)
+    proxy.start()
+    client = dist.TCPStore("127.0.0.1", proxy.port, is_master=False)
+    board = TorchBoard(client, prefix="test", world_size=2, timeout_seconds=60, server_ranks=(0,))
+    assert board.post("a", b"1") is None
+    proxy.close()
+    with pytest.raises(RankTimeout, match="not reached any more"):
+        board.post("b", b"2")
+    proxy.start()
+    assert board.fetch(["a"]) == {"a": b"1"}
+    assert board.post("b", b"2") is None
+    board.close(emptied=False)
+    proxy.close()

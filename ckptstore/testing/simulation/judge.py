@@ -136,7 +136,7 @@ def _allowed(world: World, member: Member, action: Action, error: BaseException)
 
 
 def is_fenced(world: World, member: Member) -> str | None:
-    epoch, newest = member.store._job.epoch, world.model.newest
+    epoch, newest = member.store._held.epoch, world.model.newest
     if newest is None or epoch is None or newest.state.epoch == epoch:
         return None
     return "a later job has claimed the store"
