@@ -73,6 +73,9 @@ class Plan:
     seed: int
     storage: str = "objects"
     board: str = "storage"
+    """"storage", "torch", or "ray": through the storage, with a token that Ray's workers tell each other."""
+    keeper: str = "ckptstore"
+    """Or "ray", which has a directory for each checkpoint and no log."""
     contents: str = "directory"
     """What jobs save: "directory", "state", or "mixed"."""
     policy: str = "all"
@@ -110,6 +113,7 @@ class Plan:
         return Plan(**{**value, "without": tuple(value.pop("without"))}, actors=actors, troubles=troubles)
 
 
+RAY_KEEPS_RATE = 0.125
 THEMES = ("any",) * 10 + ("copying", "copying", "reading", "reading", "idle", "damage", "flaky")
 """What the other processes and the troubles of a run are about. The rare ones meet by chance too seldom."""
 
@@ -143,7 +147,31 @@ def draw(seed: int, *, num_jobs: int | None = None, **given: Any) -> Plan:
         what = f"flaky {rng.choice(['log/', 'log/', 'checkpoints/', ''])}"
         at_call = rng.randrange(20, 60)
         troubles = [Trouble("outage", f"{jobs[0].name}.0", at_call=at_call, seconds=600.0, what=what)]
-    return replace(plan, actors=(*jobs, *others), troubles=tuple(troubles))
+    plan = replace(plan, actors=(*jobs, *others), troubles=tuple(troubles))
+    if "board" not in given and plan.board == "storage" and plan.chance("board") < 0.2:
+        plan = replace(plan, board="ray")
+    if "keeper" not in given and plan.chance("keeper") < RAY_KEEPS_RATE:
+        plan = replace(plan, keeper="ray")
+    return _kept_by_ray(plan) if plan.keeper == "ray" else plan
+
+
+def _kept_by_ray(plan: Plan) -> Plan:
+    """The same jobs alone, with a report to Ray for each save."""
+    jobs = []
+    for actor in plan.actors:
+        if actor.ranks:
+            saves = [action for action in actor.actions if action.kind in ("directory", "state", "async")]
+            reports = [
+                replace(
+                    action,
+                    kind="report",
+                    after_seconds=min(action.after_seconds, 100.0),
+                    option="named" if plan.chance("named", actor.name) < 0.3 else "",
+                )
+                for action in saves
+            ]
+            jobs.append(replace(actor, actions=(*reports, Action("close"))))
+    return replace(plan, board="ray", actors=tuple(jobs))
 
 
 def _themed(rng: Random, plan: Plan, theme: str) -> Plan:

@@ -29,6 +29,10 @@ _MODULES = (
     "tenacity",
     "tenacity.nap",
     "ckptstore.group.storage_board",
+    "ckptstore.integrations.ray.group",
+    "ckptstore.integrations.ray.ray_keeps",
+    "ckptstore.integrations.ray.ray_shards",
+    "ckptstore.integrations.ray.wrapping",
 )
 _WITH_TORCH = (
     "ckptstore.save_state",
