@@ -44,7 +44,7 @@ def garbage_is_collected_beside_saves(seed: int) -> Plan:
 def a_file_is_gone_before_a_restart(seed: int) -> Plan:
     actors = (Actor("job1", SAVES), Actor("job2", (Action("resume"),), begins="after job1"))
     return Plan(
-        seed, storage="disk", actors=actors, troubles=(Trouble("damage", "job1.0", 15 + seed % 30, what="gone"),)
+        seed, storage="disk", actors=actors, troubles=(Trouble("damage", "job1.0", 35 + seed % 20, what="gone"),)
     )
 
 
