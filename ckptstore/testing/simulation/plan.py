@@ -114,6 +114,7 @@ class Plan:
 
 
 RAY_KEEPS_RATE = 0.125
+CUT_OFF_RATE = 0.15
 THEMES = ("any",) * 10 + ("copying", "copying", "reading", "reading", "idle", "damage", "flaky")
 """What the other processes and the troubles of a run are about. The rare ones meet by chance too seldom."""
 
@@ -147,12 +148,25 @@ def draw(seed: int, *, num_jobs: int | None = None, **given: Any) -> Plan:
         what = f"flaky {rng.choice(['log/', 'log/', 'checkpoints/', ''])}"
         at_call = rng.randrange(20, 60)
         troubles = [Trouble("outage", f"{jobs[0].name}.0", at_call=at_call, seconds=600.0, what=what)]
+    if theme == "any" and plan.chance("cut off") < CUT_OFF_RATE:
+        troubles += _cut_off(plan, jobs)
     plan = replace(plan, actors=(*jobs, *others), troubles=tuple(troubles))
     if "board" not in given and plan.board == "storage" and plan.chance("board") < 0.2:
         plan = replace(plan, board="ray")
     if "keeper" not in given and plan.chance("keeper") < RAY_KEEPS_RATE:
         plan = replace(plan, keeper="ray")
     return _kept_by_ray(plan) if plan.keeper == "ray" else plan
+
+
+def _cut_off(plan: Plan, jobs: list[Actor]) -> list[Trouble]:
+    """A rank that does not lead, and does not hear the others for a while, though what it sends may arrive."""
+    job = next((job for job in jobs if job.ranks > 1), None)
+    if job is None:
+        return []
+    rank = 1 + int(plan.chance("cut off", "rank") * (job.ranks - 1))
+    at_call = 4 + int(plan.chance("cut off", "call") * 40)
+    what = "answers group/" if plan.chance("cut off", "what") < 0.6 else "lost group/"
+    return [Trouble("outage", f"{job.name}.{rank}", at_call=at_call, seconds=200.0, what=what)]
 
 
 def _kept_by_ray(plan: Plan) -> Plan:
