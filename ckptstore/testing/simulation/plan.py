@@ -170,8 +170,10 @@ def _cut_off(plan: Plan, jobs: list[Actor]) -> list[Trouble]:
 
 
 def _kept_by_ray(plan: Plan) -> Plan:
-    """The same jobs alone, with a report to Ray for each save."""
+    """The same jobs alone, with a report to Ray for each save. Directories are given names, as uploads are, where
+    nothing of an earlier attempt can arrive late: a name may come twice, and no log refuses who is too late."""
     jobs = []
+    is_alone = sum(actor.ranks > 0 for actor in plan.actors) == 1 and not plan.late_rate and not plan.slow_rate
     for actor in plan.actors:
         if actor.ranks:
             saves = [action for action in actor.actions if action.kind in ("directory", "state", "async")]
@@ -180,7 +182,7 @@ def _kept_by_ray(plan: Plan) -> Plan:
                     action,
                     kind="report",
                     after_seconds=min(action.after_seconds, 100.0),
-                    option="named" if plan.chance("named", actor.name) < 0.3 else "",
+                    option="named" if is_alone and plan.chance("named", actor.name) < 0.5 else "",
                 )
                 for action in saves
             ]

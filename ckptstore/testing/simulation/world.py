@@ -23,6 +23,8 @@ STORE_URI = "sim://store"
 COPY_URI = "sim://copy"
 RUN_URI = "sim://run"
 """The directory of a run of Ray's, which keeps the checkpoints there."""
+DIRECTORY_MARK = "ckptstore-simulation-"
+"""How the names of the real directories of runs begin."""
 LONGEST_CALL_SECONDS = 20_000.0
 """Beyond what timeouts and retries of one call can add up to."""
 LAST_CALM_SECONDS = 60_000.0
@@ -81,7 +83,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.network = Network(self.scheduler, self.plan, self.trace)
-        self.directory = Path(tempfile.mkdtemp(prefix="ckptstore-simulation-", dir=_memory_directory()))
+        self.directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_MARK, dir=_memory_directory()))
         self.spaces: dict[str, storages.Space] = {}
         for uri in (STORE_URI, COPY_URI, RUN_URI):
             self._space(uri)
