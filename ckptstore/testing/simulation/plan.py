@@ -187,7 +187,11 @@ def _kept_by_ray(plan: Plan) -> Plan:
                 for action in saves
             ]
             jobs.append(replace(actor, actions=(*reports, Action("close"))))
-    return replace(plan, board="ray", actors=tuple(jobs))
+    troubles = [
+        replace(trouble, what=trouble.what.replace("log/", "checkpoint_").replace("checkpoints/", "checkpoint_"))
+        for trouble in plan.troubles
+    ]
+    return replace(plan, board="ray", actors=tuple(jobs), troubles=tuple(troubles))
 
 
 def _themed(rng: Random, plan: Plan, theme: str) -> Plan:
