@@ -32,7 +32,7 @@ def write_batch(engine: Engine, files: Sequence[PlannedFile], run: Run) -> tuple
             ready.append((file.key, views))
             used_bytes += 0 if file.source.in_memory else result.size_bytes
         _write(engine, ready, run)
-    run.moved_bytes += 1 + sum(result.size_bytes for result in stored)
+    run.moved(1 + sum(result.size_bytes for result in stored))
     return stored, time.monotonic() - began
 
 

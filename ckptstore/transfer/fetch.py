@@ -144,7 +144,7 @@ class _Fetch:
                     step = view[first : first + STEP_BYTES]
                     self._digest.add(offset + first, [step])
                     self.put(offset + first, step)
-                run.moved_bytes += len(view)
+                run.moved(len(view))
 
     def _compare(self) -> None:
         if self.damage:

@@ -19,14 +19,22 @@ class Stopped(Exception):
 class Run:
     """One operation: its tasks, what they have moved, and the first error."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[Task], beat: Callable[[], None] | None = None) -> None:
+        """`beat` is called by `moved`: for a run whose tasks the caller does itself."""
         self.tasks = deque(tasks)
         self.running = 0
         self.ended = threading.Event()
         self.stopped = threading.Event()
         self.error: BaseException | None = None
+        self._beat = beat
         self.moved_bytes = 0
         """Grows while bytes move. Counted without a lock: good as a sign of life, not as a sum."""
+
+    def moved(self, size_bytes: int) -> None:
+        """Tasks call it whenever bytes have moved."""
+        self.moved_bytes += size_bytes
+        if self._beat is not None:
+            self._beat()
 
     def check(self) -> None:
         """Raise Stopped when there is no reason to go on. Tasks call it often."""
@@ -67,7 +75,7 @@ class Pool:
 
         Raises the first error of a task. When this returns or raises, also for KeyboardInterrupt, no task is running.
         """
-        run = Run(tasks)
+        run = Run(tasks, beat if len(tasks) == 1 else None)
         if len(tasks) > 1:
             self._share(run, beat)
         else:

@@ -93,7 +93,7 @@ def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run
                 _read_checked(engine, piece, run)
             except CkptstoreError as error:
                 raise error.at(file=piece.key) from None
-            run.moved_bytes += item_bytes if piece is item else piece.size_bytes
+            run.moved(item_bytes if piece is item else piece.size_bytes)
         moved_bytes += item_bytes
     if is_heard(BytesMoved):
         emit(BytesMoved(key=pieces[-1].key, size_bytes=moved_bytes, total_bytes=total_bytes))

@@ -198,7 +198,7 @@ class _InParts:
                                 read, self._digest, offset=offset, size_bytes=size, scratch=scratch
                             )
                         self._engine.request(run, f"write {self._key}", partial(writer.write_part, offset, views, crc))
-                    run.moved_bytes += size
+                    run.moved(size)
             self._upload.moved(self._key, end - start)
             with self._lock:
                 self._left_bytes -= end - start

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptstore import garbage
+from ckptstore import garbage, load
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.commit import decide as decide_in_commit
 from ckptstore.errors import CkptstoreError, StorageError
+from ckptstore.integrations.ray import ray_keeps
 from ckptstore.load import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.store import CheckpointStore
-from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw, storages
+from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw, ray_jobs, storages
 
 MOST_SEEDS = 40
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -41,10 +44,15 @@ def garbage_is_collected_beside_saves(seed: int) -> Plan:
     return Plan(seed, actors=(Actor("job1", SAVES, ranks=2), Actor("admin", collections, ranks=0)))
 
 
+def somebody_copies_a_checkpoint(seed: int) -> Plan:
+    reader = Actor("reader", (Action("copy to a directory"),), ranks=0, begins="after job1")
+    return Plan(seed, actors=(Actor("job1", SAVES), reader))
+
+
 def a_file_is_gone_before_a_restart(seed: int) -> Plan:
     actors = (Actor("job1", SAVES), Actor("job2", (Action("resume"),), begins="after job1"))
     return Plan(
-        seed, storage="disk", actors=actors, troubles=(Trouble("damage", "job1.0", 15 + seed % 30, what="gone"),)
+        seed, storage="disk", actors=actors, troubles=(Trouble("damage", "job1.0", 35 + seed % 20, what="gone"),)
     )
 
 
@@ -98,6 +106,40 @@ def a_disk_is_not_made_durable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(storages._Disk, "persist", lambda self, keys: None)
 
 
+class Opened:
+    """A descriptor that stays open for as long as this does."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+def a_reader_keeps_files_open(patch: pytest.MonkeyPatch) -> None:
+    kept: list[Opened] = []
+    real = load._download
+
+    def download(files: Any, manifest: Any, chosen: Any, path: Any, **keywords: Any) -> None:
+        real(files, manifest, chosen, path, **keywords)
+        kept.extend(Opened(path / item.name) for item in chosen)
+
+    patch.setattr(load, "_download", download)
+
+
+def a_follower_deletes_where_ray_keeps(patch: pytest.MonkeyPatch) -> None:
+    real = ray_keeps.store_checkpoint
+
+    def store(run: Any, group: Any, shard: Any, *, directory: str, **keywords: Any) -> Any:
+        try:
+            return real(run, group, shard, directory=directory, **keywords)
+        except CkptstoreError as error:
+            run.storage.delete([file.key for file in run.storage.list(f"checkpoint_step-{error.step or 0:010d}")])
+            raise
+
+    patch.setattr(ray_jobs, "store_checkpoint", store)
+
+
 NOTHING_LOST = "nothing committed loses a byte"
 NOT_COMMITTED = "committed=False never becomes visible"
 CALLS_SUCCEED = "a call that nothing disturbs succeeds"
@@ -123,6 +165,12 @@ CALLS_SUCCEED = "a call that nothing disturbs succeeds"
             nobody_looks_whether_a_checkpoint_is_whole,
             a_file_is_gone_before_a_restart,
             {"a restart finds the newest"},
+        ),
+        (a_reader_keeps_files_open, somebody_copies_a_checkpoint, {"no file descriptor is left"}),
+        (
+            a_follower_deletes_where_ray_keeps,
+            any_plan(keeper="ray", error_rate=0.05),
+            {NOTHING_LOST, "only the leader deletes what others wrote"},
         ),
         (a_disk_is_not_made_durable, any_plan(storage="disk"), {"what is committed is durable"}),
     ],

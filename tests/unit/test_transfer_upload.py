@@ -278,6 +278,22 @@ def test_beats_come_while_bytes_move_and_only_then(storage: Any) -> None:
     assert max(in_calls) <= 1, "a storage that hangs must not look alive"
 
 
+def test_beats_come_between_the_parts_of_one_file(storage: Any) -> None:
+    """One file is one task, which the caller does itself: requests that are retried for long are no death."""
+    beats: list[int] = []
+    before_parts: list[int] = []
+
+    def note(call: Any) -> None:
+        if call.verb == "write_part" and call.phase == "before":
+            before_parts.append(len(beats))
+
+    transfer = transfer_over(wrap(storage, note), num_threads=1)
+    transfer.upload([from_memory("a", DATA[: 7 * MIB])], beat=lambda: beats.append(1))
+    transfer.close()
+    assert before_parts == list(range(len(before_parts)))
+    assert len(before_parts) > 1
+
+
 def test_every_file_and_every_byte_is_told(storage: Any, tmp_path: Path) -> None:
     files = [from_memory("big", DATA), *(from_file(f"s{n}", tmp_path / f"{n}", DATA[:n]) for n in range(100))]
     heard: list[Event] = []

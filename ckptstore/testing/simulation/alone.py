@@ -17,6 +17,7 @@ from ckptstore.errors import (
     StoreMissing,
 )
 from ckptstore.group import StorageGroup
+from ckptstore.integrations.ray.group import RayWorkers
 from ckptstore.load import files_of
 from ckptstore.opening import open_store
 from ckptstore.retain import retain
@@ -44,6 +45,10 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
             from ckptstore.testing.simulation.keyvalue import KeyValueGroup
 
             group = KeyValueGroup(world, actor.name, member.rank, actor.ranks)
+        if plan.board == "ray":
+            from ckptstore.testing.simulation.ray_jobs import worker_of
+
+            group = RayWorkers(worker_of(world, member))
     return open_store(
         uri,
         retention=POLICIES[plan.policy],

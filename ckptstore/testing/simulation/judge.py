@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ckptstore.errors import (
     CheckpointDamaged,
     CheckpointGone,
@@ -13,6 +15,7 @@ from ckptstore.errors import (
     StorageError,
     StoreFenced,
 )
+from ckptstore.integrations.ray.ray_keeps import RayAttempt
 from ckptstore.testing.simulation.model import Violation
 from ckptstore.testing.simulation.plan import Action, Actor
 from ckptstore.testing.simulation.world import (
@@ -23,12 +26,13 @@ from ckptstore.testing.simulation.world import (
     kind_of,
 )
 
-SAVES = frozenset({"directory", "state", "async"})
+SAVES = frozenset({"directory", "state", "async", "report"})
 
 
 def judge(world: World, member: Member, index: int, action: Action, mine: Attempted) -> None:
     """Compare what came of an action with what must."""
-    model, actor = world.model, member.actor
+    model = world.kept_by_ray if action.kind == "report" else world.model
+    actor = member.actor
     tag = (actor.name, index)
     where = f"{actor.name}.{member.rank}, action {index} ({action.kind} {action.step})"
     error, result = mine.error, mine.result
@@ -45,17 +49,20 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
     if action.kind in SAVES:
         if isinstance(error, CkptstoreError) and error.committed is False:
             if tag in model.by_tag:
-                world.fail(
-                    "committed=False never becomes visible", f"{where}: record {model.by_tag[tag]}: {kind_of(error)}"
-                )
+                world.fail("committed=False never becomes visible", f"{where}: {model.by_tag[tag]}: {kind_of(error)}")
             model.refused.add(tag)
-        if error is None and model.by_tag.get(tag) != result.number:
+        if error is None and model.by_tag.get(tag) != checkpoint_of(result):
             world.fail(
-                "what returned is committed", f"{where}: record {result.number}, the log has {model.by_tag.get(tag)}"
+                "what returned is committed", f"{where}: {checkpoint_of(result)}, there is {model.by_tag.get(tag)}"
             )
     if action.kind == "resume" or (action.kind == "load" and world.plan.contents == "state"):
         _judge_resume(world, where, mine)
     _judge_together(world, member, index, action, where)
+
+
+def checkpoint_of(result: Any) -> int | str | None:
+    """Which checkpoint a call returned: the number of its record, or the directory where Ray keeps."""
+    return result.directory if isinstance(result, RayAttempt) else getattr(result, "number", None)
 
 
 def _judge_resume(world: World, where: str, mine: Attempted) -> None:
@@ -91,9 +98,9 @@ def _judge_together(world: World, member: Member, index: int, action: Action, wh
     mine = attempts[member.rank]
     others = [item for rank, item in attempts.items() if rank != member.rank and item.ended is not None]
     if action.kind in SAVES or action.kind == "resume":
-        numbers = {getattr(item.result, "number", None) for item in [mine, *others] if item.error is None}
-        if len(numbers) > 1:
-            world.fail("all ranks return the same", f"{where}: records {numbers}")
+        found = {checkpoint_of(item.result) for item in [mine, *others] if item.error is None}
+        if len(found) > 1:
+            world.fail("all ranks return the same", f"{where}: {found}")
     if mine.error is None:
         return
     since = min(item.began for item in attempts.values())
@@ -136,6 +143,9 @@ def _allowed(world: World, member: Member, action: Action, error: BaseException)
 
 
 def is_fenced(world: World, member: Member) -> str | None:
+    """Why nothing of this job can be committed any more, None while it can."""
+    if world.plan.keeper == "ray":
+        return None
     epoch, newest = member.store._held.epoch, world.model.newest
     if newest is None or epoch is None or newest.state.epoch == epoch:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckptstore.digest import crc32c
@@ -15,7 +15,7 @@ from ckptstore.layout import (
     parse_lease_key,
     parse_record_key,
 )
-from ckptstore.manifest import Manifest, Receipt, sha256_of
+from ckptstore.manifest import Manifest, sha256_of
 from ckptstore.records import Claim, Commit, Record, Remove
 from ckptstore.testing.simulation.plan import KEPT_SINCE_SECONDS, Plan
 from ckptstore.testing.simulation.storages import File, Space
@@ -197,24 +197,10 @@ class Model:
 
     def _committed(self, record: Record, change: Commit) -> None:
         entry = change.entry
-        prefix = f"{CHECKPOINT_PREFIX}{entry.attempt}/"
-        files = {key.removeprefix(prefix): file for key, file in self.space.files.items() if key.startswith(prefix)}
         where = f"record {record.number}{' of the copy' if self.is_copy else ''}, step {entry.step}"
-        if MANIFEST_NAME not in files or sha256_of(files[MANIFEST_NAME].data) != entry.manifest_sha256:
-            raise Violation("what is committed is whole", f"{where}: its manifest is not there")
-        manifest = Manifest.decode(files[MANIFEST_NAME].data)
-        held = {MANIFEST_NAME: files[MANIFEST_NAME].data}
-        for receipt in manifest.files:
-            if receipt.attempt is None:
-                held[receipt.name] = self._check_file(where, receipt, files.get(receipt.name))
-        told = {item for data in held.values() for item in told_in(data)}
-        tags, ranks = {tag for tag, _ in told}, {rank for _, rank in told}
-        if len(tags) > 1:
-            raise Violation("no checkpoint mixes attempts", f"{where}: {sorted(tags)}")
-        tag = tags.pop() if tags else ("", -1)
-        if ranks and len(ranks) != self.ranks_of(tag[0]):
-            raise Violation("every rank is in a checkpoint", f"{where}: only {sorted(ranks)}")
-
+        prefix = f"{CHECKPOINT_PREFIX}{entry.attempt}/"
+        held = held_files(self.space, prefix, where, sha256=entry.manifest_sha256, is_copy=self.is_copy)
+        tag = tag_of(held, where, self.ranks_of)
         saved = Saved(record.number, entry.step, entry.attempt, tag, self.now(), held)
         self.saved[record.number] = self.by_attempt[entry.attempt] = saved
         if self.is_copy or not tag[0]:
@@ -227,16 +213,6 @@ class Model:
             raise Violation("one order of saves", f"{where}: {tag} after action {self.last_action[tag[0]]}")
         self.last_action[tag[0]] = tag[1]
         self.by_tag[tag] = record.number
-
-    def _check_file(self, where: str, receipt: Receipt, file: File | None) -> bytes:
-        """The bytes of a committed file, which are those of its receipt."""
-        if file is None or len(file.data) != receipt.size_bytes:
-            raise Violation("what is committed is whole", f"{where}: {receipt.name} is missing or torn")
-        if receipt.crc32c is not None and crc32c(memoryview(file.data)) != receipt.crc32c:
-            raise Violation("what is committed is whole", f"{where}: {receipt.name} has other bytes")
-        if not file.is_durable and not self.is_copy:
-            raise Violation("what is committed is durable", f"{where}: {receipt.name}")
-        return file.data
 
     def _moved(self, record: Record, newest: Record | None) -> None:
         before = set(newest.state.live) | set(newest.state.trash) if newest else set()
@@ -290,6 +266,40 @@ class Model:
         found = [number for since, number in self.history if start <= since <= end]
         before = [number for since, number in self.history if since < start]
         return [*before[-1:], *found]
+
+
+def held_files(
+    space: Space, prefix: str, where: str, *, sha256: str | None = None, is_copy: bool = False
+) -> dict[str, bytes]:
+    """The files of a checkpoint that becomes visible now, by name: whole, as their receipts say, and durable. With
+    `sha256`, that of its manifest."""
+    files = {key.removeprefix(prefix): file for key, file in space.files.items() if key.startswith(prefix)}
+    if MANIFEST_NAME not in files or sha256 not in (None, sha256_of(files[MANIFEST_NAME].data)):
+        raise Violation("what is committed is whole", f"{where}: its manifest is not there")
+    held = {MANIFEST_NAME: files[MANIFEST_NAME].data}
+    for receipt in Manifest.decode(held[MANIFEST_NAME]).files:
+        if receipt.attempt is None:
+            file = files.get(receipt.name)
+            if file is None or len(file.data) != receipt.size_bytes:
+                raise Violation("what is committed is whole", f"{where}: {receipt.name} is missing or torn")
+            if receipt.crc32c is not None and crc32c(memoryview(file.data)) != receipt.crc32c:
+                raise Violation("what is committed is whole", f"{where}: {receipt.name} has other bytes")
+            if not file.is_durable and not is_copy:
+                raise Violation("what is committed is durable", f"{where}: {receipt.name}")
+            held[receipt.name] = file.data
+    return held
+
+
+def tag_of(held: Mapping[str, bytes], where: str, ranks_of: Callable[[str], int]) -> Tag:
+    """Which save it was by which these files were made: one, and by all of its ranks."""
+    told = {item for data in held.values() for item in told_in(data)}
+    tags, ranks = {tag for tag, _ in told}, {rank for _, rank in told}
+    if len(tags) > 1:
+        raise Violation("no checkpoint mixes attempts", f"{where}: {sorted(tags)}")
+    tag = tags.pop() if tags else ("", -1)
+    if ranks and len(ranks) != ranks_of(tag[0]):
+        raise Violation("every rank is in a checkpoint", f"{where}: only {sorted(ranks)}")
+    return tag
 
 
 def payload(tag: Tag, rank: int, name: str, size_bytes: int) -> bytes:

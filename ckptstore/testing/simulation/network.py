@@ -91,6 +91,8 @@ class Network:
         """Whether the storages are not the simulation's."""
         self.on_read: Callable[[int, str], None] = lambda pid, key: None
         """Called when a process reads the bytes of a file."""
+        self.on_delete: Callable[[Process, str], None] = lambda process, keys: None
+        """Called when a process asks for the deletion of files, whose keys have blanks between them."""
         self.clients: dict[Process, Client] = {}
         self.struck: list[str] = []
         """Requests at which something went wrong by chance."""
@@ -130,6 +132,8 @@ class Network:
         client.calls += 1
         if verb in _READS:
             self.on_read(me.owner.pid, key)
+        if verb == "delete":
+            self.on_delete(me.owner, key)
         site = f"{me.owner.name}:{client.calls}"
         shown = f"{verb} {key}"
         changes = verb in _CHANGES

@@ -73,6 +73,9 @@ class Plan:
     seed: int
     storage: str = "objects"
     board: str = "storage"
+    """"storage", "torch", or "ray": through the storage, with a token that Ray's workers tell each other."""
+    keeper: str = "ckptstore"
+    """Or "ray", which has a directory for each checkpoint and no log."""
     contents: str = "directory"
     """What jobs save: "directory", "state", or "mixed"."""
     policy: str = "all"
@@ -110,6 +113,8 @@ class Plan:
         return Plan(**{**value, "without": tuple(value.pop("without"))}, actors=actors, troubles=troubles)
 
 
+RAY_KEEPS_RATE = 0.125
+CUT_OFF_RATE = 0.15
 THEMES = ("any",) * 10 + ("copying", "copying", "reading", "reading", "idle", "damage", "flaky")
 """What the other processes and the troubles of a run are about. The rare ones meet by chance too seldom."""
 
@@ -143,7 +148,50 @@ def draw(seed: int, *, num_jobs: int | None = None, **given: Any) -> Plan:
         what = f"flaky {rng.choice(['log/', 'log/', 'checkpoints/', ''])}"
         at_call = rng.randrange(20, 60)
         troubles = [Trouble("outage", f"{jobs[0].name}.0", at_call=at_call, seconds=600.0, what=what)]
-    return replace(plan, actors=(*jobs, *others), troubles=tuple(troubles))
+    if theme == "any" and plan.chance("cut off") < CUT_OFF_RATE:
+        troubles += _cut_off(plan, jobs)
+    plan = replace(plan, actors=(*jobs, *others), troubles=tuple(troubles))
+    if "board" not in given and plan.board == "storage" and plan.chance("board") < 0.2:
+        plan = replace(plan, board="ray")
+    if "keeper" not in given and plan.chance("keeper") < RAY_KEEPS_RATE:
+        plan = replace(plan, keeper="ray")
+    return _kept_by_ray(plan) if plan.keeper == "ray" else plan
+
+
+def _cut_off(plan: Plan, jobs: list[Actor]) -> list[Trouble]:
+    """A rank that does not lead, and does not hear the others for a while, though what it sends may arrive."""
+    job = next((job for job in jobs if job.ranks > 1), None)
+    if job is None:
+        return []
+    rank = 1 + int(plan.chance("cut off", "rank") * (job.ranks - 1))
+    at_call = 4 + int(plan.chance("cut off", "call") * 40)
+    what = "answers group/" if plan.chance("cut off", "what") < 0.6 else "lost group/"
+    return [Trouble("outage", f"{job.name}.{rank}", at_call=at_call, seconds=200.0, what=what)]
+
+
+def _kept_by_ray(plan: Plan) -> Plan:
+    """The same jobs alone, with a report to Ray for each save. Directories are given names, as uploads are, where
+    nothing of an earlier attempt can arrive late: a name may come twice, and no log refuses who is too late."""
+    jobs = []
+    is_alone = sum(actor.ranks > 0 for actor in plan.actors) == 1 and not plan.late_rate and not plan.slow_rate
+    for actor in plan.actors:
+        if actor.ranks:
+            saves = [action for action in actor.actions if action.kind in ("directory", "state", "async")]
+            reports = [
+                replace(
+                    action,
+                    kind="report",
+                    after_seconds=min(action.after_seconds, 100.0),
+                    option="named" if is_alone and plan.chance("named", actor.name) < 0.5 else "",
+                )
+                for action in saves
+            ]
+            jobs.append(replace(actor, actions=(*reports, Action("close"))))
+    troubles = [
+        replace(trouble, what=trouble.what.replace("log/", "checkpoint_").replace("checkpoints/", "checkpoint_"))
+        for trouble in plan.troubles
+    ]
+    return replace(plan, board="ray", actors=tuple(jobs), troubles=tuple(troubles))
 
 
 def _themed(rng: Random, plan: Plan, theme: str) -> Plan:

@@ -14,6 +14,7 @@ from ckptstore.testing.simulation.clocks import sleep
 from ckptstore.testing.simulation.judge import is_fenced, judge
 from ckptstore.testing.simulation.model import payload
 from ckptstore.testing.simulation.plan import Action
+from ckptstore.testing.simulation.ray_jobs import RunOfRay
 from ckptstore.testing.simulation.world import (
     STORE_URI,
     Attempted,
@@ -26,7 +27,7 @@ from ckptstore.testing.simulation.world import (
 def rank_program(world: World, member: Member) -> None:
     """One rank of a job."""
     actor = member.actor
-    member.store = open_for(world, member)
+    member.store = _opened(world, member)
     for index, action in enumerate(actor.actions):
         sleep(action.after_seconds + 0.05 * member.rank)
         if action.kind == "idle":
@@ -39,6 +40,10 @@ def rank_program(world: World, member: Member) -> None:
     settle(world, member, wait=True)
     world.wait_calm(member)
     survive(world, member)
+
+
+def _opened(world: World, member: Member) -> Any:
+    return RunOfRay(world, member) if world.plan.keeper == "ray" else open_for(world, member)
 
 
 def settle(world: World, member: Member, *, wait: bool = False) -> None:
@@ -119,6 +124,8 @@ def _act(world: World, member: Member, index: int, action: Action) -> Any:
         finally:
             world.model.ends_reading(member.process.pid)
             world.model.careful.discard(member.process.pid)
+    if action.kind == "report":
+        return store.report(index, action)
     if action.kind == "close":
         member.is_closed = True
         return store.close()
@@ -178,6 +185,8 @@ def survive(world: World, member: Member) -> None:
 
 
 def _last_save(world: World, step: int) -> Action:
+    if world.plan.keeper == "ray":
+        return Action("report", step=step)
     return Action("state" if world.plan.contents == "state" else "directory", step=step)
 
 
@@ -196,8 +205,26 @@ def check_clean(world: World, member: Member) -> None:
 
 def finale(world: World, member: Member) -> None:
     """After all that: a new job starts, finds the newest checkpoint, saves, and cleans up."""
+    store = member.store = _opened(world, member)
+    if world.plan.keeper == "ckptstore":
+        _restart(world, member)
+    perform(world, member, 0, _last_save(world, 999_999))
+    if member.last_error is not None:
+        world.fail("a restart always works", kind_of(member.last_error))
+    if world.plan.keeper == "ray":
+        store.check_all()
+    elif member.rank == 0:
+        sleep(world.plan.grace_seconds + 8_000.0)
+        store.prune()
+        store.collect_garbage()
+        _check_store(world)
+    perform(world, member, 1, Action("close"))
+    sleep(30.0)
+    check_clean(world, member)
+
+
+def _restart(world: World, member: Member) -> None:
     model = world.model
-    store = member.store = open_for(world, member)
     whole = [saved for saved in model.live() if not saved.is_damaged]
     try:
         found = _load(world, member, Action("resume"))
@@ -207,17 +234,6 @@ def finale(world: World, member: Member) -> None:
         found = None
     if whole and (found is None or found.number < whole[-1].number):
         world.fail("a restart finds the newest", f"record {whole[-1].number} is whole, got {found}")
-    perform(world, member, 0, _last_save(world, 999_999))
-    if member.last_error is not None:
-        world.fail("a restart always works", kind_of(member.last_error))
-    if member.rank == 0:
-        sleep(world.plan.grace_seconds + 8_000.0)
-        store.prune()
-        store.collect_garbage()
-        _check_store(world)
-    perform(world, member, 1, Action("close"))
-    sleep(30.0)
-    check_clean(world, member)
 
 
 def _check_store(world: World) -> None:

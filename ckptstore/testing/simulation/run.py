@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import os
 import sys
 import time
 import traceback
@@ -18,7 +20,7 @@ from ckptstore.testing.simulation.model import Violation
 from ckptstore.testing.simulation.patches import ModuleState, load, patched
 from ckptstore.testing.simulation.plan import Actor, Plan, draw
 from ckptstore.testing.simulation.scheduler import Deadlock, Scheduler, Stuck, running
-from ckptstore.testing.simulation.world import World
+from ckptstore.testing.simulation.world import DIRECTORY_MARK, World
 
 _MODULES = (
     "ckptstore",
@@ -29,6 +31,10 @@ _MODULES = (
     "tenacity",
     "tenacity.nap",
     "ckptstore.group.storage_board",
+    "ckptstore.integrations.ray.group",
+    "ckptstore.integrations.ray.ray_keeps",
+    "ckptstore.integrations.ray.ray_shards",
+    "ckptstore.integrations.ray.wrapping",
 )
 _WITH_TORCH = (
     "ckptstore.save_state",
@@ -47,6 +53,7 @@ _ENVIRONMENT = {
 }
 LIMIT_SECONDS = 60.0
 _QUIET_SECONDS = 500_000.0
+_DESCRIPTORS = "/proc/self/fd"
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,15 @@ class Simulation:
 
     def run(self, plan: Plan, *, prepare: Callable[[World], None] | None = None) -> Outcome:
         """Run one plan to its end, or to the first broken promise."""
+        outcome = self._run(plan, prepare)
+        if outcome.ok and _left_open():
+            gc.collect()  # what only a cycle holds is closed some time
+            if left := _left_open():
+                rule = "no file descriptor is left"
+                outcome = replace(outcome, failure=f"Violation: {rule}: {', '.join(left)}", rule=rule)
+        return outcome
+
+    def _run(self, plan: Plan, prepare: Callable[[World], None] | None) -> Outcome:
         assert self._state is not None, "use it as a context"
         scheduler = Scheduler(plan.seed, swap=self._state.swap)
         if not self._states:
@@ -159,6 +175,17 @@ class Simulation:
     def _opener(self) -> Callable[[str], Storage] | None:
         own, mark = self._open_own, f"run-{self._num_runs}"
         return None if own is None else lambda uri: own(f"{uri}-{mark}")
+
+
+def _left_open() -> list[str]:
+    """What this process still has open in the directories of runs, which are over. Found where there is /proc."""
+    found = []
+    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            path = os.readlink(f"{_DESCRIPTORS}/{name}")
+            if DIRECTORY_MARK in path:
+                found.append(path)
+    return found
 
 
 def _told(error: BaseException) -> str:

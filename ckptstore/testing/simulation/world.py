@@ -16,10 +16,15 @@ from ckptstore.testing.simulation import storages
 from ckptstore.testing.simulation.model import Model, Violation
 from ckptstore.testing.simulation.network import Network, Outage
 from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble
+from ckptstore.testing.simulation.ray_model import RayModel
 from ckptstore.testing.simulation.scheduler import Process, Scheduler
 
 STORE_URI = "sim://store"
 COPY_URI = "sim://copy"
+RUN_URI = "sim://run"
+"""The directory of a run of Ray's, which keeps the checkpoints there."""
+DIRECTORY_MARK = "ckptstore-simulation-"
+"""How the names of the real directories of runs begin."""
 LONGEST_CALL_SECONDS = 20_000.0
 """Beyond what timeouts and retries of one call can add up to."""
 LAST_CALM_SECONDS = 60_000.0
@@ -46,6 +51,7 @@ class Member:
     store: Any = None
     is_closed: bool = False
     num_groups: int = 0
+    num_broadcasts: int = 0
     is_done: bool = False
     stopped_seconds: float = 0.0
     stopped_at: float = -1.0
@@ -66,6 +72,8 @@ class World:
     """What opens a storage that is not the simulation's."""
     servers: dict[str, Any] = field(default_factory=dict)
     """By job its key-value store."""
+    broadcasts: dict[tuple[str, int], dict[int, Any]] = field(default_factory=dict)
+    """By job and number of the broadcast among Ray's workers what each rank came with."""
     events: list[str] = field(default_factory=list)
     """The trace."""
     members: list[Member] = field(default_factory=list)
@@ -75,9 +83,9 @@ class World:
 
     def __post_init__(self) -> None:
         self.network = Network(self.scheduler, self.plan, self.trace)
-        self.directory = Path(tempfile.mkdtemp(prefix="ckptstore-simulation-", dir=_memory_directory()))
+        self.directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_MARK, dir=_memory_directory()))
         self.spaces: dict[str, storages.Space] = {}
-        for uri in (STORE_URI, COPY_URI):
+        for uri in (STORE_URI, COPY_URI, RUN_URI):
             self._space(uri)
         ranks_of = functools.partial(_ranks_of, self)
         now = lambda: self.scheduler.now  # noqa: E731
@@ -86,6 +94,8 @@ class World:
         self.network.has_own_storage = self.open_own is not None
         self.model.on_commit = self._look
         self.copy = Model(self.spaces[COPY_URI], self.plan, now, ranks_of, is_copy=True)
+        self.kept_by_ray = RayModel(self.spaces[RUN_URI], ranks_of)
+        self.network.on_delete = self._deletes
         self._digest = hashlib.sha256()
         self._sources: dict[tuple[str, int, int, int], Path] = {}
         self._waiting: list[Any] = []
@@ -163,7 +173,8 @@ class World:
             for other in self.members:
                 if not other.is_done:
                     self.kill(other)
-            self.spaces[STORE_URI].lose_power(lambda key: self.plan.chance("power", key))
+            for uri in (STORE_URI, RUN_URI):
+                self.spaces[uri].lose_power(lambda key: self.plan.chance("power", key))
         elif trouble.kind == "stop":
             member.stopped_seconds += trouble.seconds
             member.stopped_at = self.scheduler.now + trouble.seconds
@@ -182,6 +193,13 @@ class World:
             name = names[int(self.plan.chance("damage", trouble.at_call) * len(names))]
             self.trace(f"--- {name} of record {live[-1].number} is {trouble.what}")
             self.model.damage(live[-1], name, trouble.what)
+
+    def _deletes(self, process: Process, keys: str) -> None:
+        rank = next((member.rank for member in self.members if member.process is process), 0)
+        try:
+            self.kept_by_ray.check_delete(process.name, rank, keys.split())
+        except Violation as broken:  # who deletes would take it for its own error
+            self.scheduler.fail(broken)
 
     def kill(self, member: Member) -> None:
         """The process ends here."""
@@ -213,6 +231,10 @@ class World:
         member.is_done = True
         self._look()
         self.wait_until(lambda: self.is_calm)
+
+    def is_over(self, member: Member) -> bool:
+        """Whether a process is dead, or has ended before the calm."""
+        return member.process.is_dead or (member.is_done and not self.is_calm)
 
     def has_ended(self, name: str) -> bool:
         """Whether all processes of an actor have ended, or it never began."""

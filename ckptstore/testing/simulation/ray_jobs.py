@@ -1,0 +1,130 @@
+"""Jobs of Ray Train, without Ray: workers that Ray ends together, and checkpoints that it keeps in its directory."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.config import StoreConfig
+from ckptstore.group import Group
+from ckptstore.integrations.ray.context import Worker
+from ckptstore.integrations.ray.group import RayWorkers
+from ckptstore.integrations.ray.ray_keeps import RayAttempt, Run, default_directory, store_checkpoint
+from ckptstore.integrations.ray.ray_shards import RayDirectoryShard
+from ckptstore.integrations.ray.wrapping import files_at
+from ckptstore.request import Request
+from ckptstore.retried import with_retries
+from ckptstore.shard import Shard
+from ckptstore.testing.simulation.model import payload
+from ckptstore.testing.simulation.plan import Action
+from ckptstore.testing.simulation.ray_model import DIRECTORY_PREFIX
+from ckptstore.testing.simulation.world import RUN_URI, Member, World
+from ckptstore.transfer import Transfer
+
+_LONGEST_POLL_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimWorker(Worker):
+    """A worker whose values are broadcast in the simulation."""
+
+    world: World = field(repr=False)
+    member: Member = field(repr=False)
+
+    def broadcast(self, value: Any) -> Any:
+        """As Ray's: it waits for all workers without a deadline, and Ray ends this one when another one has ended."""
+        world, member = self.world, self.member
+        scheduler, job = world.scheduler, member.actor.name
+        member.num_broadcasts += 1
+        given = world.broadcasts.setdefault((job, member.num_broadcasts), {})
+        given[member.rank] = value
+        world.trace(f"{member.process.name} broadcasts, or is given, value {member.num_broadcasts}")
+        seconds = 0.01
+        while len(given) < self.world_size:
+            if any(world.is_over(other) for other in world.members_of(job)):
+                scheduler.at(scheduler.now, functools.partial(world.kill, member))
+                scheduler.block()
+            scheduler.sleep(seconds)
+            seconds = min(2 * seconds, _LONGEST_POLL_SECONDS)
+        return given[0]
+
+
+def worker_of(world: World, member: Member) -> SimWorker:
+    """The worker that a rank of a job is."""
+    return SimWorker(
+        rank=member.rank,
+        world_size=member.actor.ranks,
+        node_id=f"node-{member.rank % 2}",
+        run_name="run",
+        run_path=str(world.directory / "run"),
+        filesystem=None,  # nothing asks for it: the run is open
+        world=world,
+        member=member,
+    )
+
+
+class RunOfRay:
+    """What a worker has in the place of a store when Ray keeps its checkpoints."""
+
+    def __init__(self, world: World, member: Member) -> None:
+        self._world, self._member = world, member
+        config = StoreConfig.from_env(rank_timeout_seconds=world.plan.rank_timeout_seconds)
+        storage = with_retries(world.open_storage(RUN_URI), config.retry)
+        transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=member.rank)
+        self.run = Run(
+            worker=worker_of(world, member), config=config, storage=storage, transfer=transfer, board=storage
+        )
+
+    def report(self, index: int, action: Action) -> RayAttempt:
+        """`ckptstore.ray.report`, but that nobody hears of it: the ranks meet anew for each."""
+        run = self.run
+        name = default_directory(action.step)
+        if action.option == "named":  # as a function for uploads is given names
+            name = f"{DIRECTORY_PREFIX}{action.step}"
+        group = RayWorkers(run.worker).open_group(run.board, run.config)
+        try:
+            if self._world.plan.contents == "state":
+                return store_checkpoint(run, group, self._state(group, index, action), directory=name)
+            shard = self._directory(index, action)
+            return store_checkpoint(run, group, shard, directory=name, beside=lambda: shard.beside)
+        finally:
+            group.close()
+
+    def _directory(self, index: int, action: Action) -> RayDirectoryShard:
+        world, job, rank = self._world, self._member.actor.name, self._member.rank
+        contents = lambda name: payload((job, index), rank, name, action.size_bytes)  # noqa: E731
+        path = world.source(job, index, rank, action, contents)
+        ranks = range(self.run.worker.world_size)
+        return RayDirectoryShard(self.run, path, ranks=ranks, step=action.step, metrics={}, metadata=None)
+
+    def _state(self, group: Group, index: int, action: Action) -> Shard:
+        from ckptstore.state.agree import Negotiator
+        from ckptstore.state.apply import collect
+        from ckptstore.state.state_shard import StateShard
+        from ckptstore.testing.simulation.states import state_of
+
+        state = state_of((self._member.actor.name, index), self._member.rank)
+        shard = StateShard(
+            lambda: collect(state),
+            request=lambda: Request.of(step=action.step, kind="state", metrics=None, metadata=None, exists="replace"),
+            group=group,
+            storage=self.run.storage,
+            upload=self.run.transfer.upload,
+        )
+        shard.prepare(Negotiator())
+        return shard
+
+    def check_all(self) -> None:
+        """Every checkpoint that ever was visible can be read, and has its bytes."""
+        world = self._world
+        for directory in world.kept_by_ray.files:
+            report = Checkpoint(files_at(self.run.storage, self.run.config, prefix=f"{directory}/")).verify()
+            if not report.ok:
+                world.fail("what is committed verifies", f"{directory}: {report.problems}")
+
+    def close(self) -> None:
+        """The worker ends."""
+        self.run.transfer.close()
+        self.run.storage.close()
