@@ -172,7 +172,9 @@ def check(size: int, drawn: list[Place], data: Any, **options: Any) -> None:
     if broken:
         for error in told:
             assert isinstance(error, ckptstore.InvalidState)
-            assert any(re.search(rf"{re.escape(place.key)} \(rank", str(error)) for place in broken), error
+            assert any(
+                re.search(rf"{re.escape(place.key)} (\(rank|is on several meshes)", str(error)) for place in broken
+            ), error
         return
     assert told == [[]] * size
     other = data.draw(st.sampled_from([count for count in range(1, 5) if count != size]))
