@@ -15,7 +15,7 @@ from ckptstore.testing import run_ranks
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import independent_reader as reader
 
-TWO_RANKS = ["ddp", "fsdp1", "fsdp2", "tensor-parallel"]
+TWO_RANKS = ["plain", "ddp", "fsdp1", "fsdp2", "tensor-parallel"]
 FOUR_RANKS = ["hsdp2", "fsdp1-hybrid", "tensor-parallel-fsdp2"]
 QUIET = {"PYTHONWARNINGS": "ignore"}
 NOT_IN_TORCH = {
