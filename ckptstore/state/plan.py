@@ -55,6 +55,11 @@ def plan_rank(items: Sequence[Item], agreement: Agreement, rank: int) -> RankPla
     return planner.finish()
 
 
+def is_stored_elsewhere(item: Item, agreement: Agreement) -> bool:
+    """Whether other ranks have a copy of their own of the whole tensor, which is the one that is stored."""
+    return item.group != agreement.copies.get(item.key, (item.group,))[0]
+
+
 class _Group(NamedTuple):
     """Whom a tensor is shared out over, and which share is this rank's. Tensors of one group are dealt together."""
 
@@ -92,8 +97,8 @@ class _Planner:
             else:
                 self._flags[key] = PER_RANK
                 self._write_all(number, item)
-        elif item.group != self._agreement.copies.get(key, (item.group,))[0]:
-            return  # other ranks have a copy of their own of the whole tensor, and write it
+        elif is_stored_elsewhere(item, self._agreement):
+            return
         elif item.mode is Mode.SHARD:
             self._is_shared |= key in self._agreement.copies
             self._write_all(number, item)

@@ -20,6 +20,7 @@ from ckptstore.shard import Agreed, Contents
 from ckptstore.sources import MemorySource, Source
 from ckptstore.state.agree import Agreement, Negotiator, agreement_of_one
 from ckptstore.state.collector import collector_paused
+from ckptstore.state.copies import boxes_of, check_equal
 from ckptstore.state.coverage import Expected
 from ckptstore.state.describe import Described, describe
 from ckptstore.state.device import Launched
@@ -126,6 +127,8 @@ class StateShard:
         else:
             agreement = negotiator.agree(look, exchange)
             self._expected = negotiator.expected
+        if agreement.copies:
+            exchange("state-copies", lambda: boxes_of(found, agreement), check_equal)
         self.launched = Launched({tensor.device for boxes in found.memory.values() for tensor in boxes})
         plan = plan_rank(found.items, agreement, group.rank)
         self._files = ShardFiles(

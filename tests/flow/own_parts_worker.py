@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptstore import CheckpointDamaged, StateMismatch
 from ckptstore.load_state import _Reader
+from ckptstore.state.index_file import FOOTER_BYTES, INDEX_NAME, directory_bytes, places
 
 ROWS = torch.arange(8 * 12, dtype=torch.float32).reshape(8, 12)
 THIN = torch.arange(3.0)
@@ -112,7 +114,24 @@ def load_own_parts(root: str) -> dict[str, Any]:
         if dist.get_rank() >= 2:
             narrow["stage1"] = stage(1, zeros=True, bias=False)
         load("unexpected", narrow)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        damage_part(Path(root), rank=3)  # which rank 3 alone reads
+    dist.barrier()
+    found["damaged"] = load_damaged(root)
     return found
+
+
+def damage_part(store: Path, *, rank: int) -> None:
+    """Change one byte of a rank's part of the only index in the store."""
+    (index,) = store.rglob(INDEX_NAME)
+    data = bytearray(index.read_bytes())
+    footer = bytes(data[-FOOTER_BYTES:])
+    directory = bytes(data[-FOOTER_BYTES - directory_bytes(footer) : -FOOTER_BYTES])
+    place = places(directory, footer, len(data), file=INDEX_NAME)[rank]
+    data[place.offset + place.size_bytes // 2] ^= 1
+    index.chmod(0o644)
+    index.write_bytes(data)
 
 
 def train_with_own_parts(root: str, layouts: list[str]) -> tuple[Any, list[list[int]]]:

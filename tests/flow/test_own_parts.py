@@ -5,26 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from own_parts_worker import load_damaged, load_in_other_layouts, load_own_parts, train_with_own_parts
+from own_parts_worker import load_in_other_layouts, load_own_parts, train_with_own_parts
 from test_state_parallel import assert_same_curves
 
-from ckptstore.state.index_file import FOOTER_BYTES, INDEX_NAME, directory_bytes, places
+from ckptstore.state.index_file import INDEX_NAME
 from ckptstore.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
 ALL = [0, 1, 2, 3]
-
-
-def damage_part(store: Path, *, rank: int) -> None:
-    """Change one byte of a rank's part of the only index in the store."""
-    (index,) = store.rglob(INDEX_NAME)
-    data = bytearray(index.read_bytes())
-    footer = bytes(data[-FOOTER_BYTES:])
-    directory = bytes(data[-FOOTER_BYTES - directory_bytes(footer) : -FOOTER_BYTES])
-    place = places(directory, footer, len(data), file=INDEX_NAME)[rank]
-    data[place.offset + place.size_bytes // 2] ^= 1
-    index.chmod(0o644)
-    index.write_bytes(data)
 
 
 def test_own_parts_are_read_and_more_only_if_they_are_not_enough(tmp_path: Path) -> None:
@@ -42,12 +30,11 @@ def test_own_parts_are_read_and_more_only_if_they_are_not_enough(tmp_path: Path)
         opened, said = one["unexpected"]
         assert opened == [own, ALL]
         assert "without a place in the state: stage1.bias" in said
-    damage_part(tmp_path / "store", rank=3)  # which rank 3 alone reads
-    for said in run_ranks(4, load_damaged, str(tmp_path / "store"), timeout_seconds=240):
-        assert INDEX_NAME in said
-        assert "damaged" in said
+        assert INDEX_NAME in one["damaged"]
+        assert "damaged" in one["damaged"]
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_own_parts(tmp_path: Path) -> None:
     found = run_ranks(2, train_with_own_parts, str(tmp_path), ["fsdp2", "fsdp1"], timeout_seconds=240)
     assert_same_curves([curves for curves, _ in found])
@@ -57,6 +44,7 @@ def test_training_goes_on_with_own_parts(tmp_path: Path) -> None:
     assert len(of_other) == 4
 
 
+@pytest.mark.slow
 def test_what_was_begun_with_too_few_parts_is_undone_and_begun_anew(tmp_path: Path) -> None:
     (not_equal, of_leader), (_, of_other) = run_ranks(2, load_in_other_layouts, str(tmp_path), timeout_seconds=240)
     assert not_equal == {"ddp": [], "fsdp1": [], "fsdp2": []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ def matrix(directory: Path, made: list[str], loaded: list[str], optimizers: list
             with ckptstore.open_store(directory / f"{layout}-{optimizer}", durable=False) as store:
                 store.save(2, trial.state)
                 saved = trial.whole(buffers=False)
+                if dist.get_rank() == 0:
+                    (directory / f"{layout}-{optimizer}.saved").write_bytes(pickle.dumps(saved))
                 trial.step(3)
                 after = trial.whole(buffers=layout != "ddp")
                 for other in (one for one in loaded if one not in refused):

@@ -73,6 +73,49 @@ def test_a_mesh_that_reaches_beyond_the_store() -> None:
     assert save_and_load(1, state_of) == [[]]
 
 
+def halves(rank: int) -> list[int]:
+    """The mesh of a rank: one half of the job."""
+    return [0, 1] if rank < 2 else [2, 3]
+
+
+@pytest.mark.parametrize("full", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_copies_on_meshes_of_their_own_are_one_if_they_are_equal(full: torch.Tensor, placement: Any) -> None:
+    """Hybrid sharding, or experts, on the inner mesh alone."""
+
+    def state_of(rank: int) -> dict[str, Any]:
+        return {"w": distributed(full, mesh_for(rank, halves(rank)), [placement])}
+
+    assert save_and_load(4, state_of) == [[]] * 4
+
+
+OTHERS = {
+    "one number": (lambda rank: distributed(SMALL + (rank == 3), mesh_for(rank, halves(rank)), [Shard(0)]), "rank 1"),
+    "large": (
+        lambda rank: distributed(LARGE * (1 + rank // 2), mesh_for(rank, halves(rank)), [Shard(0)]),
+        "rank 0",
+    ),
+    "other parts": (lambda rank: distributed(SMALL, mesh_for(rank, halves(rank)), [Shard(rank // 2)]), "other parts"),
+    "other meshes": (
+        lambda rank: distributed(SMALL, mesh_for(rank, [0] if rank == 0 else [1, 2, 3]), [Shard(0)]),
+        "other parts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_copies_that_differ_are_refused_by_name(name: str) -> None:
+    """Two models under one key, one of which would be lost without a word."""
+    make, words = OTHERS[name]
+
+    def flow(store: ckptstore.CheckpointStore, rank: int) -> Any:
+        with pytest.raises(ckptstore.InvalidState, match=rf"^w is on several meshes.*{words}"):
+            store.save(1, {"w": make(rank), "v": torch.ones(1)})
+        return len(list(store))
+
+    assert run_threads(4, new_uri(), flow) == [0] * 4
+
+
 @pytest.mark.parametrize("options", [{}, {"incremental": True}, {"incremental": "reference"}])
 def test_a_hole_is_named_with_its_ranks_by_every_kind_of_save(options: dict[str, Any]) -> None:
     def flow(store: ckptstore.CheckpointStore, rank: int) -> Any:
