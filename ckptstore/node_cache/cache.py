@@ -29,6 +29,7 @@ _TURN_SECONDS = 0.1
 """How late a waiter sees that the holder failed, at most."""
 _TELL_SECONDS = 60.0
 _PUBLISH_TRIES = 5
+_DOWNLOADS = 3
 
 
 class NodeCache:
@@ -95,8 +96,14 @@ class _Fetch:
         turn = _Turn(self.place.lock(self.key)) if self.place.locks_work else None
         ours = turn is not None and self.wait_for(turn)
         try:
-            if not self.is_there():  # with the turn or, after the deadline, without it: the rename decides
+            for _ in range(_DOWNLOADS):
+                if self.is_there():  # with the turn or, after the deadline, without it: the rename decides
+                    return
                 self.fetch()
+            if not self.is_there():  # a cleaner may take files of a download too
+                raise CacheError(
+                    f"{self.place.copy(self.key)} loses files again and again", step=self.step, hint=_CLEANED
+                )
         finally:
             if turn is not None and ours:
                 turn.give_back()

@@ -71,6 +71,8 @@ class Model:
     """By process id and number since when somebody reads a checkpoint, under a lease or not."""
     last_action: dict[str, int] = field(default_factory=dict)
     is_damaging: bool = False
+    here: Callable[[], int] = lambda: 0
+    """The id of the process that runs."""
     on_commit: Callable[[], None] = lambda: None
     careful: set[int] = field(default_factory=set)
     """Process ids of readers that nothing has gone wrong with, and that were never stopped."""
@@ -94,11 +96,16 @@ class Model:
             self._log_changed(key, before, after)
         elif key.startswith(CHECKPOINT_PREFIX):
             self._file_changed(key, before, after)
-        elif key.startswith(LEASE_PREFIX) and after is not None and before is None:
+        elif key.startswith(LEASE_PREFIX) and (after is None or before is None):
             number = parse_lease_key(key)
-            pid = [part for part in key.rpartition(".")[0].split("-") if part.isdecimal()]
-            if number is not None and len(pid) > 1:
-                self.reads(int(pid[1] if pid[0] == f"{number:010d}" else pid[-1]), number)
+            found = [part for part in key.rpartition(".")[0].split("-") if part.isdecimal()]
+            if number is None or len(found) < 2:
+                return
+            pid = int(found[1] if found[0] == f"{number:010d}" else found[-1])
+            if after is not None:
+                self.reads(pid, number)
+            elif pid == self.here():  # its own: it has read what it wanted, though the call may still last
+                self.reading.pop((pid, number), None)
 
     def reads_file(self, pid: int, key: str) -> None:
         """A process reads the bytes of a file: on a disk others must see that it does."""

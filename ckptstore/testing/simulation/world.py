@@ -93,6 +93,7 @@ class World:
         self.network.on_read = self.model.reads_file
         self.network.has_own_storage = self.open_own is not None
         self.model.on_commit = self._look
+        self.model.here = lambda: self.scheduler.current.owner.pid if self.scheduler.current else 0
         self.copy = Model(self.spaces[COPY_URI], self.plan, now, ranks_of, is_copy=True)
         self.kept_by_ray = RayModel(self.spaces[RUN_URI], ranks_of)
         self.network.on_delete = self._deletes
