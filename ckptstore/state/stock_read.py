@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptstore.digest import BLOCK_BYTES
+from ckptstore.encoding import shortened
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidState, StateMismatch
 from ckptstore.layout import DCP_METADATA_NAME, check_name
 from ckptstore.state import frames
@@ -281,6 +282,9 @@ class _StockReadPlan(ReadPlan):
 def by_parameter(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same values with `x.param_groups.0.lr` as `x.param_groups.<parameter>.lr` for each parameter of the group:
     the names that do not depend on how parameters were grouped."""
+    odd = next((key for key in values if not isinstance(key, str)), None)
+    if odd is not None:
+        raise CheckpointDamaged(f"a key of {DCP_METADATA_NAME} is {shortened(repr(odd))}, and no text")
     found = dict(values)
     members = {key.removesuffix(".params"): value for key, value in values.items() if _MEMBERS.fullmatch(key)}
     for group, names in members.items():

@@ -197,9 +197,10 @@ class Decoder:
         try:
             return self._decode(value)
         except InvalidState as error:
-            raise InvalidState(f"{path} {error.message}", hint=error.hint) from None
+            raise InvalidState(f"{shortened(path)} {shortened(error.message)}", hint=error.hint) from None
         except Exception as error:  # constructors of torch, numpy and datetime each raise their own
-            raise CheckpointDamaged(f"the value of {path} is not in the format: {shortened(repr(error))}") from None
+            what = shortened(repr(error))
+            raise CheckpointDamaged(f"the value of {shortened(path)} is not in the format: {what}") from None
 
     def _decode(self, value: Any) -> Any:
         if type(value) is list:

@@ -98,7 +98,8 @@ def cached(directory: str) -> None:
     """A checkpoint without paths of its own, as a directory on this node."""
     from ckptstore import Checkpoint
 
-    checkpoint = Checkpoint.from_uri(f"local://{directory}")
+    options = {"path": directory, "target_protocol": "file"}
+    checkpoint = Checkpoint.from_uri("dir://checkpoint", storage_options=options)
     ready()
     with checkpoint.as_directory() as path:
         assert sum(file.is_file() for file in path.rglob("*")) == len(checkpoint.files) + 1

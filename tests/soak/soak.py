@@ -157,7 +157,8 @@ class Soak:
         server = subprocess.Popen(command, stdout=subprocess.PIPE)
         self.watched.append(Watched("server", server, is_bounded=False))
         assert server.stdout is not None
-        self.endpoint = server.stdout.readline().decode().strip()
+        with server.stdout as lines:
+            self.endpoint = lines.readline().decode().strip()
         self.options = {"key": "test", "secret": "testsecret", "endpoint_url": self.endpoint}
         self.options["client_kwargs"] = {"region_name": "us-east-1"}
 

@@ -34,7 +34,7 @@ CONTENDERS: dict[str, tuple[type[Contender], ...]] = {
     "async": (AsyncCkptstore, AsyncCkptstoreProcess, AsyncDcp, AsyncDcpProcess, AsyncTorchCheckpointing, Memcpy),
     "directory": (DirectoryCkptstore, LinkedCkptstore, RayPersist, CopyRecursively, RawDisk, RawRequests),
     "node-cache": (OneDownload, RayAsDirectory, RawDownload),
-    "ranks": (Ckptstore, Dcp, DcpFsspec, DcpS3, TorchCheckpointing, RawDisk, RawRequests),
+    "ranks": (Ckptstore, Dcp, DcpFsspec, DcpS3, RawDisk, RawRequests),
 }
 """In the order of the tables."""
 
