@@ -98,8 +98,9 @@ def cached(directory: str) -> None:
     """A checkpoint without paths of its own, as a directory on this node."""
     from ckptstore import Checkpoint
 
-    options = {"path": directory, "target_protocol": "file"}
-    checkpoint = Checkpoint.from_uri("dir://checkpoint", storage_options=options)
+    path = Path(directory)
+    options = {"path": str(path.parent), "target_protocol": "file"}
+    checkpoint = Checkpoint.from_uri(f"dir://{path.name}", storage_options=options)
     ready()
     with checkpoint.as_directory() as path:
         assert sum(file.is_file() for file in path.rglob("*")) == len(checkpoint.files) + 1
