@@ -282,9 +282,10 @@ class _StockReadPlan(ReadPlan):
 def by_parameter(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same values with `x.param_groups.0.lr` as `x.param_groups.<parameter>.lr` for each parameter of the group:
     the names that do not depend on how parameters were grouped."""
-    odd = next((key for key in values if not isinstance(key, str)), None)
-    if odd is not None:
-        raise CheckpointDamaged(f"a key of {DCP_METADATA_NAME} is {shortened(repr(odd))}, and no text")
+    keys: list[Any] = list(values)  # as somebody wrote them
+    odd = [key for key in keys if not isinstance(key, str)]
+    if odd:
+        raise CheckpointDamaged(f"a key of {DCP_METADATA_NAME} is {shortened(repr(odd[0]))}, and no text")
     found = dict(values)
     members = {key.removesuffix(".params"): value for key, value in values.items() if _MEMBERS.fullmatch(key)}
     for group, names in members.items():
