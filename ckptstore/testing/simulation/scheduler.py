@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import faulthandler
 import heapq
 import itertools
 import os
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -372,9 +370,9 @@ def _this_cpu() -> int | None:
 
 
 def _stacks() -> str:
-    """The stacks of all threads of the system."""
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        sys.stdout.flush()
-        return file.read()[:60_000]
+    """The stacks of all threads, but for those that wait for work. faulthandler shows a hundred at most."""
+    found = []
+    for number, frame in sys._current_frames().items():
+        if frame.f_code is not _Worker._loop.__code__:
+            found.append(f"Thread {number}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(found)[:60_000]
