@@ -140,6 +140,7 @@ def dies_reading(root: Path, log: Path) -> None:
 def watches(root: Path, log: Path) -> int:
     """The last rank looks at the place of the copy all the time; the others download, each at a time of its own."""
     if rank() < int(os.environ["WORLD_SIZE"]) - 1:
+        wait_for(lambda: log.exists() and "watching" in log.read_text())
         time.sleep(rank() * 0.1)
         inode = fetch(root, downloads(log))[0]
         note(log, f"read {rank()}")
@@ -149,6 +150,8 @@ def watches(root: Path, log: Path) -> int:
         names = {path.name for path in (root / KEY).iterdir()} if (root / KEY).exists() else None
         assert names is None or len(names) == NUM_FILES, names
         looks += names is None
+        if looks == 1 and names is None:
+            note(log, "watching")
     return looks
 
 
