@@ -179,8 +179,8 @@ def _with_checkpoint(world: World, member: Member, index: int, action: Action, s
         path = checkpoint.to_directory(world.directory / where.replace("/", "-"))
         _compare(world, where, checkpoint, {item.name: item.read_bytes() for item in path.iterdir()})
     elif action.kind == "directory on this node":
+        names = [receipt.name for receipt in checkpoint.files]  # a request: others would go on before the next look
         with checkpoint.as_directory() as path:
-            names = [receipt.name for receipt in checkpoint.files]
             lost = [name for name in names if not (path / name).exists()]
             if lost and not world.model.saved[checkpoint.number].is_damaged:
                 world.fail("what is handed out is whole", f"{where}: {lost} are not in {path.name}")

@@ -10,6 +10,7 @@ from ckptstore.errors import (
     CkptstoreError,
     FileMissing,
     NoUsableCheckpoint,
+    RankFailed,
     SaveBusy,
     StepExists,
     StorageError,
@@ -51,10 +52,8 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
             if tag in model.by_tag:
                 world.fail("committed=False never becomes visible", f"{where}: {model.by_tag[tag]}: {kind_of(error)}")
             model.refused.add(tag)
-        if error is None and model.by_tag.get(tag) != checkpoint_of(result):
-            world.fail(
-                "what returned is committed", f"{where}: {checkpoint_of(result)}, there is {model.by_tag.get(tag)}"
-            )
+        if error is None and checkpoint_of(result) not in (committed := {model.by_tag.get(tag), model.joined.get(tag)}):
+            world.fail("what returned is committed", f"{where}: {checkpoint_of(result)}, there is {committed}")
     if action.kind == "resume" or (action.kind == "load" and world.plan.contents == "state"):
         _judge_resume(world, where, mine)
     _judge_together(world, member, index, action, where)
@@ -107,7 +106,9 @@ def _judge_together(world: World, member: Member, index: int, action: Action, wh
     late = max(item.began for item in attempts.values()) - since > world.plan.rank_timeout_seconds / 2
     late = late or len(attempts) < actor.ranks
     excuse = "a rank calls late" if late else world.excuse(actor.name, since)
-    if isinstance(mine.error, StorageError):  # all tries of something together took too long
+    failed = [item.error for item in attempts.values()]
+    if isinstance(mine.error, StorageError | RankFailed) and any(isinstance(error, StorageError) for error in failed):
+        # All tries of something together took too long; the others have waited for that rank.
         clients = [world.network.client(other.process) for other in world.members_of(actor.name)]
         excuse = excuse or ("the storage hardly answered" if any(c.flaky_at >= since for c in clients) else None)
     excuse = excuse or _excuse_before(world, actor, index) or _allowed(world, member, action, mine.error)

@@ -58,11 +58,14 @@ class Model:
     plan: Plan
     now: Callable[[], float]
     ranks_of: Callable[[str], int]
+    step_of: Callable[[Tag], int | None]
     is_copy: bool = False
     records: dict[int, Record] = field(default_factory=dict)
     saved: dict[int, Saved] = field(default_factory=dict)
     by_attempt: dict[str, Saved] = field(default_factory=dict)
     by_tag: dict[Tag, int] = field(default_factory=dict)
+    joined: dict[Tag, int] = field(default_factory=dict)
+    """Calls for the same step, one of them a repetition, that met: ranks bring what they have for that step."""
     refused: set[Tag] = field(default_factory=set)
     trashed_at: dict[int, float] = field(default_factory=dict)
     history: list[tuple[float, int | None]] = field(default_factory=lambda: [(0.0, None)])
@@ -71,8 +74,6 @@ class Model:
     """By process id and number since when somebody reads a checkpoint, under a lease or not."""
     last_action: dict[str, int] = field(default_factory=dict)
     is_damaging: bool = False
-    here: Callable[[], int] = lambda: 0
-    """The id of the process that runs."""
     on_commit: Callable[[], None] = lambda: None
     careful: set[int] = field(default_factory=set)
     """Process ids of readers that nothing has gone wrong with, and that were never stopped."""
@@ -96,16 +97,8 @@ class Model:
             self._log_changed(key, before, after)
         elif key.startswith(CHECKPOINT_PREFIX):
             self._file_changed(key, before, after)
-        elif key.startswith(LEASE_PREFIX) and (after is None or before is None):
-            number = parse_lease_key(key)
-            found = [part for part in key.rpartition(".")[0].split("-") if part.isdecimal()]
-            if number is None or len(found) < 2:
-                return
-            pid = int(found[1] if found[0] == f"{number:010d}" else found[-1])
-            if after is not None:
-                self.reads(pid, number)
-            elif pid == self.here():  # its own: it has read what it wanted, though the call may still last
-                self.reading.pop((pid, number), None)
+        elif key.startswith(LEASE_PREFIX) and before is None and (leased := _leased(key)) is not None:
+            self.reads(*leased)
 
     def reads_file(self, pid: int, key: str) -> None:
         """A process reads the bytes of a file: on a disk others must see that it does."""
@@ -116,6 +109,12 @@ class Model:
     def reads(self, pid: int, number: int) -> None:
         """A process begins to read a checkpoint."""
         self.reading.setdefault((pid, number), self.now())
+
+    def gives_back(self, pid: int, key: str) -> None:
+        """A process asks for the deletion of its lease: it has read what it wanted, though the call may still last."""
+        leased = _leased(key)
+        if leased is not None and leased[0] == pid:
+            self.reading.pop(leased, None)
 
     def ends_reading(self, pid: int) -> None:
         """A process reads nothing any more."""
@@ -207,7 +206,7 @@ class Model:
         where = f"record {record.number}{' of the copy' if self.is_copy else ''}, step {entry.step}"
         prefix = f"{CHECKPOINT_PREFIX}{entry.attempt}/"
         held = held_files(self.space, prefix, where, sha256=entry.manifest_sha256, is_copy=self.is_copy)
-        tag = tag_of(held, where, self.ranks_of)
+        tag, also = tags_of(held, where, self.ranks_of, self.step_of)
         saved = Saved(record.number, entry.step, entry.attempt, tag, self.now(), held)
         self.saved[record.number] = self.by_attempt[entry.attempt] = saved
         if self.is_copy or not tag[0]:
@@ -220,6 +219,7 @@ class Model:
             raise Violation("one order of saves", f"{where}: {tag} after action {self.last_action[tag[0]]}")
         self.last_action[tag[0]] = tag[1]
         self.by_tag[tag] = record.number
+        self.joined |= dict.fromkeys(also, record.number)
 
     def _moved(self, record: Record, newest: Record | None) -> None:
         before = set(newest.state.live) | set(newest.state.trash) if newest else set()
@@ -275,6 +275,12 @@ class Model:
         return [*before[-1:], *found]
 
 
+def _leased(key: str) -> tuple[int, int] | None:
+    """Who holds a lease, and of what: the id of the process and the number of the checkpoint."""
+    number, parts = parse_lease_key(key), key.split("-")
+    return (int(parts[-2]), number) if number is not None and len(parts) > 3 and parts[-2].isdecimal() else None
+
+
 def held_files(
     space: Space, prefix: str, where: str, *, sha256: str | None = None, is_copy: bool = False
 ) -> dict[str, bytes]:
@@ -297,16 +303,24 @@ def held_files(
     return held
 
 
-def tag_of(held: Mapping[str, bytes], where: str, ranks_of: Callable[[str], int]) -> Tag:
-    """Which save it was by which these files were made: one, and by all of its ranks."""
+def tags_of(
+    held: Mapping[str, bytes],
+    where: str,
+    ranks_of: Callable[[str], int],
+    step_of: Callable[[Tag], int | None],
+) -> tuple[Tag, set[Tag]]:
+    """Which save it was by which these files were made: one, and by all of its ranks. Beside it the calls of ranks
+    which, after a failure, are one call apart within one step."""
     told = {item for data in held.values() for item in told_in(data)}
     tags, ranks = {tag for tag, _ in told}, {rank for _, rank in told}
-    if len(tags) > 1:
-        raise Violation("no checkpoint mixes attempts", f"{where}: {sorted(tags)}")
-    tag = tags.pop() if tags else ("", -1)
+    if len(told) > len(ranks) or len({tag[0] for tag in tags}) > 1 or (len(tags) > 1 and None in map(step_of, tags)):
+        raise Violation("no checkpoint mixes attempts", f"{where}: {sorted(told)}")
+    if len(set(map(step_of, tags))) > 1:
+        raise Violation("no checkpoint mixes steps", f"{where}: {sorted(told)}")
+    tag = max(tags, default=("", -1))
     if ranks and len(ranks) != ranks_of(tag[0]):
         raise Violation("every rank is in a checkpoint", f"{where}: only {sorted(ranks)}")
-    return tag
+    return tag, tags - {tag}
 
 
 def payload(tag: Tag, rank: int, name: str, size_bytes: int) -> bytes:

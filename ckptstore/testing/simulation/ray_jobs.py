@@ -108,6 +108,7 @@ class RunOfRay:
         state = state_of((self._member.actor.name, index), self._member.rank)
         shard = StateShard(
             lambda: collect(state),
+            step=action.step,
             request=lambda: Request.of(step=action.step, kind="state", metrics=None, metadata=None, exists="replace"),
             group=group,
             storage=self.run.storage,

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError
 from ckptstore.testing.simulation import storages
-from ckptstore.testing.simulation.model import Model, Violation
+from ckptstore.testing.simulation.model import Model, Tag, Violation
 from ckptstore.testing.simulation.network import Network, Outage
 from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble
 from ckptstore.testing.simulation.ray_model import RayModel
@@ -87,15 +87,14 @@ class World:
         self.spaces: dict[str, storages.Space] = {}
         for uri in (STORE_URI, COPY_URI, RUN_URI):
             self._space(uri)
-        ranks_of = functools.partial(_ranks_of, self)
+        ranks_of, step_of = functools.partial(_ranks_of, self), functools.partial(_step_of, self)
         now = lambda: self.scheduler.now  # noqa: E731
-        self.model = Model(self.spaces[STORE_URI], self.plan, now, ranks_of)
+        self.model = Model(self.spaces[STORE_URI], self.plan, now, ranks_of, step_of)
         self.network.on_read = self.model.reads_file
         self.network.has_own_storage = self.open_own is not None
         self.model.on_commit = self._look
-        self.model.here = lambda: self.scheduler.current.owner.pid if self.scheduler.current else 0
-        self.copy = Model(self.spaces[COPY_URI], self.plan, now, ranks_of, is_copy=True)
-        self.kept_by_ray = RayModel(self.spaces[RUN_URI], ranks_of)
+        self.copy = Model(self.spaces[COPY_URI], self.plan, now, ranks_of, step_of, is_copy=True)
+        self.kept_by_ray = RayModel(self.spaces[RUN_URI], ranks_of, step_of)
         self.network.on_delete = self._deletes
         self._digest = hashlib.sha256()
         self._sources: dict[tuple[str, int, int, int], Path] = {}
@@ -196,6 +195,8 @@ class World:
             self.model.damage(live[-1], name, trouble.what)
 
     def _deletes(self, process: Process, keys: str) -> None:
+        for key in keys.split():
+            self.model.gives_back(process.pid, key)
         rank = next((member.rank for member in self.members if member.process is process), 0)
         try:
             self.kept_by_ray.check_delete(process.name, rank, keys.split())
@@ -283,6 +284,15 @@ def _ranks_of(world: World, job: str) -> int:
         if member.actor.name == job:
             return member.actor.ranks
     return 0
+
+
+def _step_of(world: World, tag: Tag) -> int | None:
+    job, index = tag
+    for member in world.members:
+        if member.actor.name == job and index < len(member.actor.actions):
+            step: int = member.actor.actions[index].step
+            return step
+    return None
 
 
 def _memory_directory() -> str | None:
