@@ -19,6 +19,7 @@ from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, SaveBusy
 from ckptstore.fork import in_forked_child
 from ckptstore.group import Beat
 from ckptstore.job import Job
+from ckptstore.request import known_step
 
 logger = logging.getLogger("ckptstore")
 
@@ -104,7 +105,7 @@ class Background:
         def is_busy(_beat: Beat) -> bytes:
             return b"1" if self.pending is not None else b"0"
 
-        answer = job.group.exchange("busy", is_busy, lambda answers, _beat: max(answers))
+        answer = job.group.exchange("busy", is_busy, lambda answers, _beat: max(answers), step=known_step(step))
         if answer == b"1" and on_busy == "error":
             raise SaveBusy(f"The save before that of step {step} is still in flight", hint="Save less often, or wait")
         return answer == b"0"

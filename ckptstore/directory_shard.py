@@ -36,6 +36,7 @@ class DirectoryShard:
         **asked: Any,
     ) -> None:
         """`find` looks what this rank's directory holds; nothing is looked at yet."""
+        self.step = step
         self._rank = rank
         self._storage = storage
         self._transfer = transfer

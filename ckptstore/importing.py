@@ -67,6 +67,7 @@ def import_state(
     asked: dict[str, Any] = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
     shard = StateShard(
         lambda: flat,
+        step=step,
         request=lambda: Request.of(kind="state", **asked),
         group=job.group,
         storage=job.storage,

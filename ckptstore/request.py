@@ -50,6 +50,14 @@ class Request:
         )
 
 
+def known_step(step: Any) -> int | None:
+    """The step, None when it is none: `check_step` says so later, on all ranks."""
+    try:
+        return check_step(step)
+    except InvalidStep:
+        return None
+
+
 def check_step(step: Any) -> int:
     """The step as an int; raises InvalidStep when it is not one, or negative."""
     try:

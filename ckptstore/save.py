@@ -23,7 +23,7 @@ from ckptstore.job import Job
 from ckptstore.layout import Attempt
 from ckptstore.prune import empty_trash, prune
 from ckptstore.records import Record
-from ckptstore.request import Request
+from ckptstore.request import Request, known_step
 from ckptstore.retention import check_required
 from ckptstore.shard import Shard
 from ckptstore.storage.base import HasLocalFiles, Persists, Storage
@@ -100,7 +100,7 @@ def agree_on_save(job: Job, shard: Shard) -> Agreed:
         _check_room(job, agreed.size_bytes, beat)
         return _packed({**job.claimed(), "attempt": str(job.new_attempt(asked[0].step))}, agreed.told)
 
-    head, told = _unpacked(job.group.exchange("save", describe, agree))
+    head, told = _unpacked(job.group.exchange("save", describe, agree, step=known_step(shard.step)))
     job.join_claim(head)
     attempt = Attempt.parse(head["attempt"])
     assert attempt is not None  # the leader has just made it up

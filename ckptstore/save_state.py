@@ -134,6 +134,7 @@ class StateSaver:
         job = self.job
         return StateShard(
             lambda: collect(state),
+            step=asked["step"],
             request=lambda: Request.of(kind="state", **asked),
             group=job.group,
             storage=job.storage,
@@ -179,6 +180,7 @@ class _Staged:
     def __init__(self, shard: StateShard) -> None:
         self._shard = shard
         self._error: Exception | None = None
+        self.step = shard.step
         self.describe, self.agree, self.join = shard.describe, shard.agree, shard.join
 
     def stage(self, staging: Callable[[], Staging]) -> None:

@@ -6,7 +6,7 @@ The save story (`ckptstore.save`) is the same for every kind of checkpoint; a sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ckptstore.group import Beat
 from ckptstore.layout import Attempt
@@ -35,6 +35,9 @@ class Contents(NamedTuple):
 
 class Shard(Protocol):
     """One rank's shard. The story calls the methods in this order; those of the leader on the leader alone."""
+
+    step: Any
+    """What the caller gave as the step, not checked yet."""
 
     def describe(self) -> tuple[Request, bytes]:
         """What the caller asked for, checked, and what this rank has. Nothing is written yet; may raise."""

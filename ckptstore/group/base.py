@@ -41,7 +41,7 @@ class Group(Protocol):
     def start_token(self) -> str:
         """Equal on all ranks, new for every start of the job."""
 
-    def exchange(self, tag: str, work: Work, join: Join) -> bytes:
+    def exchange(self, tag: str, work: Work, join: Join, *, step: int | None = None) -> bytes:
         """The one collective: all ranks call it in the same order, each with the same `tag`.
 
         Every rank runs `work`. When the answers of all ranks are there, the leader runs `join` on them, in rank order,
@@ -59,6 +59,9 @@ class Group(Protocol):
 
         Raises InvalidInput when the ranks do not call the same thing. A rank that did not hear the result meets the
         others again with its next call; what the others began without it fails on them, and names it.
+
+        Ranks whose calls have failed and are for different steps meet again by `step`, the step that a call is for:
+        calls for lower steps fail, with RankFailed, until all ranks are at the same one.
         """
 
     def lane(self, name: str) -> Group:
@@ -83,7 +86,7 @@ class SoloGroup:
         self.start_token = start_token or new_start_token()
         self.node = node or this_node()
 
-    def exchange(self, tag: str, work: Work, join: Join) -> bytes:
+    def exchange(self, tag: str, work: Work, join: Join, *, step: int | None = None) -> bytes:
         """Join the only answer."""
         return join([work(_no_beat)], _no_beat)
 

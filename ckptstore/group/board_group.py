@@ -53,9 +53,9 @@ class BoardGroup(Seated):
         self._last: Lane | None = None
         """The lane that was opened last: signs of life of all lanes are given under the same keys."""
 
-    def exchange(self, tag: str, work: Work, join: Join) -> bytes:
+    def exchange(self, tag: str, work: Work, join: Join, *, step: int | None = None) -> bytes:
         """See `Group.exchange`; in the main lane."""
-        return self._main.exchange(tag, work, join)
+        return self._main.exchange(tag, work, join, step=step)
 
     def lane(self, name: str) -> Lane:
         """See `Group.lane`."""
@@ -87,7 +87,8 @@ class BoardGroup(Seated):
         try:
             if self._seat.is_taken:
                 self._seat.settle()
-                lanes = [self._main] if self._last is None else [self._main, self._last]
+                # The main one last: the leader clears the board when it sees there that all have left.
+                lanes = [self._main] if self._last is None else [self._last, self._main]
                 for lane in lanes:
                     lane.leave()
                 emptied = self.rank == LEADER and self._main.have_all_left()

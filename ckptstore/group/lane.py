@@ -12,6 +12,15 @@ The leader's number counts. A rank that has no result of its last exchange (it g
 for the first number without a result and goes on there; its answer says so, and so does the result of an exchange that
 the leader ended without it. A rank that gives up the leader posts n.gone: a leader that comes late to n ends it then.
 A leader that could not post a result posts it before its next exchange.
+
+Where ranks have come apart, steps say which of two calls is the later one. The first time that they differ all ranks
+fail, since it may be a mistake of the caller. After a failure the call with the lower step fails, and the one with the
+higher step waits for the others:
+
+    an answer of a lower step    the leader posts n.<rank>.behind, and waits for the next answer, n.<rank>.1
+    an answer of a higher step   the leader ends n without it; that rank answers again in n + 1
+    a result of a lower step     the rank answers again in n + 1
+    n.gone of another call       the leader ends n for whoever may still wait there, and goes on in n + 1
 """
 
 from __future__ import annotations
@@ -21,6 +30,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 from ckptstore.errors import (
     CkptstoreError,
@@ -33,12 +43,11 @@ from ckptstore.errors import (
 )
 from ckptstore.group.base import LEADER, Group, Join, Work, spoken
 from ckptstore.group.board import Seat, Seated
+from ckptstore.group.keys import Keys
 from ckptstore.group.life import LEFT, Beater, Pace, Watch, beat_interval_seconds
 from ckptstore.group.message import Message, first_error
 
 _FAREWELL_SECONDS = 10.0
-LANES_LIFE = "lane."
-"""Before the keys of the signs of life in all lanes but the main one: a rank is in one of them at a time."""
 
 Fault = BaseException | None
 
@@ -62,7 +71,7 @@ class Lane(Seated):
         self.lane = open_lane
         self._name = name
         self._close_lane, self._open_names, self._all_met = close_lane, open_names, all_met
-        self._prefix = f"{name}." if name else ""
+        self._keys = Keys(name, seat.world_size)
         self._turn = threading.Lock()
         self._holder: int | None = None
         self._calls = 0
@@ -70,18 +79,29 @@ class Lane(Seated):
         self._is_broken = False
         self._is_behind = False
         """Whether this rank, no leader, has no result of its last exchange that was made with its answer."""
+        self._has_failed = False
+        """Whether the last exchange raised an error here."""
+        self._step: int | None = None
+        """The step of the present call."""
+        self._again = 0
+        """How many answers of this rank, no leader, were refused in the exchange where it is."""
+        self._is_refused = False
+        """Whether the last one was, so that the exchange goes on."""
+        self._refused: dict[int, dict[int, int]] = {}
+        """Leader: how many answers of each rank it has refused, by exchange."""
         self._met_at: float | None = None
         """When the leader last posted a result that nobody had given up before."""
         timeout_seconds = seat.rank_timeout_seconds
         self._beat = Beater(
-            lambda: seat.board.give_sign(self._life_key(seat.rank)),
+            lambda: seat.board.give_sign(self._keys.life(seat.rank)),
             interval_seconds=beat_interval_seconds(timeout_seconds),
             patience_seconds=timeout_seconds,
         )
 
-    def exchange(self, tag: str, work: Work, join: Join) -> bytes:
+    def exchange(self, tag: str, work: Work, join: Join, *, step: int | None = None) -> bytes:
         """See `Group.exchange`."""
         with self._in_turn():
+            self._step = step
             self._seat.take()
             if self._seat.rank == LEADER:
                 result, fault = self._lead(tag, work, join)
@@ -104,7 +124,10 @@ class Lane(Seated):
                 yield
             except BaseException as error:
                 self._is_broken |= isinstance(error, RankFailed) or not isinstance(error, CkptstoreError)
+                self._has_failed = True
                 raise
+            else:
+                self._has_failed = False
             finally:
                 self._holder = None
 
@@ -114,60 +137,89 @@ class Lane(Seated):
         rejoins, self._is_behind = self._is_behind, True
         with self._beat.at_work():
             answer, fault = self._answer(tag, work)
-        answer = replace(answer, rejoins=rejoins, lanes=tuple(self._open_names()))
+        comes_apart = rejoins or self._has_failed
+        answer = replace(answer, rejoins=rejoins, after_failure=comes_apart, lanes=tuple(self._open_names()))
         while True:
-            self._calls += 1
+            self._next_number()
             try:
                 if rejoins:
                     self._skip_finished()
                 unposted = self._post_answer(answer)
                 if fault is not None and not isinstance(fault, Exception):
                     return answer, fault  # interrupted: the others know, and this process goes its way
-                result = self._result(tag)
+                result = self._result(answer)
             except CkptstoreError as error:
                 error.committed = None  # what the leader did is not known here
                 raise
             is_missed = self.rank in result.missed
-            if not (rejoins and is_missed):  # else that exchange was over before this rank came
+            is_past = comes_apart and self._order(result) < 0
+            if not is_past and not (rejoins and is_missed):  # else that exchange was over before this rank came
                 self._is_behind = is_missed
                 return result, fault or unposted
 
-    def _skip_finished(self) -> None:
-        while self._seat.board.fetch([self._result_key(self._calls)]):
+    def _next_number(self) -> None:
+        """Where the next answer goes: to the next exchange, or once more to one in which the last was refused."""
+        if not self._is_refused:
             self._calls += 1
+            self._again = 0
+        self._is_refused = False
+
+    def _skip_finished(self) -> None:
+        while self._seat.board.fetch([self._keys.result(self._calls)]):
+            self._calls += 1
+            self._again = 0
+
+    def _order(self, message: Message) -> int:
+        """Below 0 when the message is of a lower step than the present call, above 0 when of a higher one."""
+        if message.step is None or self._step is None:
+            return 0
+        return message.step - self._step
 
     def _post_answer(self, answer: Message) -> Fault:
         """Post the answer. An error is returned where it may be on the board all the same: the leader knows then."""
         try:
-            self._seat.post(self._key(self._calls, self.rank), answer)
+            self._seat.post(self._keys.answer(self._calls, self.rank, self._again), answer)
         except StorageUnavailable as error:
             return error
         return None
 
-    def _result(self, tag: str) -> Message:
+    def _result(self, answer: Message) -> Message:
         """The leader's result. Whoever gives up waiting for it leaves a mark for a leader that comes late."""
+        tag, refusal_key = answer.tag, None
+        if answer.after_failure and answer.step is not None:
+            refusal_key = self._keys.behind(self._calls, self.rank, self._again)
         try:
-            messages, lost = self._await({LEADER: self._result_key(self._calls)}, tag)
+            messages, lost = self._await({LEADER: self._keys.result(self._calls)}, tag, refusal_key=refusal_key)
         except BaseException as error:
             if not isinstance(error, CkptstoreError):
                 self._mark_gone(tag, f"was interrupted ({type(error).__name__})")
             raise
-        if lost is not None:
-            self._mark_gone(tag, f"has waited for rank 0 for {self.rank_timeout_seconds:g} s")
-            raise lost
-        return messages[LEADER]
+        if LEADER in messages:
+            return messages[LEADER]
+        if (refusal := messages.get(self.rank)) is not None:
+            self._again, self._is_refused = self._again + 1, True
+            raise RankFailed(
+                f"The others are at step {refusal.step}, and this call of rank {self.rank} is for step {self._step}",
+                ranks=(self.rank,),
+                hint="This rank came apart from the others in an earlier call that failed; they wait for its next one",
+            )
+        self._mark_gone(tag, f"has waited for rank 0 for {self.rank_timeout_seconds:g} s")
+        assert lost is not None  # else there would be a result
+        raise lost
 
     def _mark_gone(self, tag: str, why: str) -> None:
         """In the main lane; what is posted in any other one may be committed later, by whoever is alive."""
-        if not self._prefix:
+        if not self._name:
             with suppress(CkptstoreError):
-                self._seat.board.post(self._gone_key(self._calls), self._seat.message(tag, why.encode()).encode())
+                self._seat.board.post(self._keys.gone(self._calls), self._message(tag, why.encode()).encode())
 
     # The leader
 
     def _lead(self, tag: str, work: Work, join: Join) -> tuple[Message, Fault]:
         self._calls += 1
-        call, key = self._calls, self._result_key(self._calls)
+        while self._has_failed and self._is_past(tag):
+            self._calls += 1
+        call, key = self._calls, self._keys.result(self._calls)
         self._kept_calls.append(call)
         result, fault, is_posted = self._unsaid(tag), None, False
         with self._beat.at_work():
@@ -185,10 +237,20 @@ class Lane(Seated):
                     self._seat.owe(key, result)
         return result, fault
 
+    def _is_past(self, tag: str) -> bool:
+        """Whether a rank has given up this exchange in another call than the present one. It is ended then, for all."""
+        mark = None if self._name else self._gone(self._calls)
+        if mark is None or (mark.tag == tag and self._order(mark) == 0):
+            return False
+        self._kept_calls.append(self._calls)
+        ended = self._message(tag, error=self._has_given_up(mark, tag).to_wire())
+        self._seat.post(self._keys.result(self._calls), replace(ended, step=mark.step))
+        return True
+
     def _unsaid(self, tag: str) -> Message:
         """The result of an exchange that the leader was kept from ending."""
         error = RankFailed(f"Rank {LEADER} was interrupted in {tag!r}", rank=LEADER, committed=None)
-        return self._seat.message(tag, error=error.to_wire())
+        return self._message(tag, error=error.to_wire())
 
     def _decide(self, call: int, tag: str, work: Work, join: Join) -> tuple[Message, Fault]:
         answer, fault = self._answer(tag, work)
@@ -196,74 +258,91 @@ class Lane(Seated):
             return answer, fault
         lost: RankFailed | None = None
         try:
-            keys = {rank: self._key(call, rank) for rank in range(1, self.world_size)}
+            keys = {rank: self._keys.answer(call, rank) for rank in range(1, self.world_size)}
             messages, lost = self._await(keys, tag, answer)
             if lost is None:
                 self._forget_calls(messages, call)
             messages[LEADER] = answer
             wire = first_error(messages, lost=lost)
         except BaseException as error:
-            return self._seat.message(tag, error=to_wire(error, rank=LEADER)), error
+            return self._message(tag, error=to_wire(error, rank=LEADER)), error
         if wire is not None:  # nothing was joined
             missed = lost.ranks if lost is not None else ()
-            return replace(self._seat.message(tag, error={**wire, "committed": False}), missed=missed), fault
+            return replace(self._message(tag, error={**wire, "committed": False}), missed=missed), fault
         try:
             payload = join([messages[rank].payload for rank in sorted(messages)], self._beat)
         except BaseException as error:
             wire = to_wire(error, rank=LEADER)
             unknown = {} if isinstance(error, CkptstoreError) else {"committed": None}
-            return self._seat.message(tag, error={**wire, **unknown}), error
+            return self._message(tag, error={**wire, **unknown}), error
         gone = self._given_up(call, tag)
         if gone is not None:
-            return replace(self._seat.message(tag, error=gone.to_wire()), missed=gone.ranks), None
-        return self._seat.message(tag, payload), None
+            return replace(self._message(tag, error=gone.to_wire()), missed=gone.ranks), None
+        return self._message(tag, payload), None
 
     def _given_up(self, call: int, tag: str) -> RankFailed | None:
         """Who went on without this leader, if it was late. Nobody does so within half the timeout."""
         now, half_seconds = time.monotonic(), self.rank_timeout_seconds / 2
-        if self._prefix or (self._met_at is not None and now - self._met_at < half_seconds):
+        if self._name or (self._met_at is not None and now - self._met_at < half_seconds):
             return None
-        found = self._seat.board.fetch([self._gone_key(call)])
-        mark = Message.decode(next(iter(found.values()))) if found else None
+        mark = self._gone(call)
         if mark is None:
             self._met_at = now
             return None
+        return self._has_given_up(mark, tag)
+
+    def _gone(self, call: int) -> Message | None:
+        found = self._seat.board.fetch([self._keys.gone(call)])
+        return Message.decode(next(iter(found.values()))) if found else None
+
+    def _has_given_up(self, mark: Message, tag: str) -> RankTimeout:
         return RankTimeout(
             f"Rank {mark.rank} has given up {tag!r}: it {mark.payload.decode(errors='replace')}",
             ranks=(mark.rank,),
             hint="This rank came late, or its process was stopped; the ranks meet again at their next call",
         )
 
+    def _message(self, tag: str, payload: bytes = b"", *, error: Mapping[str, Any] | None = None) -> Message:
+        return replace(self._seat.message(tag, payload, error=error), step=self._step)
+
     def _answer(self, tag: str, work: Work) -> tuple[Message, Fault]:
         try:
-            return self._seat.message(tag, work(self._beat)), None
+            return self._message(tag, work(self._beat)), None
         except BaseException as error:
-            return self._seat.message(tag, error=to_wire(error, rank=self._seat.rank)), error
+            return self._message(tag, error=to_wire(error, rank=self._seat.rank)), error
 
     def _await(
-        self, keys: Mapping[int, str], tag: str, mine: Message | None = None
+        self, keys: dict[int, str], tag: str, mine: Message | None = None, *, refusal_key: str | None = None
     ) -> tuple[dict[int, Message], RankFailed | None]:
-        """The messages of these ranks, and an error about those that will not come. `mine` is the leader's answer."""
-        board, rank_of = self._seat.board, {key: rank for rank, key in keys.items()}
-        watch = Watch(keys, timeout_seconds=self.rank_timeout_seconds)
+        """The messages of these ranks, and an error about those that will not come. `mine` is the leader's answer.
+
+        What is found at `refusal_key` ends it too; it is returned as the message of this rank itself.
+        """
+        board, watch = self._seat.board, Watch(keys, timeout_seconds=self.rank_timeout_seconds)
         pace = Pace(shortest_seconds=board.shortest_poll_seconds, longest_seconds=board.longest_poll_seconds)
         messages: dict[int, Message] = {}
         while watch.awaited:
             pace.look()
             if watch.due():
-                life = {self._life_key(rank): rank for rank in watch.awaited}
+                life = {self._keys.life(rank): rank for rank in watch.awaited}
                 watch.look({life[key]: sign for key, sign in board.signs(list(life)).items()})
-            for key, data in board.fetch([keys[rank] for rank in watch.awaited]).items():
-                message = Message.decode(data)
-                if message is not None:
-                    rank = rank_of[key]
-                    if mine is None or mine.error is None:  # an error of one's own says more than a difference
-                        if message.rejoins and message.tag != tag:
-                            return messages, self._strayed(message, tag)
-                        self._compare(message, tag)
-                    messages[rank] = message
-                    watch.answered(rank)
-                    pace.progress()
+            rank_of = {keys[rank]: rank for rank in watch.awaited} | ({refusal_key: self.rank} if refusal_key else {})
+            for key, data in board.fetch(list(rank_of)).items():
+                message, rank = Message.decode(data), rank_of[key]
+                if message is None:
+                    continue
+                if rank == self.rank:
+                    return {rank: message}, None
+                if mine is None or mine.error is None:  # an error of one's own says more than a difference
+                    if self._is_ahead(message, tag):
+                        return messages, self._strayed(message, tag)
+                    if message.after_failure and self._order(message) < 0:
+                        keys[rank] = self._refuse(rank, tag)
+                        continue
+                    self._compare(message, tag)
+                messages[rank] = message
+                watch.answered(rank)
+                pace.progress()
             if lost := self._lost(watch, tag):  # after the fetch: who answered and died has answered
                 return messages, lost
             if watch.awaited:
@@ -271,6 +350,19 @@ class Lane(Seated):
                     self._beat()  # the others wait for this rank, which is alive
                 time.sleep(pace.seconds())
         return messages, None
+
+    def _is_ahead(self, message: Message, tag: str) -> bool:
+        """Whether the rank has left this exchange behind: its answer is for a later call."""
+        order = self._order(message) if message.after_failure else 0
+        return order > 0 or (order == 0 and message.rejoins and message.tag != tag)
+
+    def _refuse(self, rank: int, tag: str) -> str:
+        """Leader: tell a rank that its answer is for an earlier call; returns the key of its next one."""
+        refused = self._refused.setdefault(self._calls, {})
+        tried = refused.get(rank, 0)
+        self._seat.post(self._keys.behind(self._calls, rank, tried), self._message(tag))
+        refused[rank] = tried + 1
+        return self._keys.answer(self._calls, rank, tried + 1)
 
     def _compare(self, message: Message, tag: str) -> None:
         """Raise InvalidInput when the ranks do not mean the same exchange."""
@@ -312,8 +404,9 @@ class Lane(Seated):
 
     def _forget_calls(self, messages: Mapping[int, Message], call: int) -> None:
         """All ranks are in the present call, so nobody needs the posts of earlier ones."""
-        self._seat.board.remove([key for kept in self._kept_calls if kept != call for key in self._keys(kept)])
+        self._seat.board.remove([key for kept in self._kept_calls if kept != call for key in self._keys_of(kept)])
         self._kept_calls = [call]
+        self._refused = {kept: counts for kept, counts in self._refused.items() if kept == call}
         self._all_met({name for message in messages.values() for name in message.lanes})
 
     def close(self) -> None:
@@ -323,7 +416,7 @@ class Lane(Seated):
 
     def leave(self) -> None:
         """Tell the others that this rank takes part no more."""
-        self._seat.board.give_sign(self._life_key(self._seat.rank), last=True)
+        self._seat.board.give_sign(self._keys.life(self._seat.rank), last=True)
 
     def have_all_left(self) -> bool:
         """Whether every rank has left, waiting a few seconds for it; less when some may be dead."""
@@ -342,24 +435,11 @@ class Lane(Seated):
 
     def life_keys(self) -> list[str]:
         """The keys of the signs of life of all ranks."""
-        return [self._life_key(rank) for rank in range(self.world_size)]
+        return [self._keys.life(rank) for rank in range(self.world_size)]
+
+    def _keys_of(self, call: int) -> list[str]:
+        return self._keys.of_call(call, self._refused.get(call, {}))
 
     def call_keys(self) -> list[str]:
         """The keys of every exchange that may be on the board."""
-        return [key for call in self._kept_calls for key in self._keys(call)]
-
-    def _keys(self, call: int) -> list[str]:
-        gone = [] if self._prefix else [self._gone_key(call)]
-        return [self._result_key(call), *gone, *(self._key(call, rank) for rank in range(1, self.world_size))]
-
-    def _key(self, call: int, rank: int) -> str:
-        return f"{self._prefix}{call:08d}.{rank:05d}"
-
-    def _result_key(self, call: int) -> str:
-        return f"{self._prefix}{call:08d}.result"
-
-    def _gone_key(self, call: int) -> str:
-        return f"{self._prefix}{call:08d}.gone"
-
-    def _life_key(self, rank: int) -> str:
-        return f"{LANES_LIFE if self._prefix else ''}life.{rank:05d}"
+        return [key for call in self._kept_calls for key in self._keys_of(call)]

@@ -31,6 +31,10 @@ class Message:
     error: Mapping[str, Any] | None = None
     rejoins: bool = False
     """On an answer: this rank has no result of an earlier call, and begins a new one here."""
+    after_failure: bool = False
+    """On an answer: the last call of this rank failed, or has no result."""
+    step: int | None = None
+    """The step that the call is for, if it is for one."""
     missed: tuple[int, ...] = ()
     """On a result: the ranks that it was made without."""
     lanes: tuple[str, ...] = ()
@@ -48,7 +52,10 @@ class Message:
             "crc": zlib.crc32(self.payload),
         }
         more = {"error": self.error, "rejoins": self.rejoins, "missed": self.missed, "lanes": self.lanes}
+        more["after_failure"] = self.after_failure
         head |= {name: value for name, value in more.items() if value}
+        if self.step is not None:
+            head["step"] = self.step
         return json.dumps(head, sort_keys=True).encode() + b"\n" + self.payload
 
     @staticmethod
@@ -66,15 +73,18 @@ class Message:
                     hint="Use one version of ckptstore on all ranks",
                 )
             fields = {name: head[name] for name in _FIELDS}
-            error, rejoins = head.get("error"), head.get("rejoins", False)
+            error, rejoins, step = head.get("error"), head.get("rejoins", False), head.get("step")
+            after_failure = head.get("after_failure", False)
             missed, lanes = tuple(head.get("missed", ())), tuple(head.get("lanes", ()))
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        is_sound = all(type(fields[name]) is kind for name, kind in _FIELDS.items()) and type(rejoins) is bool
+        is_sound = all(type(fields[name]) is kind for name, kind in _FIELDS.items())
+        is_sound = is_sound and type(rejoins) is bool and type(after_failure) is bool
+        is_sound = is_sound and (step is None or type(step) is int)
         is_sound = is_sound and all(type(rank) is int for rank in missed) and all(type(lane) is str for lane in lanes)
         if not whole or not is_sound or not isinstance(error, dict | None):
             return None
-        fields |= {"rejoins": rejoins, "missed": missed, "lanes": lanes}
+        fields |= {"rejoins": rejoins, "after_failure": after_failure, "step": step, "missed": missed, "lanes": lanes}
         return Message(**fields, payload=payload, error=None if error is None else from_wire(error).to_wire())
 
 

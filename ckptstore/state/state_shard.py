@@ -15,7 +15,7 @@ from ckptstore.group import Beat, Group
 from ckptstore.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt
 from ckptstore.manifest import Receipt
 from ckptstore.plan import PlannedFile
-from ckptstore.request import Request
+from ckptstore.request import Request, known_step
 from ckptstore.shard import Agreed, Contents
 from ckptstore.sources import MemorySource, Source
 from ckptstore.state.agree import Agreement, Negotiator, agreement_of_one
@@ -71,6 +71,7 @@ class StateShard:
         self,
         collect: Callable[[], FlatState],
         *,
+        step: Any,
         request: Callable[[], Request],
         group: Group,
         storage: Storage,
@@ -82,6 +83,7 @@ class StateShard:
 
         `before` finds out what this rank has in the checkpoint before, for an incremental save.
         """
+        self.step = step
         self._collect = collect
         self._flat = FlatState()
         self._request = request
@@ -107,7 +109,7 @@ class StateShard:
 
         Raises InvalidState, the same on all ranks.
         """
-        group, options = self._group, self._options
+        group, options, step = self._group, self._options, known_step(self.step)
         found = Described()
 
         def look() -> Sequence[Item]:
@@ -119,7 +121,7 @@ class StateShard:
             return found.items
 
         def exchange(tag: str, work: Callable[[], bytes], join: Callable[[list[bytes]], bytes]) -> bytes:
-            return group.exchange(tag, lambda _beat: work(), lambda posts, _beat: join(posts))
+            return group.exchange(tag, lambda _beat: work(), lambda posts, _beat: join(posts), step=step)
 
         if group.world_size == 1:
             agreement = agreement_of_one()

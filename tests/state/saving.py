@@ -31,6 +31,7 @@ def save_flat(root, flat, *, group=None, negotiator=None, attempt=ATTEMPT, trans
     moved = transfer or make_transfer(root)
     shard = StateShard(
         lambda: flat,
+        step=7,
         request=lambda: Request.of(step=7, kind="state", metrics=None, metadata=None, exists="replace"),
         group=group,
         storage=LocalStorage(root, durable=False),

@@ -39,7 +39,7 @@ class ThreadGroup:
         self._meetings = meetings
         self._meeting = meetings.setdefault(name, _Meeting(world_size))
 
-    def exchange(self, tag: str, work: Any, join: Any) -> bytes:
+    def exchange(self, tag: str, work: Any, join: Any, *, step: int | None = None) -> bytes:
         meeting = self._meeting
         try:
             answer: Any = work(_no_beat)

@@ -277,3 +277,64 @@ def test_a_leader_that_hangs_is_found_out(memory: MemoryStorage) -> None:
     follower = together(memory, 2, script, timeout_seconds=1)[1]
     assert type(follower) is RankTimeout
     assert (follower.ranks, follower.committed) == ((0,), None)
+
+
+def save(group: BoardGroup, step: int) -> str:
+    """One call for a step, as a save makes it."""
+
+    def join(answers: list[bytes], beat: Beat) -> bytes:
+        if len(set(answers)) > 1:
+            raise InvalidInput(f"the ranks say {answers}")
+        return answers[0]
+
+    for tag in STORY:
+        answer = group.exchange(tag, lambda beat: b"%d" % step, join, step=step)
+    return answer.decode()
+
+
+@pytest.mark.parametrize("steps", [[(5, 6, 7, 8), (6, 7, 8)], [(6, 7, 8), (5, 6, 7, 8)]])
+def test_ranks_that_are_one_step_apart_fail_once_and_meet_by_their_steps(
+    memory: MemoryStorage, steps: list[tuple[int, ...]]
+) -> None:
+    # The first difference may be a mistake of the caller. Nobody waits for a timeout.
+    def run(rank: int) -> dict[int, CkptstoreError | None]:
+        group = opened(memory, rank, 3, timeout_seconds=600)
+        return {step: error_of(lambda step=step: save(group, step)) for step in steps[min(rank, 1)]}
+
+    ends = in_threads(3, run)
+    for end, mine in zip(ends, (steps[min(rank, 1)] for rank in range(3)), strict=True):
+        assert type(end[mine[0]]) is InvalidInput
+        assert (end[7], end[8]) == (None, None)
+    behind = [end[6] for end, mine in zip(ends, (steps[0], steps[1], steps[1]), strict=True) if mine[0] == 5]
+    assert {type(error) for error in behind} == {RankFailed}
+    assert all(error is not None and error.committed in (False, None) for error in behind)
+
+
+def test_a_leader_passes_over_what_was_given_up_in_another_call(memory: MemoryStorage) -> None:
+    # The leader fails before it meets anybody, so its next call comes to the number that the others have given up.
+    refusing = wrap(memory, FailAt("create group/start/member.00000", times=RETRY.retry_attempts))
+    given_up = threading.Event()
+
+    def run(rank: int) -> list[CkptstoreError | None]:
+        group = opened(refusing if rank == 0 else memory, rank, 2, timeout_seconds=1 if rank else 600)
+        ends = [error_of(lambda: save(group, 5))]
+        if rank:
+            group._seat.rank_timeout_seconds = 600
+            given_up.set()
+        given_up.wait(120)
+        return [*ends, error_of(lambda: save(group, 6)), error_of(lambda: save(group, 7))]
+
+    leader, other = in_threads(2, run)
+    assert (type(leader[0]), type(other[0])) == (StorageUnavailable, RankTimeout)
+    assert [*leader[1:], *other[1:]] == [None] * 4
+
+
+def test_what_refused_answers_leave_is_taken_away(memory: MemoryStorage) -> None:
+    def run(rank: int) -> None:
+        group = opened(memory, rank, 2, timeout_seconds=600)
+        for step in (5, 6, 7, 8) if rank else (6, 7, 8):
+            error_of(lambda step=step: save(group, step))
+        group.close()
+
+    in_threads(2, run)
+    assert [file.key for file in memory.list("group/")] == []

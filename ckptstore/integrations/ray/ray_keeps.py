@@ -34,7 +34,7 @@ from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.layout import MANIFEST_NAME, Attempt, check_name
 from ckptstore.manifest import Manifest
-from ckptstore.request import Request
+from ckptstore.request import Request, known_step
 from ckptstore.retry import retrying
 from ckptstore.save import check_same_request, remove_files
 from ckptstore.shard import Shard
@@ -186,7 +186,7 @@ def _agree(run: Run, group: Group, shard: Shard, directory: str) -> tuple[Reques
         free = _free_name(run.storage, heads[0]["directory"])
         return json.dumps({"directory": free}).encode() + b"\n" + agreed.told
 
-    head, told = _unpacked(group.exchange("agree for Ray", describe, agree))
+    head, told = _unpacked(group.exchange("agree for Ray", describe, agree, step=known_step(shard.step)))
     return asked[0], RayAttempt(asked[0].step, 0, "", head["directory"]), told
 
 

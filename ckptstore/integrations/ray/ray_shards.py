@@ -32,6 +32,7 @@ class RayDirectoryShard:
         self, run: Run, directory: str | os.PathLike[str] | None, *, ranks: Sequence[int], **asked: Any
     ) -> None:
         """`ranks` are those that take part, in the order of the group."""
+        self.step = asked["step"]
         self._run = run
         self._directory = directory
         self._ranks = ranks

@@ -195,6 +195,7 @@ class _Reporter:
         state = brought.state or {}
         shard = StateShard(
             lambda: collect(state),
+            step=asked["step"],
             request=lambda: Request.of(kind="state", exists="replace", **asked),
             group=group,
             storage=self.run.storage,
