@@ -8,6 +8,7 @@ from ckptstore.testing.simulation import Simulation, draw, report
 
 SEEDS_AT_ONCE = 50
 
+
 def items(first: int, count: int) -> pytest.MarkDecorator:
     """A parameter `first` for each fifty of so many seeds."""
     return pytest.mark.parametrize("first", range(first, first + count, SEEDS_AT_ONCE))
