@@ -34,7 +34,7 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
     """Compare what came of an action with what must."""
     model = world.kept_by_ray if action.kind == "report" else world.model
     actor = member.actor
-    tag = (actor.name, index)
+    call = ((actor.name, index), member.rank)
     where = f"{actor.name}.{member.rank}, action {index} ({action.kind} {action.step})"
     error, result = mine.error, mine.result
     assert mine.ended is not None
@@ -49,11 +49,12 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
         return
     if action.kind in SAVES:
         if isinstance(error, CkptstoreError) and error.committed is False:
-            if tag in model.by_tag:
-                world.fail("committed=False never becomes visible", f"{where}: {model.by_tag[tag]}: {kind_of(error)}")
-            model.refused.add(tag)
-        if error is None and checkpoint_of(result) not in (committed := {model.by_tag.get(tag), model.joined.get(tag)}):
-            world.fail("what returned is committed", f"{where}: {checkpoint_of(result)}, there is {committed}")
+            if call in model.by_call:
+                world.fail("committed=False never becomes visible", f"{where}: {model.by_call[call]}: {kind_of(error)}")
+            model.refused.add(call)
+        if error is None and model.by_call.get(call) != checkpoint_of(result):
+            there = model.by_call.get(call)
+            world.fail("what returned is committed", f"{where}: {checkpoint_of(result)}, there is {there}")
     if action.kind == "resume" or (action.kind == "load" and world.plan.contents == "state"):
         _judge_resume(world, where, mine)
     _judge_together(world, member, index, action, where)

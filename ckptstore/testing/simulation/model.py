@@ -22,6 +22,8 @@ from ckptstore.testing.simulation.storages import File, Space
 
 Tag = tuple[str, int]
 """Which save of which job."""
+Call = tuple[Tag, int]
+"""The part of one rank in it."""
 
 
 class Violation(AssertionError):
@@ -63,10 +65,8 @@ class Model:
     records: dict[int, Record] = field(default_factory=dict)
     saved: dict[int, Saved] = field(default_factory=dict)
     by_attempt: dict[str, Saved] = field(default_factory=dict)
-    by_tag: dict[Tag, int] = field(default_factory=dict)
-    joined: dict[Tag, int] = field(default_factory=dict)
-    """Calls for the same step, one of them a repetition, that met: ranks bring what they have for that step."""
-    refused: set[Tag] = field(default_factory=set)
+    by_call: dict[Call, int] = field(default_factory=dict)
+    refused: set[Call] = field(default_factory=set)
     trashed_at: dict[int, float] = field(default_factory=dict)
     history: list[tuple[float, int | None]] = field(default_factory=lambda: [(0.0, None)])
     """The number of the newest record from a time on."""
@@ -206,20 +206,20 @@ class Model:
         where = f"record {record.number}{' of the copy' if self.is_copy else ''}, step {entry.step}"
         prefix = f"{CHECKPOINT_PREFIX}{entry.attempt}/"
         held = held_files(self.space, prefix, where, sha256=entry.manifest_sha256, is_copy=self.is_copy)
-        tag, also = tags_of(held, where, self.ranks_of, self.step_of)
+        told = told_of(held, where, self.ranks_of, self.step_of)
+        tag = max((tag for tag, _ in told), default=("", -1))
         saved = Saved(record.number, entry.step, entry.attempt, tag, self.now(), held)
         self.saved[record.number] = self.by_attempt[entry.attempt] = saved
         if self.is_copy or not tag[0]:
             return
-        if tag in self.refused:
-            raise Violation("committed=False never becomes visible", f"{where}: {tag} was refused before")
-        if tag in self.by_tag:
-            raise Violation("a save commits once", f"{where}: {tag} is record {self.by_tag[tag]} too")
+        if refused := told & self.refused:
+            raise Violation("committed=False never becomes visible", f"{where}: {refused} was refused before")
+        if again := told & self.by_call.keys():
+            raise Violation("a save commits once", f"{where}: {again} is in another record too")
         if self.last_action.get(tag[0], -1) > tag[1]:
             raise Violation("one order of saves", f"{where}: {tag} after action {self.last_action[tag[0]]}")
         self.last_action[tag[0]] = tag[1]
-        self.by_tag[tag] = record.number
-        self.joined |= dict.fromkeys(also, record.number)
+        self.by_call |= dict.fromkeys(told, record.number)
 
     def _moved(self, record: Record, newest: Record | None) -> None:
         before = set(newest.state.live) | set(newest.state.trash) if newest else set()
@@ -303,24 +303,23 @@ def held_files(
     return held
 
 
-def tags_of(
+def told_of(
     held: Mapping[str, bytes],
     where: str,
     ranks_of: Callable[[str], int],
     step_of: Callable[[Tag], int | None],
-) -> tuple[Tag, set[Tag]]:
-    """Which save it was by which these files were made: one, and by all of its ranks. Beside it the calls of ranks
-    which, after a failure, are one call apart within one step."""
+) -> set[Call]:
+    """The calls by which these files were made: one of each rank, of one job, and for one step. After a failure ranks
+    may be one call apart within a step."""
     told = {item for data in held.values() for item in told_in(data)}
     tags, ranks = {tag for tag, _ in told}, {rank for _, rank in told}
-    if len(told) > len(ranks) or len({tag[0] for tag in tags}) > 1 or (len(tags) > 1 and None in map(step_of, tags)):
+    if len(told) > len(ranks) or len({job for job, _ in tags}) > 1 or (len(tags) > 1 and None in map(step_of, tags)):
         raise Violation("no checkpoint mixes attempts", f"{where}: {sorted(told)}")
     if len(set(map(step_of, tags))) > 1:
         raise Violation("no checkpoint mixes steps", f"{where}: {sorted(told)}")
-    tag = max(tags, default=("", -1))
-    if ranks and len(ranks) != ranks_of(tag[0]):
+    if ranks and len(ranks) != ranks_of(min(tags)[0]):
         raise Violation("every rank is in a checkpoint", f"{where}: only {sorted(ranks)}")
-    return tag, tags - {tag}
+    return told
 
 
 def payload(tag: Tag, rank: int, name: str, size_bytes: int) -> bytes:
@@ -329,7 +328,7 @@ def payload(tag: Tag, rank: int, name: str, size_bytes: int) -> bytes:
     return text + b"." * max(0, size_bytes - len(text))
 
 
-def told_in(data: bytes) -> list[tuple[Tag, int]]:
+def told_in(data: bytes) -> list[Call]:
     """The saves and the ranks that a file's contents tell of."""
     return [((job.decode(), int(action)), int(rank)) for job, action, rank in _TOLD.findall(data)]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ckptstore.layout import MANIFEST_NAME
 from ckptstore.manifest import Manifest
-from ckptstore.testing.simulation.model import Tag, Violation, held_files, tags_of, told_in
+from ckptstore.testing.simulation.model import Call, Tag, Violation, held_files, told_in, told_of
 from ckptstore.testing.simulation.storages import File, Space
 
 DIRECTORY_PREFIX = "checkpoint_"
@@ -21,11 +21,9 @@ class RayModel:
     space: Space
     ranks_of: Callable[[str], int]
     step_of: Callable[[Tag], int | None]
-    by_tag: dict[Tag, str] = field(default_factory=dict)
-    """By save the directory that it has filled."""
-    joined: dict[Tag, str] = field(default_factory=dict)
-    """As in the model of a store."""
-    refused: set[Tag] = field(default_factory=set)
+    by_call: dict[Call, str] = field(default_factory=dict)
+    """By a rank's part in a save the directory that it is in."""
+    refused: set[Call] = field(default_factory=set)
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """By directory what was in it when its manifest came."""
 
@@ -52,13 +50,12 @@ class RayModel:
         if manifest.attempt != directory:
             raise Violation("what is committed is whole", f"{directory} has the manifest of {manifest.attempt}")
         held = held_files(self.space, f"{directory}/", directory)
-        tag, also = tags_of(held, directory, self.ranks_of, self.step_of)
-        if tag in self.refused:
-            raise Violation("committed=False never becomes visible", f"{directory}: {tag} was refused before")
-        if tag in self.by_tag:
-            raise Violation("a save commits once", f"{directory}: {tag} is {self.by_tag[tag]} too")
-        self.by_tag[tag] = directory
-        self.joined |= dict.fromkeys(also, directory)
+        told = told_of(held, directory, self.ranks_of, self.step_of)
+        if refused := told & self.refused:
+            raise Violation("committed=False never becomes visible", f"{directory}: {refused} was refused before")
+        if again := told & self.by_call.keys():
+            raise Violation("a save commits once", f"{directory}: {again} is in another directory too")
+        self.by_call |= dict.fromkeys(told, directory)
         self.files[directory] = held
 
     def check_delete(self, process: str, rank: int, keys: Sequence[str]) -> None:
