@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.bench.floors import Verdict, read_floors
+from ckptstore.bench.figures.floors import Verdict, read_floors
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ckptstore import open_store
 from ckptstore.bench.no_paths import NoPaths
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.load import CheckpointFiles
+from ckptstore.loading.story import CheckpointFiles
 from ckptstore.testing import CountCalls, wrap
 from ckptstore.transfer import Transfer
 

@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore import open_store
-from ckptstore.commit import commit
+from ckptstore.format.layout import Attempt
+from ckptstore.format.manifest import Receipt
 from ckptstore.group import SoloGroup
-from ckptstore.index_read import read_own_parts
-from ckptstore.layout import Attempt
-from ckptstore.manifest import Receipt
-from ckptstore.request import Request
-from ckptstore.state.boxes import Box
-from ckptstore.state.coverage import Expected
-from ckptstore.state.flatten import FlatState
-from ckptstore.state.index import TensorIndex
-from ckptstore.state.index_file import INDEX_NAME
-from ckptstore.state.items import Mode, Row, Structure
-from ckptstore.state.part import PartBuilder
-from ckptstore.state.state_shard import StateOptions, StateShard
+from ckptstore.loading.index_read import read_own_parts
+from ckptstore.saving.commit import commit
+from ckptstore.saving.request import Request
+from ckptstore.saving.state_shard import StateOptions, StateShard
+from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.index.items import Mode, Row, Structure
+from ckptstore.state.index.part import PartBuilder
+from ckptstore.state.index.tensor_index import TensorIndex
+from ckptstore.state.live.flatten import FlatState
+from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.write.coverage import Expected
 
 _ROWS, _COLUMNS = 64, 1024
 _CHUNK_BYTES = _ROWS * _COLUMNS * 4

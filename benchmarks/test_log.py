@@ -9,9 +9,9 @@ import pytest
 from versus import FULL
 
 from ckptstore import open_store
-from ckptstore.bench.finding import fill
-from ckptstore.bench.place import Place
-from ckptstore.records import Record
+from ckptstore.bench.destination import Place
+from ckptstore.bench.workloads.finding import fill
+from ckptstore.format.record import Record
 from ckptstore.testing import CountCalls
 from ckptstore.testing.stores import with_faults
 

@@ -1,6 +1,6 @@
 """What a commit costs the leader as ranks grow, when they talk through the storage and nothing else.
 
-The leader is real, the others are simulated: see `ckptstore.bench.simulated`.
+The leader is real, the others are simulated: see `ckptstore.bench.workloads.simulated`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from told import CLOCK, tell
 from versus import FULL, ROUNDS
 
-from ckptstore.bench.simulated import commit_of
+from ckptstore.bench.workloads.simulated import commit_of
 from ckptstore.testing import run_ranks
 
 NUM_RANKS = [64, 256, 1024] if FULL else [8, 16]

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptstore.background import PendingSave
     from ckptstore.checkpoint import Checkpoint
     from ckptstore.errors import (
         AccessDenied,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from ckptstore.group import StorageGroup
     from ckptstore.opening import open_store
     from ckptstore.retention import KeepAll, KeepBest, KeepEvery, KeepLatest, KeepSince
+    from ckptstore.saving.background import PendingSave
     from ckptstore.store import CheckpointStore
 
 __version__ = "0.1.0"
@@ -102,7 +102,7 @@ _HOMES = {
     "KeepEvery": "ckptstore.retention",
     "KeepLatest": "ckptstore.retention",
     "KeepSince": "ckptstore.retention",
-    "PendingSave": "ckptstore.background",
+    "PendingSave": "ckptstore.saving.background",
     "StorageGroup": "ckptstore.group",
     "open_store": "ckptstore.opening",
 }

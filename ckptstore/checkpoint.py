@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.config import StoreConfig
-from ckptstore.encoding import dump_json, load_json
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidMetadata
+from ckptstore.format.encoding import dump_json, load_json
+from ckptstore.format.layout import USER_METADATA_NAME
+from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.group import find_group
-from ckptstore.layout import USER_METADATA_NAME
-from ckptstore.load import CheckpointFiles, copy_directory, open_directory
-from ckptstore.manifest import Manifest, Receipt
-from ckptstore.retried import with_retries
+from ckptstore.loading.story import CheckpointFiles, copy_directory, open_directory
+from ckptstore.loading.verify import VerifyReport, verify
 from ckptstore.storage.base import Persists
 from ckptstore.storage.open import open_storage
+from ckptstore.storage.retried import with_retries
 from ckptstore.transfer import Transfer
-from ckptstore.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
-    from ckptstore.load_state import LoadReport
-    from ckptstore.state.stored import PerRank
+    from ckptstore.loading.load_state import LoadReport
+    from ckptstore.state.read.stored import PerRank
 
 
 class Checkpoint:
@@ -180,7 +180,7 @@ class Checkpoint:
         keywords are those of `CheckpointStore.load`. Raises StateMismatch, which lists all that does not fit, before
         any tensor is changed; after CheckpointDamaged the state may hold anything.
         """
-        from ckptstore.load_state import LoadOptions, load_state
+        from ckptstore.loading.load_state import LoadOptions, load_state
 
         options = LoadOptions(
             include=include,
@@ -204,7 +204,7 @@ class Checkpoint:
         One value when all ranks had the same; empty when there is no such value. Raises InvalidInput for a checkpoint
         without a state.
         """
-        from ckptstore.load_state import values_of_ranks
+        from ckptstore.loading.load_state import values_of_ranks
 
         return values_of_ranks(self._files, key)
 

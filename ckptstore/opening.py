@@ -11,8 +11,8 @@ from ckptstore.errors import InvalidInput
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.retention import KeepAll, Policy
-from ckptstore.retried import with_retries
 from ckptstore.storage.open import open_storage
+from ckptstore.storage.retried import with_retries
 from ckptstore.store import CheckpointStore
 from ckptstore.transfer import Transfer
 

@@ -10,25 +10,26 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ckptstore.background import Background, Deadline, OnBusy, PendingSave, install_sigterm
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.dcp_store import StoreTarget
-from ckptstore.directories import scan
-from ckptstore.directory_shard import DirectoryShard
+from ckptstore.dcp.store_target import StoreTarget
 from ckptstore.errors import InvalidInput, StoreMissing
-from ckptstore.garbage import Garbage, collect_garbage
-from ckptstore.identity import read_identity
+from ckptstore.format.changes import Change, Pin, Remove, Unpin
+from ckptstore.format.record import Record
 from ckptstore.job import Job, record_of_step
-from ckptstore.load import files_of
-from ckptstore.prune import Trashed, prune, trash
-from ckptstore.records import Change, Pin, Record, Remove, Unpin
-from ckptstore.resume import resume
+from ckptstore.loading.newest import resume
+from ckptstore.loading.story import files_of
+from ckptstore.log.identity import read_identity
 from ckptstore.retention import Mode, ranked
-from ckptstore.save import save
+from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, install_sigterm
+from ckptstore.saving.directories import scan
+from ckptstore.saving.directory_shard import DirectoryShard
+from ckptstore.saving.story import save
+from ckptstore.upkeep.garbage import Garbage, collect_garbage
+from ckptstore.upkeep.prune import Trashed, prune, trash
 
 if TYPE_CHECKING:
-    from ckptstore.save_state import StateSaver
-    from ckptstore.state.state_shard import Incremental, StockReadable
+    from ckptstore.saving.save_state import StateSaver
+    from ckptstore.saving.state_shard import Incremental, StockReadable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ class CheckpointStore:
         A tensor that all ranks hold is written once, split over them. A small tensor or a value that differs between
         ranks is stored for each rank. Raises InvalidState, with the key, for what cannot be stored.
         """
-        from ckptstore.state.state_shard import StateOptions
+        from ckptstore.saving.state_shard import StateOptions
 
         self._in_turn(max_failures=0)
         asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
@@ -139,7 +140,7 @@ class CheckpointStore:
 
         The other arguments are those of `save`.
         """
-        from ckptstore.state.state_shard import StateOptions
+        from ckptstore.saving.state_shard import StateOptions
 
         started = time.monotonic()
         _check_uploader(uploader)
@@ -155,7 +156,7 @@ class CheckpointStore:
     def dcp_target(
         self, *, metrics: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
     ) -> StoreTarget:
-        """A place in this store for `ckptstore.state.StoreWriter`, for those who call `dcp.save` themselves.
+        """A place in this store for `ckptstore.dcp.StoreWriter`, for those who call `dcp.save` themselves.
 
         One `dcp.save` begins after what this store has in flight. It is refused at its end, with InvalidInput, when
         another checkpoint was committed meanwhile: an older state must not become the latest.
@@ -166,7 +167,7 @@ class CheckpointStore:
         self, state: Mapping[str, Any], *, stock_readable: StockReadable = "auto", uploader: str = "thread"
     ) -> None:
         """Make the memory, plans and processes that a first `save_async` needs. Collective."""
-        from ckptstore.state.state_shard import StateOptions
+        from ckptstore.saving.state_shard import StateOptions
 
         _check_uploader(uploader)
         self._in_turn()
@@ -409,12 +410,12 @@ class CheckpointStore:
 
     @cached_property
     def _state_saver(self) -> StateSaver:
-        from ckptstore.save_state import StateSaver
+        from ckptstore.saving.save_state import StateSaver
 
         return StateSaver(job=self._job, background=self._background)
 
     def _load(self, state: Mapping[str, Any], *, claim: bool, **options: Any) -> Checkpoint | None:
-        from ckptstore.load_state import LoadOptions, load_newest
+        from ckptstore.loading.load_state import LoadOptions, load_newest
 
         record = load_newest(self._in_turn(), state, LoadOptions(**options), claim=claim)
         return self._checkpoint(record) if record else None

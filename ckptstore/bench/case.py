@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ckptstore.bench.place import Place
+from ckptstore.bench.destination import Place
 from ckptstore.bench.shapes import State, empty_like, rank_state, size_of
 
 T = TypeVar("T")

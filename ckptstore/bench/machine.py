@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from ckptstore.bench.place import Place
+from ckptstore.bench.destination import Place
 from ckptstore.storage.uri import parse_uri
 
 _PACKAGES = ("ckptstore", "torch", "numpy", "awscrt", "fsspec", "obstore")

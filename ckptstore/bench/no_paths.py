@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk.local import LocalStorage
 
 
 class NoPaths:

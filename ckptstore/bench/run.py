@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.bench import machine
-from ckptstore.bench.files import files_of
-from ckptstore.bench.finding import finding
+from ckptstore.bench.destination import Place, check_room, opened_place
+from ckptstore.bench.figures.report import OURS, Asked, Outcome, Report, Sample, Workload
 from ckptstore.bench.peers.base import installed_versions
 from ckptstore.bench.peers.registry import CONTENDERS
-from ckptstore.bench.place import Place, check_room, opened_place
-from ckptstore.bench.scaling import scaling
 from ckptstore.bench.shapes import asked_bytes
 from ckptstore.bench.timeline import aligned, straggler
-from ckptstore.bench.values import OURS, Asked, Outcome, Report, Sample, Workload
 from ckptstore.bench.work import Task, figure_of, work
+from ckptstore.bench.workloads.files import files_of
+from ckptstore.bench.workloads.finding import finding
+from ckptstore.bench.workloads.scaling import scaling
 from ckptstore.testing import RanksFailed, run_ranks
 
 _TIMEOUT_SECONDS = 3600.0

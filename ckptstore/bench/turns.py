@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptstore.bench.case import Case, first
+from ckptstore.bench.destination import drop_caches, read_through
+from ckptstore.bench.figures.report import Outcome, Sample
 from ckptstore.bench.measure import Meter
 from ckptstore.bench.peers.base import Contender
-from ckptstore.bench.place import drop_caches, read_through
 from ckptstore.bench.raw import settle
-from ckptstore.bench.values import Outcome, Sample
 
 T = TypeVar("T")
 

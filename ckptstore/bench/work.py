@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.bench.case import Case, process_group, use_threads
+from ckptstore.bench.destination import Place
+from ckptstore.bench.figures.report import Asked, Outcome
 from ckptstore.bench.peers.base import Contender
 from ckptstore.bench.peers.own import AsyncCkptstore, Ckptstore
 from ckptstore.bench.peers.registry import CONTENDERS
-from ckptstore.bench.place import Place
 from ckptstore.bench.timeline import Recorder
 from ckptstore.bench.turns import Contest, Tell
-from ckptstore.bench.values import Asked, Outcome
 from ckptstore.events import listening
 from ckptstore.store import CheckpointStore
 from ckptstore.testing import with_faults
-from ckptstore.testing.wrapped import Call
+from ckptstore.testing.hooked import Call
 
 FIGURES = {"async": "blocked_seconds"}
 """What the ratios of a workload are taken of; total seconds where nothing else is said."""

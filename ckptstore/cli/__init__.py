@@ -49,7 +49,7 @@ class Commands(click.Group):
         """One command, None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"ckptstore.cli.{_module_name(cmd_name)}").command
+        command: click.Command = import_module(f"ckptstore.cli.commands.{_module_name(cmd_name)}").command
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from ckptstore.errors import InvalidInput
-from ckptstore.executor import Executor, InProcess
+from ckptstore.transfer.executor import Executor, InProcess
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.encoding import dump_json
-from ckptstore.terminal import is_terminal, print_table
+from ckptstore.cli.terminal import is_terminal, print_table
+from ckptstore.format.encoding import dump_json
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput, NoUsableCheckpoint, StoreMissing
-from ckptstore.identity import read_identity
-from ckptstore.layout import MANIFEST_NAME, STORE_KEY
+from ckptstore.format.layout import MANIFEST_NAME, STORE_KEY
+from ckptstore.log.identity import read_identity
 from ckptstore.opening import open_store
 from ckptstore.store import CheckpointStore
 

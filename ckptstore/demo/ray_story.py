@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import ckptstore
-from ckptstore.demo.model import load_digits
 from ckptstore.demo.picture import Shown, draw
 from ckptstore.demo.ray_worker import BATCH_SIZE, TOP_K, Reader, train
+from ckptstore.demo.resnet import load_digits
 from ckptstore.demo.telling import DemoFailed, head, require_empty, say, shout
 from ckptstore.demo.train import Progress
 

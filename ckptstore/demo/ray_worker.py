@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import ckptstore
 from ckptstore import KeepBest, KeepLatest
-from ckptstore.demo.model import ResNet18
+from ckptstore.demo.resnet import ResNet18
 from ckptstore.demo.train import Options, run, showing
 from ckptstore.events import Event, FileStored, listening
 

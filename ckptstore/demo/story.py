@@ -17,7 +17,7 @@ from pathlib import Path
 from ckptstore import open_store
 from ckptstore.demo.launch import Ended, run_job
 from ckptstore.demo.telling import DemoFailed, head, require_empty, say, shout
-from ckptstore.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, parse_record_key
+from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, parse_record_key
 from ckptstore.storage.open import open_storage
 
 TOLERANCE = 1e-6

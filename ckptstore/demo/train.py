@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptstore import CheckpointStore, KeepBest, KeepLatest, open_store
-from ckptstore.demo.model import Digits, ResNet18, load_digits
+from ckptstore.demo.resnet import Digits, ResNet18, load_digits
 from ckptstore.events import (
     CheckpointCommitted,
     CheckpointSkipped,

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CkptstoreError, FileMissing, GroupMissing, InvalidInput, StoreNotShared
+from ckptstore.format.layout import PROBE_PREFIX
 from ckptstore.group.base import LEADER, Beat, Group, SoloGroup, spoken
 from ckptstore.group.storage_board import StorageGroup
-from ckptstore.layout import PROBE_PREFIX
-from ckptstore.retry import retrying
 from ckptstore.storage.base import Storage
+from ckptstore.storage.retry import retrying
 
 _SEEN_LATE_SECONDS = 3.0
 """A network file system may show a new directory entry a moment later."""

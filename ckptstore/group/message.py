@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.encoding import FORMAT_VERSION
 from ckptstore.errors import CkptstoreError, UnsupportedVersion, from_wire
+from ckptstore.format.encoding import FORMAT_VERSION
 from ckptstore.group.base import spoken
 
 _FIELDS: Mapping[str, type] = {"tag": str, "rank": int, "world_size": int, "by": str}

@@ -21,11 +21,11 @@ from typing import TypeVar
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, StorageError
+from ckptstore.format.layout import GROUP_PREFIX
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.life import LEFT
-from ckptstore.layout import GROUP_PREFIX
-from ckptstore.retry import retrying
 from ckptstore.storage.base import CreatesExclusively, HasLocalFiles, Storage
+from ckptstore.storage.retry import retrying
 
 logger = logging.getLogger("ckptstore.group")
 

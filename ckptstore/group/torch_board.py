@@ -21,7 +21,7 @@ from ckptstore.group.base import LEADER, new_start_token
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.caller import Caller
 from ckptstore.group.life import LEFT
-from ckptstore.torch_private import cloned, default_store
+from ckptstore.runtime.torch_private import cloned, default_store
 
 logger = logging.getLogger("ckptstore.group")
 

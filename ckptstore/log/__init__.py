@@ -5,7 +5,7 @@
 
 A record is created if absent, never changed and never removed, and no number is left out: so the newest one is found
 by probing upwards from any known number, and who creates number n + 1 has decided on the state of n. Everything that a
-store promises rests on this atomic create; the rules between two states are in `ckptstore.records`.
+store promises rests on this atomic create; the rules between two states are in `ckptstore.format.changes`.
 """
 
 from ckptstore.log.writer import Log

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.layout import record_key
-from ckptstore.records import EMPTY, Record, apply
+from ckptstore.format.changes import EMPTY, apply
+from ckptstore.format.layout import record_key
+from ckptstore.format.record import Record
 
 
 def link_problem(before: Record | None, record: Record) -> str | None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptstore.encoding import FORMAT_VERSION, dump_json, load_object
 from ckptstore.errors import CkptstoreError
-from ckptstore.layout import HINT_KEY
-from ckptstore.records import Record
+from ckptstore.format.encoding import FORMAT_VERSION, dump_json, load_object
+from ckptstore.format.layout import HINT_KEY
+from ckptstore.format.record import Record
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from ckptstore.errors import (
     StorageError,
     UnsupportedVersion,
 )
-from ckptstore.fork import new_lock_in_child
-from ckptstore.layout import HINT_KEY, PROBE_PREFIX, record_key
+from ckptstore.format.layout import HINT_KEY, PROBE_PREFIX, record_key
+from ckptstore.format.record import Record
 from ckptstore.log.hint import Hint
-from ckptstore.records import Record
-from ckptstore.retry import retrying
+from ckptstore.runtime.fork import new_lock_in_child
 from ckptstore.storage.base import CreatesExclusively, Storage
+from ckptstore.storage.retry import retrying
 
 logger = logging.getLogger("ckptstore")
 

@@ -19,11 +19,12 @@ from ckptstore.errors import (
     StorageUnavailable,
     StoreForked,
 )
-from ckptstore.layout import HINT_KEY, record_key
+from ckptstore.format.changes import Change, Noop
+from ckptstore.format.layout import HINT_KEY, record_key
+from ckptstore.format.record import Record
 from ckptstore.log.chain import link_problem, record_problem
 from ckptstore.log.hint import Hint
 from ckptstore.log.reader import LogReader, Probed
-from ckptstore.records import Change, Noop, Record
 from ckptstore.storage.base import CreatesExclusively, Persists, Storage
 from ckptstore.storage.probe import has_exclusive_create, is_server
 

@@ -10,7 +10,7 @@ What lies in locks/ and leases/ goes with its copy; whoever opened it before fin
 
 All locks are flock's: the kernel releases them when a process dies. Nothing that must hold rests on the turn: a
 download is verified and then renamed, and of two downloads the first rename wins. `cache` has the story, `place` the
-directory, `leases` the readers, `eviction` what goes and when.
+directory, `readers` the leases, `eviction` what goes and when.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from pathlib import Path
 from ckptstore.config import CacheConfig
 from ckptstore.errors import CacheError, InvalidInput
 from ckptstore.events import DownloadFinished, DownloadStarted, DownloadWaited, emit
-from ckptstore.node_cache import eviction, leases
+from ckptstore.node_cache import eviction, readers
 from ckptstore.node_cache.place import Place, open_place
-from ckptstore.storage import posix
-from ckptstore.storage.local_parts import flush_files
+from ckptstore.storage.disk import posix
+from ckptstore.storage.disk.local_parts import flush_files
 
 logger = logging.getLogger("ckptstore")
 
@@ -66,14 +66,14 @@ class NodeCache:
             raise InvalidInput(f"{key!r} is no SHA-256 in hex")
         place = open_place(self.config.cache_dir)
         fetch = _Fetch(place, self.config, key, step, size_bytes, download, expected)
-        leases.take(place, key, wait_seconds=self.config.cache_wait_seconds)
+        readers.take(place, key, wait_seconds=self.config.cache_wait_seconds)
         try:
-            leases.sweep(place)
+            readers.sweep(place)
             eviction.evict(place, self.config)
             fetch.run()
             yield place.copy(key)
         finally:
-            if leases.release(place, key):
+            if readers.release(place, key):
                 eviction.evict(place, self.config)
 
 
@@ -148,14 +148,14 @@ class _Fetch:
         eviction.make_room(self.place, size_bytes=self.size_bytes, step=self.step)
         emit(DownloadStarted(step=self.step, size_bytes=self.size_bytes))
         started = time.monotonic()
-        with leases.private_directory(self.place) as private:
+        with readers.private_directory(self.place) as private:
             with self.place.using():
                 private.mkdir(mode=0o700)
             self.download(private)
             with self.place.using():
                 size_bytes = _make_final(private)
                 self.publish(private)
-        leases.note_size(self.place, self.key, size_bytes)
+        readers.note_size(self.place, self.key, size_bytes)
         emit(DownloadFinished(step=self.step, size_bytes=size_bytes, seconds=time.monotonic() - started))
 
     def publish(self, private: Path) -> None:
@@ -247,7 +247,7 @@ class _Turn:
 
     def take(self) -> bool:
         """Take the turn if it is free. Raises OSError."""
-        descriptor = leases.lock(self._path, fcntl.LOCK_EX, create=True)
+        descriptor = readers.lock(self._path, fcntl.LOCK_EX, create=True)
         if descriptor is not None:
             self._descriptor = descriptor
             _turns.add(descriptor)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ckptstore.config import CacheConfig
 from ckptstore.errors import CacheError, StorageFull
-from ckptstore.node_cache import leases
+from ckptstore.node_cache import readers
 from ckptstore.node_cache.place import Place
 
 KEY = re.compile(r"[0-9a-f]{64}")
@@ -82,13 +82,13 @@ def _evict_now(place: Place, config: CacheConfig) -> None:
 
 def remove(place: Place, key: str) -> bool:
     """Remove a copy unless somebody reads it; say whether it is gone."""
-    with leases.private_directory(place) as private:
-        with leases.excluding_readers(place, key) as unread:
+    with readers.private_directory(place) as private:
+        with readers.excluding_readers(place, key) as unread:
             if not unread:
                 return False
             with contextlib.suppress(FileNotFoundError):
                 os.rename(place.copy(key), private)
-            leases.forget(place, key)
+            readers.forget(place, key)
         return True  # what is private now goes with the context
 
 
@@ -97,9 +97,9 @@ def _forget_lost(place: Place) -> None:
     beside = {path.name.partition(".")[0] for name in ("locks", "leases") for path in (place.root / name).iterdir()}
     for key in filter(KEY.fullmatch, beside):
         if not place.copy(key).exists():
-            with leases.excluding_readers(place, key) as unread:
+            with readers.excluding_readers(place, key) as unread:
                 if unread and not place.copy(key).exists():
-                    leases.forget(place, key)
+                    readers.forget(place, key)
 
 
 def _unread(place: Place) -> list[_Copy]:
@@ -109,10 +109,10 @@ def _unread(place: Place) -> list[_Copy]:
         if not KEY.fullmatch(path.name):
             continue
         with contextlib.suppress(FileNotFoundError):
-            with leases.excluding_readers(place, path.name) as unread:
+            with readers.excluding_readers(place, path.name) as unread:
                 if not unread:
                     continue
-            found.append(_Copy(*leases.last_use(place, path.name), path.name))
+            found.append(_Copy(*readers.last_use(place, path.name), path.name))
     return sorted(found)
 
 

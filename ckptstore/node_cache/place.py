@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.errors import CacheError, CkptstoreError, StorageFull
-from ckptstore.storage import posix
+from ckptstore.storage.disk import posix
 
 logger = logging.getLogger("ckptstore")
 

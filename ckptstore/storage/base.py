@@ -8,7 +8,7 @@ What is asked of every storage: read-after-write (a `write` that returned is see
 `list`, from any process), ranged reads, listing by prefix. No order of a listing, no rename, no directories.
 
 Errors come as `FileMissing`, `AccessDenied`, `StorageFull`, `StorageUnavailable` (worth a retry) or `StorageError`,
-and name the key. A storage retries nothing itself: `ckptstore.retry` does, above it.
+and name the key. A storage retries nothing itself: `ckptstore.storage.retry` does, above it.
 """
 
 from __future__ import annotations

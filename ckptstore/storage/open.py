@@ -54,7 +54,7 @@ def open_storage(
     uri = location.uri
     choice = choose_engine(uri, storage_options=storage_options, engine=engine)
     if choice.engine == "local":
-        from ckptstore.storage.local import LocalStorage
+        from ckptstore.storage.disk.local import LocalStorage
 
         return LocalStorage(location.prefix, durable=durable, direct_io=direct_io)
     if choice.engine == "memory":
@@ -63,10 +63,10 @@ def open_storage(
         return MemoryStorage(uri)
     try:
         if choice.engine == "obstore":
-            from ckptstore.storage.fast import open_fast
+            from ckptstore.storage.cloud.obstore import open_fast
 
             return open_fast(uri, storage_options)
-        from ckptstore.storage.remote import open_remote
+        from ckptstore.storage.fsspec import open_remote
 
         return open_remote(uri, storage_options)
     except CkptstoreError:
@@ -109,7 +109,7 @@ def _objection_to_obstore(location: Location, storage_options: Mapping[str, Any]
         return f"obstore does not know {location.scheme}://"
     if importlib.util.find_spec("obstore") is None:
         return 'obstore is not installed (pip install "ckptstore[fast]")'
-    from ckptstore.storage.fast import understands
+    from ckptstore.storage.cloud.obstore import understands
 
     return understands(location.uri, storage_options)
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.layout import PROBE_PREFIX
+from ckptstore.format.layout import PROBE_PREFIX
 from ckptstore.storage.base import CreatesExclusively, Storage
 
 _RACERS = 8

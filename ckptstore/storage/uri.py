@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from ckptstore.errors import InvalidInput, InvalidName
-from ckptstore.layout import check_name
+from ckptstore.format.layout import check_name
 
 Kind = Literal["s3", "gcs", "azure"]
 

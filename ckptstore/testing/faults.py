@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NoReturn
 
 from ckptstore.errors import InvalidInput, StorageUnavailable
-from ckptstore.testing.wrapped import Call, Hook, wrap
+from ckptstore.testing.hooked import Call, Hook, wrap
 
 __all__ = [
     "FAULTS_VARIABLE",

@@ -22,8 +22,8 @@ from typing import Any
 
 from ckptstore.testing.s3.connection import Connection
 from ckptstore.testing.s3.control import stats
-from ckptstore.testing.s3.faults import Fault, Faults
 from ckptstore.testing.s3.objects import LoggedRequest, Objects, StoredObject
+from ckptstore.testing.s3.rules import Fault, Faults
 from ckptstore.testing.s3.service import Service
 from ckptstore.testing.s3.shared import Shared
 

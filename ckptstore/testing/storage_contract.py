@@ -28,9 +28,9 @@ import pytest
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, StorageError
 from ckptstore.storage.base import Storage
+from ckptstore.testing.hooked import POWERS
 from ckptstore.testing.ranks import run_ranks
 from ckptstore.testing.storage_powers import PowersContract
-from ckptstore.testing.wrapped import POWERS
 
 ODD_NAMES = (
     "with space",

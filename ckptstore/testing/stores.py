@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ckptstore.log import Log
 from ckptstore.store import CheckpointStore
-from ckptstore.testing.wrapped import Hook, wrap
+from ckptstore.testing.hooked import Hook, wrap
 from ckptstore.transfer import Transfer
 
 

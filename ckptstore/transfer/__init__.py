@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.config import RetryConfig, TransferConfig
-from ckptstore.fork import in_forked_child
-from ckptstore.plan import PlannedFile
+from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.base import Storage
 from ckptstore.storage.probe import is_server
 from ckptstore.transfer import fetch, reads, upload
 from ckptstore.transfer.engine import Engine
+from ckptstore.transfer.moves import Checked, RangeRead, Stored, Wanted
+from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.pool import Pool
 from ckptstore.transfer.scratch import Scratch
-from ckptstore.transfer.values import Checked, RangeRead, Stored, Wanted
 
 __all__ = ["Checked", "RangeRead", "Stored", "Transfer", "Wanted"]
 

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from ckptstore.digest import FileDigest, combine, crc32c
 from ckptstore.errors import CkptstoreError
-from ckptstore.plan import PlannedFile
-from ckptstore.sources import FileSource, Read
+from ckptstore.format.digest import FileDigest, combine, crc32c
 from ckptstore.transfer.engine import STEP_BYTES, Engine
+from ckptstore.transfer.moves import Stored
+from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.pool import Run
-from ckptstore.transfer.values import Stored
+from ckptstore.transfer.sources import FileSource, Read
 
 
 def write_batch(engine: Engine, files: Sequence[PlannedFile], run: Run) -> tuple[list[Stored], float]:

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import AccessDenied, StorageError, StorageFull
-from ckptstore.retry import retrying
 from ckptstore.storage.base import HasLocalFiles, ReadsInSteps, Storage, WritesMany, WritesParts
+from ckptstore.storage.retry import retrying
 from ckptstore.transfer.flow import Flow
 from ckptstore.transfer.pool import Pool, Run
 from ckptstore.transfer.scratch import Scratch

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ckptstore.digest import FileDigest, to_hex
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
 from ckptstore.events import BytesMoved, emit, is_heard
-from ckptstore.storage.local_parts import NewFile, make_durable
+from ckptstore.format.digest import FileDigest, to_hex
+from ckptstore.storage.disk.local_parts import NewFile, make_durable
 from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine
+from ckptstore.transfer.moves import Checked, Wanted
 from ckptstore.transfer.pool import Run, Task
-from ckptstore.transfer.values import Checked, Wanted
 
 Damage = CheckpointDamaged | FileMissing
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from ckptstore.digest import crc32c_of, to_hex
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import BytesMoved, emit, is_heard
+from ckptstore.format.digest import crc32c_of, to_hex
 from ckptstore.transfer.engine import TASK_BYTES, Engine
+from ckptstore.transfer.moves import RangeRead
 from ckptstore.transfer.pool import Run
-from ckptstore.transfer.values import RangeRead
 
 _MAX_BATCH_RANGES = 256
 

@@ -9,15 +9,15 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
 
-from ckptstore.digest import FileDigest
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import BytesMoved, FileStored, emit, is_heard
-from ckptstore.plan import PlannedFile
+from ckptstore.format.digest import FileDigest
 from ckptstore.storage.base import PartWriter, Persists
 from ckptstore.transfer.batch import read_hashed, write_batch
 from ckptstore.transfer.engine import TASK_BYTES, Engine, is_worth_writing_anew
+from ckptstore.transfer.moves import Stored
+from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.pool import Run, Task
-from ckptstore.transfer.values import Stored
 
 _PERSIST_FILES = 4096
 """After so many small files they are made durable, while other threads write the next ones."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptstore.bench.values import Outcome, Report, Role, Sample, Workload
+from ckptstore.bench.figures.report import Outcome, Report, Role, Sample, Workload
 
 ROLES: Mapping[str, Role] = {"ckptstore": "ckptstore", "DCP FileSystemWriter": "peer", "raw disk": "limit"}
 

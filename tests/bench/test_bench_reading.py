@@ -12,13 +12,13 @@ import pytest
 from click.testing import CliRunner
 from made import RANKS, report
 
-from ckptstore.bench.charts import Curve, curves
-from ckptstore.bench.compare import compare, rank_sum_p, smallest_p
-from ckptstore.bench.floors import check, read_floors
-from ckptstore.bench.laws import exponent, line
-from ckptstore.bench.page import page
+from ckptstore.bench.figures.charts import Curve, curves
+from ckptstore.bench.figures.compare import compare, rank_sum_p, smallest_p
+from ckptstore.bench.figures.floors import check, read_floors
+from ckptstore.bench.figures.laws import exponent, line
+from ckptstore.bench.figures.page import page
+from ckptstore.bench.figures.report import Report
 from ckptstore.bench.timeline import aligned, straggler
-from ckptstore.bench.values import Report
 from ckptstore.cli import main
 from ckptstore.errors import InvalidInput
 

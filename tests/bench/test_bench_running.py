@@ -15,14 +15,14 @@ import pytest
 from click.testing import CliRunner, Result
 from made import report
 
-from ckptstore.bench.page import page
-from ckptstore.bench.place import Place, check_room, opened_place
+from ckptstore.bench.destination import Place, check_room, opened_place
+from ckptstore.bench.figures.page import page
+from ckptstore.bench.figures.report import Asked
 from ckptstore.bench.run import contest
 from ckptstore.bench.shapes import PRESETS, asked_bytes, shapes_of
-from ckptstore.bench.simulated import commit_of
 from ckptstore.bench.timeline import straggler
-from ckptstore.bench.values import Asked
 from ckptstore.bench.work import Task
+from ckptstore.bench.workloads.simulated import commit_of
 from ckptstore.cli import main
 from ckptstore.errors import InvalidInput, StorageFull
 from ckptstore.testing import run_ranks
@@ -147,7 +147,7 @@ def test_unknown_peers_and_sizes_are_refused() -> None:
 
 
 def test_a_secret_is_not_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.cli.bench import _command
+    from ckptstore.cli.commands.bench import _command
 
     words = ["ckptstore", "bench", "save", "--to", "s3://me:sesame@bucket/x", "--to=s3://bucket/x?token=sesame"]
     monkeypatch.setattr("sys.argv", words)

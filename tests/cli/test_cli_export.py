@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ckptstore import open_store
-from ckptstore.cli.export import parse_size
+from ckptstore.cli.commands.export import parse_size
 
 
 @pytest.fixture

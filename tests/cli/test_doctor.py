@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.layout import record_key
+from ckptstore.format.layout import record_key
 
 
 def files_below(root: Path) -> set[str]:

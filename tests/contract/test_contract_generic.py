@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from ckptstore.storage.remote.generic import GenericStorage
+from ckptstore.storage.fsspec.generic import GenericStorage
 from ckptstore.testing import StorageContract
 
 

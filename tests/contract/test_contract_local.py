@@ -17,7 +17,7 @@ from ckptstore.storage.base import (
     WritesMany,
     WritesParts,
 )
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import CountCalls, wrap
 from ckptstore.testing.storage_contract import StorageContract
 

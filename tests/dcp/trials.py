@@ -25,9 +25,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from ckptstore.dcp import StoreReader, StoreWriter
 from ckptstore.errors import CkptstoreError
-from ckptstore.state import StoreReader, StoreWriter
-from ckptstore.torch_private import is_wrapper
+from ckptstore.runtime.torch_private import is_wrapper
 
 SAME = "same"
 """What ours loads is what was saved, and what stock loads, if stock loads anything."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.errors import UnsupportedVersion
-from ckptstore.records import Record
+from ckptstore.format.record import Record
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference/format-v1.md").read_text()

@@ -10,9 +10,9 @@ from typing import Any
 from ckptstore import KeepLatest, StorageGroup, open_store
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError
-from ckptstore.load import CheckpointFiles
+from ckptstore.loading.story import CheckpointFiles
 from ckptstore.storage.base import StoredFile
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.store import CheckpointStore
 from ckptstore.testing import Call, CountCalls, KillAt, wrap
 from ckptstore.testing.stores import with_faults

@@ -231,8 +231,8 @@ def fills_the_disk(root: Path, log: Path) -> str:
 def downloads_from(storage_root: Path, root: Path, call: int, when: str) -> int:
     """Download through the transfer engine, and die at one of its storage calls."""
     from ckptstore.config import RetryConfig, TransferConfig
-    from ckptstore.digest import crc32c
-    from ckptstore.storage.local import LocalStorage
+    from ckptstore.format.digest import crc32c
+    from ckptstore.storage.disk.local import LocalStorage
     from ckptstore.testing.faults import CountCalls, KillAt, combine, wrap
     from ckptstore.transfer import Transfer, Wanted
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptstore import CheckpointDamaged, StateMismatch
-from ckptstore.load_state import _Reader
-from ckptstore.state.index_file import FOOTER_BYTES, INDEX_NAME, directory_bytes, places
+from ckptstore.loading.load_state import _Reader
+from ckptstore.state.index.index_file import FOOTER_BYTES, INDEX_NAME, directory_bytes, places
 
 ROWS = torch.arange(8 * 12, dtype=torch.float32).reshape(8, 12)
 THIN = torch.arange(3.0)
@@ -35,7 +35,7 @@ def parts_opened() -> Iterator[list[list[int]]]:
         opened.append([part.rank for part in index.parts])
         return index
 
-    module = "ckptstore.index_read"
+    module = "ckptstore.loading.index_read"
     with patch(f"{module}.WHOLE_BYTES", 0), patch(f"{module}.MOST_SHARE", 1), patch.object(_Reader, "open", told):
         yield opened
 

@@ -234,7 +234,7 @@ def test_what_is_in_flight_ends_before_the_next_call_begins(tmp_path: Path, how:
     elif how == "dcp":
         import torch.distributed.checkpoint as dcp
 
-        from ckptstore.state import StoreWriter
+        from ckptstore.dcp import StoreWriter
 
         dcp.save({"epoch": 2}, storage_writer=StoreWriter(store.dcp_target(), step=2))
     elif how == "resume":

@@ -25,18 +25,19 @@ from ckptstore import (
     KeepSince,
     StorageError,
     StoreFenced,
-    copying,
     open_store,
 )
-from ckptstore.copying import CopyReport, copy_store, open_target
 from ckptstore.errors import InvalidInput
 from ckptstore.events import CheckpointsPruned, Event, PruneFailed, listening
-from ckptstore.exporting import export
-from ckptstore.layout import HINT_KEY, record_key
+from ckptstore.format.changes import Claim, Commit
+from ckptstore.format.layout import HINT_KEY, record_key
+from ckptstore.format.record import Record
+from ckptstore.interchange import copying
+from ckptstore.interchange.copying import CopyReport, copy_store, open_target
+from ckptstore.interchange.exporting import export
 from ckptstore.log.hint import Hint
-from ckptstore.records import Claim, Commit, Record
-from ckptstore.retain import retain
 from ckptstore.testing import Call, with_faults
+from ckptstore.upkeep.retain import retain
 
 YEAR_SECONDS = 365 * 86400.0
 
@@ -166,7 +167,8 @@ def test_what_is_in_flight_is_not_taken_for_left_over(tmp_path: Path) -> None:
 FORKING = """
 import os, sys, time
 from pathlib import Path
-from ckptstore import leases, open_store
+from ckptstore.upkeep import leases
+from ckptstore import open_store
 with open_store(sys.argv[1]) as store:
     checkpoint = store[1]
     with checkpoint.as_directory(), leases.hold(store._job.storage, 2):
@@ -287,7 +289,7 @@ def each_copy(action: Callable[[], object]) -> object:
         action()
         return report
 
-    return patch("ckptstore.copying.copy_checkpoint", copied)
+    return patch("ckptstore.interchange.copying.copy_checkpoint", copied)
 
 
 @pytest.fixture

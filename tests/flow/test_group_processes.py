@@ -14,7 +14,7 @@ from typing import Any
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageFull
 from ckptstore.group import Group, StorageGroup, check_shared, find_group
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import run_ranks
 
 PATIENCE_SECONDS = 100.0
@@ -193,7 +193,7 @@ def summed(value: float, over: Any = None) -> float:
 
 
 def our_keys() -> list[str]:
-    from ckptstore.torch_private import default_store
+    from ckptstore.runtime.torch_private import default_store
 
     return [key for key in default_store().list_keys() if "ckptstore/" in key]
 

@@ -31,9 +31,10 @@ from ckptstore.errors import (
     StorageUnavailable,
     StoreFenced,
 )
-from ckptstore.layout import HINT_KEY, parse_record_key
+from ckptstore.format.changes import EMPTY, Change, CheckpointEntry, Claim, Commit, Pin, Remove, StoreState, Unpin
+from ckptstore.format.layout import HINT_KEY, parse_record_key
+from ckptstore.format.record import Record
 from ckptstore.log import Log
-from ckptstore.records import EMPTY, Change, CheckpointEntry, Claim, Commit, Pin, Record, Remove, StoreState, Unpin
 from ckptstore.storage.base import StoredFile
 
 RETRY = RetryConfig(retry_attempts=3, retry_wait_initial_seconds=1e-9, retry_wait_max_seconds=1e-9)

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 from ckptstore.config import RetryConfig
-from ckptstore.identity import read_identity, read_or_create_identity
+from ckptstore.format.changes import Claim, Noop
 from ckptstore.log import Log
-from ckptstore.records import Claim, Noop
-from ckptstore.storage.local import LocalStorage
+from ckptstore.log.identity import read_identity, read_or_create_identity
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import KillAt, wrap
 from ckptstore.testing.ranks import run_ranks
 

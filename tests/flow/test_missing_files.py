@@ -14,7 +14,7 @@ from threaded_ranks import run_ranks_in_threads
 from ckptstore import CheckpointDamaged, CheckpointGone, CheckpointStore, NoUsableCheckpoint, open_store
 from ckptstore.errors import CacheError, StorageUnavailable
 from ckptstore.events import CheckpointSkipped, Event, listening
-from ckptstore.load import NodeCopies
+from ckptstore.loading.story import NodeCopies
 from ckptstore.testing import FailAt, run_ranks, with_faults
 
 FILES = ["tensors.index", "*.distcp", "ckptstore.json"]

@@ -8,7 +8,7 @@ import pytest
 from own_parts_worker import load_in_other_layouts, load_own_parts, train_with_own_parts
 from test_state_parallel import assert_same_curves
 
-from ckptstore.state.index_file import INDEX_NAME
+from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(600)

@@ -177,7 +177,7 @@ def test_one_ranks_failure_is_everybodys_and_leaves_nothing(tmp_path: Path) -> N
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore import directories
+    from ckptstore.saving import directories
 
     scan = directories.scan
 

@@ -24,9 +24,9 @@ from ckptstore import (
     StoreMissing,
     open_store,
 )
-from ckptstore.copying import copy_checkpoint, copy_store, open_target
 from ckptstore.events import CheckpointSkipped, CheckpointsPruned, Event, listening
-from ckptstore.load import CheckpointFiles, attempt_prefix
+from ckptstore.interchange.copying import copy_checkpoint, copy_store, open_target
+from ckptstore.loading.story import CheckpointFiles, attempt_prefix
 
 
 def save(store: CheckpointStore, tmp_path: Path, step: int, loss: float = 1.0, data: bytes = b"x") -> Checkpoint:

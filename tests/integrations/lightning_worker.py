@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ckptstore import open_store
 from ckptstore.errors import CkptstoreError, StateMismatch
 from ckptstore.integrations.lightning import CheckpointStoreCallback
-from ckptstore.integrations.lightning.contents import check_strategy
+from ckptstore.integrations.lightning.trainer_parts import check_strategy
 from ckptstore.retention import KeepBest, KeepLatest
 
 warnings.simplefilter("ignore")

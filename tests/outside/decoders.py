@@ -32,15 +32,15 @@ from mutations import mutated
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import StoreConfig
-from ckptstore.encoding import load_json
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidState, StorageFull, from_wire
+from ckptstore.format.encoding import load_json
+from ckptstore.format.layout import USER_METADATA_NAME, Attempt, check_name, parse_lease_key, parse_record_key
+from ckptstore.format.manifest import Manifest
+from ckptstore.format.record import Record
 from ckptstore.group.message import Message, first_error
-from ckptstore.identity import StoreIdentity
-from ckptstore.layout import USER_METADATA_NAME, Attempt, check_name, parse_lease_key, parse_record_key
-from ckptstore.load import CheckpointFiles
+from ckptstore.loading.story import CheckpointFiles
 from ckptstore.log.hint import Hint
-from ckptstore.manifest import Manifest
-from ckptstore.records import Record
+from ckptstore.log.identity import StoreIdentity
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.transfer import Transfer
 
@@ -246,7 +246,7 @@ def _stock_state(root: Path) -> dict[str, bytes]:
 
 
 def _decode_index(data: bytes) -> object:
-    from ckptstore.state.index import TensorIndex
+    from ckptstore.state.index.tensor_index import TensorIndex
 
     index = TensorIndex.decode(data)
     index.check_complete()
@@ -257,7 +257,7 @@ def _decode_index(data: bytes) -> object:
 
 
 def _parts(indexes: Sequence[bytes]) -> list[bytes]:
-    from ckptstore.state.index_file import split_parts
+    from ckptstore.state.index.index_file import split_parts
 
     return [bytes(part) for data in indexes for part in split_parts(data)]
 
@@ -266,7 +266,7 @@ def _decode_part(data: bytes) -> object:
     """A part whose digest is right, so that its decoder has to find what is wrong."""
     import struct
 
-    from ckptstore.state.index_file import join_parts
+    from ckptstore.state.index.index_file import join_parts
 
     try:
         joined = join_parts([data])
@@ -276,7 +276,7 @@ def _decode_part(data: bytes) -> object:
 
 
 def _decode_kept(data: bytes) -> object:
-    from ckptstore.state.incremental import Kept
+    from ckptstore.state.write.incremental import Kept
 
     kept = Kept.decode(data, attempt="step-0000000001-e0001-0123abcd", file="digests")
     return kept.still_good({(c.key, c.box): c.digest for f in kept.files for c in f.chunks}), kept.encode()
@@ -289,7 +289,7 @@ def _value_texts() -> list[bytes]:
     import numpy
     import torch
 
-    from ckptstore.state.values import Encoder
+    from ckptstore.state.live.values import Encoder
 
     values: dict[str, Any] = {
         "plain": [1, 2.5, "x", None, True, {"a": [1]}],
@@ -314,8 +314,8 @@ def _value_texts() -> list[bytes]:
 def _decode_values(data: bytes) -> object:
     import numpy
 
-    from ckptstore.state.index import _values
-    from ckptstore.state.values import Decoder, references
+    from ckptstore.state.index.tensor_index import _values
+    from ckptstore.state.live.values import Decoder, references
 
     found = dict(_values(data))
     list(references(found))
@@ -347,7 +347,7 @@ def _attacks() -> list[bytes]:
 
 def _decode_metadata(files: dict[str, bytes]) -> Callable[[bytes], object]:
     def decode(data: bytes) -> object:
-        from ckptstore.state.stock_read import StockState, load_metadata
+        from ckptstore.state.read.stock_read import StockState, load_metadata
         from ckptstore.transfer import RangeRead
 
         def read(ranges: Sequence[RangeRead]) -> None:
@@ -373,16 +373,16 @@ def _decode_metadata(files: dict[str, bytes]) -> Callable[[bytes], object]:
 def _frames() -> list[bytes]:
     import torch
 
-    from ckptstore.state import frames
+    from ckptstore.state.tensors import frames
 
     plain = frames.template(torch.float32, (3, 4))
     return [plain.header + bytes(plain.payload_bytes) + plain.trailer, frames.value_frame(torch.ones(2, 2))]
 
 
 def _decode_frame(data: bytes) -> object:
-    from ckptstore.state import frames
-    from ckptstore.state.boxes import Box
-    from ckptstore.state.stock_pickles import is_contiguous_frame
+    from ckptstore.state.read.stock_pickles import is_contiguous_frame
+    from ckptstore.state.tensors import frames
+    from ckptstore.state.tensors.boxes import Box
 
     tail = data[-2048:]
     offset, size_bytes, _ = frames.payload_range(tail, len(data), file="x")
@@ -391,14 +391,14 @@ def _decode_frame(data: bytes) -> object:
 
 
 def _safetensors() -> list[bytes]:
-    from ckptstore.state.safetensors_file import Entry, header
+    from ckptstore.interchange.safetensors_file import Entry, header
 
     entries = [Entry("a", "float32", (2, 3)), Entry("b", "int8", (5,))]
     return [header(entries, {"format": "pt"}) + bytes(29), header([], {})]
 
 
 def _decode_safetensors(data: bytes) -> object:
-    from ckptstore.state.safetensors_file import read_header
+    from ckptstore.interchange.safetensors_file import read_header
 
     with open(memory := os.memfd_create("safetensors"), "wb") as file:
         file.write(data)

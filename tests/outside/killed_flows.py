@@ -60,32 +60,32 @@ def save_directory(store: CheckpointStore, rank: int, given: str) -> None:
 
 def save(store: CheckpointStore, rank: int, given: str) -> None:
     state = state_of(STEP, rank)
-    import ckptstore.save_state
+    import ckptstore.saving.save_state
 
-    assert ckptstore.save_state
+    assert ckptstore.saving.save_state
     ready()
     store.save(STEP, state)
 
 
 def save_async(store: CheckpointStore, rank: int, uploader: str) -> None:
     state = state_of(STEP, rank)
-    import ckptstore.save_state
+    import ckptstore.saving.save_state
 
-    assert ckptstore.save_state
+    assert ckptstore.saving.save_state
     ready()
     store.save_async(STEP, state, uploader=uploader).result()
 
 
 def import_file(store: CheckpointStore, given: str) -> None:
-    from ckptstore.importing import import_state
+    from ckptstore.interchange.importing import import_state
 
     ready()
     import_state(Path(given) / "state.pt", store, STEP, kind="torch")
 
 
 def copy(root: str, target: str) -> None:
-    from ckptstore.copying import copy_store, open_target
-    from ckptstore.load import files_of
+    from ckptstore.interchange.copying import copy_store, open_target
+    from ckptstore.loading.story import files_of
 
     with open_store(root) as store:
         job, place = store._job, open_target(target, storage_options=None)

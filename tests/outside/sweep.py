@@ -201,8 +201,8 @@ def check_prune(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None
 
 def check_copy(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
     """What the target's log names is whole; the same copy goes on and ends; nothing else is left."""
-    from ckptstore.copying import copy_store, open_target
-    from ckptstore.load import files_of
+    from ckptstore.interchange.copying import copy_store, open_target
+    from ckptstore.loading.story import files_of
 
     target = place / "target"
     with open_store(target) as reader:

@@ -13,11 +13,11 @@ from decoders import pure_targets
 from mutations import mutated
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, RankFailed, from_wire
+from ckptstore.format.layout import Attempt, parse_lease_key, parse_record_key
+from ckptstore.format.manifest import Manifest
+from ckptstore.format.record import Record
 from ckptstore.group.message import Message
-from ckptstore.layout import Attempt, parse_lease_key, parse_record_key
 from ckptstore.log.hint import Hint
-from ckptstore.manifest import Manifest
-from ckptstore.records import Record
 
 DECODERS = Path(__file__).parent / "decoders.py"
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -13,8 +13,8 @@ from ray.train import Checkpoint
 
 from ckptstore import StorageGroup
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.ray_keeps import RayAttempt, Run, store_checkpoint
-from ckptstore.integrations.ray.ray_shards import RayDirectoryShard
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, Run, store_checkpoint
+from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.testing.s3_server import S3Server
 
 

@@ -19,9 +19,9 @@ import ckptstore
 from ckptstore import CheckpointDamaged, CheckpointGone, InvalidSource, NoUsableCheckpoint
 from ckptstore.config import RetryConfig
 from ckptstore.integrations.ray import ray_store
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
+from ckptstore.integrations.ray.kept_by_ray.reporting import _Brought, _Reporter
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
-from ckptstore.integrations.ray.ray_keeps import Run
-from ckptstore.integrations.ray.reporting import _Brought, _Reporter
 
 ONCE = RetryConfig(retry_attempts=1)
 Start = Callable[..., ckptstore.ray.RayStore]

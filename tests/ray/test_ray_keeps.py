@@ -23,9 +23,9 @@ from ckptstore import (
     StorageFull,
     StoreNotShared,
 )
-from ckptstore.identity import read_store_json
-from ckptstore.integrations.ray.ray_keeps import Run
-from ckptstore.storage.local import LocalStorage
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
+from ckptstore.log.identity import read_store_json
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.s3_server import s3_server
 
 

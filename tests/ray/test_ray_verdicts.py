@@ -16,9 +16,9 @@ from ckptstore import Checkpoint, StorageGroup
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CkptstoreError, StorageFull, StorageUnavailable
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.ray_keeps import RayAttempt, Run, store_checkpoint
-from ckptstore.integrations.ray.ray_shards import RayDirectoryShard
-from ckptstore.storage.local import LocalStorage
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, Run, store_checkpoint
+from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import Call, Hook, wrap
 from ckptstore.transfer import Transfer
 

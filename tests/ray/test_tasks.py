@@ -20,10 +20,10 @@ from cluster import RayCluster
 import ckptstore
 from ckptstore import CheckpointDamaged, InvalidInput, RankFailed
 from ckptstore.cli import main
-from ckptstore.executor import Beat
+from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.integrations.ray.tasks import RayExecutor, ray_executor
-from ckptstore.layout import MANIFEST_NAME
 from ckptstore.testing.s3_server import S3Server, s3_server
+from ckptstore.transfer.executor import Beat
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore.copying import CopyReport, copy_checkpoint, copy_store, open_target
 from ckptstore.errors import CheckpointDamaged
+from ckptstore.interchange.copying import CopyReport, copy_checkpoint, copy_store, open_target
 from ckptstore.storage.base import CopiesFrom
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import S3Server, s3_server

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ckptstore.config import CacheConfig, StoreConfig
-from ckptstore.doctor import Examination, Finding, examine
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
+from ckptstore.upkeep.doctor import Examination, Finding, examine
 
 MIB = 1 << 20
 ENGINES = ["obstore", "fsspec"]

@@ -16,15 +16,15 @@ import pytest
 from ckptstore import open_store
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import InvalidInput, RankFailed, StorageError
-from ckptstore.fork import in_forked_child, new_lock_in_child
-from ckptstore.plan import PlannedFile
-from ckptstore.sources import MemorySource
+from ckptstore.runtime.fork import in_forked_child, new_lock_in_child
 from ckptstore.storage.base import ProcessBound
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import Call
 from ckptstore.testing.s3_server import S3Server
 from ckptstore.testing.stores import with_faults
 from ckptstore.transfer import Transfer
+from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.sources import MemorySource
 
 CHILD_SECONDS = 120.0
 

@@ -24,9 +24,9 @@ from ckptstore import open_store
 from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, StorageUnavailable
 from ckptstore.events import BytesMoved, Event, FileStored, RequestRetried, listening
-from ckptstore.retried import with_retries
-from ckptstore.storage import chains
+from ckptstore.storage.cloud import chains
 from ckptstore.storage.open import open_storage
+from ckptstore.storage.retried import with_retries
 from ckptstore.testing.s3_server import S3Server, s3_server
 
 ENGINES = ("obstore", "fsspec")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ckptstore.digest import crc32c_of
 from ckptstore.errors import (
     AccessDenied,
     CkptstoreError,
@@ -20,6 +19,7 @@ from ckptstore.errors import (
     StorageThrottled,
     StorageUnavailable,
 )
+from ckptstore.format.digest import crc32c_of
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import Fault, S3Server
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptstore
-from ckptstore.importing import import_state
-from ckptstore.state import StoreReader, StoreWriter
+from ckptstore.dcp import StoreReader, StoreWriter
+from ckptstore.interchange.importing import import_state
 from ckptstore.testing.s3_server import Fault, S3Server
 
 

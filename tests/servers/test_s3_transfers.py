@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from ckptstore.config import RetryConfig, TransferConfig
-from ckptstore.digest import crc32c
 from ckptstore.errors import AccessDenied, CheckpointDamaged, StorageUnavailable
-from ckptstore.plan import PlannedFile
-from ckptstore.sources import FileSource, MemorySource
+from ckptstore.format.digest import crc32c
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 from ckptstore.transfer import RangeRead, Transfer, Wanted
+from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.sources import FileSource, MemorySource
 
 MIB = 1 << 20
 SIZES = (34 * MIB + 17, 8 * MIB, MIB, 1000, 0)
@@ -171,8 +171,8 @@ MEMORY_PROBE = """
 import resource, sys
 from pathlib import Path
 from ckptstore.config import RetryConfig, TransferConfig
-from ckptstore.plan import PlannedFile
-from ckptstore.sources import FileSource
+from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.sources import FileSource
 from ckptstore.storage.open import open_storage
 from ckptstore.transfer import Transfer, Wanted
 engine, endpoint, path, target, budget = sys.argv[1:]

@@ -19,9 +19,9 @@ from ckptstore import open_store
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, InvalidInput, to_wire
 from ckptstore.events import Event, listening
-from ckptstore.retried import with_retries
+from ckptstore.saving.upload_process import Uploader
 from ckptstore.storage.open import choose_engine, open_storage
-from ckptstore.uploader import Uploader
+from ckptstore.storage.retried import with_retries
 
 CANARY = "canary7secret"
 KEY = base64.b64encode(f"{CANARY}, and so on to have the 64 bytes that storage accounts have".encode()).decode()

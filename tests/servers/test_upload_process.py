@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from ckptstore import InvalidInput, RankFailed, open_store, uploader
+from ckptstore import InvalidInput, RankFailed, open_store
 from ckptstore.config import RetryConfig, TransferConfig
-from ckptstore.storage.local import LocalStorage
+from ckptstore.saving import upload_process
+from ckptstore.saving.upload_process import Uploader
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.s3_server import Fault, S3Server
-from ckptstore.uploader import Uploader
 
 WAIT_SECONDS = 120.0
 """The most that anything here takes, on a machine that is busy with other things."""
@@ -119,7 +120,7 @@ def some_state() -> dict[str, Any]:
 def test_one_that_is_stopped_is_found_out_and_replaced(
     fast_s3: S3Server, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    monkeypatch.setattr(uploader, "_SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(upload_process, "_SILENT_SECONDS", 3.0)
     with open_store("s3://test/stopped", storage_options=fast_s3.storage_options) as store:
         store.warm_up(some_state(), uploader="process")
         pid = store._state_saver.upload_process().pid
@@ -144,7 +145,7 @@ def test_one_that_is_stopped_is_found_out_and_replaced(
 def test_one_that_is_busy_for_longer_than_it_may_be_silent_is_left_alone(
     fast_s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploader, "_SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(upload_process, "_SILENT_SECONDS", 3.0)
     monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "1000000")
     fast_s3.faults.replace([Fault(action="stall", match="^PUT /test/.*distcp", seconds=6.0)])
     with open_store("s3://test/busy", storage_options=fast_s3.storage_options) as store:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.testing.simulation import Plan, draw, storages
+from ckptstore.testing.simulation import Plan, draw
 from ckptstore.testing.simulation.__main__ import main
+from ckptstore.testing.simulation.virtual import storages
 
 
 def test_a_seed_that_holds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
-from ckptstore import garbage, load
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.commit import decide as decide_in_commit
 from ckptstore.errors import CkptstoreError, StorageError
-from ckptstore.integrations.ray import ray_keeps
-from ckptstore.load import CheckpointFiles
+from ckptstore.integrations.ray.kept_by_ray import ray_keeps
+from ckptstore.loading import story
+from ckptstore.loading.story import CheckpointFiles
 from ckptstore.log import Log
+from ckptstore.saving.commit import decide as decide_in_commit
 from ckptstore.store import CheckpointStore
-from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw, ray_jobs, storages
+from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw, ray_jobs
+from ckptstore.testing.simulation.virtual import storages
+from ckptstore.upkeep import garbage
 
 MOST_SEEDS = 40
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -83,7 +85,7 @@ def retention_forgets_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
     def decide(policy: Any, candidates: Any, *, protected: Any) -> Any:
         return decide_in_commit(policy, candidates, protected={max(protected): "the latest"})
 
-    patch.setattr("ckptstore.commit.decide", decide)
+    patch.setattr("ckptstore.saving.commit.decide", decide)
 
 
 def garbage_is_what_no_record_names(patch: pytest.MonkeyPatch) -> None:
@@ -118,13 +120,13 @@ class Opened:
 
 def a_reader_keeps_files_open(patch: pytest.MonkeyPatch) -> None:
     kept: list[Opened] = []
-    real = load._download
+    real = story._download
 
     def download(files: Any, manifest: Any, chosen: Any, path: Any, **keywords: Any) -> None:
         real(files, manifest, chosen, path, **keywords)
         kept.extend(Opened(path / item.name) for item in chosen)
 
-    patch.setattr(load, "_download", download)
+    patch.setattr(story, "_download", download)
 
 
 def a_follower_deletes_where_ray_keeps(patch: pytest.MonkeyPatch) -> None:

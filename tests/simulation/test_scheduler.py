@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptstore.testing.simulation import clocks, primitives
-from ckptstore.testing.simulation.scheduler import Deadlock, Process, Scheduler, Stuck
+from ckptstore.testing.simulation.virtual import clocks, primitives
+from ckptstore.testing.simulation.virtual.scheduler import Deadlock, Process, Scheduler, Stuck
 
 THREADING = clocks.MODULES[threading]
 

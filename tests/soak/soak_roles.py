@@ -117,8 +117,8 @@ def reader(ledger: Path, root: str, options: dict[str, Any]) -> None:
 
 def janitor(ledger: Path, root: str, options: dict[str, Any], target: str) -> None:
     """Prunes, collects, and copies the store to another place."""
-    from ckptstore.copying import copy_store, open_target
-    from ckptstore.load import files_of
+    from ckptstore.interchange.copying import copy_store, open_target
+    from ckptstore.loading.story import files_of
 
     with opened(root, options) as store:
         for number, _ in enumerate(turns(ledger, 1.0)):
@@ -145,7 +145,7 @@ def janitor(ledger: Path, root: str, options: dict[str, Any], target: str) -> No
 
 
 def _forget(store: CheckpointStore, checkpoint: Checkpoint) -> None:
-    from ckptstore.records import Remove
+    from ckptstore.format.changes import Remove
 
     assert checkpoint.number is not None
     change = Remove(trash=(checkpoint.number,), reason="old copies")

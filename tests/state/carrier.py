@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptstore.state.apply import apply, collect
-from ckptstore.state.flatten import FlatState, TensorRef, map_tensors
-from ckptstore.state.matching import Mismatch, Saved, SavedTensor, Target
+from ckptstore.state.live.apply import apply, collect
+from ckptstore.state.live.flatten import FlatState, TensorRef, map_tensors
+from ckptstore.state.live.matching import Mismatch, Saved, SavedTensor, Target
 
 
 class Carried:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from carrier import bits
 
 import ckptstore
-from ckptstore.state.apply import collect
+from ckptstore.state.live.apply import collect
 
 
 def _groups(model: torch.nn.Module) -> list[torch.optim.Optimizer]:

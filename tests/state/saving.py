@@ -5,16 +5,16 @@ import json
 import torch
 
 from ckptstore.config import RetryConfig, TransferConfig
+from ckptstore.format.layout import Attempt
 from ckptstore.group import SoloGroup
-from ckptstore.layout import Attempt
-from ckptstore.request import Request
-from ckptstore.state.agree import Negotiator
-from ckptstore.state.describe import plain_state
-from ckptstore.state.index import TensorIndex
-from ckptstore.state.index_file import INDEX_NAME
-from ckptstore.state.state_shard import StateOptions, StateShard
-from ckptstore.state.stored import StoredState
-from ckptstore.storage.local import LocalStorage
+from ckptstore.saving.request import Request
+from ckptstore.saving.state_shard import StateOptions, StateShard
+from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.index.tensor_index import TensorIndex
+from ckptstore.state.read.stored import StoredState
+from ckptstore.state.write.agree import Negotiator
+from ckptstore.state.write.describe import plain_state
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.transfer import Transfer
 
 ATTEMPT = Attempt(7, 1, "0123abcd")

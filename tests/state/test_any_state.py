@@ -18,9 +18,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptstore
-from ckptstore.state import plan, replicated
-from ckptstore.state.coverage import Expected
-from ckptstore.state.placement import pieces_of
+from ckptstore.state import replicated
+from ckptstore.state.tensors.placement import pieces_of
+from ckptstore.state.write import assignment
+from ckptstore.state.write.coverage import Expected
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
 
@@ -212,14 +213,14 @@ def test_a_deal_by_the_place_in_the_mesh_is_found(monkeypatch: pytest.MonkeyPatc
     nobody misses before the commit."""
 
     def by_place(_: Any, item: Any) -> Any:
-        return plan._Group(item.sharers, None, max(1, len(item.sharers)), item.position)
+        return assignment._Group(item.sharers, None, max(1, len(item.sharers)), item.position)
 
     @settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate], database=None)
     @given(worlds(), st.data())
     def search(world: tuple[int, list[Place]], data: Any) -> None:
         check(*world, data)
 
-    monkeypatch.setattr(plan._Planner, "_group", by_place)
+    monkeypatch.setattr(assignment._Planner, "_group", by_place)
     monkeypatch.setattr(Expected, "_lost", lambda *_: [])
     with pytest.raises(AssertionError, match="StateMismatch"):
         search()

@@ -15,19 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckptstore.config import RetryConfig, TransferConfig
-from ckptstore.errors import (
-    CheckpointDamaged,
-    CkptstoreError,
-    InvalidInput,
-    InvalidState,
-    RankFailed,
-    StorageError,
-)
-from ckptstore.state import StoreReader, StoreWriter, translated
-from ckptstore.state.dcp_target import DirectoryTarget
-from ckptstore.state.describe import view_of
-from ckptstore.state.stock_pickles import load_metadata
-from ckptstore.storage.local import LocalStorage
+from ckptstore.dcp import StoreReader, StoreWriter, translated
+from ckptstore.dcp.target import DirectoryTarget
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, InvalidState, RankFailed, StorageError
+from ckptstore.state.read.stock_pickles import load_metadata
+from ckptstore.state.write.describe import view_of
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import FailAt, wrap
 from ckptstore.testing.ranks import run_ranks
 from ckptstore.transfer import Transfer
@@ -118,7 +111,7 @@ DISK_ERROR = StorageError("the disk is gone")
 
 
 def test_an_error_of_a_thread_is_never_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptstore.state.shard_files.LOCAL_SHARED_FILE_BYTES", MIB)
+    monkeypatch.setattr("ckptstore.state.write.shard_files.LOCAL_SHARED_FILE_BYTES", MIB)
     state = {f"t{number}": torch.ones(512, 1024) for number in range(20)}
     with pytest.raises(StorageError, match="the disk is gone"), translated():
         dcp.save(state, storage_writer=StoreWriter(Failing(tmp_path / "c")), no_dist=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptstore import InvalidMetric, InvalidStep, KeepBest, StoreFenced, open_store
-from ckptstore.state import StoreReader, StoreWriter, translated
+from ckptstore.dcp import StoreReader, StoreWriter, translated
 from ckptstore.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptstore.plan import PlannedFile
-from ckptstore.staging import Staging
-from ckptstore.state import device
+from ckptstore.saving.staging import Staging
+from ckptstore.state.tensors import device
+from ckptstore.transfer.planned import PlannedFile
 
 
 class Cuda:

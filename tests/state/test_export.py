@@ -23,9 +23,9 @@ from saving import bits
 from test_frames import DTYPES, random_tensor
 
 from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, InvalidState, open_store
-from ckptstore.exporting import KINDS, ExportReport, export
-from ckptstore.state.safetensors_file import NAMES, Entry, header, read_header
-from ckptstore.state.selection import Paths, nested
+from ckptstore.interchange.exporting import KINDS, ExportReport, export
+from ckptstore.interchange.safetensors_file import NAMES, Entry, header, read_header
+from ckptstore.interchange.selection import Paths, nested
 from ckptstore.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
@@ -228,8 +228,8 @@ def test_dcp_is_stock_whatever_the_checkpoint_is(tmp_path: Path) -> None:
 
 
 def test_large_tensors_pass_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptstore.state.streaming.BATCH_BYTES", MIB)
-    monkeypatch.setattr("ckptstore.state.deal.MAX_CHUNK_BYTES", 3 * MIB)
+    monkeypatch.setattr("ckptstore.interchange.streaming.BATCH_BYTES", MIB)
+    monkeypatch.setattr("ckptstore.state.write.deal.MAX_CHUNK_BYTES", 3 * MIB)
     tensors = {"wide": torch.randn(3, 700_001), "deep": torch.randn(70, 11, 901), "odd": torch.randn(1_000_003)}
     tensors["half"] = torch.randn(1000, 1111).half()
     checkpoint = save(tmp_path, dict(tensors))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckptstore.errors import InvalidState
-from ckptstore.state.apply import collect
-from ckptstore.state.flatten import (
+from ckptstore.state.live.apply import collect
+from ckptstore.state.live.flatten import (
     FlatState,
     TensorRef,
     find_tensors,
@@ -24,7 +24,7 @@ from ckptstore.state.flatten import (
     replicated,
     stock_leaves,
 )
-from ckptstore.state.units import Kind, units_of
+from ckptstore.state.live.units import Kind, units_of
 
 plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5), st.binary())
 tensors = st.integers(0, 5).map(lambda size: torch.arange(size, dtype=torch.float32))

@@ -9,9 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from saving import make_transfer
 
-from ckptstore.state.index import TensorIndex
-from ckptstore.state.index_file import INDEX_NAME
-from ckptstore.state.stored import StoredState
+from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.index.tensor_index import TensorIndex
+from ckptstore.state.read.stored import StoredState
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "state-v1"
 NAME = "state-rank=00000-00.distcp"

@@ -11,7 +11,7 @@ from threads import distributed, mesh_for, new_uri, run_threads
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
-from ckptstore.state import state_shard
+from ckptstore.saving import state_shard
 
 SMALL = torch.arange(12.0).reshape(3, 4)
 LARGE = torch.arange(3 << 18, dtype=torch.float32).reshape(-1, 64)

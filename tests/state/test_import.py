@@ -15,9 +15,9 @@ from test_frames import DTYPES, random_tensor
 
 from ckptstore import Checkpoint, CheckpointDamaged, CkptstoreError, InvalidInput, StepExists, open_store
 from ckptstore.errors import FileMissing, InvalidSource, InvalidState
-from ckptstore.exporting import export
-from ckptstore.importing import import_state
-from ckptstore.state.safetensors_file import NAMES
+from ckptstore.interchange.exporting import export
+from ckptstore.interchange.importing import import_state
+from ckptstore.interchange.safetensors_file import NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
 

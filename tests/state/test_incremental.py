@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 from ckptstore import Checkpoint, CheckpointStore, InvalidInput, KeepLatest, StorageGroup, open_store
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.state.boxes import Box
-from ckptstore.state.incremental import Kept, KeptChunk, KeptFile
+from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.write.incremental import Kept, KeptChunk, KeptFile
 from ckptstore.testing import CountCalls
 from ckptstore.testing.stores import with_faults
 
@@ -184,8 +184,8 @@ def test_references_name_live_checkpoints_and_keep_them(root: str, tmp_path: Pat
 
 
 def test_a_copy_of_a_reference_is_whole(tmp_path: Path) -> None:
-    from ckptstore.copying import copy_checkpoint, copy_store, open_target
-    from ckptstore.load import files_of
+    from ckptstore.interchange.copying import copy_checkpoint, copy_store, open_target
+    from ckptstore.loading.story import files_of
 
     state = lora_state(1 << 20)
     with open_store(tmp_path / "store") as store:

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.digest import BLOCK_BYTES
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersion
-from ckptstore.state import boxes
-from ckptstore.state.boxes import Box
-from ckptstore.state.index import TensorIndex
-from ckptstore.state.index_file import FOOTER_BYTES, directory_bytes, join_parts, places, split_parts
-from ckptstore.state.part import BESIDE_VALUE, PER_RANK, Part, PartBuilder
+from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.state.index.index_file import FOOTER_BYTES, directory_bytes, join_parts, places, split_parts
+from ckptstore.state.index.part import BESIDE_VALUE, PER_RANK, Part, PartBuilder
+from ckptstore.state.index.tensor_index import TensorIndex
+from ckptstore.state.tensors import boxes
+from ckptstore.state.tensors.boxes import Box
 
 SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -14,9 +14,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckptstore.errors import InvalidState, StateMismatch
-from ckptstore.state.apply import begin_load, collect
-from ckptstore.state.flatten import replicated
-from ckptstore.state.matching import Mismatch
+from ckptstore.state.live.apply import begin_load, collect
+from ckptstore.state.live.flatten import replicated
+from ckptstore.state.live.matching import Mismatch
 
 
 class Tied(nn.Module):

@@ -22,8 +22,8 @@ def names_and_resumes(directory: Path, layouts: tuple[str, ...]) -> dict[str, An
     import torch
     from carrier import bits, load_with_dcp, save_with_dcp, training, unchanged_by
 
-    from ckptstore.state.apply import collect
-    from ckptstore.state.matching import Mismatch
+    from ckptstore.state.live.apply import collect
+    from ckptstore.state.live.matching import Mismatch
 
     seen = {}
     for layout in layouts:
@@ -74,8 +74,8 @@ def across(directory: Path, sources: tuple[str, ...], layouts: tuple[str, ...]) 
     import layouts as given
     from carrier import load_with_dcp
 
-    from ckptstore.state.apply import collect
-    from ckptstore.state.matching import Mismatch
+    from ckptstore.state.live.apply import collect
+    from ckptstore.state.live.matching import Mismatch
 
     seen = {}
     for layout in layouts:

@@ -34,7 +34,7 @@ def what_ddp_keeps_the_same(directory: Path) -> None:
     from layouts import Block, Model
     from torch.nn.parallel import DistributedDataParallel
 
-    from ckptstore.state.apply import collect
+    from ckptstore.state.live.apply import collect
 
     def replicated(state: dict[str, Any]) -> set[str]:
         return {key for key, entry in collect(state).tensors.items() if entry.replicated}
@@ -69,7 +69,7 @@ def unsharded_to_meta_fsdp2(directory: Path) -> None:
     from carrier import bits, load_with_dcp, save_with_dcp
     from layouts import LAYOUTS, Model, Run, full
 
-    from ckptstore.state.apply import collect
+    from ckptstore.state.live.apply import collect
 
     run = Run("ddp")
     run.steps(2)
@@ -108,7 +108,7 @@ def one_optimizer_over_two_modules(directory: Path) -> None:
     from carrier import bits, load_with_dcp, save_with_dcp
     from layouts import LAYOUTS, Model, full
 
-    from ckptstore.state.apply import collect
+    from ckptstore.state.live.apply import collect
 
     def make(layout: str) -> dict[str, Any]:
         torch.manual_seed(4)
@@ -142,7 +142,7 @@ def parameters_that_never_got_a_gradient(directory: Path) -> None:
     from carrier import load_with_dcp, save_with_dcp
     from layouts import Run, full
 
-    from ckptstore.state.apply import collect
+    from ckptstore.state.live.apply import collect
 
     for layout in ("ddp", "fsdp1", "fsdp1-flat", "fsdp2", "tensor-parallel"):
         run = Run(layout, lambda items: torch.optim.SGD(items, lr=0.1, momentum=0.9))
@@ -228,9 +228,9 @@ def stock_calls_of_torch_read_and_write_the_same_keys(directory: Path) -> None:
         set_optimizer_state_dict,
     )
 
-    from ckptstore.state.apply import apply, collect
-    from ckptstore.state.flatten import join_path, stock_leaves
-    from ckptstore.state.matching import Mismatch, Saved, SavedTensor
+    from ckptstore.state.live.apply import apply, collect
+    from ckptstore.state.live.flatten import join_path, stock_leaves
+    from ckptstore.state.live.matching import Mismatch, Saved, SavedTensor
 
     options = StateDictOptions(flatten_optimizer_state_dict=True)
 

@@ -54,7 +54,7 @@ def whole(run: Any) -> dict[str, Any]:
     import layouts as given
     from carrier import bits
 
-    from ckptstore.state.apply import collect
+    from ckptstore.state.live.apply import collect
 
     tensors = collect(run.state).tensors
     return {key: bits(given.full(entry.tensor)) for key, entry in tensors.items() if "norm.running" not in key}

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, OneCycl
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptstore.errors import InvalidState, StateMismatch
-from ckptstore.state.apply import begin_load, collect
-from ckptstore.state.matching import Mismatch
+from ckptstore.state.live.apply import begin_load, collect
+from ckptstore.state.live.matching import Mismatch
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda items: torch.optim.AdamW(items, lr=0.02),

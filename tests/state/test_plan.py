@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import InvalidState
-from ckptstore.state.agree import Negotiator, agreement_of_one
-from ckptstore.state.boxes import Box, whole
-from ckptstore.state.deal import MAX_CHUNK_BYTES, Dealt, chunks_of, deal
-from ckptstore.state.items import Item, Mode
-from ckptstore.state.part import BESIDE_VALUE, PER_RANK
-from ckptstore.state.plan import plan_rank
+from ckptstore.state.index.items import Item, Mode
+from ckptstore.state.index.part import BESIDE_VALUE, PER_RANK
+from ckptstore.state.tensors.boxes import Box, whole
+from ckptstore.state.write.agree import Negotiator, agreement_of_one
+from ckptstore.state.write.assignment import plan_rank
+from ckptstore.state.write.deal import MAX_CHUNK_BYTES, Dealt, chunks_of, deal
 
 MIB = 1 << 20
 

@@ -15,13 +15,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidState, StateMismatch
+from ckptstore.format.layout import Attempt
 from ckptstore.group import find_group
-from ckptstore.layout import Attempt
-from ckptstore.state.agree import Negotiator
-from ckptstore.state.describe import describe, plain_state
-from ckptstore.state.flatten import FlatState, TensorEntry, TensorRef
-from ckptstore.state.placement import pieces_of, shard_runs
-from ckptstore.storage.local import LocalStorage
+from ckptstore.state.live.flatten import FlatState, TensorEntry, TensorRef
+from ckptstore.state.tensors.placement import pieces_of, shard_runs
+from ckptstore.state.write.agree import Negotiator
+from ckptstore.state.write.describe import describe, plain_state
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.ranks import run_ranks
 
 ATTEMPTS = {4: Attempt(4, 1, "44444444"), 2: Attempt(2, 1, "22222222")}
@@ -330,6 +330,6 @@ def test_a_plain_tensor_is_one_piece_and_an_empty_one_none():
 
 
 def piece_box(shape):
-    from ckptstore.state.boxes import whole as all_of
+    from ckptstore.state.tensors.boxes import whole as all_of
 
     return all_of(shape)

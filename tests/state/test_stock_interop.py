@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from ckptstore.errors import CheckpointDamaged, InvalidName, InvalidState, StateMismatch
-from ckptstore.state import state_shard
-from ckptstore.state.stock_read import StockState, load_metadata
+from ckptstore.saving import state_shard
+from ckptstore.state.read.stock_read import StockState, load_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged, InvalidState
-from ckptstore.state.values import INLINE_BYTES, Decoder, Encoder, references
+from ckptstore.state.live.values import INLINE_BYTES, Decoder, Encoder, references
 
 
 class Kept:

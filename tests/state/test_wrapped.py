@@ -14,9 +14,9 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptstore.errors import InvalidState, StateMismatch
-from ckptstore.state.flatten import TensorRef, join_path, map_tensors
-from ckptstore.state.values import Decoder, Encoder, references
-from ckptstore.state.wrapped import Part, Wrapped, check_same, key_of_part, unwrap
+from ckptstore.state.live.flatten import TensorRef, join_path, map_tensors
+from ckptstore.state.live.values import Decoder, Encoder, references
+from ckptstore.state.tensors.wrapped import Part, Wrapped, check_same, key_of_part, unwrap
 
 
 class Kernel(enum.Enum):

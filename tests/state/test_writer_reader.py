@@ -19,16 +19,16 @@ from saving import (
     save_plain,
 )
 
-from ckptstore.digest import BLOCK_BYTES
 from ckptstore.errors import CheckpointDamaged, InvalidState, StateMismatch
-from ckptstore.layout import Attempt
-from ckptstore.state.boxes import Box
-from ckptstore.state.describe import describe, plain_state
-from ckptstore.state.flatten import TensorRef
-from ckptstore.state.index_file import INDEX_NAME
-from ckptstore.state.placement import Piece
-from ckptstore.state.reads import BUFFER_BYTES, ReadPlan, run_steps
-from ckptstore.state.segments import SegmentSource, Slab, narrowed, payload_segment
+from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.format.layout import Attempt
+from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.live.flatten import TensorRef
+from ckptstore.state.read.read_plan import BUFFER_BYTES, ReadPlan, run_steps
+from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.tensors.placement import Piece
+from ckptstore.state.tensors.segments import SegmentSource, Slab, narrowed, payload_segment
+from ckptstore.state.write.describe import describe, plain_state
 
 MIB = 1 << 20
 
@@ -86,7 +86,7 @@ def test_large_payloads_begin_at_pages(tmp_path):
 
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_several_files_share_the_bytes(tmp_path, monkeypatch, num_files):
-    monkeypatch.setattr("ckptstore.state.shard_files.LOCAL_SHARED_FILE_BYTES", 4 * MIB)
+    monkeypatch.setattr("ckptstore.state.write.shard_files.LOCAL_SHARED_FILE_BYTES", 4 * MIB)
     state = {f"t{number:02d}": torch.randn(1024, 512) for number in range(12)}
     directory = save_plain(tmp_path, state, num_files=num_files)
     files = sorted(directory.glob("*.distcp"))
@@ -99,12 +99,12 @@ def test_several_files_share_the_bytes(tmp_path, monkeypatch, num_files):
 
 @pytest.mark.parametrize(("on_disk", "num_files"), [(True, 4), (False, 1)])
 def test_files_are_smaller_on_a_disk(monkeypatch, on_disk, num_files):
-    from ckptstore.state.agree import agreement_of_one
-    from ckptstore.state.plan import plan_rank
-    from ckptstore.state.shard_files import ShardFiles
+    from ckptstore.state.write.agree import agreement_of_one
+    from ckptstore.state.write.assignment import plan_rank
+    from ckptstore.state.write.shard_files import ShardFiles
 
-    monkeypatch.setattr("ckptstore.state.shard_files.LOCAL_SHARED_FILE_BYTES", 2 * MIB)
-    monkeypatch.setattr("ckptstore.state.shard_files.SHARED_FILE_BYTES", 8 * MIB)
+    monkeypatch.setattr("ckptstore.state.write.shard_files.LOCAL_SHARED_FILE_BYTES", 2 * MIB)
+    monkeypatch.setattr("ckptstore.state.write.shard_files.SHARED_FILE_BYTES", 8 * MIB)
     tensors = {f"t{number}": torch.zeros(2 * MIB, dtype=torch.uint8) for number in range(5)}
     described = describe(plain_state(tensors), compare=False)
     plan = plan_rank(described.items, agreement_of_one(), 0)
@@ -112,7 +112,7 @@ def test_files_are_smaller_on_a_disk(monkeypatch, on_disk, num_files):
 
 
 def test_chunks_above_the_limit_are_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptstore.state.deal.MAX_CHUNK_BYTES", 3 * MIB)
+    monkeypatch.setattr("ckptstore.state.write.deal.MAX_CHUNK_BYTES", 3 * MIB)
     state = {"rows": torch.randn(2000, 1000), "flat": torch.randn(5, 500_000), "wide": torch.randn(1, 3_000_000)}
     save_plain(tmp_path, state)
     index = open_index(tmp_path)
@@ -299,11 +299,11 @@ def boxed(tmp_path_factory):
 
 
 def test_any_box_of_any_boxes_is_read(boxed):
-    from ckptstore.plan import PlannedFile
-    from ckptstore.state.index import TensorIndex
-    from ckptstore.state.index_file import join_parts
-    from ckptstore.state.plan import RankPlan, Write
-    from ckptstore.state.shard_files import ShardFiles
+    from ckptstore.state.index.index_file import join_parts
+    from ckptstore.state.index.tensor_index import TensorIndex
+    from ckptstore.state.write.assignment import RankPlan, Write
+    from ckptstore.state.write.shard_files import ShardFiles
+    from ckptstore.transfer.planned import PlannedFile
 
     _, transfer, whole, described, boxes = boxed
     plan = RankPlan(tuple(Write(0, 0, box) for box in boxes))
@@ -328,9 +328,9 @@ def test_any_box_of_any_boxes_is_read(boxed):
 
 
 def test_a_missing_chunk_is_damage(boxed):
-    from ckptstore.state.index import TensorIndex
-    from ckptstore.state.index_file import join_parts
-    from ckptstore.state.part import PartBuilder
+    from ckptstore.state.index.index_file import join_parts
+    from ckptstore.state.index.part import PartBuilder
+    from ckptstore.state.index.tensor_index import TensorIndex
 
     builder = PartBuilder(0)
     builder.add_file("f", [b"crc!"])
@@ -343,7 +343,7 @@ def test_a_missing_chunk_is_damage(boxed):
 
 @given(st.data())
 def test_sources_give_the_same_bytes_in_any_ranges(data):
-    from ckptstore.state.frames import template
+    from ckptstore.state.tensors.frames import template
 
     base = torch.arange(6000, dtype=torch.float32).reshape(60, 100)
     tensors = [base[:7], base.t(), base[:, 5:9], base[3:3], torch.tensor(3, dtype=torch.uint8), base.bfloat16()[:, ::3]]

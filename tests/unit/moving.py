@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.config import RetryConfig, TransferConfig
-from ckptstore.digest import BLOCK_BYTES, crc32c
-from ckptstore.plan import PlannedFile
-from ckptstore.sources import FileSource, MemorySource
-from ckptstore.storage.local import LocalStorage
+from ckptstore.format.digest import BLOCK_BYTES, crc32c
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.transfer import RangeRead, Transfer, Wanted
+from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.sources import FileSource, MemorySource
 
 MIB = 1 << 20
 DATA = random.Random(0).randbytes(40 * MIB + 12_345)

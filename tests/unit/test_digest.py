@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.digest import BLOCK_BYTES, FileDigest, Segment, block_borders, combine, crc32c, crc32c_of, join, to_hex
+from ckptstore.format.digest import (
+    BLOCK_BYTES,
+    FileDigest,
+    Segment,
+    block_borders,
+    combine,
+    crc32c,
+    crc32c_of,
+    join,
+    to_hex,
+)
 
 
 def reference_crc32c(data: bytes) -> int:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptstore.storage import direct, posix
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk import direct, posix
+from ckptstore.storage.disk.local import LocalStorage
 
 MIB = 1 << 20
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.directories import scan, sha256_of_files
 from ckptstore.errors import InvalidName, InvalidSource
+from ckptstore.saving.directories import scan, sha256_of_files
 
 
 def test_nested_empty_and_odd_names_are_found(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.encoding import dump_json, load_json, load_object
 from ckptstore.errors import CheckpointDamaged, InvalidMetadata, UnsupportedVersion
+from ckptstore.format.encoding import dump_json, load_json, load_object
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.config import RetryConfig, TransferConfig
-from ckptstore.executor import InProcess, deal
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.transfer import Transfer, Wanted
+from ckptstore.transfer.executor import InProcess, deal
 
 SIZES = st.lists(st.integers(0, 1000), max_size=40)
 

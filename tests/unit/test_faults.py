@@ -25,8 +25,8 @@ from ckptstore.testing.faults import (
     hook_from_environment,
     wrap,
 )
+from ckptstore.testing.hooked import POWERS
 from ckptstore.testing.ranks import run_ranks
-from ckptstore.testing.wrapped import POWERS
 
 
 @pytest.fixture

@@ -15,12 +15,13 @@ import pytest
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import InvalidInput
-from ckptstore.identity import StoreIdentity, read_or_create_identity
-from ckptstore.layout import HINT_KEY, STORE_KEY, record_key
+from ckptstore.format.changes import Change, Claim, Commit, Noop, Pin, Remove, Unpin, apply
+from ckptstore.format.layout import HINT_KEY, STORE_KEY, record_key
+from ckptstore.format.manifest import Manifest, sha256_of
+from ckptstore.format.record import Record
 from ckptstore.log import Log
 from ckptstore.log.hint import Hint
-from ckptstore.manifest import Manifest, sha256_of
-from ckptstore.records import Change, Claim, Commit, Noop, Pin, Record, Remove, Unpin, apply
+from ckptstore.log.identity import StoreIdentity, read_or_create_identity
 from ckptstore.storage.memory import MemoryStorage
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -32,7 +32,7 @@ from ckptstore.group import BoardGroup, SoloGroup, StorageGroup, check_shared, f
 from ckptstore.group.base import Beat, spoken, this_node
 from ckptstore.group.message import Message, first_error
 from ckptstore.storage.base import CreatesExclusively, Storage
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing import CountCalls, FailAt, wrap
 
@@ -572,7 +572,7 @@ def test_importing_and_finding_a_group_loads_no_torch() -> None:
 import sys
 from ckptstore.group import find_group, StorageGroup
 from ckptstore.config import StoreConfig
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk.local import LocalStorage
 find_group(None, storage=LocalStorage("/nowhere"), config=StoreConfig())
 find_group(StorageGroup(0, 2, "t"), storage=LocalStorage("/nowhere"), config=StoreConfig())
 loaded = {"torch", "numpy", "tenacity", "fsspec"} & set(sys.modules)

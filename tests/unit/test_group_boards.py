@@ -20,7 +20,7 @@ from ckptstore.group.caller import Caller
 from ckptstore.group.life import LEFT
 from ckptstore.group.storage_board import StorageBoard
 from ckptstore.group.torch_board import TorchBoard
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 
 MANY = [f"00000001.{rank:05d}" for rank in range(300)]

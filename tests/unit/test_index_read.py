@@ -9,12 +9,12 @@ import pytest
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.index_read import WHOLE_BYTES, read_own_parts
-from ckptstore.load import CheckpointFiles
-from ckptstore.manifest import Receipt
-from ckptstore.state.boxes import Box
-from ckptstore.state.index_file import INDEX_NAME, join_parts
-from ckptstore.state.part import PartBuilder
+from ckptstore.format.manifest import Receipt
+from ckptstore.loading.index_read import WHOLE_BYTES, read_own_parts
+from ckptstore.loading.story import CheckpointFiles
+from ckptstore.state.index.index_file import INDEX_NAME, join_parts
+from ckptstore.state.index.part import PartBuilder
+from ckptstore.state.tensors.boxes import Box
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.transfer import Transfer
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore import layout
 from ckptstore.errors import InvalidName
-from ckptstore.layout import Attempt, check_collisions, check_name, check_user_name, folded, ranked_name
+from ckptstore.format import layout
+from ckptstore.format.layout import Attempt, check_collisions, check_name, check_user_name, folded, ranked_name
 
 PART_CHARACTERS = st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/\\")
 PART = st.text(PART_CHARACTERS, min_size=1, max_size=20).filter(lambda part: part not in (".", ".."))

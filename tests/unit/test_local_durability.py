@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.errors import (
-    StorageError,
-)
-from ckptstore.storage import posix
-from ckptstore.storage.local import LocalStorage
+from ckptstore.errors import StorageError
+from ckptstore.storage.disk import posix
+from ckptstore.storage.disk.local import LocalStorage
 
 MIB = 1 << 20
 

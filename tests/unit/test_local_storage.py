@@ -24,8 +24,8 @@ from ckptstore.errors import (
     StorageFull,
     StorageUnavailable,
 )
-from ckptstore.storage import local_parts, posix
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk import local_parts, posix
+from ckptstore.storage.disk.local import LocalStorage
 
 MIB = 1 << 20
 
@@ -55,7 +55,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 RACER = """
 import sys
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk.local import LocalStorage
 storage = LocalStorage(sys.argv[1], durable=False)
 print("ready", flush=True)
 sys.stdin.readline()

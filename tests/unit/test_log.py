@@ -21,7 +21,12 @@ from ckptstore.errors import (
     StoreForked,
     UnsupportedVersion,
 )
-from ckptstore.identity import (
+from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Noop, Pin, Remove
+from ckptstore.format.layout import HINT_KEY, STORE_KEY, record_key
+from ckptstore.format.record import Record
+from ckptstore.log import Log
+from ckptstore.log.hint import Hint
+from ckptstore.log.identity import (
     KEPT_BY_RAY,
     read_identity,
     read_or_create_identity,
@@ -29,10 +34,6 @@ from ckptstore.identity import (
     read_store_json,
     write_identity,
 )
-from ckptstore.layout import HINT_KEY, STORE_KEY, record_key
-from ckptstore.log import Log
-from ckptstore.log.hint import Hint
-from ckptstore.records import Change, CheckpointEntry, Claim, Commit, Noop, Pin, Record, Remove
 from ckptstore.storage.base import Storage, StoredFile
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import Call, CountCalls, FailAt, TearAt, combine, wrap

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged, InvalidName, UnsupportedVersion
-from ckptstore.layout import Attempt, check_collisions
-from ckptstore.manifest import Manifest, Receipt, sha256_of, sorted_receipts
+from ckptstore.format.layout import Attempt, check_collisions
+from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 PART = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/\\."), min_size=1, max_size=8)

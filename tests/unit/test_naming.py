@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import InvalidInput, InvalidName, InvalidSource
-from ckptstore.naming import Agreement, Offer, agree
+from ckptstore.format.naming import Agreement, Offer, agree
 
 
 def offers(*names: list[str], suffix: str = "auto") -> list[Offer]:

@@ -15,9 +15,9 @@ from ckptstore.errors import (
     StorageThrottled,
     StorageUnavailable,
 )
-from ckptstore.storage import foreign
-from ckptstore.storage.bodies import Filling, ViewsBody, part_bytes
-from ckptstore.storage.options import (
+from ckptstore.storage.cloud import foreign
+from ckptstore.storage.cloud.bodies import Filling, ViewsBody, part_bytes
+from ckptstore.storage.cloud.client_options import (
     CannotExpress,
     ObstoreConfig,
     azure_names,

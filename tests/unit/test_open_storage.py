@@ -100,7 +100,7 @@ def test_an_unknown_scheme_names_those_that_are_known() -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ckptstore.storage.remote", None)
+    monkeypatch.setitem(sys.modules, "ckptstore.storage.fsspec", None)
     with pytest.raises(InvalidInput, match=r"pip install \"ckptstore\[gcs\]\""):
         open_storage("gs://bucket/run", engine="fsspec")
     with pytest.raises(InvalidInput, match="package that fsspec needs"):

@@ -19,22 +19,21 @@ from ckptstore.errors import (
     StoreFenced,
     UnsupportedVersion,
 )
-from ckptstore.records import (
+from ckptstore.format.changes import (
     EMPTY,
     Change,
     CheckpointEntry,
     Claim,
     Commit,
     Noop,
-    Numbers,
     Pin,
-    Record,
     Remove,
     StoreState,
     Unpin,
     apply,
 )
-from ckptstore.records.ranges import decode_sequence, encode_sequence
+from ckptstore.format.ranges import Numbers, decode_sequence, encode_sequence
+from ckptstore.format.record import Record
 
 CLAIM = Claim("token", 2)
 

@@ -9,11 +9,11 @@ import pytest
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import StorageUnavailable
-from ckptstore.retried import with_retries
-from ckptstore.retry import retrying
 from ckptstore.storage import base
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
+from ckptstore.storage.retried import with_retries
+from ckptstore.storage.retry import retrying
 from ckptstore.transfer import RangeRead, Transfer
 
 QUICK = RetryConfig(retry_attempts=4, retry_wait_initial_seconds=0.001, retry_wait_max_seconds=0.002)

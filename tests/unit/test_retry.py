@@ -7,7 +7,7 @@ import pytest
 from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, CheckpointDamaged, CkptstoreError, FileMissing, StorageUnavailable
 from ckptstore.events import Event, RequestRetried, listening
-from ckptstore.retry import is_retryable, retrying
+from ckptstore.storage.retry import is_retryable, retrying
 
 QUICK = RetryConfig(retry_attempts=4, retry_wait_initial_seconds=0.001, retry_wait_max_seconds=0.002)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import InvalidSource, SourceChanged
-from ckptstore.sources import FileSource, MemorySource
+from ckptstore.transfer.sources import FileSource, MemorySource
 
 
 @given(st.lists(st.binary(max_size=20), max_size=8), st.data())

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from ckptstore.plan import PlannedFile
-from ckptstore.sources import MemorySource
-from ckptstore.staging import Staging
+from ckptstore.saving.staging import Staging
+from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.sources import MemorySource
 
 
 class Recorder:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ckptstore import events
+from ckptstore.cli.terminal import _Bar, progress
 from ckptstore.events import BytesMoved, FileStored, emit
-from ckptstore.terminal import _Bar, progress
 
 
 class Bar:

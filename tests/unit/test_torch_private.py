@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ckptstore
-from ckptstore import torch_private
+from ckptstore.runtime import torch_private
 
 PACKAGE = Path(ckptstore.__file__).parent
 
@@ -60,7 +60,7 @@ def test_a_store_that_cannot_be_cloned_is_used_itself() -> None:
 
 
 def test_importing_it_loads_no_torch() -> None:
-    code = "import sys, ckptstore.torch_private; assert 'torch' not in sys.modules"
+    code = "import sys, ckptstore.runtime.torch_private; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -12,7 +12,7 @@ import pytest
 from moving import DATA, MIB, make_storage, transfer_over, wanted
 
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, StorageError, StorageFull
-from ckptstore.storage.local import LocalStorage
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
 from ckptstore.transfer import Wanted
 

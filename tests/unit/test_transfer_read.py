@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from moving import DATA, MIB, QUICK_RETRY, checked_range, make_storage, transfer_over
 
 from ckptstore.config import RetryConfig
-from ckptstore.digest import crc32c, to_hex
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing
 from ckptstore.events import BytesMoved, Event, listening
+from ckptstore.format.digest import crc32c, to_hex
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
 from ckptstore.transfer import RangeRead
 from ckptstore.transfer.reads import split

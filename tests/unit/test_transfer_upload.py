@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 from moving import DATA, MIB, block_crcs, from_file, from_memory, make_storage, transfer_over
 
 from ckptstore.config import RetryConfig
-from ckptstore.digest import crc32c
 from ckptstore.errors import AccessDenied, SourceChanged, StorageError, StorageFull, StorageUnavailable
 from ckptstore.events import BytesMoved, Event, FileStored, RequestRetried, listening
-from ckptstore.plan import PlannedFile
-from ckptstore.sources import FileSource, MemorySource
-from ckptstore.storage.local import LocalStorage
+from ckptstore.format.digest import crc32c
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
 from ckptstore.transfer import upload
+from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.pool import Run
+from ckptstore.transfer.sources import FileSource, MemorySource
 from ckptstore.transfer.upload import in_turns
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore.errors import InvalidInput
-from ckptstore.importing import import_state
-from ckptstore.storage.azure import AzureFiles
-from ckptstore.storage.gcs import GcsFiles
+from ckptstore.interchange.importing import import_state
+from ckptstore.storage.cloud.azure import AzureFiles
+from ckptstore.storage.cloud.gcs import GcsFiles
 from ckptstore.storage.memory import _spaces
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.uri import Location, local_path, parse_uri

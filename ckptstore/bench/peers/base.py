@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckptstore.bench.case import Case
-from ckptstore.bench.values import Role
+from ckptstore.bench.figures.report import Role
 
 Wait = Callable[[], object]
 """Returns when all that was begun is done."""

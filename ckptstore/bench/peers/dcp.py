@@ -66,7 +66,7 @@ class DcpFsspec(Dcp):
         return missing or ("on a disk FileSystemWriter is DCP's way" if case.place.is_local else None)
 
     def writer(self, place: str) -> Any:
-        from ckptstore.torch_private import fsspec_classes
+        from ckptstore.runtime.torch_private import fsspec_classes
 
         return fsspec_classes()[0](
             place,
@@ -76,7 +76,7 @@ class DcpFsspec(Dcp):
         )
 
     def reader(self, place: str) -> Any:
-        from ckptstore.torch_private import fsspec_classes
+        from ckptstore.runtime.torch_private import fsspec_classes
 
         return fsspec_classes()[1](place, **self.case.place.storage_options)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.bench.case import Case
+from ckptstore.bench.destination import Place
 from ckptstore.bench.peers.base import Contender, Wait, make_durable
-from ckptstore.bench.place import Place
 from ckptstore.storage.uri import parse_uri
 
 

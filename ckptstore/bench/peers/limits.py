@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckptstore.bench.case import Case
+from ckptstore.bench.figures.report import Role
 from ckptstore.bench.peers.base import Contender, Wait
 from ckptstore.bench.raw import MIB, Memory, Way, copy, read_into, ways
-from ckptstore.bench.values import Role
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
 

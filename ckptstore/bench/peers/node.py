@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckptstore.bench.case import Case
+from ckptstore.bench.figures.report import Role
 from ckptstore.bench.no_paths import NoPaths
 from ckptstore.bench.peers.base import Contender, Wait
 from ckptstore.bench.peers.directories import RayPersist, arrow_filesystem, arrow_path
 from ckptstore.bench.peers.own import Ckptstore
 from ckptstore.bench.raw import read_into
-from ckptstore.bench.values import Role
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import CacheConfig, StoreConfig
-from ckptstore.load import CheckpointFiles
+from ckptstore.loading.story import CheckpointFiles
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.transfer import Transfer

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ckptstore.bench.case import Case
+from ckptstore.bench.figures.report import OURS, Role
 from ckptstore.bench.peers.base import Contender, Wait
-from ckptstore.bench.values import OURS, Role
 from ckptstore.opening import open_store
 from ckptstore.store import CheckpointStore
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptstore.lazy import exports
+from ckptstore.runtime.lazy import exports
 
 if TYPE_CHECKING:
     from ckptstore.integrations.lightning.callback import CheckpointStoreCallback

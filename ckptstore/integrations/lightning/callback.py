@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.integrations.given_store import GivenStore, StoreGiven
-from ckptstore.integrations.lightning.contents import check_strategy, metrics_of, state_of
 from ckptstore.integrations.lightning.schedule import Schedule
+from ckptstore.integrations.lightning.trainer_parts import check_strategy, metrics_of, state_of
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning.callbacks import Checkpoint as _Base
@@ -17,8 +17,8 @@ else:
     from lightning.pytorch.callbacks import Checkpoint as _Base
 
 if TYPE_CHECKING:
-    from ckptstore.background import PendingSave
     from ckptstore.checkpoint import Checkpoint
+    from ckptstore.saving.background import PendingSave
     from ckptstore.store import CheckpointStore
 
 logger = logging.getLogger("ckptstore.lightning")

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptstore.lazy import exports
+from ckptstore.runtime.lazy import exports
 
 if TYPE_CHECKING:
     from ckptstore.integrations.ray.context import Worker, current_worker
+    from ckptstore.integrations.ray.kept_by_ray.reporting import report
+    from ckptstore.integrations.ray.kept_by_ray.upload_fn import safe_metrics, upload_fn
     from ckptstore.integrations.ray.preemption import PreemptionSave
     from ckptstore.integrations.ray.ray_store import RayStore, store
-    from ckptstore.integrations.ray.reporting import report
     from ckptstore.integrations.ray.resuming import resolve, resume, wrap
-    from ckptstore.integrations.ray.upload import safe_metrics, upload_fn
 
 __all__ = [
     "PreemptionSave",
@@ -39,12 +39,12 @@ __getattr__ = exports(
         "RayStore": "ray_store",
         "Worker": "context",
         "current_worker": "context",
-        "report": "reporting",
+        "report": "kept_by_ray.reporting",
         "resolve": "resuming",
         "resume": "resuming",
-        "safe_metrics": "upload",
+        "safe_metrics": "kept_by_ray.upload_fn",
         "store": "ray_store",
-        "upload_fn": "upload",
+        "upload_fn": "kept_by_ray.upload_fn",
         "wrap": "resuming",
     },
 )

@@ -12,9 +12,9 @@ from typing import Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput, InvalidSource
-from ckptstore.retried import with_retries
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
+from ckptstore.storage.retried import with_retries
 from ckptstore.storage.uri import parse_uri
 
 _LOCAL = frozenset({"file", "local"})

@@ -14,12 +14,12 @@ from typing import Any
 
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput, NoUsableCheckpoint
+from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.integrations.ray.filesystem import place_of
+from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.pointer import Pointer, read_pointer
-from ckptstore.integrations.ray.wrapping import kept_files
 from ckptstore.job import Job
-from ckptstore.layout import MANIFEST_NAME
-from ckptstore.load import CheckpointFiles, files_of
+from ckptstore.loading.story import CheckpointFiles, files_of
 from ckptstore.storage.uri import parse_uri
 
 logger = logging.getLogger("ckptstore.ray")

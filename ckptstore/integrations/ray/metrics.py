@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptstore.encoding import float_name
 from ckptstore.errors import InvalidInput, InvalidMetric
+from ckptstore.format.encoding import float_name
 
 Order = Literal["max", "min"]
 

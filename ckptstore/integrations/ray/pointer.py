@@ -12,10 +12,10 @@ from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig
-from ckptstore.encoding import FORMAT_VERSION, dump_json, load_object
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
+from ckptstore.format.encoding import FORMAT_VERSION, dump_json, load_object
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.retry import retrying
+from ckptstore.storage.retry import retrying
 
 POINTER_NAME = "ckptstore-pointer.json"
 

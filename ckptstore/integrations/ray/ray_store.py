@@ -7,22 +7,22 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ckptstore.background import OnBusy, PendingSave
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
 from ckptstore.group import Beat
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import place_of
-from ckptstore.integrations.ray.group import RayWorkers
 from ckptstore.integrations.ray.handed import ROOT_NAME, look
+from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
 from ckptstore.integrations.ray.pointer import Pointer
 from ckptstore.integrations.ray.preemption import MARGIN, Notice, PreemptionSave, current_notice
 from ckptstore.integrations.ray.reports import Reports
-from ckptstore.integrations.ray.wrapping import kept_files
+from ckptstore.integrations.ray.worker_group import RayWorkers
+from ckptstore.loading.newest import Order, resume
 from ckptstore.opening import open_store
-from ckptstore.resume import Order, resume
+from ckptstore.saving.background import OnBusy, PendingSave
 from ckptstore.store import CheckpointStore
 
 Prefer = Literal["newest", "ray"]
@@ -223,7 +223,7 @@ class RayStore(CheckpointStore):
         if state is None:
             record = resume(job, order=order)
         else:
-            from ckptstore.load_state import LoadOptions, load_newest  # it needs torch, and directories do not
+            from ckptstore.loading.load_state import LoadOptions, load_newest  # it needs torch, and directories do not
 
             record = load_newest(job, state, LoadOptions(**options), claim=True, order=order)
         return self._checkpoint(record) if record else None

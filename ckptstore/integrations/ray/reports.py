@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptstore.background import PendingSave
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.metrics import REPLACED, safe_metrics
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
+from ckptstore.saving.background import PendingSave
 
 logger = logging.getLogger("ckptstore.ray")
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckptstore.errors import InvalidInput, RankFailed
-from ckptstore.executor import Beat, Item, Result, Task, deal
+from ckptstore.transfer.executor import Beat, Item, Result, Task, deal
 
 _TICK_SECONDS = 0.5
 """How often the caller looks for progress."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from ckptstore.background import Background, PendingSave
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_wire, to_wire
 from ckptstore.integrations.given_store import GivenStore, StoreGiven
 from ckptstore.integrations.transformers.shares import Links, divide, seen_in
+from ckptstore.saving.background import Background, PendingSave
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint import Checkpoint

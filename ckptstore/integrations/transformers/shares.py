@@ -12,8 +12,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ckptstore.directories import scan
 from ckptstore.errors import InvalidSource
+from ckptstore.saving.directories import scan
 
 Seen = Mapping[str, tuple[int, int]]
 """The files that a rank sees, by name: time of the last change in nanoseconds, and size in bytes."""

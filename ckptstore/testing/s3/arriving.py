@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from ckptstore.testing.s3.faults import Fault
+from ckptstore.testing.s3.rules import Fault
 
 MAX_LINE_BYTES = 1 << 12
 """Longer than any line between chunks."""

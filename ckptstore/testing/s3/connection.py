@@ -17,9 +17,9 @@ from urllib.parse import parse_qsl
 
 from ckptstore.testing.s3 import checksums, control, listing
 from ckptstore.testing.s3.arriving import Arriving, Unchunker
-from ckptstore.testing.s3.faults import Fault
 from ckptstore.testing.s3.messages import Answer, Request
 from ckptstore.testing.s3.objects import LoggedRequest, S3Error, new_id, new_memory
+from ckptstore.testing.s3.rules import Fault
 from ckptstore.testing.s3.shared import Shared
 
 _HEAD_BYTES = 1 << 16

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from ckptstore.testing.s3.faults import Fault
 from ckptstore.testing.s3.messages import Answer
 from ckptstore.testing.s3.objects import S3Error
+from ckptstore.testing.s3.rules import Fault
 from ckptstore.testing.s3.shared import Shared
 
 PREFIX = "/_control/"

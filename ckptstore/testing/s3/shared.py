@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from ckptstore.testing.s3.faults import Faults
 from ckptstore.testing.s3.objects import LoggedRequest
+from ckptstore.testing.s3.rules import Faults
 from ckptstore.testing.s3.service import Service
 
 

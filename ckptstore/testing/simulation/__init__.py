@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from ckptstore.testing.simulation.model import Violation
 from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble, draw
-from ckptstore.testing.simulation.run import Outcome, Simulation, report, shrink
-from ckptstore.testing.simulation.scheduler import Deadlock, Stuck
+from ckptstore.testing.simulation.simulator import Outcome, Simulation, report, shrink
+from ckptstore.testing.simulation.virtual.scheduler import Deadlock, Stuck
 
 __all__ = [
     "Action",

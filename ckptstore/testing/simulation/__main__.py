@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from ckptstore.testing.simulation.plan import Plan, draw
-from ckptstore.testing.simulation.run import Simulation, report, shrink, write
+from ckptstore.testing.simulation.simulator import Simulation, report, shrink, write
 
 
 def main(arguments: list[str] | None = None) -> int:

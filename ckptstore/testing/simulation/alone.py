@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.copying import copy_store, open_target
 from ckptstore.errors import (
     CheckpointDamaged,
     CheckpointGone,
@@ -17,21 +16,16 @@ from ckptstore.errors import (
     StoreMissing,
 )
 from ckptstore.group import StorageGroup
-from ckptstore.integrations.ray.group import RayWorkers
-from ckptstore.load import files_of
+from ckptstore.integrations.ray.worker_group import RayWorkers
+from ckptstore.interchange.copying import copy_store, open_target
+from ckptstore.loading.story import files_of
 from ckptstore.opening import open_store
-from ckptstore.retain import retain
 from ckptstore.retention import KeepLatest
-from ckptstore.testing.simulation.clocks import sleep
 from ckptstore.testing.simulation.model import Violation, told_in
 from ckptstore.testing.simulation.plan import POLICIES, Action
-from ckptstore.testing.simulation.world import (
-    COPY_URI,
-    STORE_URI,
-    Member,
-    World,
-    kind_of,
-)
+from ckptstore.testing.simulation.virtual.clocks import sleep
+from ckptstore.testing.simulation.world import COPY_URI, STORE_URI, Member, World, kind_of
+from ckptstore.upkeep.retain import retain
 
 
 def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:

@@ -16,16 +16,10 @@ from ckptstore.errors import (
     StorageError,
     StoreFenced,
 )
-from ckptstore.integrations.ray.ray_keeps import RayAttempt
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt
 from ckptstore.testing.simulation.model import Violation
 from ckptstore.testing.simulation.plan import Action, Actor
-from ckptstore.testing.simulation.world import (
-    LONGEST_CALL_SECONDS,
-    Attempted,
-    Member,
-    World,
-    kind_of,
-)
+from ckptstore.testing.simulation.world import LONGEST_CALL_SECONDS, Attempted, Member, World, kind_of
 
 SAVES = frozenset({"directory", "state", "async", "report"})
 

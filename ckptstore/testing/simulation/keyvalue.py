@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ckptstore import torch_private
 from ckptstore.config import StoreConfig
 from ckptstore.group import Group
 from ckptstore.group.base import new_start_token
 from ckptstore.group.torch_board import TorchBoard, TorchGroup
+from ckptstore.runtime import torch_private
 from ckptstore.storage.base import Storage
-from ckptstore.testing.simulation.scheduler import Process
+from ckptstore.testing.simulation.virtual.scheduler import Process
 
 if TYPE_CHECKING:
     from ckptstore.testing.simulation.world import World

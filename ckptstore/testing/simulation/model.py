@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ckptstore.digest import crc32c
-from ckptstore.layout import (
+from ckptstore.format.changes import Claim, Commit, Remove
+from ckptstore.format.digest import crc32c
+from ckptstore.format.layout import (
     CHECKPOINT_PREFIX,
     LEASE_PREFIX,
     LOG_PREFIX,
@@ -15,10 +16,10 @@ from ckptstore.layout import (
     parse_lease_key,
     parse_record_key,
 )
-from ckptstore.manifest import Manifest, sha256_of
-from ckptstore.records import Claim, Commit, Record, Remove
+from ckptstore.format.manifest import Manifest, sha256_of
+from ckptstore.format.record import Record
 from ckptstore.testing.simulation.plan import KEPT_SINCE_SECONDS, Plan
-from ckptstore.testing.simulation.storages import File, Space
+from ckptstore.testing.simulation.virtual.storages import File, Space
 
 Tag = tuple[str, int]
 """Which save of which job."""

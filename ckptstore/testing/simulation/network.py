@@ -19,8 +19,8 @@ from ckptstore.errors import (
 )
 from ckptstore.storage import base
 from ckptstore.testing.simulation.plan import Plan
-from ckptstore.testing.simulation.scheduler import Killed, Process, Scheduler
-from ckptstore.testing.simulation.storages import Space
+from ckptstore.testing.simulation.virtual.scheduler import Killed, Process, Scheduler
+from ckptstore.testing.simulation.virtual.storages import Space
 
 _CHANGES = frozenset(
     [

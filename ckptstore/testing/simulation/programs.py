@@ -5,23 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import (
-    NoUsableCheckpoint,
-    StoreFenced,
-)
+from ckptstore.errors import NoUsableCheckpoint, StoreFenced
 from ckptstore.testing.simulation.alone import open_for
-from ckptstore.testing.simulation.clocks import sleep
 from ckptstore.testing.simulation.judge import is_fenced, judge
 from ckptstore.testing.simulation.model import payload
 from ckptstore.testing.simulation.plan import Action
 from ckptstore.testing.simulation.ray_jobs import RunOfRay
-from ckptstore.testing.simulation.world import (
-    STORE_URI,
-    Attempted,
-    Member,
-    World,
-    kind_of,
-)
+from ckptstore.testing.simulation.virtual.clocks import sleep
+from ckptstore.testing.simulation.world import STORE_URI, Attempted, Member, World, kind_of
 
 
 def rank_program(world: World, member: Member) -> None:

@@ -10,13 +10,13 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import StoreConfig
 from ckptstore.group import Group
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.group import RayWorkers
-from ckptstore.integrations.ray.ray_keeps import RayAttempt, Run, default_directory, store_checkpoint
-from ckptstore.integrations.ray.ray_shards import RayDirectoryShard
-from ckptstore.integrations.ray.wrapping import files_at
-from ckptstore.request import Request
-from ckptstore.retried import with_retries
-from ckptstore.shard import Shard
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, Run, default_directory, store_checkpoint
+from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
+from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at
+from ckptstore.integrations.ray.worker_group import RayWorkers
+from ckptstore.saving.request import Request
+from ckptstore.saving.shard import Shard
+from ckptstore.storage.retried import with_retries
 from ckptstore.testing.simulation.model import payload
 from ckptstore.testing.simulation.plan import Action
 from ckptstore.testing.simulation.ray_model import DIRECTORY_PREFIX
@@ -100,9 +100,9 @@ class RunOfRay:
         return RayDirectoryShard(self.run, path, ranks=ranks, step=action.step, metrics={}, metadata=None)
 
     def _state(self, group: Group, index: int, action: Action) -> Shard:
-        from ckptstore.state.agree import Negotiator
-        from ckptstore.state.apply import collect
-        from ckptstore.state.state_shard import StateShard
+        from ckptstore.saving.state_shard import StateShard
+        from ckptstore.state.live.apply import collect
+        from ckptstore.state.write.agree import Negotiator
         from ckptstore.testing.simulation.states import state_of
 
         state = state_of((self._member.actor.name, index), self._member.rank)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckptstore.layout import MANIFEST_NAME
-from ckptstore.manifest import Manifest
+from ckptstore.format.layout import MANIFEST_NAME
+from ckptstore.format.manifest import Manifest
 from ckptstore.testing.simulation.model import Call, Tag, Violation, held_files, told_in, told_of
-from ckptstore.testing.simulation.storages import File, Space
+from ckptstore.testing.simulation.virtual.storages import File, Space
 
 DIRECTORY_PREFIX = "checkpoint_"
 """How the directories of Ray's checkpoints begin in a run."""

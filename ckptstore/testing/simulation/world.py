@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.testing.simulation import storages
 from ckptstore.testing.simulation.model import Model, Tag, Violation
 from ckptstore.testing.simulation.network import Network, Outage
 from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble
 from ckptstore.testing.simulation.ray_model import RayModel
-from ckptstore.testing.simulation.scheduler import Process, Scheduler
+from ckptstore.testing.simulation.virtual import storages
+from ckptstore.testing.simulation.virtual.scheduler import Process, Scheduler
 
 STORE_URI = "sim://store"
 COPY_URI = "sim://copy"

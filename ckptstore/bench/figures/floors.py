@@ -1,0 +1,61 @@
+"""Floors below which a ratio may not fall: a guard against getting slower, by ratios of one run alone.
+
+A file of floors is a list of {"workload", "contender" or "role", "floor", "why"}: ckptstore's median must be so many
+times as fast as that contender's, or as the best one of a role ("peer" or "limit").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptstore.bench.figures.report import Report
+from ckptstore.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One floor and what was measured."""
+
+    workload: str
+    against: str
+    floor: float
+    ratio: float | None
+    """None where it was not measured."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the ratio was measured and is not below the floor."""
+        return self.ratio is not None and self.ratio >= self.floor
+
+    def __str__(self) -> str:
+        found = "not measured" if self.ratio is None else f"{self.ratio:.3f}"
+        return f"{'ok' if self.holds else 'BELOW'}: {self.workload} against {self.against}: {found}, floor {self.floor}"
+
+
+def read_floors(path: Path) -> list[dict[str, Any]]:
+    """Raises InvalidInput for a file that is none of floors."""
+    try:
+        found = json.loads(path.read_text())
+        for one in found["floors"]:
+            if not {"workload", "floor"} <= one.keys() or not {"contender", "role"} & one.keys():
+                raise ValueError(f"{one} lacks a field")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InvalidInput(f"{path} holds no floors: {error}") from error
+    return list(found["floors"])
+
+
+def check(report: Report, floors: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    """Every floor of a workload that the report has. One whose contender was not measured does not hold."""
+    verdicts = []
+    for floor in floors:
+        found = [one for one in report.workloads if one.name == floor["workload"]]
+        for workload in found[:1]:
+            against = floor.get("contender") or f"the best {floor['role']}"
+            other = workload.measured(against) if "contender" in floor else workload.best(floor["role"])
+            ratio = workload.ratio(other) if other else None
+            verdicts.append(Verdict(workload=workload.name, against=against, floor=float(floor["floor"]), ratio=ratio))
+    return verdicts

@@ -1,0 +1,144 @@
+"""A report as one HTML file that needs no network: tables, bar charts, curves and the timeline of a save."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from string import Template
+from typing import Any
+
+from ckptstore.bench.figures import told
+from ckptstore.bench.figures.charts import Bar, Curve, bars, curves, timeline
+from ckptstore.bench.figures.report import Report, Workload
+
+_PAGE = Template("""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>ckptstore bench</title>
+<style>
+body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #222; }
+body { max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
+h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; border-bottom: 2px solid #0b6e4f; }
+table { border-collapse: collapse; margin: .6rem 0; font-size: 13px; }
+th, td { padding: .2rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #dde2e7; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+tr.ckptstore td { font-weight: 600; color: #0b6e4f; } tr.limit td { color: #697480; }
+svg { display: block; max-width: 100%; height: auto; font-family: inherit; }
+.absent { color: #8a4b3c; font-size: 13px; } .small { color: #55606a; font-size: 13px; } code { font-size: 13px; }
+</style></head><body>
+<h1>ckptstore bench</h1>
+<p class="small">$created &middot; <code>$command</code></p>
+$facts
+<p class="small">$legend Bars are medians, whiskers go from the fastest to the slowest turn.</p>
+$body
+</body></html>
+""")
+
+
+def page(report: Report) -> str:
+    """The whole page."""
+    created = datetime.fromtimestamp(report.created_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    sections = [_section(workload) for workload in report.workloads if workload.name != "ls"]
+    finding = [workload for workload in report.workloads if workload.name == "ls"]
+    if finding:
+        sections.append(_finding(finding))
+    if report.scaling:
+        sections.append(_growth(report.scaling))
+    return _PAGE.substitute(
+        created=created,
+        command=escape(report.command),
+        facts="".join(f'<p class="small">{escape(line)}</p>' for line in told.report_lines(report)),
+        legend=escape(told.LEGEND),
+        body="\n".join(sections),
+    )
+
+
+def _section(workload: Workload) -> str:
+    measured = [one for one in workload.outcomes if one.status == "measured"]
+    limit = workload.best("limit")
+    rows = []
+    for one in measured:
+        figures, ratio = workload.figures(one), workload.ratio(one)
+        note = f", ratio {ratio:.2f}" if ratio is not None and one.role != "ckptstore" else ""
+        rows.append(
+            Bar(
+                label=told.label(one),
+                role=one.role,
+                median=statistics.median(figures),
+                low=min(figures),
+                high=max(figures),
+                note=note,
+            )
+        )
+    at = statistics.median(workload.figures(limit)) if limit else None
+    parts = [f"<h2>{escape(told.heading(workload))}</h2>"]
+    if rows:
+        parts += [bars(rows, unit="s", limit=at), _table(workload)]
+    absent = told.absent(workload)
+    if absent:
+        parts.append('<p class="absent">' + "<br>".join(map(escape, absent)) + "</p>")
+    if workload.timeline:
+        late = workload.facts.get("straggler")
+        said = (
+            f"rank {late['rank']} had stored its files {late['seconds']:.3f} s after the median rank." if late else ""
+        )
+        parts.append(f"<h3>One save, rank by rank</h3><p class='small'>A lane for each thread. {escape(said)}</p>")
+        parts.append(timeline(workload.timeline, straggler=late["rank"] if late else None))
+    return "\n".join(parts)
+
+
+def _table(workload: Workload) -> str:
+    measured = [one for one in workload.outcomes if one.status == "measured"]
+    head = "".join(f"<th>{escape(name)}</th>" for name in told.HEADERS)
+    body = "".join(
+        f'<tr class="{one.role}">' + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        for one, row in zip(measured, told.rows(workload), strict=True)
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _finding(workloads: Sequence[Workload]) -> str:
+    names = [one.name for one in workloads[0].outcomes]
+    lines = []
+    for name in names:
+        points = []
+        for workload in workloads:
+            one = workload.measured(name)
+            if one is not None:
+                points.append((float(workload.facts["checkpoints"]), statistics.median(workload.figures(one))))
+        lines.append(Curve(label=name, points=points))
+    chart = curves(lines, x_title="checkpoints in the store", y_title="seconds")
+    tables = "".join(f"<h3>{escape(workload.title)}</h3>{_table(workload)}" for workload in workloads)
+    return f"<h2>Finding checkpoints as a store grows</h2>{chart}{tables}"
+
+
+def _growth(scaling: Mapping[str, Any]) -> str:
+    parts = ["<h2>Growth</h2>"]
+    titles = {"ranks": "real processes, the same bytes in all", "bytes": "bytes of the state", "files": "files"}
+    for name, points in scaling.get("real", {}).items():
+        contenders = dict.fromkeys(who for point in points for who in point["seconds"])
+        lines = [
+            Curve(
+                label=who,
+                points=[(point["at"], point["seconds"][who]["median"]) for point in points if who in point["seconds"]],
+            )
+            for who in contenders
+        ]
+        parts.append(f"<h3>Seconds over {escape(titles.get(name, name))}</h3>")
+        parts.append(curves(lines, x_title=titles.get(name, name), y_title="seconds"))
+        failed = {f"{who} at {point['at']}: {why}" for point in points for who, why in point["failed"].items()}
+        parts += [f'<p class="absent">failed: {escape(line)}</p>' for line in sorted(failed)]
+    simulated = scaling.get("simulated", {})
+    points = simulated.get("points", ())
+    if points:
+        latency = simulated["latency_seconds"] * 1000
+        parts.append(f"<h3>A commit through the storage alone, {latency:g} ms for each request</h3>")
+        for figure, title in (("seconds", "seconds to the commit"), ("requests", "requests of the leader")):
+            lines = [Curve(label="measured", points=[(point["ranks"], point[figure]) for point in points])]
+            law = simulated["laws"].get(figure)
+            if law:
+                fitted = [(point["ranks"], law["base"] + law["slope"] * point["ranks"]) for point in points]
+                lines.append(Curve(label=f"n^{law['exponent']:.2f} at the end", points=fitted, dashed=True))
+            parts.append(curves(lines, x_title="simulated ranks", y_title=title))
+    parts += [f'<p class="small">{escape(line)}</p>' for line in told.scaling_lines({"simulated": simulated})]
+    return "\n".join(parts)

@@ -1,0 +1,103 @@
+"""A report as rows for people."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptstore.bench.figures.report import Outcome, Report, Workload, summary
+
+HEADERS = ("contender", "seconds", "min - max", "GB/s", "CPU s/GiB", "peak MiB", "requests", "ratio", "of limit")
+LEGEND = (
+    "Seconds are medians. A ratio above 1 means that ckptstore is faster; 'of limit' is the limit's time over its own."
+)
+
+
+def heading(workload: Workload) -> str:
+    """What was measured."""
+    figure = "" if workload.figure == "total_seconds" else ", seconds until the call returned"
+    size = f", {workload.size_bytes / (1 << 20):.1f} MiB" if workload.size_bytes else ""
+    ranks = f"{workload.ranks} rank" + ("s" if workload.ranks > 1 else "")
+    return f"{workload.title} ({workload.name}): {ranks}{size}{figure}"
+
+
+def rows(workload: Workload) -> list[list[str]]:
+    """One row for each contender that was measured."""
+    limit = workload.best("limit")
+    limit_seconds = statistics.median(workload.figures(limit)) if limit else None
+    return [_row(workload, one, limit_seconds) for one in workload.outcomes if one.status == "measured"]
+
+
+def _row(workload: Workload, one: Outcome, limit_seconds: float | None) -> list[str]:
+    figures = workload.figures(one)
+    median = statistics.median(figures)
+    told = summary(one, workload.size_bytes) or {}
+    ratio = workload.ratio(one)
+    speed = workload.size_bytes / 1e9 / median if workload.size_bytes and median else None
+    return [
+        label(one),
+        f"{median:.4f}",
+        f"{min(figures):.4f} - {max(figures):.4f}",
+        _number(speed, "{:.2f}"),
+        _number(told["cpu_seconds_per_gib"], "{:.2f}"),
+        _number(told["peak_bytes"] and told["peak_bytes"]["median"] / (1 << 20), "{:.1f}"),
+        _number(told["requests"] and told["requests"]["median"], "{:.0f}"),
+        _number(ratio, "{:.2f}"),
+        _number(limit_seconds and limit_seconds / median, "{:.2f}"),
+    ]
+
+
+def label(one: Outcome) -> str:
+    """Its name with its settings."""
+    settings = ", ".join(text for name, value in one.settings.items() if (text := _setting(name, value)))
+    return f"{one.name} ({settings})" if settings else one.name
+
+
+def _setting(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name.replace("_", " ") if value else ""
+    if name.endswith("bytes"):
+        return f"{value / (1 << 20):g} MiB"
+    if "thread" in name:
+        return f"{value} threads" if value > 1 else "1 thread"
+    return str(value)
+
+
+def absent(workload: Workload) -> list[str]:
+    """Who was skipped or failed, and why; a limit of another medium is not worth a line."""
+    return [
+        f"{one.status}: {one.name}: {one.reason}"
+        for one in workload.outcomes
+        if one.status == "failed" or (one.status == "skipped" and one.role != "limit")
+    ]
+
+
+def scaling_lines(scaling: Mapping[str, Any]) -> list[str]:
+    """The laws of growth, and the points that they come from."""
+    lines: list[str] = []
+    for name, points in scaling.get("real", {}).items():
+        for point in points:
+            seconds = ", ".join(f"{who} {told['median']:.4f} s" for who, told in point["seconds"].items())
+            lines.append(f"{name} = {point['at']}: {seconds}")
+    simulated = scaling.get("simulated", {})
+    for point in simulated.get("points", ()):
+        peak = f"{point['peak_bytes'] / (1 << 20):.0f} MiB" if point["peak_bytes"] is not None else "?"
+        lines.append(
+            f"{point['ranks']} simulated ranks: commit {point['seconds']:.2f} s, {point['requests']} requests, leader "
+            f"{point['cpu_seconds']:.2f} s of CPU, {peak}"
+        )
+    for name, law in simulated.get("laws", {}).items():
+        lines.append(f"{name} over ranks n: {law['text']}; between the two largest it grows by n^{law['exponent']:.2f}")
+    return lines
+
+
+def report_lines(report: Report) -> Sequence[str]:
+    """The machine and the versions, one line each."""
+    machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
+    found = ", ".join(f"{name} {value}" for name, value in report.versions.items())
+    return [f"machine: {machine}", f"versions: {found}"]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

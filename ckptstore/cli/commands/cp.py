@@ -1,0 +1,79 @@
+"""`ckptstore cp`: copy a checkpoint or a whole store to another root."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import click
+
+from ckptstore.cli.options import as_json, engine_option, opened_executor, parse_storage_options, storage_option
+from ckptstore.cli.output import print_json, show_size
+from ckptstore.cli.targets import find_target, is_checkpoint, opened_checkpoint, opened_store
+from ckptstore.cli.terminal import progress
+from ckptstore.interchange.copying import CopyReport, Target, copy_checkpoint, copy_store, open_target
+from ckptstore.transfer.executor import Executor
+
+
+@click.command()
+@click.argument("source")
+@click.argument("destination")
+@click.option(
+    "--target-option",
+    "target_options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Like --storage-option, for DESTINATION; without any, those of --storage-option hold for both.",
+)
+@engine_option
+@storage_option
+@as_json
+def command(
+    source: str,
+    destination: str,
+    target_options: tuple[str, ...],
+    engine: str,
+    storage_options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Copy a store, or one checkpoint, to the empty or half-copied place DESTINATION; every byte is checked.
+
+    A whole store gets a log of its own there, with its live checkpoints and its pins. STORE@STEP becomes a checkpoint
+    directory that stands on its own. A copy that was interrupted goes on where it broke off.
+    """
+    given = parse_storage_options(target_options) or storage_options
+    is_whole = find_target(source, storage_options).step is None and not is_checkpoint(source, storage_options)
+    copy = _copy_store if is_whole else _copy_checkpoint
+    shown = False if as_json else None
+    with (
+        opened_executor(engine) as executor,
+        closing(open_target(destination, storage_options=given)) as target,
+        progress("copy", shown=shown),
+    ):
+        report = copy(source, target, storage_options, executor)
+    if as_json:
+        print_json(
+            uri=report.uri,
+            copied_steps=report.steps,
+            present_steps=report.present,
+            num_copied=report.num_copied,
+            num_found=report.num_found,
+            copied_bytes=report.copied_bytes,
+        )
+        return
+    click.echo(f"checkpoints copied to {report.uri}: {len(report.steps)}, there already: {len(report.present)}")
+    found = f"from an earlier try: {report.num_found}"
+    click.echo(f"files copied: {report.num_copied}, {show_size(report.copied_bytes)}; {found}")
+
+
+def _copy_store(source: str, target: Target, storage_options: dict[str, Any], executor: Executor) -> CopyReport:
+    with opened_store(source, storage_options) as store:
+        job = store._job
+        return copy_store(
+            job.log, job.storage, target, lambda record: store._checkpoint(record)._files, executor=executor
+        )
+
+
+def _copy_checkpoint(source: str, target: Target, storage_options: dict[str, Any], executor: Executor) -> CopyReport:
+    with opened_checkpoint(source, storage_options) as checkpoint:
+        return copy_checkpoint(checkpoint._files, target, executor=executor)

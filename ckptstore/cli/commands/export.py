@@ -1,0 +1,92 @@
+"""`ckptstore export`: a checkpoint as files of other tools."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import click
+
+from ckptstore.cli.options import as_json, engine_option, opened_executor, storage_option
+from ckptstore.cli.output import checkpoint_json, print_json, show_size
+from ckptstore.cli.targets import opened_checkpoint
+from ckptstore.cli.terminal import progress
+from ckptstore.errors import InvalidInput
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")
+
+
+@click.command()
+@click.argument("target")
+@click.argument("directory")
+@click.option(
+    "--to", type=click.Choice(["safetensors", "torch", "dcp"]), default="safetensors", show_default=True, help="Format."
+)
+@click.option("--include", multiple=True, metavar="PATTERN", help='Only keys that fit, such as "model.*"; repeatable.')
+@click.option("--strip-prefix", default="", metavar="PREFIX", help='Taken off the front of keys, such as "model.".')
+@click.option("--max-file-size", default="5GB", show_default=True, metavar="SIZE", help="Of a safetensors file.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export in DIRECTORY.")
+@engine_option
+@storage_option
+@as_json
+def command(
+    target: str,
+    directory: str,
+    to: Literal["safetensors", "torch", "dcp"],
+    include: tuple[str, ...],
+    strip_prefix: str,
+    max_file_size: str,
+    overwrite: bool,
+    engine: str,
+    storage_options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Write the state checkpoint TARGET to DIRECTORY in a format of other tools; every byte is checked.
+
+    "safetensors" is for Hugging Face libraries, "torch" for torch.load(weights_only=True), "dcp" for torch's DCP. The
+    memory that is needed is twice that of the largest tensor, and at most 128 MiB.
+    """
+    from ckptstore.interchange.exporting import export
+
+    max_file_bytes = parse_size(max_file_size)
+    shown = False if as_json else None
+    with (
+        opened_executor(engine) as executor,
+        opened_checkpoint(target, storage_options) as checkpoint,
+        progress("export", shown=shown),
+    ):
+        report = export(
+            checkpoint,
+            directory,
+            to=to,
+            include=include or None,
+            strip_prefix=strip_prefix,
+            max_file_bytes=max_file_bytes,
+            overwrite=overwrite,
+            executor=executor,
+        )
+    if as_json:
+        print_json(
+            checkpoint=checkpoint_json(checkpoint),
+            directory=str(report.path),
+            format=report.kind,
+            files=report.files,
+            num_tensors=report.num_tensors,
+            size_bytes=report.size_bytes,
+            notices=report.notices,
+        )
+        return
+    click.echo(f"{report.num_tensors} tensors, {show_size(report.size_bytes)}, in {len(report.files)} files:")
+    for name in report.files:
+        click.echo(f"  {report.path / name}")
+    for notice in report.notices:
+        click.echo(f"note: {notice}")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB", "500MiB" or a plain number. Raises InvalidInput."""
+    match = _SIZE.fullmatch(text.strip().upper())
+    if match is None or float(match[1]) <= 0:
+        raise InvalidInput(f"{text!r} is no size", hint="Write 5GB or 500MiB")
+    return int(float(match[1]) * _UNITS[match[2]])

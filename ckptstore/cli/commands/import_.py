@@ -1,0 +1,71 @@
+"""`ckptstore import`: files of other tools as a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import click
+
+from ckptstore.cli.options import as_json, storage_option
+from ckptstore.cli.output import checkpoint_json, print_json, show_size
+from ckptstore.cli.terminal import progress
+from ckptstore.errors import InvalidInput
+from ckptstore.opening import open_store
+
+
+@click.command()
+@click.argument("source")
+@click.argument("store")
+@click.option(
+    "--from", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), required=True, help="What SOURCE is."
+)
+@click.option("--step", type=click.IntRange(0), required=True, help="Of the new checkpoint.")
+@click.option("--metric", "metrics", multiple=True, metavar="NAME=NUMBER", help="For retention and best; repeatable.")
+@click.option("--replace", is_flag=True, help="Put an earlier checkpoint of that step into the trash.")
+@storage_option
+@as_json
+def command(
+    source: str,
+    store: str,
+    kind: Literal["safetensors", "torch", "dcp"],
+    step: int,
+    metrics: tuple[str, ...],
+    replace: bool,
+    storage_options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Commit SOURCE as a checkpoint of STORE, which is created if it is not there.
+
+    SOURCE is a file of torch.save, a safetensors file or a directory of them, or a directory of torch's DCP. Keys stay
+    as they are. Nothing in SOURCE is run. A job that writes to STORE is fenced, as by any new job.
+    """
+    from ckptstore.interchange.importing import import_state
+
+    with open_store(store, storage_options=storage_options) as opened:
+        with progress("import", shown=False if as_json else None):
+            checkpoint = import_state(
+                source,
+                opened,
+                step,
+                kind=kind,
+                metrics=_parse_metrics(metrics),
+                exists="replace" if replace else "error",
+                storage_options=storage_options,
+            )
+        if as_json:
+            print_json(checkpoint=checkpoint_json(checkpoint), source=source, format=kind)
+        else:
+            click.echo(f"step {checkpoint.step}, {show_size(checkpoint.size_bytes)}, {checkpoint.uri}")
+
+
+def _parse_metrics(texts: tuple[str, ...]) -> dict[str, float]:
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise InvalidInput(f"--metric takes NAME=NUMBER, not {text!r}") from None
+        if not name or not equals:
+            raise InvalidInput(f"--metric takes NAME=NUMBER, not {text!r}")
+    return found

@@ -1,0 +1,163 @@
+"""Who writes what of stock plans: what the ranks hold, listed in their plans, dealt by the coordinator.
+
+A planner may cache plans (`DefaultSavePlanner(enable_plan_caching=True)`): a rank whose plan is as before sends an
+empty one that is not usable, and so does the coordinator. The rank then goes by the plan that it got at an earlier
+save. So a plan may hold only what stays true from save to save, and the place of the files does not. A rank hears it
+when the coordinator's answer arrives, whatever the planner then does with the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from ckptstore.errors import InvalidState
+from ckptstore.runtime.torch_private import cached_plans
+from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.write.deal import Dealt, chunks_of, deal
+
+_Held = tuple[str, tuple[int, ...]]
+"""A key and the offsets of a box."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a rank says with its plan: the boxes of tensors that it has, with their sizes."""
+
+    boxes: Mapping[_Held, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the coordinator says for one save: the prefix of the keys of its files. Unpickling is hearing it."""
+
+    prefix: str
+
+    def __reduce__(self) -> tuple[type[Told] | object, tuple[str]]:
+        return _hear, (self.prefix,)
+
+
+_heard = threading.local()
+
+
+def _hear(prefix: str) -> Told:
+    _heard.told = Told(prefix)
+    return Told(prefix)
+
+
+def forget() -> None:
+    """A save begins in this thread: what was heard for the one before counts no more."""
+    _heard.told = None
+
+
+def heard() -> Told | None:
+    """What the coordinator said for the save that runs in this thread; None before its answer is there."""
+    told: Told | None = getattr(_heard, "told", None)
+    return told
+
+
+@dataclass(slots=True)
+class Assignment:
+    """What the coordinator gives a rank to do: for each item of its plan the boxes to write. Holds for later saves of
+    the same plan too."""
+
+    deal_id: str
+    """The same on all ranks that were dealt to at once."""
+    split_plain_bytes: int | None
+    told: Told
+    """Read by nobody: it is here in order to be heard."""
+    boxes: dict[int, list[Box]] = field(default_factory=dict)
+
+
+def held_boxes(plan: SavePlan) -> Holdings:
+    """The boxes of tensors that a rank has."""
+    return Holdings(
+        {_held(item): tuple(item.tensor_data.chunk.sizes) for item in plan.items if item.tensor_data is not None}
+    )
+
+
+def deal_plans(plans: Sequence[SavePlan], told: Told, *, split_plain_bytes: int | None) -> list[SavePlan]:
+    """The plans with what each rank writes. A box that several ranks hold is added to the plan of each that gets a
+    part of it.
+
+    When no plan has changed since a save before, all stays as it was dealt then. When some have, all ranks are dealt to
+    anew. Raises InvalidState when the plans of the others are not to be had.
+    """
+    if not any(plan.usable for plan in plans):
+        return [dataclasses.replace(plan, storage_data=told) for plan in plans]
+    if not all(plan.usable for plan in plans):
+        plans = cached_plans(plans)
+        if not plans:
+            raise InvalidState(
+                "the planner gave the plans of some ranks and keeps those of the others to itself",
+                hint="Use DefaultSavePlanner, or a planner that does not cache plans",
+            )
+    dealer = _Dealer(plans, Assignment(uuid.uuid4().hex, split_plain_bytes, told))
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            dealer.take(rank, item)
+    dealer.deal_shared(split_plain_bytes)
+    return [
+        dataclasses.replace(plan, items=own, storage_data=assignment)
+        for plan, own, assignment in zip(plans, dealer.items, dealer.assignments, strict=True)
+    ]
+
+
+class _Dealer:
+    def __init__(self, plans: Sequence[SavePlan], empty: Assignment) -> None:
+        self.items: list[list[WriteItem]] = [[] for _ in plans]
+        self.assignments = [dataclasses.replace(empty, boxes={}) for _ in plans]
+        self._holders: dict[_Held, list[int]] = {}
+        self._shared: dict[tuple[int, ...], list[WriteItem]] = {}
+        for rank, plan in enumerate(plans):
+            for held in plan.storage_data.boxes if isinstance(plan.storage_data, Holdings) else ():
+                self._holders.setdefault(held, []).append(rank)
+
+    def take(self, rank: int, item: WriteItem) -> None:
+        """Take in an item that the planner gave to one rank."""
+        if item.type is WriteItemType.BYTE_IO:
+            self.items[rank].append(item)
+            return
+        ranks = self._holders.get(_held(item), [rank])
+        if len(ranks) == 1 or not _dealt(item).size_bytes:
+            self._assign(rank, item, chunks_of(_box(item), _dealt(item).element_bytes))
+        else:
+            self._shared.setdefault(tuple(ranks), []).append(item)
+
+    def deal_shared(self, split_plain_bytes: int | None) -> None:
+        """Give each holder its share of what several ranks hold."""
+        for ranks, group in self._shared.items():
+            dealt = [_dealt(item, split_plain_bytes) for item in group]
+            for share, rank in enumerate(ranks):
+                for number, start, stop in deal(dealt, len(ranks), share):
+                    boxes = chunks_of(_box(group[number]), dealt[number].element_bytes, start, stop)
+                    self._assign(rank, group[number], boxes)
+
+    def _assign(self, rank: int, item: WriteItem, boxes: list[Box]) -> None:
+        self.assignments[rank].boxes[len(self.items[rank])] = boxes
+        self.items[rank].append(item)
+
+
+def _held(item: WriteItem) -> _Held:
+    return item.index.fqn, tuple(item.index.offset or ())
+
+
+def _box(item: WriteItem) -> Box:
+    assert item.tensor_data is not None  # every item but bytes has it
+    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+
+
+def _dealt(item: WriteItem, split_plain_bytes: int | None = None) -> Dealt:
+    """The item for dealing; a plain tensor below the limit stays in one piece."""
+    assert item.tensor_data is not None  # every item but bytes has it
+    sizes = tuple(item.tensor_data.chunk.sizes)
+    element_bytes = item.tensor_data.properties.dtype.itemsize
+    made = Dealt(sizes, element_bytes)
+    is_plain = item.type is WriteItemType.TENSOR
+    keeps_whole = is_plain and (split_plain_bytes is None or made.size_bytes < split_plain_bytes)
+    return Dealt(sizes, element_bytes, is_whole=keeps_whole)

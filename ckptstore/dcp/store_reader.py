@@ -1,0 +1,354 @@
+"""`StoreReader`: for those who call `dcp.load` themselves, on a checkpoint of ckptstore or of stock DCP.
+
+The metadata comes from the tensor index, or through the restricted unpickler; no pickle of the checkpoint is run. The
+ranges that a rank needs are read sorted, in parallel and, in checkpoints of ckptstore, against their digests.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckptstore.config import RetryConfig, TransferConfig
+from ckptstore.dcp.store_writer import DCP_VERSION, is_same_place, printable
+from ckptstore.dcp.view import View, view_of_state
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CkptstoreError,
+    FileMissing,
+    InvalidInput,
+    InvalidState,
+    RankFailed,
+    StateMismatch,
+)
+from ckptstore.format.digest import crc32c
+from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
+from ckptstore.format.manifest import Manifest
+from ckptstore.runtime.torch_private import is_wrapper
+from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.index.tensor_index import TensorIndex
+from ckptstore.state.live.flatten import TensorRef, map_tensors
+from ckptstore.state.live.values import Frame
+from ckptstore.state.read.stock_read import StockState, load_metadata
+from ckptstore.state.read.stored import PerRank, StoredState
+from ckptstore.state.tensors.boxes import Box, whole
+from ckptstore.state.tensors.wrapped import Wrapped, check_same, unwrap
+from ckptstore.storage.base import Storage
+from ckptstore.storage.open import open_storage
+from ckptstore.storage.retried import with_retries
+from ckptstore.transfer import Transfer
+
+_Wanted = tuple[str, Box, torch.Tensor]
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise the CkptstoreError of the lowest rank that failed in place of torch's CheckpointException, which is a
+    BaseException that no `except Exception` sees."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (first, _) = min(error.failures.items(), key=lambda item: item[0])
+        if isinstance(first, CkptstoreError):
+            raise first.at(rank=rank) from error
+        raise RankFailed(f"{type(first).__name__}: {first}", rank=rank) from error
+
+
+class StoreReader(StorageReader):
+    """Reads a checkpoint through `dcp.load(state_dict, storage_reader=StoreReader(...))`.
+
+    Args:
+        uri: the directory or URI of one checkpoint; `Checkpoint.uri` is one.
+        per_rank: what becomes of values that differed between ranks when the number of ranks is another one now:
+            "error", "first" (the lowest rank's), "skip".
+        allow_pickle: whether plain values that need code to be read may be read. Only for checkpoints that you trust.
+        storage_options: for the storage of the URI.
+
+    Damage raises CheckpointDamaged, in torch's CheckpointException; `translated` takes it out.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        per_rank: PerRank = "error",
+        allow_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._given = uri
+        self._per_rank = per_rank
+        self._allow_pickle = allow_pickle
+        self._storage_options = storage_options
+        self._opened: tuple[Storage, Transfer] | None = None
+        self._state: StoredState | StockState | None = None
+        self._view = View()
+        self._rank = 0
+        self._failed: CkptstoreError | None = None
+        self._load_id = str(uuid.uuid4())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None, "_state": None, "_view": View()}
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint is, as it was given; without secrets."""
+        return printable(self._given)
+
+    def _open(self) -> tuple[Storage, Transfer]:
+        if self._opened is None:
+            retry = RetryConfig.from_env()
+            storage = with_retries(open_storage(os.fspath(self._given), storage_options=self._storage_options), retry)
+            transfer = Transfer(storage, config=TransferConfig.from_env(), retry=retry)
+            self._opened = storage, transfer
+        return self._opened
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew; a `checkpoint_id` given to `dcp.load` must be where the reader reads."""
+        if checkpoint_id is not None and not is_same_place(checkpoint_id, self._open()[0].uri):
+            raise InvalidInput(f"the reader reads {self.checkpoint_id}, checkpoint_id is {checkpoint_id}")
+        self._state, self._view, self._failed = None, View(), None
+        self._load_id = str(uuid.uuid4())
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint has, as stock planners want it. Raises CheckpointDamaged, FileMissing.
+
+        With `rank`, what stock DCP wrote for that rank with `use_collectives=False`.
+        """
+        storage, transfer = self._open()
+        self._rank = _rank_of(kwargs)
+        if kwargs.get("rank") is not None and self._failed is not None:
+            raise self._failed  # DCP asks for the rank's after any failure: what is there and damaged is not missing
+        try:
+            return self._read_metadata(storage, transfer, kwargs)
+        except FileMissing:
+            raise
+        except CkptstoreError as error:
+            self._failed = error
+            raise
+
+    def _read_metadata(self, storage: Storage, transfer: Transfer, kwargs: Mapping[str, Any]) -> Metadata:
+        meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
+        if kwargs.get("rank") is not None:
+            return self._stock_metadata(storage, transfer, f"__{self._rank}{DCP_METADATA_NAME}", meta)
+        try:
+            data = storage.read(INDEX_NAME)
+        except FileMissing:
+            return self._stock_metadata(storage, transfer, DCP_METADATA_NAME, meta)
+        index = TensorIndex.decode(data)
+        world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        state = StoredState(
+            index, transfer.read, "", self._rank, world_size, per_rank=self._per_rank, allow_pickle=self._allow_pickle
+        )
+        stock = self._planned(storage)
+        self._state, self._view = state, view_of_state(state, stock)
+        view = self._view
+        if stock is not None and stock.storage_meta is not None:
+            meta.save_id, meta.modules = stock.storage_meta.save_id, stock.storage_meta.modules
+        return Metadata(view.items, view.paths, view.places, meta, DCP_VERSION)
+
+    def _planned(self, storage: Storage) -> Metadata | None:
+        """The `.metadata` beside an index, None where there is none: how the planner of the save saw the state."""
+        try:
+            data = storage.read(DCP_METADATA_NAME)
+        except FileMissing:
+            return None
+        try:
+            manifest = Manifest.decode(storage.read(MANIFEST_NAME))
+        except FileMissing:  # whoever moves the data files alone
+            manifest = None
+        for receipt in manifest.files if manifest else ():
+            if receipt.name == DCP_METADATA_NAME and receipt.crc32c not in (None, crc32c(data)):
+                raise CheckpointDamaged(f"{DCP_METADATA_NAME} is damaged", file=DCP_METADATA_NAME)
+        metadata: Metadata = pickle.loads(data) if self._allow_pickle else load_metadata(data)
+        return metadata
+
+    def _stock_metadata(self, storage: Storage, transfer: Transfer, name: str, meta: StorageMeta) -> Metadata:
+        metadata: Metadata = load_metadata(storage.read(name), file=name)
+        sizes = {file.key: file.size_bytes for file in storage.list("")}
+        self._state = StockState(metadata, transfer.read, "", sizes, allow_pickle=self._allow_pickle)
+        self._view = View()
+        stored = getattr(metadata, "storage_meta", None)
+        if stored is not None:
+            meta.save_id, meta.modules = stored.save_id, stored.modules
+        metadata.storage_meta = meta
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP on every rank."""
+        if self._state is None:
+            self.read_metadata(**kwargs)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of the plan, and hand the planner its plain values."""
+        batch = _Batch(self._stored, planner)
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._framed(item.storage_index.fqn))
+                continue
+            offsets = tuple(item.storage_index.offset or ())
+            wrapped = self._view.wrapped.get((item.storage_index.fqn, offsets))
+            if wrapped is not None:
+                batch.add_wrapped(item, *wrapped)
+            else:
+                batch.add(item, self._box_of(item))
+        batch.finish()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @property
+    def _stored(self) -> StoredState | StockState:
+        assert self._state is not None  # DCP reads the metadata first
+        return self._state
+
+    def _box_of(self, item: ReadItem) -> Box:
+        """The wanted box, counted from the whole tensor."""
+        start = tuple(item.storage_index.offset or (0,) * len(item.lengths))
+        offsets = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
+        return Box(offsets, tuple(item.lengths))
+
+    def _framed(self, key: str) -> io.BytesIO:
+        """A plain value as the planner wants it: framed here, from a value that was read safely."""
+        state, view = self._stored, self._view
+        if isinstance(state, StockState) and key not in view.values:
+            view.values.update(state.values(lambda name: name == key))
+        if key not in view.values:
+            barred = [name for name in view.barred if key == name or key.startswith(f"{name}.")]
+            if barred:
+                raise InvalidState(
+                    f"{key} needs code to be read", hint="Pass allow_pickle=True if you trust who wrote the checkpoint"
+                )
+            raise InvalidState(f"the checkpoint has no plain value {key}")
+        value = view.values[key]
+        if isinstance(value, Frame):
+            return io.BytesIO(value.data)
+        if isinstance(state, StoredState):
+            value = map_tensors(value, (key,), lambda name, leaf: _with_numbers(state, leaf, name))
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        return buffer
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path or URI may be one."""
+        return bool(os.fspath(checkpoint_id))
+
+
+def _rank_of(kwargs: Mapping[str, Any]) -> int:
+    if kwargs.get("rank") is not None:
+        return int(kwargs["rank"])
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _with_numbers(state: StoredState, leaf: Any, name: str) -> Any:
+    """A tensor that stands in a plain value: read to the host, unless it was read with the value."""
+    if not isinstance(leaf, TensorRef):
+        return leaf
+    entry = state.entry(leaf.key)
+    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    state.fill({name: (tensor, leaf.key)})
+    return tensor
+
+
+class _Batch:
+    """Tensors that are read together. None of them may share its memory with another one."""
+
+    def __init__(self, state: StoredState | StockState, planner: LoadPlanner) -> None:
+        self._state = state
+        self._planner = planner
+        self._wanted: list[_Wanted] = []
+        self._converted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._committed: list[tuple[ReadItem, torch.Tensor]] = []
+        self._addresses: set[int] = set()
+
+    def add(self, item: ReadItem, box: Box) -> None:
+        """Fill what the planner gives for an item with a box of a stored tensor. Raises StateMismatch."""
+        key = item.storage_index.fqn
+        target = self._planner.resolve_tensor(item)
+        if tuple(target.shape) != box.sizes:
+            raise StateMismatch(f"{key}: the planner gave {tuple(target.shape)} for {box.sizes}")
+        self._want(key, box, target.detach())
+        self._committed.append((item, target))
+
+    def add_wrapped(self, item: ReadItem, key: str, saved: Wrapped) -> None:
+        """Fill the inner tensors of what the planner gives with those that were saved. Raises StateMismatch."""
+        name, label = item.storage_index.fqn, saved.label
+        target = self._planner.resolve_tensor(item)
+        if not is_wrapper(target):
+            raise StateMismatch(
+                f"{name} was saved from a {label.kind}, and is loaded into a {type(target).__name__}",
+                hint="Load it into a tensor that was made as the saved one was",
+            )
+        if any(item.storage_offsets) or tuple(item.lengths) != label.shape or tuple(target.shape) != label.shape:
+            raise StateMismatch(
+                f"{name} was saved from a {label.kind} in other parts than it is loaded into: only that class knows "
+                "how to cut it",
+                hint="Load it on the layout it was saved on",
+            )
+        given, again = unwrap(target, name, label.part), unwrap(self._planner.resolve_tensor(item), name, label.part)
+        check_same(saved, given, name)
+        self._want_inner(saved, given, again, name)
+        self._committed.append((item, target))
+
+    def _want_inner(self, saved: Wrapped, given: Wrapped, again: Wrapped, key: str) -> None:
+        for attribute, inner in saved.items():
+            name, target = f"{key}.{attribute}", given[attribute]
+            if isinstance(inner, Wrapped):
+                self._want_inner(inner, target, again[attribute], name)
+                continue
+            assert isinstance(self._state, StoredState)  # stock checkpoints have none
+            entry = self._state.entry(inner.key)
+            if (getattr(torch, entry.dtype), entry.shape) != (target.dtype, tuple(target.shape)):
+                raise StateMismatch(
+                    f"{name} is {target.dtype} {tuple(target.shape)}, the checkpoint has {entry.dtype} {entry.shape}"
+                )
+            if target.data_ptr() != again[attribute].data_ptr():
+                raise StateMismatch(
+                    f"{name} is a copy: what is read would not reach the state",
+                    hint="Load it on the layout it was saved on",
+                )
+            self._want(inner.key, whole(entry.shape), target)
+
+    def _want(self, key: str, box: Box, target: torch.Tensor) -> None:
+        dtype, memory = getattr(torch, self._state.index.tensors[key].dtype), target
+        is_elsewhere = is_wrapper(target)
+        if not is_elsewhere and target.numel():
+            if target.data_ptr() in self._addresses:  # a planner may use one piece of memory again and again
+                self.finish()
+            self._addresses.add(target.data_ptr())
+        if dtype != target.dtype or is_elsewhere:
+            memory = torch.empty(box.sizes, dtype=dtype)
+            self._converted.append((target, memory))
+        self._wanted.append((key, box, memory))
+
+    def finish(self) -> None:
+        """Read, and hand over what was read."""
+        self._state.fill_boxes(self._wanted)
+        with torch.no_grad():
+            for target, memory in self._converted:
+                target.copy_(memory)
+        for item, target in self._committed:
+            self._planner.commit_tensor(item, target)
+        self._wanted, self._converted, self._committed, self._addresses = [], [], [], set()

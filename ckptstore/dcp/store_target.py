@@ -1,0 +1,148 @@
+"""A place in a store for those who call `dcp.save` themselves: attempt, manifest and commit around torch's own story.
+
+    dcp.save(state_dict, storage_writer=StoreWriter(store.dcp_target(metrics={"loss": 0.3}), step=100))
+
+The coordinator alone claims, begins and commits. The other ranks write their files under the prefix that it tells.
+Nobody deletes what a save that failed has written: torch tells no rank when the others have ended, so it is garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptstore.config import StoreConfig
+from ckptstore.errors import InvalidStep
+from ckptstore.format.layout import Attempt
+from ckptstore.format.manifest import Receipt
+from ckptstore.group import SoloGroup
+from ckptstore.job import Job
+from ckptstore.log import Log
+from ckptstore.retention import Policy, check_required
+from ckptstore.saving.commit import commit
+from ckptstore.saving.request import Request, check_step
+from ckptstore.saving.shard import Contents
+from ckptstore.storage.base import Storage
+from ckptstore.transfer import Transfer
+from ckptstore.upkeep.prune import prune
+
+
+@dataclass(kw_only=True)
+class StoreTarget:
+    """See `ckptstore.dcp.target.Target`. Pickled without the job that it belongs to, with its writer epoch."""
+
+    storage: Storage
+    config: StoreConfig
+    policy: Policy
+    missing: str
+    metrics: Mapping[str, Any] | None
+    metadata: Mapping[str, Any] | None
+    epoch: int | None
+    resume_from: int | None
+    job: Job | None
+    in_turn: Callable[[], object] | None
+    """Waits for what the store has in flight. Raises InvalidInput when the store is closed."""
+    _transfer: Transfer | None = None
+    _request: Request | None = None
+    _attempt: Attempt | None = None
+    _begun_at: int = 0
+    """The number of the newest record when the attempt began."""
+
+    @staticmethod
+    def of(
+        job: Job,
+        *,
+        in_turn: Callable[[], object],
+        metrics: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> StoreTarget:
+        """A place in the store of this job."""
+        return StoreTarget(
+            storage=job.storage,
+            config=job.config,
+            policy=job.policy,
+            missing=job.missing,
+            metrics=metrics,
+            metadata=metadata,
+            epoch=job.epoch,
+            resume_from=job.resume_from,
+            job=job,
+            in_turn=in_turn,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "job": None, "in_turn": None, "_transfer": None}
+
+    @property
+    def uri(self) -> str:
+        """The store, without secrets."""
+        return self.storage.uri
+
+    def open(self) -> tuple[Storage, Transfer]:
+        """What moves bytes there."""
+        if self.job is not None:
+            self.job.check_open()
+            return self.storage, self.job.transfer
+        if self._transfer is None:
+            self._transfer = Transfer(self.storage, config=self.config.transfer, retry=self.config.retry)
+        return self.storage, self._transfer
+
+    def begin(self, step: int | None) -> str:
+        """Coordinator: claim the store unless this job has, and name the attempt.
+
+        Raises InvalidStep without a step, InvalidMetric when one that retention needs is missing, StoreFenced.
+        """
+        if step is None:
+            raise InvalidStep("A checkpoint in a store needs a step: StoreWriter(store.dcp_target(), step=...)")
+        request = Request.of(
+            step=check_step(step), kind="state", metrics=self.metrics, metadata=self.metadata, exists="replace"
+        )
+        check_required(self.policy, request.metrics, missing=self.missing)
+        if self.in_turn is not None:
+            self.in_turn()
+        job = self._alone(world_size=1)
+        self._begun_at = job.claim(job.log.newest() if job.epoch is not None else None).number
+        self.epoch, self.resume_from = job.epoch, job.resume_from
+        if self.job is not None:
+            self.job.join_claim(job.claimed())
+        self._request, self._attempt = request, job.new_attempt(request.step)
+        return self._attempt.prefix
+
+    def finish(self, prefix: str, receipts: Sequence[Receipt], *, world_size: int) -> None:
+        """Coordinator: commit what all ranks stored; then prune.
+
+        Raises InvalidInput when another checkpoint was committed since `begin`.
+        """
+        assert self._request is not None  # `begin` came first
+        assert self._attempt is not None
+        job = self._alone(world_size=world_size)
+        commit(job, self._request, self._attempt, Contents(receipts), lambda: None, after=self._begun_at)
+        if self.job is not None:
+            owner = self.job
+            owner.prune_in_background(lambda: prune(owner.log, owner.storage, owner.config, epoch=owner.epoch))
+
+    def close(self) -> None:
+        """Give back what `open` made here."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.close()
+
+    def _alone(self, *, world_size: int) -> Job:
+        """The coordinator as a job of its own: it agrees with nobody, torch does that."""
+        group = SoloGroup()
+        group.world_size = world_size
+        storage, transfer = self.open()
+        owner = self.job
+        log = owner.log if owner else Log(storage, retry=self.config.retry, single_writer=self.config.single_writer)
+        epoch, resume_from = (owner.epoch, owner.resume_from) if owner else (self.epoch, self.resume_from)
+        alone = Job(
+            storage=storage,
+            log=log,
+            transfer=transfer,
+            config=self.config,
+            policy=self.policy,
+            missing=self.missing,
+            given_group=group,
+        )
+        return replace(alone, epoch=epoch, resume_from=resume_from)

@@ -1,0 +1,304 @@
+"""`StoreWriter`: for those who call `dcp.save` or `dcp.async_save` themselves. Works with torch's stock planners.
+
+What several ranks have alike is shared out over them, inside large tensors too, though the stock planner gives each
+tensor to one rank: every rank lists what it holds in its plan, the coordinator deals boxes, and the metadata is
+rewritten in the end. Nothing of torch's own writing code is used, so no error of a thread is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckptstore.dcp.stock_deal import Assignment, Told, deal_plans, forget, heard, held_boxes
+from ckptstore.dcp.stock_shard import DcpShard, InnerPlace
+from ckptstore.dcp.target import DirectoryTarget, Target
+from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, InvalidState, StorageError
+from ckptstore.format.layout import DCP_METADATA_NAME
+from ckptstore.format.manifest import Receipt
+from ckptstore.state.index.index_file import INDEX_NAME, join_parts
+from ckptstore.state.index.part import PartBuilder
+from ckptstore.state.index.tensor_index import TensorIndex
+from ckptstore.state.read.stock_pickles import load_metadata
+from ckptstore.state.write.stock_write import add_stock_bytes, add_stock_tensors
+from ckptstore.storage.base import HasLocalFiles
+from ckptstore.storage.uri import parse_uri, redact
+from ckptstore.transfer import Stored
+from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.sources import MemorySource
+
+DCP_VERSION = "1.0.0"
+"""What stock DCP writes as the version of its metadata."""
+
+
+class StoreWriter(StorageWriter):
+    """Writes a checkpoint through `dcp.save(state_dict, storage_writer=StoreWriter(...))`, readable by ckptstore and by
+    stock torch.
+
+    Args:
+        target: a directory or URI that becomes one checkpoint, or a place in a store, as a store gives it.
+        step: the step, for a place in a store.
+        split_plain_bytes: plain tensors from this size on are taken to be the same on all ranks that have them, as
+            under DDP, and each rank writes a part; smaller ones are written whole by one rank. None: all are.
+        num_files: how many files a rank writes at once when there is much to write.
+        allow_pickle: whether plain values that need code to be read may be stored. The reader must allow it too.
+        storage_options: for the storage of a URI.
+
+    What could not be read back is refused with its key. `dcp.save` raises torch's CheckpointException when a rank
+    fails; `translated` turns it into a CkptstoreError. A directory that holds a checkpoint is refused, and no file is
+    ever overwritten. `use_collectives=False` is refused.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str] | Target,
+        *,
+        step: int | None = None,
+        split_plain_bytes: int | None = 8 << 20,
+        num_files: int = 4,
+        allow_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._given: str | os.PathLike[str] | None = None
+        if isinstance(target, str | os.PathLike):
+            self._given = target
+            target = DirectoryTarget(target, storage_options=storage_options)
+        self._target = target
+        self._told: Told | None = None
+        self._step = step
+        self._split_plain_bytes = split_plain_bytes
+        self._num_files = num_files
+        self._allow_pickle = allow_pickle
+        self._rank = 0
+        self._is_coordinator = True
+        self._save_id = str(uuid.uuid4())
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint goes: what was given, or the URI of the store; without secrets."""
+        return self._target.uri if self._given is None else printable(self._given)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew. A `checkpoint_id` given to `dcp.save` would be a second place; it is refused unless it is the
+        same one."""
+        if checkpoint_id is not None and not is_same_place(checkpoint_id, self._target.uri):
+            raise InvalidInput(f"the writer goes to {self.checkpoint_id}, checkpoint_id is {checkpoint_id}")
+        self._save_id = str(uuid.uuid4())
+
+    def storage_meta(self) -> StorageMeta:
+        """What planners learn of the save."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP on every rank, first of all. The coordinator names the checkpoint: when that fails the planner
+        has not cached anything yet."""
+        forget()
+        self._told = None
+        if not kwargs.get("use_collectives", True):
+            raise InvalidInput("use_collectives=False writes one checkpoint for each rank, which StoreWriter does not")
+        self._rank = int(kwargs.get("rank") or 0)
+        self._is_coordinator = is_coordinator
+        if is_coordinator:
+            self._told = Told(self._target.begin(self._step))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """List what this rank holds, before the stock planner gives each key to one rank."""
+        return dataclasses.replace(plan, storage_data=held_boxes(plan)) if plan.usable else plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Coordinator: deal what several ranks hold, and tell where the files go."""
+        assert self._told is not None  # DCP sets up first
+        return deal_plans(plans, self._told, split_plain_bytes=self._split_plain_bytes)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files; returns when they are stored."""
+        self._told = self._told or heard()
+        if self._told is None:
+            raise InvalidState("the coordinator's answer did not reach this rank: no file can be named")
+        deal_id = self._check_assignment(plan)
+        storage, _ = self._target.open()
+        on_disk = isinstance(storage, HasLocalFiles)
+        shard = DcpShard(
+            plan,
+            planner,
+            rank=self._rank,
+            num_files=self._num_files,
+            on_disk=on_disk,
+            allow_pickle=self._allow_pickle,
+        )
+        sources = shard.files.sources()
+        stored = self._upload([PlannedFile(self._told.prefix + name, source) for name, source in sources])
+        told = {
+            "deal": deal_id,
+            "receipts": [
+                Receipt(name, one.size_bytes, one.crc32c, self._rank).to_json()
+                for (name, _), one in zip(sources, stored, strict=True)
+            ],
+            "stock": shard.files.stock,
+            "part": shard.files.index_part([one.block_crcs for one in stored]),
+            "wrapped": shard.wrapped,
+            "inner": shard.inner,
+        }
+        results = [
+            WriteResult(index=item.index, size_in_bytes=0, storage_data=told if number == 0 else None)
+            for number, item in enumerate(plan.items)
+        ]
+        if not self._is_coordinator:
+            self._target.close()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _check_assignment(self, plan: SavePlan) -> str:
+        """The id of the deal that the plan is of, which a planner may have kept from an earlier save."""
+        assignment = plan.storage_data
+        if not isinstance(assignment, Assignment):
+            raise InvalidState(
+                "the planner kept the plan of another writer",
+                hint="Give each kind of writer a planner class of its own, or do not cache plans",
+            )
+        if assignment.split_plain_bytes != self._split_plain_bytes:
+            raise InvalidInput(
+                f"the plan was made with split_plain_bytes={assignment.split_plain_bytes}, and is cached",
+                hint="Do not change it between saves, or do not cache plans",
+            )
+        return assignment.deal_id
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Coordinator: join the index, put what was really written into the metadata, and publish."""
+        assert self._told is not None  # written with it
+        told = [result[0].storage_data if result else None for result in results]
+        if len({one["deal"] for one in told if one}) > 1:
+            raise InvalidState("the ranks went by plans of different saves", hint="Do not cache plans")
+        joined = join_parts([one["part"] if one else PartBuilder(rank).encode() for rank, one in enumerate(told)])
+        receipts = [Receipt.from_json(entry) for one in told if one for entry in one["receipts"]]
+        stored = self._stored_metadata(metadata, TensorIndex.decode(joined), [one for one in told if one])
+        files = {INDEX_NAME: joined, DCP_METADATA_NAME: stored}
+        planned = [
+            PlannedFile(self._told.prefix + name, MemorySource([memoryview(data)])) for name, data in files.items()
+        ]
+        receipts += [
+            Receipt(name, one.size_bytes, one.crc32c, self._rank)
+            for name, one in zip(files, self._upload(planned), strict=True)
+        ]
+        self._target.finish(self._told.prefix, receipts, world_size=len(results))
+        self._target.close()
+
+    def _stored_metadata(self, metadata: Metadata, index: TensorIndex, told: Sequence[Mapping[str, Any]]) -> bytes:
+        """`.metadata`, with the chunks that were really written. Raises InvalidState when something was not.
+
+        The planner may keep the `Metadata` it gave for later saves, by any writer. So only those fields of it are
+        set that every writer sets.
+        """
+        try:
+            index.check_complete()
+        except CheckpointDamaged as error:
+            raise InvalidState(
+                f"{error.message}: the ranks differ in what they have of it",
+                hint="All ranks must give the same structure for what they share",
+            ) from None
+        parts = [tuple(box) for one in told for box in one["wrapped"]]
+        inner = {key: place for one in told for key, place in one["inner"].items()}
+        places = {key: place for one in told for key, place in one["stock"].items()}
+        _check_all_written(metadata, index, parts, places)
+        planned = metadata.state_dict_metadata
+        items: dict[str, Any] = {key: BytesStorageMetadata() for key in places}
+        storage: dict[Any, Any] = {}
+        add_stock_tensors(index, items, storage)
+        for key, item in items.items():
+            properties = getattr(planned.get(key), "properties", None)
+            if isinstance(properties, TensorProperties) and hasattr(item, "properties"):
+                item.properties = dataclasses.replace(properties, dtype=item.properties.dtype)
+        add_stock_bytes(places, items, storage)
+        # In the planner's order. What is stored as what it wraps comes after, as tensors of its own.
+        items = {key: items[key] for key in [*(key for key in planned if key in items), *items]}
+        metadata.version, metadata.storage_data, metadata.storage_meta = DCP_VERSION, storage, self.storage_meta()
+        paths = metadata.planner_data
+        if isinstance(paths, dict):
+            paths = {**paths, **_inner_paths(paths, inner)}
+        data = pickle.dumps(Metadata(items, paths, storage, storage_meta=metadata.storage_meta, version=DCP_VERSION))
+        if not self._allow_pickle:
+            try:
+                load_metadata(data)
+            except CheckpointDamaged as error:
+                raise InvalidState(
+                    f"the planner's data could not be read back: {error.message}",
+                    hint="Pass allow_pickle=True to StoreWriter and StoreReader, or keep it in the state",
+                ) from None
+        return data
+
+    def _upload(self, files: Sequence[PlannedFile]) -> list[Stored]:
+        """Write files where nothing is yet."""
+        storage, transfer = self._target.open()
+        for file in files:
+            try:
+                storage.stat(file.key)
+            except FileMissing:
+                continue
+            raise StorageError(
+                f"{file.key} is there already, and is not overwritten",
+                file=file.key,
+                rank=self._rank,
+                hint="Something else writes to this place, or a save that failed left it",
+            )
+        return transfer.upload(files)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path or URI may be one."""
+        return bool(os.fspath(checkpoint_id))
+
+
+def printable(given: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """A location as it was given, without secrets."""
+    text = os.fspath(given)
+    return given if redact(text) == text else redact(text)
+
+
+def is_same_place(one: str | os.PathLike[str], uri: str) -> bool:
+    """Whether a location is that of a URI."""
+    return parse_uri(one).uri == uri
+
+
+def _check_all_written(
+    metadata: Metadata, index: TensorIndex, wrapped: Sequence[tuple[Any, ...]], values: Mapping[str, Any]
+) -> None:
+    """Raise InvalidState, naming some keys, when a key of the plan is in no file."""
+    boxes: dict[str, set[tuple[Any, ...]]] = {}
+    for key, *box in wrapped:
+        boxes.setdefault(key, set()).add(tuple(box))
+    lost = []
+    for key, entry in metadata.state_dict_metadata.items():
+        if key in boxes:
+            wanted = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks}  # type: ignore[union-attr]
+            if {box for box in wanted if 0 not in box[1]} - boxes[key]:
+                lost.append(key)
+        elif key not in index.tensors and key not in values:
+            lost.append(key)
+    if lost:
+        shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+        raise InvalidState(f"no rank wrote {shown}", hint="All ranks must give what the plan says they have")
+
+
+def _inner_paths(paths: Mapping[str, Any], inner: Mapping[str, InnerPlace]) -> dict[str, tuple[Any, ...]]:
+    """The paths of the tensors inside of those that wrap others."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, (key, (first, *attributes)) in inner.items():
+        *above, last = paths.get(key, (key,))
+        found[name] = (*above, f"{last}{first.removeprefix(key)}", *attributes)
+    return found

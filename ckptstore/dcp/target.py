@@ -1,0 +1,118 @@
+"""Where a checkpoint goes that users save with `dcp.save` themselves: a directory on its own, or a store.
+
+The coordinator alone begins and finishes; the other ranks write their files under the prefix that it chose.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from ckptstore.config import RetryConfig, TransferConfig
+from ckptstore.errors import InvalidInput
+from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
+from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
+from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.storage.base import Persists, Storage
+from ckptstore.storage.open import open_storage
+from ckptstore.storage.retried import with_retries
+from ckptstore.transfer import Transfer
+
+_OWN_FILE = re.compile(r"state-rank=\d{5,}-\d{2,}\.distcp")
+
+
+class Target(Protocol):
+    """A place for checkpoints. Pickled for `dcp.async_save` in a process of its own."""
+
+    @property
+    def uri(self) -> str:
+        """Where it is, without secrets."""
+
+    def open(self) -> tuple[Storage, Transfer]:
+        """What moves bytes there; the same pair until `close`."""
+
+    def begin(self, step: int | None) -> str:
+        """Coordinator: the prefix of the keys of a new checkpoint, where nothing is yet. May raise."""
+
+    def finish(self, prefix: str, receipts: Sequence[Receipt], *, world_size: int) -> None:
+        """Coordinator: everything is stored; make the checkpoint visible."""
+
+    def close(self) -> None:
+        """Give back what `open` made."""
+
+
+class DirectoryTarget:
+    """A directory that becomes one checkpoint: no log, no retention, readable by `Checkpoint.from_uri`."""
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        config: TransferConfig | None = None,
+    ) -> None:
+        """Nothing is looked at yet."""
+        self._given = os.fspath(uri)
+        self._storage_options = storage_options
+        self._config = config or TransferConfig.from_env()
+        self._opened: tuple[Storage, Transfer] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+    @property
+    def uri(self) -> str:
+        """The directory, without secrets."""
+        return self.open()[0].uri
+
+    def open(self) -> tuple[Storage, Transfer]:
+        """The storage whose root is the directory."""
+        if self._opened is None:
+            retry = RetryConfig.from_env()
+            given = open_storage(
+                self._given,
+                storage_options=self._storage_options,
+                durable=self._config.durable,
+                direct_io=self._config.direct_io,
+            )
+            storage = with_retries(given, retry)
+            self._opened = storage, Transfer(storage, config=self._config, retry=retry)
+        return self._opened
+
+    def begin(self, step: int | None) -> str:
+        """Remove what a save that failed left. Raises InvalidInput when the directory holds a checkpoint: nothing is
+        ever overwritten."""
+        storage, _ = self.open()
+        found = {file.key for file in storage.list("")}
+        held = found & {MANIFEST_NAME, DCP_METADATA_NAME}
+        if held:
+            raise InvalidInput(f"{storage.uri} holds a checkpoint already: {min(held)}", hint="Give a new directory")
+        storage.delete([key for key in found if key == INDEX_NAME or _OWN_FILE.fullmatch(key)])
+        return ""
+
+    def finish(self, prefix: str, receipts: Sequence[Receipt], *, world_size: int) -> None:
+        """Write the manifest, last."""
+        storage, _ = self.open()
+        manifest = Manifest(
+            store_id="",
+            step=0,
+            epoch=0,
+            attempt=storage.uri.rstrip("/").rpartition("/")[2],
+            kind="state",
+            world_size=world_size,
+            created_at=time.time(),
+            files=tuple(sorted_receipts(receipts)),
+        )
+        storage.write(prefix + MANIFEST_NAME, [memoryview(manifest.encode())])
+        if isinstance(storage, Persists) and self._config.durable:
+            storage.persist([prefix + MANIFEST_NAME])
+
+    def close(self) -> None:
+        """End the threads and connections."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened[1].close()
+            opened[0].close()

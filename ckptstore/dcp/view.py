@@ -1,0 +1,116 @@
+"""A checkpoint with a tensor index as planners of DCP want to see it: which keys it has, and under which paths.
+
+The index knows the tensors and the values. How a planner flattened the state, and which values it took in one piece,
+only `.metadata` knows, where it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore.state.live.flatten import TensorRef, children, join_path, references_in, stock_leaves
+from ckptstore.state.live.values import needs_code
+from ckptstore.state.read.stored import StoredState
+from ckptstore.state.tensors.wrapped import Part, Wrapped
+from ckptstore.state.write.stock_write import add_stock_tensors
+
+
+class NoPaths(dict[str, Any]):
+    """In the place of the paths of a checkpoint that has none: whoever needs them hears why."""
+
+    def __missing__(self, key: str) -> Any:
+        raise InvalidState(
+            f"the path of {key} is not known: the checkpoint was saved without .metadata",
+            hint="Load it with a state dict of the same structure, or save with stock_readable=True",
+        )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As `self[key]`: to leave something out because its path is not known would be silent."""
+        return self[key]
+
+
+@dataclass(slots=True)
+class View:
+    """What a planner sees, and what is behind it."""
+
+    items: dict[str, Any] = field(default_factory=dict)
+    """For `Metadata.state_dict_metadata`."""
+    places: dict[MetadataIndex, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    """Plain values by the keys of the items, with references for tensors in them."""
+    wrapped: dict[tuple[str, tuple[int, ...]], tuple[str, Wrapped]] = field(default_factory=dict)
+    """For key and offsets of a tensor that is stored as what it wraps: the key of its value, and the value."""
+    paths: Mapping[str, Any] = field(default_factory=NoPaths)
+    barred: frozenset[str] = frozenset()
+    """Keys of values that need code to be read, which was not allowed."""
+
+
+def view_of_state(state: StoredState, stock: Metadata | None) -> View:
+    """`stock` is the checkpoint's `.metadata`, if it has one. Raises StateMismatch as `StoredState.saved` does."""
+    index, view = state.index, View()
+    encoded = {**index.common_values(), **index.own_values(state.rank)}
+    allowed = state.allow_pickle
+    view.barred = frozenset(key for key, value in encoded.items() if not allowed and needs_code(value))
+    saved = state.saved(lambda key: key not in view.barred)
+    add_stock_tensors(index, view.items, view.places)
+    listed = {} if stock is None else stock.state_dict_metadata
+    hidden: set[str] = set()
+    for key, value in saved.values.items():
+        for path, found in _wrapped_in(value, (key,)):
+            hidden.update(_add_wrapped(view, join_path(path), found))
+        leaves = [((key,), value)] if isinstance(listed.get(key), BytesStorageMetadata) else stock_leaves(value, (key,))
+        for path, leaf in leaves:
+            if isinstance(leaf, TensorRef):
+                continue  # an item of its own, of the tensor kind
+            name = join_path(path)
+            view.values[name] = leaf
+            view.items[name] = BytesStorageMetadata()
+            hidden.update(ref for ref in references_in(leaf) if ref.startswith(f"{name}."))
+    for key, entry in listed.items():
+        if isinstance(entry, BytesStorageMetadata):
+            view.items.setdefault(key, BytesStorageMetadata())
+    for key in view.barred:
+        if not any(name == key or name.startswith(f"{key}.") for name in view.items):
+            view.items[key] = BytesStorageMetadata()
+    for key in hidden:
+        view.items.pop(key, None)
+    if stock is not None and stock.planner_data is not None:
+        view.paths = stock.planner_data
+    return view
+
+
+def _wrapped_in(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Wrapped]]:
+    if isinstance(value, Wrapped):
+        yield path, value
+        return
+    for part, item in children(value):
+        yield from _wrapped_in(item, (*path, part))
+
+
+def _add_wrapped(view: View, key: str, value: Wrapped) -> Iterator[str]:
+    """Show a wrapped tensor as the one tensor that it is. Gives the keys of its inner ones."""
+    label = value.label
+    part = label.part or Part(key, (0,) * len(label.shape), label.shape)
+    dtype = getattr(torch, label.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointDamaged(f"{key} shows the dtype {label.dtype!r}")
+    offsets = torch.Size(part.offsets)
+    entry = view.items.get(part.of)
+    if not isinstance(entry, TensorStorageMetadata):
+        entry = view.items[part.of] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(part.shape), [])
+    entry.chunks.append(ChunkStorageMetadata(offsets, torch.Size(label.shape)))
+    view.wrapped[part.of, tuple(offsets)] = key, value
+    yield from references_in(value)

@@ -1,0 +1,284 @@
+"""The state of a store and the changes that lead from one to the next: a small machine over pure values.
+
+`apply` holds every rule about what may happen to a store: who may still write, what may be trashed and what may be
+dropped. Nothing here knows of storages, clocks or files; `ckptstore.format.record` puts changes into records, and
+`ckptstore.log` puts records into a storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric, InvalidStep, StoreFenced
+from ckptstore.format.layout import MAX_STEP, Attempt
+from ckptstore.format.ranges import Numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEntry:
+    """What the log says of one checkpoint, so that a list of checkpoints opens no manifest."""
+
+    step: int
+    epoch: int
+    """The writer epoch of the job that saved it."""
+    attempt: str
+    """The name of its directory below `checkpoints/`."""
+    manifest_sha256: str
+    """Of the manifest's exact bytes, hexadecimal."""
+    kind: Literal["directory", "state"]
+    world_size: int
+    size_bytes: int
+    """Of all files, the manifest apart."""
+    num_files: int
+    created_at: float
+    """Seconds since the epoch by the leader's clock; for people, never for decisions."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    bases: tuple[int, ...] = ()
+    """The numbers of live checkpoints whose files it refers to."""
+    committed_at: float | None = None
+    """Of a copy: when the original was committed, by the clock of the storage that it was copied from."""
+
+    @property
+    def is_of_own_epoch(self) -> bool:
+        """Whether its directory was begun in the epoch in which it is committed."""
+        attempt = Attempt.parse(self.attempt)
+        return attempt is not None and attempt.epoch == self.epoch
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step <= MAX_STEP:
+            raise InvalidStep(f"The step is {self.step!r}, it must be from 0 to {MAX_STEP}")
+        if self.epoch < 1 or self.world_size < 1 or self.size_bytes < 0 or self.num_files < 0:
+            raise InvalidInput(f"An epoch, world size, size or number of files is out of range in {self!r}")
+        if Attempt.parse(self.attempt) is None:
+            raise InvalidInput(f"{self.attempt!r} is not the name of an attempt directory")
+        if len(self.manifest_sha256) != 64 or not set(self.manifest_sha256) <= set("0123456789abcdef"):
+            raise InvalidInput(f"{self.manifest_sha256!r} is not a SHA-256")
+        if self.kind not in ("directory", "state"):
+            raise InvalidInput(f"{self.kind!r} is not a kind of checkpoint")
+        for name, value in self.metrics.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InvalidMetric(f"The metric {name!r} is a {type(value).__name__}, not a number")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job takes the store over: its epoch is one above the highest, and fences every lower one."""
+
+    start_token: str
+    """Equal on all ranks of one start of a job, new for every start."""
+    world_size: int
+    above_epoch: int = 0
+    """The epoch lies above this one too: a copy of a store goes on above the epochs in the names of what it copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A checkpoint becomes live, under the number of the record that carries this."""
+
+    entry: CheckpointEntry
+    replaces: tuple[int, ...] = ()
+    """Live checkpoints of the same step. They go to the trash, but pinned ones: those stay live."""
+    drops: tuple[int, ...] = ()
+    """Live checkpoints that retention lets go: to the trash. None of them pinned or the resume source."""
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """Why, for some of `drops`; short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Live checkpoints go to the trash, and checkpoints in the trash are dropped for good.
+
+    Where `trash` has the latest one, it is a roll back: it takes all live checkpoints above one that stays.
+    """
+
+    trash: tuple[int, ...] = ()
+    drop: tuple[int, ...] = ()
+    epoch: int | None = None
+    """The writer epoch of the job that removes; None for a command line, which fences nobody."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Live checkpoints are kept until they are unpinned. Pinning twice is no error."""
+
+    numbers: tuple[int, ...]
+    epoch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """Live checkpoints are pinned no more. One that was not pinned is no error."""
+
+    numbers: tuple[int, ...]
+    epoch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Noop:
+    """Nothing changes. It takes a number, so that a record whose fate was unknown cannot have it."""
+
+
+Change = Claim | Commit | Remove | Pin | Unpin | Noop
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreState:
+    """What a store holds after a record. Checkpoints are known by the numbers of the records that committed them."""
+
+    epoch: int = 0
+    """The highest writer epoch, 0 before the first claim."""
+    resume_from: int | None = None
+    """What was the latest checkpoint when that epoch was claimed. Never dropped before the next claim."""
+    live: Numbers = field(default_factory=Numbers)
+    pinned: Numbers = field(default_factory=Numbers)
+    """Part of `live`."""
+    trash: Mapping[int, int] = field(default_factory=dict)
+    """What is removed but not dropped: its number -> the number of the record that removed it."""
+    bases: Mapping[int, Numbers] = field(default_factory=dict)
+    """Which checkpoints, live or in the trash, refer to files of another one: base -> those that refer to it."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that this version does not know; carried on."""
+
+    @property
+    def latest(self) -> int | None:
+        """The number of the latest checkpoint, None when nothing is live."""
+        return self.live.highest
+
+    def droppable(self, expired: Iterable[int]) -> tuple[int, ...]:
+        """Which of these numbers a `Remove` may drop now, in ascending order: those in the trash that nothing holds.
+
+        `expired` are those whose grace period is over; clocks are not known here. A base is dropped together with the
+        last checkpoint that refers to it, or after it.
+        """
+        dropped = {number for number in expired if number in self.trash and number != self.resume_from}
+        while held := {base for base in dropped if not dropped.issuperset(self.bases.get(base, ()))}:
+            dropped -= held
+        return tuple(sorted(dropped))
+
+
+EMPTY = StoreState()
+
+
+def apply(state: StoreState, number: int, change: Change) -> StoreState:
+    """The state after the record `number` with this change.
+
+    Raises StoreFenced when the change carries an epoch that is not the highest one, CheckpointGone when it names a
+    checkpoint that is not there any more, InvalidInput when it breaks another rule; the message says which.
+    """
+    match change:
+        case Noop():
+            return state
+        case Claim():
+            if change.world_size < 1 or not change.start_token:
+                raise InvalidInput(f"A claim needs a start token and a world size above 0, and this is {change!r}")
+            return replace(state, epoch=max(state.epoch, change.above_epoch) + 1, resume_from=state.latest)
+        case Commit():
+            _check_epoch(state, change.entry.epoch)
+            return _commit(state, number, change)
+        case Remove():
+            _check_epoch(state, change.epoch)
+            return _remove(state, number, change)
+        case Pin() | Unpin():
+            _check_epoch(state, change.epoch)
+            _check_named(change.numbers)
+            _check_live(state, change.numbers)
+            pinned = state.pinned.without(change.numbers)
+            return replace(state, pinned=Numbers([*pinned, *change.numbers]) if isinstance(change, Pin) else pinned)
+
+
+def _commit(state: StoreState, number: int, change: Commit) -> StoreState:
+    if not number > max(state.latest or 0, *state.trash.values(), 0):
+        raise InvalidInput(f"Record {number} cannot follow on a state that knows higher numbers")
+    _check_live(state, change.entry.bases)
+    _check_live(state, change.replaces)
+    _check_removable(state, change.drops)
+    replaced = [other for other in change.replaces if other not in state.pinned]
+    after = _to_trash(state, number, {*replaced, *change.drops})
+    bases = dict(after.bases)
+    for base in set(change.entry.bases):
+        bases[base] = bases.get(base, Numbers()).with_number(number)
+    return replace(after, live=after.live.with_number(number), bases=bases)
+
+
+def _remove(state: StoreState, number: int, change: Remove) -> StoreState:
+    _check_named((*change.trash, *change.drop))
+    _check_droppable(state, change.drop)
+    if state.latest is not None and state.latest in change.trash:
+        _check_roll_back(state, change.trash)
+    else:
+        _check_removable(state, change.trash)
+    after = _to_trash(state, number, change.trash)
+    dropped = set(change.drop)
+    rest = {base: users.without(dropped) for base, users in after.bases.items() if base not in dropped}
+    return replace(
+        after,
+        trash={other: by for other, by in after.trash.items() if other not in dropped},
+        bases={base: users for base, users in rest.items() if users},
+    )
+
+
+def _to_trash(state: StoreState, number: int, gone: Collection[int]) -> StoreState:
+    if not gone:
+        return state
+    return replace(state, live=state.live.without(gone), trash={**state.trash, **dict.fromkeys(sorted(gone), number)})
+
+
+def _check_epoch(state: StoreState, epoch: int | None) -> None:
+    if epoch is None or epoch == state.epoch:
+        return
+    if epoch > state.epoch:
+        raise StoreFenced(f"The writer epoch {epoch} was never claimed in this store, its highest is {state.epoch}")
+    raise StoreFenced(
+        f"A newer job has claimed the store: its writer epoch is {state.epoch}, this job's is {epoch}",
+        hint="Stop this job, or start it again so that it claims the store",
+    )
+
+
+def _check_named(numbers: Collection[int]) -> None:
+    if not numbers:
+        raise InvalidInput("The change names no checkpoint")
+
+
+def _check_live(state: StoreState, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        if number in state.trash:
+            raise CheckpointGone(f"The checkpoint with number {number} was removed by record {state.trash[number]}")
+        if number not in state.live:
+            raise CheckpointGone(f"There is no checkpoint with number {number}, or it was removed long ago")
+
+
+def _check_removable(state: StoreState, numbers: Collection[int]) -> None:
+    _check_live(state, numbers)
+    for number in numbers:
+        if number in state.pinned:
+            raise InvalidInput(f"The checkpoint with number {number} is pinned", hint="Unpin it first")
+        if number == state.resume_from:
+            raise InvalidInput(f"The checkpoint with number {number} is what the running job resumed from")
+
+
+def _check_roll_back(state: StoreState, numbers: Collection[int]) -> None:
+    _check_live(state, numbers)
+    gone = set(numbers)
+    stays = state.live.without(gone).highest
+    if stays is None or stays > min(gone):
+        raise InvalidInput("Only a roll back may remove the latest checkpoint: all above one that stays, no others")
+    pinned = sorted(number for number in gone if number in state.pinned)
+    if pinned:
+        raise InvalidInput(f"Checkpoints above the target are pinned, by number: {pinned}", hint="Unpin them first")
+
+
+def _check_droppable(state: StoreState, numbers: Collection[int]) -> None:
+    dropped = set(numbers)
+    for number in numbers:
+        if number in state.live:
+            raise InvalidInput(f"The checkpoint with number {number} is live, only those in the trash can be dropped")
+        if number not in state.trash:
+            raise CheckpointGone(f"The checkpoint with number {number} is not in the trash any more")
+        if number == state.resume_from:
+            raise InvalidInput(f"The checkpoint with number {number} is what the running job resumed from")
+        users = sorted(user for user in state.bases.get(number, ()) if user not in dropped)
+        if users:
+            raise InvalidInput(f"The checkpoint with number {number} holds files of those with the numbers {users}")

@@ -1,0 +1,190 @@
+"""The manifest: what one checkpoint consists of. Pure values, encoded as JSON (format-v1, "Manifest")."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from ckptstore.errors import CheckpointDamaged, InvalidName
+from ckptstore.format.digest import to_hex
+from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
+from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_collisions, check_name
+
+Kind = Literal["directory", "state"]
+
+_DIGEST = re.compile("[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The proof that one file is stored."""
+
+    name: str
+    """As it is stored, relative to the checkpoint."""
+    size_bytes: int
+    crc32c: int | None
+    """None for a file that was linked and not read: its size is all that can be checked."""
+    rank: int
+    """The rank that wrote it."""
+    original_name: str | None = None
+    """What that rank called it, None where that is `name`."""
+    version: str | None = None
+    """The storage's mark of these exact contents when they were written, None where there is none; not encoded."""
+    attempt: str | None = None
+    """The directory of another checkpoint of the store in which it lies, None where it lies in its own."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The receipt as an entry of the manifest."""
+        entry: dict[str, Any] = {
+            "name": self.name,
+            "size_bytes": self.size_bytes,
+            "crc32c": None if self.crc32c is None else to_hex(self.crc32c),
+            "rank": self.rank,
+        }
+        more = {"original_name": self.original_name, "attempt": self.attempt}
+        return entry | {name: value for name, value in more.items() if value is not None}
+
+    @staticmethod
+    def from_json(entry: Mapping[str, Any]) -> Receipt:
+        """The receipt of an entry; raises KeyError, TypeError or ValueError when it is not one."""
+        original, size_bytes, rank = entry.get("original_name"), entry["size_bytes"], entry["rank"]
+        digest = entry["crc32c"]
+        if type(size_bytes) is not int or type(rank) is not int or size_bytes < 0 or rank < 0:
+            raise ValueError("a size or a rank is not a number of at least 0")
+        if digest is not None and not _DIGEST.fullmatch(digest):
+            raise ValueError("a digest is not 8 lower-case hexadecimal digits")
+        if original is not None:
+            check_name(original)
+        crc32c = None if digest is None else int(digest, 16)
+        attempt = entry.get("attempt")
+        if attempt is not None and Attempt.parse(attempt) is None:
+            raise ValueError("an attempt is not the name of a directory")
+        return Receipt(check_name(entry["name"]), size_bytes, crc32c, rank, original, attempt=attempt)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint holds. Immutable; its bytes are what a record's SHA-256 is of."""
+
+    store_id: str
+    step: int
+    epoch: int
+    attempt: str
+    """The name of the directory it was written to. A copy keeps it, wherever it lies."""
+    kind: Kind
+    world_size: int
+    created_at: float
+    """Seconds since the epoch by the leader's clock; for people, never for decisions."""
+    files: tuple[Receipt, ...]
+    """Sorted by name."""
+    directories: tuple[str, ...] = ()
+    """Directories without a file in them."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that this version does not know; kept."""
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """The bytes of all files, the manifest apart."""
+        return sum(receipt.size_bytes for receipt in self.files)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Receipt]:
+        """The receipts by stored name."""
+        return {receipt.name: receipt for receipt in self.files}
+
+    @cached_property
+    def references(self) -> frozenset[str]:
+        """The directories of other checkpoints in which some of its files lie."""
+        return frozenset(receipt.attempt for receipt in self.files if receipt.attempt is not None)
+
+    def made_whole(self) -> Manifest:
+        """The manifest of a copy that has all files in its own directory."""
+        if not self.references:
+            return self
+        return replace(self, files=tuple(replace(receipt, attempt=None) for receipt in self.files))
+
+    def encode(self) -> bytes:
+        """The manifest as bytes; the same manifest always gives the same bytes."""
+        return dump_json(
+            {
+                **self.extra,
+                "version": FORMAT_VERSION,
+                "kind": self.kind,
+                "store_id": self.store_id,
+                "step": self.step,
+                "epoch": self.epoch,
+                "attempt": self.attempt,
+                "world_size": self.world_size,
+                "created_at": self.created_at,
+                "metrics": dict(self.metrics),
+                "metadata": dict(self.metadata),
+                "files": [receipt.to_json() for receipt in self.files],
+                "directories": list(self.directories),
+            },
+            what="manifest",
+        )
+
+    @staticmethod
+    def decode(data: bytes, *, file: str = MANIFEST_NAME) -> Manifest:
+        """Read a manifest, and distrust it: every name is checked.
+
+        Raises CheckpointDamaged when it is torn or not a manifest, InvalidName when a name is hostile,
+        UnsupportedVersion when it is from a newer major version.
+        """
+        value = load_object(data, file=file)
+        try:
+            files = tuple(sorted_receipts(Receipt.from_json(entry) for entry in value.pop("files")))
+            if not isinstance(value["directories"], list):
+                raise ValueError("directories is not a list")
+            directories = tuple(check_name(name) for name in value.pop("directories"))
+            check_collisions([*(receipt.name for receipt in files), *directories])
+            known = {name: value.pop(name) for name in _SCALARS}
+            _check_scalars(known)
+        except InvalidName as error:
+            raise error.at(file=file) from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointDamaged(f"{file} is not a manifest: {shortened(repr(error))}", file=file) from None
+        value.pop("version")
+        return Manifest(**known, files=files, directories=directories, extra=value)
+
+
+_SCALARS: Mapping[str, type | tuple[type, ...]] = {
+    "kind": str,
+    "store_id": str,
+    "step": int,
+    "epoch": int,
+    "attempt": str,
+    "world_size": int,
+    "created_at": (int, float),
+    "metrics": dict,
+    "metadata": dict,
+}
+
+
+def _check_scalars(known: Mapping[str, Any]) -> None:
+    for name, kind in _SCALARS.items():
+        if not isinstance(known[name], kind) or isinstance(known[name], bool):
+            raise ValueError(f"{name} is a {type(known[name]).__name__}")
+    check_seconds(known["created_at"])
+    if known["step"] < 0 or known["epoch"] < 0 or known["world_size"] < 1:
+        raise ValueError("step, epoch or world_size is out of range")
+    if known["kind"] not in ("directory", "state"):
+        raise ValueError(f"unknown kind {known['kind']!r}")
+    if not all(type(number) in (int, float) for number in known["metrics"].values()):
+        raise ValueError("a metric is not a number")
+
+
+def sorted_receipts(receipts: Iterable[Receipt]) -> list[Receipt]:
+    """By name, as a manifest has them."""
+    return sorted(receipts, key=lambda receipt: receipt.name)
+
+
+def sha256_of(data: bytes) -> str:
+    """What a record says of a manifest, and a record of its predecessor."""
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,130 @@
+"""How the files of all ranks get their names in one checkpoint (format-v1, "File names"). Pure.
+
+Each rank makes an `Offer`; the leader turns all offers into one `Agreement`, before any byte moves; with it every rank
+knows what its own files are called. Names decide, never content, but for the files that are declared shared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal, get_args
+
+from ckptstore.errors import InvalidInput, InvalidName, InvalidSource
+from ckptstore.format.layout import check_collisions, check_name, ranked_name
+
+Suffix = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one rank brings."""
+
+    suffix: Suffix
+    names: Sequence[str] = ()
+    directories: Sequence[str] = ()
+    """Those without a file in them."""
+    shared: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """For each shared name that this rank has: size and SHA-256."""
+    size_bytes: int = 0
+    """What must be newly stored."""
+
+    def to_json(self) -> list[Any]:
+        """The offer as JSON, for the leader."""
+        fields = [self.suffix, list(self.names), list(self.directories), dict(self.shared)]
+        return [*fields, self.size_bytes]
+
+    @staticmethod
+    def from_json(fields: Sequence[Any]) -> Offer:
+        """The inverse of `to_json`."""
+        return Offer(*fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks need to know to name their own files."""
+
+    suffix: Suffix
+    colliding: frozenset[str]
+    """Names that several ranks contribute, each its own file."""
+    shared: Mapping[str, int]
+    """The rank that writes each shared file."""
+    directories: tuple[str, ...]
+    size_bytes: int
+    """Of all ranks together."""
+
+    def to_json(self) -> list[Any]:
+        """The agreement as JSON, for all ranks."""
+        return [self.suffix, sorted(self.colliding), dict(self.shared), list(self.directories), self.size_bytes]
+
+    @staticmethod
+    def from_json(fields: Sequence[Any]) -> Agreement:
+        """The inverse of `to_json`."""
+        suffix, colliding, shared, directories, size_bytes = fields
+        return Agreement(suffix, frozenset(colliding), shared, tuple(directories), size_bytes)
+
+    def stored_name(self, name: str, rank: int) -> str | None:
+        """What this rank's file is called in the checkpoint; None when another rank writes it."""
+        if name in self.shared:
+            return name if self.shared[name] == rank else None
+        if self.suffix == "always" or name in self.colliding:
+            return ranked_name(name, rank)
+        return name
+
+
+def agree(offers: Sequence[Offer]) -> Agreement:
+    """Join the offers of all ranks, in rank order.
+
+    The options are those of rank 0; the story has checked that all ranks ask for the same. Raises InvalidName for a
+    collision or a name that is too long with its suffix, InvalidSource when a shared file differs between ranks.
+    """
+    suffix = offers[0].suffix
+    if suffix not in get_args(Suffix):
+        raise InvalidInput(f"suffix is {suffix!r}, it is one of {', '.join(get_args(Suffix))}")
+    shared = _agree_on_shared(offers)
+    counts = Counter(chain.from_iterable(offer.names for offer in offers))
+    colliding = frozenset(name for name, count in counts.items() if count > 1 and name not in shared)
+    if colliding and suffix == "never":
+        name = min(colliding)
+        ranks = tuple(rank for rank, offer in enumerate(offers) if name in offer.names)
+        raise InvalidName(
+            f'{len(colliding)} names are brought by several ranks, for instance {name!r}, and suffix="never"',
+            ranks=ranks,
+            hint='Name the files apart, list them in shared=[...], or use suffix="auto"',
+        )
+    directories = tuple(sorted(set(chain.from_iterable(offer.directories for offer in offers))))
+    agreement = Agreement(suffix, colliding, shared, directories, sum(offer.size_bytes for offer in offers))
+    stored = [
+        found
+        for rank, offer in enumerate(offers)
+        for name in offer.names
+        if (found := agreement.stored_name(name, rank)) is not None
+    ]
+    for name in stored if suffix == "always" or colliding else ():  # the others were checked when they were found
+        check_name(name)
+    check_collisions(chain(stored, _without_files(directories, stored)))
+    return agreement
+
+
+def _without_files(directories: Sequence[str], stored: Sequence[str]) -> list[str]:
+    parents = {name[:index] for name in stored for index, char in enumerate(name) if char == "/"}
+    return [name for name in directories if name not in parents]
+
+
+def _agree_on_shared(offers: Sequence[Offer]) -> dict[str, int]:
+    writers: dict[str, int] = {}
+    for rank, offer in enumerate(offers):
+        for name, seen in offer.shared.items():
+            writer = writers.setdefault(name, rank)
+            first = offers[writer].shared[name]
+            if list(seen) != list(first):
+                raise InvalidSource(
+                    f"the shared file {name!r} differs: rank {writer} has {first[0]} bytes with SHA-256 "
+                    f"{first[1][:12]}, rank {rank} has {seen[0]} bytes with {seen[1][:12]}",
+                    file=name,
+                    ranks=(writer, rank),
+                    hint="Take it out of shared=[...] to keep every rank's copy",
+                )
+    return writers

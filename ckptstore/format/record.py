@@ -1,0 +1,310 @@
+"""Records: the numbered objects of the log, one change each and the state after it (format-v1, "The log"). Pure.
+
+How large a state gets: live numbers are written as arithmetic runs of about 12 characters, so a history without
+retention, or with a regular one, stays far below 4 KiB however long it is. An irregular set of numbers is bounded by
+nothing but its entropy: it is packed, at half a character a number for gaps of 18 to 22, at 1.7 for gaps of 1 to 200,
+so that 2,400 to 8,000 checkpoints can be live within 4 KiB. What is in the trash costs the same again, until its grace
+period is over. Nothing breaks above that; the records are larger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NoReturn
+
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, UnsupportedVersion
+from ckptstore.format.changes import (
+    EMPTY,
+    Change,
+    CheckpointEntry,
+    Claim,
+    Commit,
+    Noop,
+    Pin,
+    Remove,
+    StoreState,
+    Unpin,
+    apply,
+)
+from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
+from ckptstore.format.layout import MAX_NUMBER, record_key
+from ckptstore.format.ranges import MAX_LISTED, Numbers, decode_sequence, encode_sequence
+
+_KINDS: Mapping[str, type[Change]] = {
+    "claim": Claim,
+    "checkpoint": Commit,
+    "remove": Remove,
+    "pin": Pin,
+    "unpin": Unpin,
+    "noop": Noop,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One record of the log. Immutable; `following` makes a new one, `decode` reads one."""
+
+    number: int
+    """From 1, without gaps. It is in the name of the object and in the object."""
+    change: Change
+    previous: str
+    """The SHA-256 of the exact bytes of the record before, hexadecimal; "" for the first."""
+    write_id: str
+    """Random, new for every record that is built: who reads it back knows whose it is."""
+    created_at: float
+    """Seconds since the epoch by the writer's clock; for people, never for decisions."""
+    encoded_state: Mapping[str, Any]
+    """The state as the record has it. Decoded when `state` is first asked for: a listing needs one state, not all."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that this version does not know; kept."""
+    stored: bytes | None = field(default=None, repr=False, compare=False)
+    """The exact bytes that it was read from."""
+
+    @staticmethod
+    def following(newest: Record | None, change: Change, *, write_id: str, created_at: float) -> Record:
+        """The record that makes `change` after `newest`, or first of all. Raises what `apply` raises.
+
+        A new checkpoint must lie in a directory of its own epoch, or garbage collection could take it for dead. Copies
+        of stores by earlier releases have others, so `apply` allows them.
+        """
+        if isinstance(change, Commit) and not change.entry.is_of_own_epoch:
+            raise InvalidInput(f"{change.entry.attempt} was not begun in the writer epoch {change.entry.epoch}")
+        number = newest.number + 1 if newest else 1
+        state = apply(newest.state if newest else EMPTY, number, change)
+        record = Record(
+            number=number,
+            change=change,
+            previous=newest.sha256 if newest else "",
+            write_id=write_id,
+            created_at=created_at,
+            encoded_state=_state_to_json(state),
+        )
+        record.__dict__["state"] = state
+        return record
+
+    @cached_property
+    def state(self) -> StoreState:
+        """What the store holds after this record. Raises CheckpointDamaged when the record does not say so."""
+        try:
+            return _state_from_json(self.encoded_state, limit=self.number)
+        except _NOT_A_RECORD as error:
+            _damaged(self.number, error)
+
+    @property
+    def entry(self) -> CheckpointEntry:
+        """The checkpoint that this record committed. Raises CheckpointDamaged when it is a record of another kind."""
+        if not isinstance(self.change, Commit):
+            raise CheckpointDamaged(f"{record_key(self.number)} commits no checkpoint", file=record_key(self.number))
+        return self.change.entry
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the exact bytes, hexadecimal: what the next record carries as `previous`."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    def encode(self) -> bytes:
+        """The record as bytes: those it was read from, if it was read."""
+        return self._encoded if self.stored is None else self.stored
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        kind = next(name for name, cls in _KINDS.items() if isinstance(self.change, cls))
+        return dump_json(
+            {
+                **self.extra,
+                "version": FORMAT_VERSION,
+                "number": self.number,
+                "kind": kind,
+                "change": _change_to_json(self.change),
+                "previous": self.previous,
+                "write_id": self.write_id,
+                "created_at": self.created_at,
+                "state": dict(self.encoded_state),
+            },
+            what="record",
+        )
+
+    @staticmethod
+    def decode(data: bytes, number: int) -> Record:
+        """Read the record with that number, and distrust it.
+
+        Raises CheckpointDamaged when it is torn or not that record, UnsupportedVersion when it is from a newer version
+        or carries a change that this version does not know.
+        """
+        value = load_object(data, file=record_key(number))
+        try:
+            value.pop("version")
+            if _integer(value.pop("number")) != number or not 1 <= number <= MAX_NUMBER:
+                raise ValueError("it carries another number")
+            kind, encoded_state = _text(value.pop("kind")), value.pop("state")
+            if kind not in _KINDS:
+                raise UnsupportedVersion(
+                    f"{record_key(number)} is of the kind {shortened(kind)!r}, which this ckptstore does not know",
+                    file=record_key(number),
+                    hint="Upgrade ckptstore to use this store",
+                )
+            return Record(
+                number=number,
+                change=_change_from_json(kind, value.pop("change"), limit=number),
+                previous=_text(value.pop("previous")),
+                write_id=_text(value.pop("write_id")),
+                created_at=check_seconds(value.pop("created_at")),
+                encoded_state=_object(encoded_state),
+                extra=value,
+                stored=bytes(data),
+            )
+        except UnsupportedVersion:
+            raise
+        except _NOT_A_RECORD as error:
+            _damaged(number, error)
+
+
+_NOT_A_RECORD = (KeyError, TypeError, ValueError, AttributeError, CkptstoreError)
+
+
+def _damaged(number: int, error: Exception) -> NoReturn:
+    file = record_key(number)
+    text = error.message if isinstance(error, InvalidInput) else repr(error)
+    raise CheckpointDamaged(f"{file} is not a record of the log: {shortened(text)}", file=file) from None
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a number of at least 0")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
+    return value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} is not an object")
+    return dict(value)
+
+
+def _change_to_json(change: Change) -> dict[str, Any]:
+    match change:
+        case Claim():
+            above = {"above_epoch": change.above_epoch} if change.above_epoch else {}
+            return {"start_token": change.start_token, "world_size": change.world_size, **above}
+        case Commit():
+            return {
+                "checkpoint": _entry_to_json(change.entry),
+                "replaces": encode_sequence(change.replaces),
+                "drops": encode_sequence(change.drops),
+                "reasons": {str(number): reason for number, reason in change.reasons.items()},
+            }
+        case Remove():
+            return {
+                "trash": encode_sequence(change.trash),
+                "drop": encode_sequence(change.drop),
+                "epoch": change.epoch,
+                "reason": change.reason,
+            }
+        case Pin() | Unpin():
+            return {"numbers": encode_sequence(change.numbers), "epoch": change.epoch}
+        case Noop():
+            return {}
+
+
+def _change_from_json(kind: str, value: dict[str, Any], *, limit: int) -> Change:
+    def numbers(name: str) -> tuple[int, ...]:
+        return tuple(decode_sequence(value[name], limit=limit))
+
+    match kind:
+        case "claim":
+            above_epoch = _integer(value.get("above_epoch", 0))
+            return Claim(_text(value["start_token"]), _integer(value["world_size"]), above_epoch)
+        case "checkpoint":
+            reasons = {int(number): _text(reason) for number, reason in value["reasons"].items()}
+            return Commit(_entry_from_json(value["checkpoint"], limit), numbers("replaces"), numbers("drops"), reasons)
+        case "remove":
+            return Remove(numbers("trash"), numbers("drop"), _optional(value["epoch"]), _text(value["reason"]))
+        case "pin":
+            return Pin(numbers("numbers"), _optional(value["epoch"]))
+        case "unpin":
+            return Unpin(numbers("numbers"), _optional(value["epoch"]))
+        case _:
+            return Noop()
+
+
+def _optional(value: Any) -> int | None:
+    return None if value is None else _integer(value)
+
+
+def _entry_to_json(entry: CheckpointEntry) -> dict[str, Any]:
+    copied = {} if entry.committed_at is None else {"committed_at": entry.committed_at}
+    return {
+        **copied,
+        "step": entry.step,
+        "epoch": entry.epoch,
+        "attempt": entry.attempt,
+        "manifest_sha256": entry.manifest_sha256,
+        "kind": entry.kind,
+        "world_size": entry.world_size,
+        "size_bytes": entry.size_bytes,
+        "num_files": entry.num_files,
+        "created_at": entry.created_at,
+        "metrics": dict(entry.metrics),
+        "bases": encode_sequence(entry.bases),
+    }
+
+
+def _entry_from_json(value: dict[str, Any], limit: int) -> CheckpointEntry:
+    return CheckpointEntry(
+        **{name: _integer(value[name]) for name in ("step", "epoch", "world_size", "size_bytes", "num_files")},
+        attempt=_text(value["attempt"]),
+        manifest_sha256=_text(value["manifest_sha256"]),
+        kind=value["kind"],
+        created_at=check_seconds(value["created_at"]),
+        metrics=_object(value["metrics"]),
+        bases=tuple(decode_sequence(value["bases"], limit=limit)),
+        committed_at=None if value.get("committed_at") is None else check_seconds(value["committed_at"]),
+    )
+
+
+def _state_to_json(state: StoreState) -> dict[str, Any]:
+    encoded: dict[str, Any] = {
+        **state.extra,
+        "epoch": state.epoch,
+        "resume_from": state.resume_from,
+        "live": state.live.encode(),
+    }
+    if state.pinned:
+        encoded["pinned"] = state.pinned.encode()
+    if state.trash:
+        numbers = sorted(state.trash)
+        removed_by = [state.trash[number] for number in numbers]
+        encoded["trash"] = {"numbers": encode_sequence(numbers), "removed_by": encode_sequence(removed_by)}
+    if state.bases:
+        encoded["bases"] = {str(base): users.encode() for base, users in state.bases.items()}
+    return encoded
+
+
+def _state_from_json(encoded: Mapping[str, Any], *, limit: int) -> StoreState:
+    value = dict(encoded)
+    live = Numbers.decode(value.pop("live"), limit=limit)
+    pinned = Numbers.decode(value.pop("pinned", ""), limit=limit)
+    trash = value.pop("trash", {"numbers": "", "removed_by": ""})
+    numbers = Numbers.decode(trash["numbers"], limit=limit)
+    removed_by = decode_sequence(trash["removed_by"], limit=limit)
+    if max(len(pinned), len(numbers)) > MAX_LISTED:
+        raise ValueError(f"more than {MAX_LISTED} checkpoints are pinned or in the trash")
+    if not pinned <= live or not live.isdisjoint(numbers):  # in this order: those that are live may be very many
+        raise ValueError("its state contradicts itself")
+    return StoreState(
+        epoch=_integer(value.pop("epoch")),
+        resume_from=_optional(value.pop("resume_from")),
+        live=live,
+        pinned=pinned,
+        trash=dict(zip(numbers, removed_by, strict=True)),
+        bases={int(base): Numbers.decode(users, limit=limit) for base, users in value.pop("bases", {}).items()},
+        extra=value,
+    )

@@ -1,0 +1,102 @@
+"""What one worker brings to a checkpoint that Ray keeps: its directory, or its part of a state."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.format.layout import RAY_METADATA_NAME, Attempt
+from ckptstore.format.naming import Offer
+from ckptstore.group import Beat
+from ckptstore.saving.directories import Directory, scan
+from ckptstore.saving.directory_shard import DirectoryShard
+from ckptstore.saving.request import Request
+from ckptstore.saving.shard import Agreed, Contents
+from ckptstore.storage.base import HasLocalFiles
+
+if TYPE_CHECKING:
+    from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
+
+
+class RayDirectoryShard:
+    """The files of a directory, as `ckptstore.saving.shard.Shard` wants them.
+
+    Ranks that bring one and the same directory, of one node or of the run, bring it once. Metadata that were set on
+    Ray's checkpoint stay where Ray looks for them; those of the lowest rank that has some count.
+    """
+
+    def __init__(
+        self, run: Run, directory: str | os.PathLike[str] | None, *, ranks: Sequence[int], **asked: Any
+    ) -> None:
+        """`ranks` are those that take part, in the order of the group."""
+        self.step = asked["step"]
+        self._run = run
+        self._directory = directory
+        self._ranks = ranks
+        self._metadata: str | None = None
+        self.beside: Mapping[str, bytes] = {}
+        self._inner = DirectoryShard(
+            find=self._find,
+            rank=run.worker.rank,
+            storage=run.storage,
+            transfer=run.transfer,
+            link=False,
+            **{"suffix": "auto", "shared": (), "exists": "replace", **asked},
+        )
+
+    def _find(self) -> Directory:
+        found = scan(self._directory)
+        source = found.files.pop(RAY_METADATA_NAME, None)
+        if source is not None:
+            self._metadata = Path(source.path).read_text()
+        return found
+
+    def describe(self) -> tuple[Request, bytes]:
+        """See `Shard.describe`."""
+        request, description = self._inner.describe()
+        head = {"where": self._where(), "metadata": self._metadata}
+        return request, json.dumps(head).encode() + b"\n" + description
+
+    def _where(self) -> list[Any] | None:
+        """Which directory of which node it is; what lies in the directory of the run is the same on all nodes."""
+        if self._directory is None:
+            return None
+        worker, path = self._run.worker, Path(os.path.realpath(self._directory))
+        if isinstance(self._run.storage, HasLocalFiles) and path.is_relative_to(os.path.realpath(worker.run_path)):
+            return ["run", str(path)]
+        status = os.stat(self._directory)
+        return [worker.node_id, status.st_dev, status.st_ino]
+
+    def agree(self, descriptions: Sequence[bytes]) -> Agreed:
+        """See `Shard.agree`. Names follow from Ray's ranks, also of those that take no part."""
+        nothing = json.dumps(Offer("auto").to_json()).encode()
+        offers = dict.fromkeys(range(self._run.worker.world_size), nothing)
+        muted, seen = [], set()
+        for rank, (head, offer) in zip(self._ranks, map(_unpacked, descriptions), strict=True):
+            where = json.dumps(head["where"])
+            if head["where"] is not None and where in seen:
+                muted.append(rank)
+                continue
+            seen.add(where)
+            offers[rank] = offer
+            if head["metadata"] is not None and not self.beside:
+                self.beside = {RAY_METADATA_NAME: head["metadata"].encode()}
+        agreed = self._inner.agree([offers[rank] for rank in sorted(offers)])
+        return agreed._replace(told=json.dumps({"muted": muted}).encode() + b"\n" + agreed.told)
+
+    def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
+        """See `Shard.store`."""
+        head, told = _unpacked(told)
+        return b"[]" if self._run.worker.rank in head["muted"] else self._inner.store(attempt, told, beat)
+
+    def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
+        """See `Shard.join`."""
+        return self._inner.join(attempt, stored, beat)
+
+
+def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
+    head, _, body = data.partition(b"\n")
+    return json.loads(head), body

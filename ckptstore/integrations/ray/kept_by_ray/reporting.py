@@ -1,0 +1,235 @@
+"""`ckptstore.ray.report`: a checkpoint of all ranks, stored in Ray's own directory by ckptstore, and then reported."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import InvalidInput
+from ckptstore.group import Beat, Group
+from ckptstore.integrations.ray.context import Worker, current_worker
+from ckptstore.integrations.ray.filesystem import local_path_of
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, Run, default_directory, store_checkpoint
+from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
+from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
+from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at
+from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics
+from ckptstore.integrations.ray.worker_group import RayWorkers
+from ckptstore.saving.request import Request, check_step
+
+if TYPE_CHECKING:
+    from ckptstore.state.write.agree import Negotiator
+
+logger = logging.getLogger("ckptstore.ray")
+
+
+def report(
+    metrics: Mapping[str, Any],
+    *,
+    checkpoint: Any = None,
+    directory: str | os.PathLike[str] | None = None,
+    state: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    validation: Any = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint | None:
+    """Store a checkpoint of all ranks where Ray keeps checkpoints, and report it. Collective, in the training thread.
+
+    In place of `ray.train.report`: Ray ranks, shows, deletes and hands back the checkpoint as any other. Ray hears of
+    it after its manifest is there, and nothing is uploaded by Ray. Returns the checkpoint, None without one.
+
+    Args:
+        metrics: what Ray is told, those of rank 0. Scalars of numpy and torch become numbers. Where Ray ranks
+            checkpoints by one of them and it is missing or not finite, Ray is told the worst number there is.
+        checkpoint: a local checkpoint of Ray's, `Checkpoint.from_directory(path)`; or
+        directory: a local path. None on ranks that have none. Names that several ranks bring get the rank in them.
+        state: in place of these, on all ranks: a dict of modules, optimizers, tensors and plain values, as for
+            `CheckpointStore.save`; loaded by `ckptstore.ray.wrap(checkpoint).load(state)`.
+        step: for `Checkpoint.step`; the number of the report in the run by default.
+        metadata: for `Checkpoint.metadata`; that of rank 0 counts.
+        validation: as for `ray.train.report`.
+        storage_options: credentials and the like for the run's storage, in fsspec's names; Ray's own by default.
+
+    Raises InvalidMetric and other kinds of InvalidInput before anything is written, and what keeps any rank from
+    storing its files; on all ranks, and nothing is reported then. Outside of a worker of Ray Train metrics are checked
+    and nothing is stored: in local mode (`num_workers=0`) Ray is told all but a state, elsewhere there is nobody to
+    tell. A store of ckptstore's own works there.
+    """
+    worker = current_worker()
+    brought = _Brought(metrics, checkpoint, directory, state, step, metadata)
+    if worker is None:
+        _report_outside(brought)
+        return None
+    return _reporter(worker, storage_options).report(brought, validation=validation)
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """What one rank gives to one report."""
+
+    metrics: Mapping[str, Any]
+    checkpoint: Any
+    directory: str | os.PathLike[str] | None
+    state: Mapping[str, Any] | None
+    step: int | None
+    metadata: Mapping[str, Any] | None
+
+    @property
+    def kind(self) -> str:
+        """What it is. Raises InvalidInput when it is several things."""
+        given = {"directory": self.directory, "checkpoint": self.checkpoint, "state": self.state}
+        kinds = [name for name, value in given.items() if value is not None]
+        if len(kinds) > 1:
+            raise InvalidInput(f"report takes a checkpoint, a directory or a state, not {' and '.join(kinds)}")
+        return "nothing" if not kinds else "state" if kinds == ["state"] else "directory"
+
+    def path(self) -> str | None:
+        """The local directory. Raises InvalidSource when the checkpoint is not on this node."""
+        if self.checkpoint is not None:
+            return local_path_of(self.checkpoint)
+        return None if self.directory is None else os.fspath(self.directory)
+
+
+def _agree_on_kind(group: Group, brought: _Brought, *, score: Score | None) -> str:
+    """One exchange: all ranks bring what fits together, and metrics that Ray can keep."""
+
+    def describe(_beat: Beat) -> bytes:
+        safe_metrics(brought.metrics, score=score)
+        brought.path()
+        if brought.step is not None:
+            check_step(brought.step)
+        return brought.kind.encode()
+
+    def join(kinds: list[bytes], _beat: Beat) -> bytes:
+        return _agreed_kind([kind.decode() for kind in kinds]).encode()
+
+    return group.exchange("report", describe, join).decode()
+
+
+def _agreed_kind(kinds: list[str]) -> str:
+    """What all ranks bring together. Ranks without files are fine beside ranks with files."""
+    found = set(kinds)
+    if "state" in found and len(found) > 1:
+        ranks = tuple(rank for rank, kind in enumerate(kinds) if kind != "state")
+        raise InvalidInput(
+            f"Some ranks give a state, and rank {ranks[0]} gives {kinds[ranks[0]]}",
+            ranks=ranks,
+            hint="A state is given by all ranks, also where it is the same on all",
+        )
+    return max(found - {"nothing"}, default="nothing")
+
+
+@dataclass
+class _Reporter:
+    """What one worker keeps from one report to the next."""
+
+    run: Run
+    storage_options: Mapping[str, Any] | None
+    _group: Group | None = None
+    _negotiator: Negotiator | None = None
+
+    def report(self, brought: _Brought, *, validation: Any) -> Checkpoint | None:
+        import ray.train
+
+        with self._meeting() as group:
+            attempt = self._store(group, brought)
+        if attempt is None:
+            ray.train.report(plain_metrics(brought.metrics))
+            return None
+        run, worker = self.run, self.run.worker
+        ray.train.report(
+            safe_metrics(brought.metrics, score=worker.score),
+            checkpoint=ray.train.Checkpoint(worker.path_of(attempt.directory), worker.filesystem),
+            checkpoint_dir_name=attempt.directory,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+            validation=validation,
+        )
+        return Checkpoint(files_at(run.storage, run.config, prefix=attempt.prefix, group=RayWorkers(worker)))
+
+    @contextmanager
+    def _meeting(self) -> Iterator[Group]:
+        """The group for one report. Collective. Ray ends workers without a word, and a group that works through the
+        storage would leave its messages there, so such a group is new for each report."""
+        group = self._group or RayWorkers(self.run.worker).open_group(self.run.board, self.run.config)
+        if getattr(group, "process_group", None) is not None:
+            self._group = group
+        try:
+            yield group
+        finally:
+            if group is not self._group:
+                group.close()
+
+    def _store(self, group: Group, brought: _Brought) -> RayAttempt | None:
+        kind = _agree_on_kind(group, brought, score=self.run.worker.score)
+        if kind == "nothing":
+            return None
+        step = number_of_report(is_next=True) if brought.step is None else check_step(brought.step)
+        asked = {
+            "step": step,
+            "metrics": numbers_of(plain_metrics(brought.metrics)),
+            "metadata": brought.metadata,
+        }
+        store = self._store_state if kind == "state" else self._store_directory
+        return store(group, brought, asked)
+
+    def _store_directory(self, group: Group, brought: _Brought, asked: Mapping[str, Any]) -> RayAttempt:
+        ranks = range(group.world_size)
+        shard = RayDirectoryShard(self.run, brought.path(), ranks=ranks, **asked)
+        name = default_directory(asked["step"])  # the leader's counts
+        return store_checkpoint(self.run, group, shard, directory=name, beside=lambda: shard.beside)
+
+    def _store_state(self, group: Group, brought: _Brought, asked: Mapping[str, Any]) -> RayAttempt:
+        from ckptstore.saving.state_shard import StateShard
+        from ckptstore.state.live.apply import collect
+        from ckptstore.state.write.agree import Negotiator
+
+        if self._negotiator is None:
+            self._negotiator = Negotiator()
+        state = brought.state or {}
+        shard = StateShard(
+            lambda: collect(state),
+            step=asked["step"],
+            request=lambda: Request.of(kind="state", exists="replace", **asked),
+            group=group,
+            storage=self.run.storage,
+            upload=self.run.transfer.upload,
+        )
+        shard.prepare(self._negotiator)
+        return store_checkpoint(self.run, group, shard, directory=default_directory(asked["step"]))
+
+
+_reporters: list[_Reporter] = []
+"""One at most: a worker is a process of its own."""
+
+
+def _reporter(worker: Worker, storage_options: Mapping[str, Any] | None) -> _Reporter:
+    """The reporter of this worker."""
+    for known in _reporters:
+        if known.run.worker.run_path == worker.run_path and known.storage_options == storage_options:
+            return known
+    run = Run.open(worker, storage_options=storage_options)
+    made = _Reporter(run, storage_options)
+    _reporters.append(made)
+    return made
+
+
+def _report_outside(brought: _Brought) -> None:
+    told, path = plain_metrics(brought.metrics), brought.path()
+    if brought.kind == "state":
+        logger.warning("nothing is stored: report was called with a state outside of a worker of Ray Train")
+    if "ray.train" not in sys.modules:
+        return
+    import ray.train
+
+    try:
+        ray.train.get_context()
+    except (RuntimeError, DeprecationWarning):
+        return  # outside of a training function
+    ray.train.report(told, checkpoint=None if path is None else ray.train.Checkpoint.from_directory(path))

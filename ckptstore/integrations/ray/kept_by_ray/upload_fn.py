@@ -1,0 +1,169 @@
+"""`ckptstore.ray.upload_fn`: what `ray.train.report` calls in place of its own upload.
+
+Ray calls it on every rank that reports a checkpoint, in the training thread or in one of its own, and allows no
+collective of the training in there. So the ranks meet through small objects in the run's storage, anew for each report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckptstore.errors import CkptstoreError, InvalidInput, RankTimeout
+from ckptstore.group import Group, SoloGroup, StorageGroup
+from ckptstore.integrations.ray.context import Worker, current_worker, require_worker
+from ckptstore.integrations.ray.filesystem import local_path_of
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run, store_checkpoint
+from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
+from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
+from ckptstore.integrations.ray.metrics import safe_metrics as made_safe
+
+Ranks = Literal["all"] | Collection[int]
+
+_calls: Counter[str] = Counter()
+"""How often this process was called for a name: with the start of the workers it tells attempts apart."""
+_calls_lock = threading.Lock()
+
+
+def upload_fn(
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    ranks: Ranks = "all",
+    step: int | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    shared: Collection[str] = (),
+    rank_timeout_seconds: float | None = None,
+) -> UploadFunction:
+    """A function for `ray.train.report(metrics, checkpoint, checkpoint_upload_fn=...)`, SYNC or ASYNC.
+
+    It stores the files of all ranks in Ray's directory for the checkpoint, in parallel and every byte hashed, and
+    returns on each rank when the manifest is there. So a checkpoint that Ray has registered is whole, and opens with
+    `ckptstore.ray.wrap`. The directory has the name that Ray gives, with a mark added where something lies there
+    already. It is never the directory that is reported, so Ray may delete that one afterwards.
+
+    Args:
+        storage_options: credentials and the like for the run's storage, in fsspec's names; Ray's own by default.
+        ranks: those that report a checkpoint: "all", or [0] where the others report None. Ray does not call this
+            function on a rank that reports None, so nobody else can tell.
+        step: for `Checkpoint.step`; the number of the report in the run by default.
+        metrics: for `Checkpoint.metrics`; Ray does not show this function those of the report.
+        shared: names that have the same bytes on all ranks; stored once, where others get the rank in their name.
+        rank_timeout_seconds: how long a rank may give no sign of life (600).
+
+    The function raises, on all ranks, what keeps any rank from storing its files; what was written is removed. In SYNC
+    mode `ray.train.report` lets that out; let it end the training function, since Ray counts the report as begun and
+    would wait for it at the next one for ever. An error of `ckptstore.ray.report` can be caught.
+    """
+    if ranks != "all":
+        ranks = tuple(sorted(set(ranks)))
+        if not ranks or ranks[0] < 0:
+            raise InvalidInput(f"ranks is {list(ranks)}, it is 'all' or the ranks that report a checkpoint")
+    numbers = numbers_of(plain_metrics(metrics or {}))
+    return UploadFunction(storage_options, ranks, step, numbers, tuple(shared), rank_timeout_seconds)
+
+
+@dataclass
+class UploadFunction:
+    """What `upload_fn` gives. It can be pickled, and called from several threads, one after another on each."""
+
+    storage_options: Mapping[str, Any] | None = field(repr=False)
+    ranks: Ranks
+    step: int | None
+    metrics: Mapping[str, float]
+    shared: Sequence[str]
+    rank_timeout_seconds: float | None
+    _runs: dict[str, Run] = field(default_factory=dict, repr=False)
+
+    def __call__(self, checkpoint: Any, checkpoint_dir_name: str) -> Any:
+        """Store `checkpoint`, and return the checkpoint of Ray's that stands for what was stored."""
+        import ray.train
+
+        worker = require_worker("What upload_fn gives")
+        directory = local_path_of(checkpoint)
+        run = self._run(worker)
+        ranks = self._ranks_of(worker)
+        shard = RayDirectoryShard(
+            run,
+            directory,
+            ranks=ranks,
+            step=number_of_report() if self.step is None else self.step,
+            metrics=self.metrics,
+            metadata=None,
+            shared=self.shared,
+        )
+        group = _meet(run, ranks, checkpoint_dir_name)
+        try:
+            attempt = store_checkpoint(run, group, shard, directory=checkpoint_dir_name, beside=lambda: shard.beside)
+        except CkptstoreError as error:
+            if isinstance(error, RankTimeout) and self.ranks == "all":
+                error.hint = "If it reported checkpoint=None, give upload_fn(ranks=[...]) without it"
+            raise
+        finally:
+            group.close()
+        return ray.train.Checkpoint(worker.path_of(attempt.directory), worker.filesystem)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runs": {}}
+
+    def _run(self, worker: Worker) -> Run:
+        if worker.run_path not in self._runs:
+            timeout = self.rank_timeout_seconds
+            opened = Run.open(worker, storage_options=self.storage_options, rank_timeout_seconds=timeout)
+            self._runs[worker.run_path] = opened
+        return self._runs[worker.run_path]
+
+    def _ranks_of(self, worker: Worker) -> Sequence[int]:
+        ranks = range(worker.world_size) if self.ranks == "all" else list(self.ranks)
+        if worker.rank not in ranks:
+            raise InvalidInput(
+                f"Rank {worker.rank} reports a checkpoint, and upload_fn was given ranks={list(ranks)}",
+                rank=worker.rank,
+            )
+        if max(ranks) >= worker.world_size:
+            raise InvalidInput(f"upload_fn was given ranks={list(ranks)}, and the run has {worker.world_size} workers")
+        return ranks
+
+
+def _meet(run: Run, ranks: Sequence[int], directory: str) -> Group:
+    """The group of one attempt. Nothing of an attempt that died can be mistaken for something of this one."""
+    if len(ranks) == 1:
+        return SoloGroup(node=run.worker.node_id)
+    with _calls_lock:
+        _calls[directory] += 1
+        call = f"{_start_token()}/{directory}/{_calls[directory]}"
+    token = hashlib.sha256(call.encode()).hexdigest()[:32]
+    seat = StorageGroup(ranks.index(run.worker.rank), len(ranks), token, run.worker.node_id)
+    return seat.open(run.board, rank_timeout_seconds=run.config.rank_timeout_seconds, retry=run.config.retry)
+
+
+def _start_token() -> str:
+    """Equal on all ranks, new for every start of the workers: they share one actor of Ray's that is made with them."""
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    context: Any = get_train_context()
+    return str(context.get_synchronization_actor()._actor_id.hex())
+
+
+def number_of_report(*, is_next: bool = False) -> int:
+    """The number of the report that is being made, in the order of the run's reports, from 1 on; or of the next one."""
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    context = get_train_context()
+    if threading.current_thread() in context.checkpoint_upload_threadpool._threads:
+        return int(context.current_report_index) + 1  # the one thread there makes report after report
+    return int(context.report_call_index) + is_next
+
+
+def safe_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics for a `ray.train.report` with a checkpoint, so that Ray neither dies of them nor keeps the wrong one.
+
+    Scalars of numpy and torch become Python's numbers. In a worker of a run that ranks checkpoints by a metric, a
+    missing or not finite one becomes the worst number there is, and "ckptstore_replaced" says what it was.
+    `ckptstore.ray.report` does the same. Raises InvalidMetric, with the name, for what Ray cannot keep.
+    """
+    worker = current_worker()
+    return made_safe(metrics, score=worker.score if worker else None)

@@ -1,0 +1,238 @@
+"""The export story: a state checkpoint, from wherever it lies, becomes files that other tools read.
+
+Nothing is held whole: tensors pass through a buffer of at most 64 MiB, and every block that is read is checked. The
+files appear in their directory at once, when all of them are complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import InvalidInput, InvalidState, StorageError, StorageFull
+from ckptstore.format.layout import DCP_METADATA_NAME
+from ckptstore.format.manifest import Manifest
+from ckptstore.interchange.selection import KINDS, Kind, Paths, Selection, fitting, select
+from ckptstore.interchange.to_dcp import write_dcp
+from ckptstore.interchange.to_safetensors import LaidOut, Layout, lay_out, write_files, write_index
+from ckptstore.interchange.to_torch import build_tree, write_torch
+from ckptstore.loading.load_state import is_stock, open_alone
+from ckptstore.loading.story import CheckpointFiles
+from ckptstore.state.live.matching import Saved
+from ckptstore.state.read.stock_read import load_metadata
+from ckptstore.state.read.stored import StoredState
+from ckptstore.storage.uri import local_path
+from ckptstore.transfer.executor import Beat, Executor, InProcess
+
+MAX_FILE_BYTES = 5_000_000_000
+"""Where a safetensors file ends, unless the caller says otherwise."""
+
+_OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".distcp", DCP_METADATA_NAME)
+_FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".distcp"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """What an export did."""
+
+    kind: Kind
+    path: Path
+    files: tuple[str, ...]
+    """Their names in `path`."""
+    num_tensors: int
+    """Tensors by name; tied ones count once each."""
+    size_bytes: int
+    """Of all tensors; what tied ones share counts once."""
+    notices: tuple[str, ...]
+    """What the files do not have, or have in another way, for people."""
+
+
+def export(
+    checkpoint: Checkpoint,
+    directory: str | os.PathLike[str],
+    *,
+    to: Kind,
+    include: str | Sequence[str] | None = None,
+    strip_prefix: str = "",
+    max_file_bytes: int = MAX_FILE_BYTES,
+    overwrite: bool = False,
+    executor: Executor | None = None,
+) -> ExportReport:
+    """Write a state checkpoint to a new directory in a format of other tools; every byte is checked on the way.
+
+    "safetensors" makes what Hugging Face libraries read: `model.safetensors`, or numbered files of at most
+    `max_file_bytes` and an index. Tied weights are stored once. "torch" makes `state.pt`, the nested state for
+    `torch.load(weights_only=True)`. "dcp" makes a directory for stock DCP. Of what differs between ranks the lowest
+    rank's is taken.
+
+    Args:
+        directory: where the files go; new or empty, or with `overwrite` one that holds nothing but exported files.
+        include: only keys that fit a pattern ("model.*") or one of several.
+        strip_prefix: taken from the beginning of keys ("model."), so that names are the model's own.
+        executor: where the files are written; all its processes have to see `directory`.
+
+    Raises InvalidInput and InvalidState before anything is written, CheckpointDamaged (nothing is left then).
+    """
+    target = Path(local_path(directory, "The directory of an export"))
+    executor = executor or InProcess()
+    _check(target, to, max_file_bytes, overwrite=overwrite)
+    files = checkpoint._files
+    with files.held():
+        return _export(files, target, to, include, strip_prefix, max_file_bytes, executor)
+
+
+def _export(
+    files: CheckpointFiles,
+    target: Path,
+    to: Kind,
+    include: str | Sequence[str] | None,
+    strip_prefix: str,
+    max_file_bytes: int,
+    executor: Executor,
+) -> ExportReport:
+    manifest, _ = files.read_manifest()
+    if is_stock(manifest):
+        hint = "Import it into a store, and export that"
+        raise InvalidInput(f"{files.uri} was written by torch's DCP, and has no digests to check", hint=hint)
+    stored = open_alone(files)
+    saved = _saved(stored, fitting(include) if to != "safetensors" else lambda key: False)
+    selection = select(saved, include=include, strip_prefix=strip_prefix)
+    durable = files.config.transfer.durable
+    notices = _notices_of_ranks(stored, selection)
+    if to == "safetensors":
+        layout = lay_out(stored, selection, max_file_bytes=max_file_bytes)
+        num_values = len(stored.index.common_values().keys() | stored.index.value_ranks().keys())
+        notices += [f"{num_values} plain values are left out, safetensors holds tensors only"] if num_values else []
+        notices += [f"{name} is tied to {kept}, and stored as that" for name, kept in layout.tied.items()]
+        with _new_directory(target) as path:
+            share = partial(_write_safetensors, files.alone(), layout, path)
+            executor.run(share, layout.files, size_bytes=_size_of, beat=lambda: None)
+            names = write_index(layout, path, durable=durable)
+        size_bytes = layout.size_bytes
+    elif not executor.is_local:
+        hint = 'Leave the engine out, or export "safetensors"'
+        raise InvalidInput(f'An export to "{to}" is one file, which one process writes', hint=hint)
+    elif to == "torch":
+        paths = _paths(files, manifest)
+        tree = build_tree(stored, selection, paths)
+        notices += [
+            f"{key} is left out, torch.load(weights_only=True) refuses it: {why}" for key, why in tree.left_out.items()
+        ]
+        notices += [] if paths.are_known else ["the checkpoint tells no paths, so the keys are flat"]
+        with _new_directory(target) as path:
+            names = write_torch(stored, tree, path, durable=durable)
+        size_bytes = tree.size_bytes
+    elif include is None and not strip_prefix and DCP_METADATA_NAME in manifest.by_name:
+        size_bytes = sum(manifest.by_name[name].size_bytes for name in _stock_files(manifest))
+        with _new_directory(target) as path:
+            names = _copy_stock(files, manifest, path)
+    else:
+        with _new_directory(target) as path:
+            names, size_bytes = write_dcp(stored, selection, _paths(files, manifest), path, durable=durable)
+    return ExportReport(
+        kind=to,
+        path=target,
+        files=tuple(names),
+        num_tensors=len(selection.sources),
+        size_bytes=size_bytes,
+        notices=tuple(notices),
+    )
+
+
+def _write_safetensors(
+    files: CheckpointFiles, layout: Layout, directory: Path, share: Sequence[LaidOut], beat: Beat
+) -> None:
+    """Write a share of the files, wherever this runs. The state is opened here: it does not travel."""
+    if not directory.is_dir():
+        hint = "Export to a file system that all nodes share, or leave the engine out"
+        raise InvalidInput(f"{directory} is not seen by a node that is to write to it", hint=hint)
+    write_files(open_alone(files), layout, share, directory, durable=files.config.transfer.durable)
+
+
+def _size_of(file: LaidOut) -> int:
+    return sum(entry.size_bytes for entry in file[1])
+
+
+def _check(target: Path, to: str, max_file_bytes: int, *, overwrite: bool) -> None:
+    if to not in KINDS:
+        raise InvalidInput(f"to is {to!r}, it is one of {', '.join(KINDS)}")
+    if max_file_bytes <= 0:
+        raise InvalidInput(f"max_file_bytes is {max_file_bytes}, it is at least 1")
+    if target.suffix in _FILE_SUFFIXES:
+        raise InvalidInput(f"{target} is named like a file", hint="An export makes a directory, and names its files")
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise InvalidInput(f"{target} exists and is not a directory")
+    present = sorted(path.name for path in target.iterdir()) if target.exists() else []
+    if present and not overwrite:
+        raise InvalidInput(f"{target} exists and is not empty", hint="Give another directory, or overwrite it")
+    foreign = [name for name in present if not name.endswith(_OWN_SUFFIXES)]
+    if foreign:
+        raise InvalidInput(f"{target} also holds {foreign[0]}, which no export wrote", hint="Give another directory")
+
+
+def _saved(stored: StoredState, wanted: Callable[[str], bool]) -> Saved:
+    try:
+        return stored.saved(wanted)
+    except InvalidState as error:
+        raise InvalidState(error.message, hint="Leave it out: include takes patterns of keys") from None
+
+
+def _notices_of_ranks(stored: StoredState, selection: Selection) -> list[str]:
+    """What is one rank's alone."""
+    if len(stored.index.parts) == 1:
+        return []
+    apart = [key for key in selection.values if key in stored.index.value_ranks()]
+    apart += [key for key in selection.sources if stored.entry(selection.sources[key]).per_rank]
+    return [f"{key} differs between ranks, the lowest rank's is taken" for key in sorted(apart)]
+
+
+def _paths(files: CheckpointFiles, manifest: Manifest) -> Paths:
+    """The paths of keys; `.metadata` has them."""
+    receipt = manifest.by_name.get(DCP_METADATA_NAME)
+    if receipt is None:
+        return Paths(())
+    planner = load_metadata(files.read_file(receipt)).planner_data
+    return Paths(tuple(path) for path in planner.values()) if isinstance(planner, dict) else Paths(())
+
+
+def _stock_files(manifest: Manifest) -> list[str]:
+    """The files that stock DCP reads."""
+    return [name for name in manifest.by_name if name.endswith(".distcp") or name == DCP_METADATA_NAME]
+
+
+def _copy_stock(files: CheckpointFiles, manifest: Manifest, path: Path) -> list[str]:
+    names = _stock_files(manifest)
+    with files.missing_is_damage():
+        files.transfer.download([(files.wanted(manifest.by_name[name]), path / name) for name in names])
+    return names
+
+
+@contextmanager
+def _new_directory(target: Path) -> Iterator[Path]:
+    """A directory beside the target that takes its place when it is complete."""
+    partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if target.exists() and any(target.iterdir()):
+            replaced = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
+            target.rename(replaced)
+            partial.rename(target)
+            shutil.rmtree(replaced)
+        else:
+            partial.replace(target)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        cls = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+        raise cls(f"{target} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

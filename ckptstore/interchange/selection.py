@@ -1,0 +1,110 @@
+"""Which part of a stored state is exported, and under which names. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+from ckptstore.errors import InvalidInput
+from ckptstore.state.live.flatten import references_in
+from ckptstore.state.live.matching import Saved
+
+Kind = Literal["safetensors", "torch", "dcp"]
+"""Formats of other tools."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What was chosen."""
+
+    sources: Mapping[str, str]
+    """For each tensor's key the key under which its bytes are stored: its own, or that of a tied one."""
+    values: Mapping[str, Any]
+    """The plain values, with references to tensors in them."""
+    strip_prefix: str = ""
+
+    def name_of(self, key: str) -> str:
+        """What a key is called in the export."""
+        return key.removeprefix(self.strip_prefix) or key
+
+    def path_of(self, path: Path) -> Path:
+        """The path of a key, without the prefix."""
+        for count in range(1, len(path)):
+            if ".".join(map(str, path[:count])) + "." == self.strip_prefix:
+                return path[count:]
+        key = ".".join(map(str, path))
+        return path if self.name_of(key) == key else (self.name_of(key),)
+
+
+def fitting(include: str | Sequence[str] | None) -> Callable[[str], bool]:
+    """Whether a key fits a pattern, or one of several; all do where there is none."""
+    patterns = [include] if isinstance(include, str) else include
+
+    def fits(key: str) -> bool:
+        return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
+
+    return fits
+
+
+def select(saved: Saved, *, include: str | Sequence[str] | None, strip_prefix: str) -> Selection:
+    """Choose the keys that fit a pattern, and the tensors in values that do.
+
+    Raises InvalidInput when nothing fits, or when two keys would have the same name.
+    """
+    fits = fitting(include)
+    values = {key: value for key, value in saved.values.items() if fits(key)}
+    inside = {key for value in values.values() for key in references_in(value)}
+    keys = [key for key in (*saved.tensors, *saved.aliases) if fits(key) or key in inside]
+    sources = {key: saved.aliases.get(key, key) for key in sorted(keys)}
+    if include is not None and not sources and not values:
+        raise InvalidInput(f"No key of the checkpoint fits {include}", hint="Keys are like model.0.weight")
+    selection = Selection(sources, values, strip_prefix)
+    _refuse_equal(selection, [*sources, *values])
+    return selection
+
+
+def _refuse_equal(selection: Selection, keys: Iterable[str]) -> None:
+    names: dict[str, str] = {}
+    for key in keys:
+        other = names.setdefault(selection.name_of(key), key)
+        if other != key:
+            raise InvalidInput(f"{other} and {key} would both be called {selection.name_of(key)!r}")
+
+
+class Paths:
+    """The paths of keys in the state that was saved, as far as the checkpoint tells them."""
+
+    def __init__(self, known: Iterable[Path]) -> None:
+        self._path_of = {
+            ".".join(map(str, path[:count])): path[:count] for path in known for count in range(1, len(path) + 1)
+        }
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the checkpoint tells any."""
+        return bool(self._path_of)
+
+    def path(self, key: str) -> Path:
+        """The path of a key; what no path leads to stays in one piece below what one leads to."""
+        head, rest = key, ""
+        while head and head not in self._path_of:
+            head, _, part = head.rpartition(".")
+            rest = f"{part}.{rest}" if rest else part
+        return (*self._path_of.get(head, ()), rest) if rest else self._path_of[key]
+
+
+def nested(items: Mapping[Path, Any]) -> Any:
+    """Put items where their paths lead: dicts, and lists where all positions of a list are there."""
+    if () in items:
+        return items[()]
+    below: dict[str | int, dict[Path, Any]] = {}
+    for path, item in items.items():
+        below.setdefault(path[0], {})[path[1:]] = item
+    found = {part: nested(inner) for part, inner in below.items()}
+    is_list = all(type(part) is int for part in found) and sorted(found) == list(range(len(found)))
+    return [found[index] for index in range(len(found))] if found and is_list else found

@@ -1,0 +1,93 @@
+"""The bytes of stored tensors one after another, read in batches, so that a state of any size passes through."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import IO
+
+import torch
+
+from ckptstore.events import BytesMoved, emit, is_heard
+from ckptstore.state.index import items
+from ckptstore.state.read.stored import StoredState
+from ckptstore.state.tensors.boxes import boxes_of_range
+from ckptstore.state.tensors.placement import Piece
+from ckptstore.state.write.describe import view_of
+
+BATCH_BYTES = 64 << 20
+"""The most that is held at once."""
+_LEAST_BYTES = 4 << 20
+_ALIGN_BYTES = 64
+
+_Stretch = tuple[str, int, int]
+"""A tensor's key, the first byte and the size of a stretch of its elements."""
+
+
+def stream_tensors(stored: StoredState, keys: Iterable[str]) -> Iterator[tuple[str, memoryview]]:
+    """Each tensor's bytes in order, as it is when contiguous, in one piece or several: (key, bytes).
+
+    A piece is valid until the next one is asked for. A tensor without elements comes as one empty piece. Every block
+    that is read is checked. Raises CheckpointDamaged.
+    """
+    wanted = list(keys)
+    sizes = [_size_bytes(stored, key) for key in wanted]
+    total_bytes, largest = sum(sizes), max(sizes, default=0)
+    batch_bytes = min(BATCH_BYTES, max(_LEAST_BYTES, largest))
+    stored.buffer_bytes = batch_bytes
+    buffer = torch.empty(batch_bytes, dtype=torch.uint8)
+    for batch in _batches(stored, wanted, batch_bytes):
+        parts = []
+        at = 0
+        for key, start, size_bytes in batch:
+            parts.append((key, start, buffer[at : at + size_bytes]))
+            at += -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        stored.fill_boxes(
+            [(key, box, place) for key, start, memory in parts for box, place in _pieces(stored, key, start, memory)]
+        )
+        for key, _, memory in parts:
+            yield key, view_of(memory)
+            if is_heard(BytesMoved):
+                emit(BytesMoved(key=key, size_bytes=len(memory), total_bytes=total_bytes))
+
+
+def _batches(stored: StoredState, keys: Iterable[str], batch_bytes: int) -> Iterator[list[_Stretch]]:
+    batch: list[_Stretch] = []
+    used = 0
+    for key in keys:
+        size_bytes = _size_bytes(stored, key)
+        for start in range(0, max(size_bytes, 1), batch_bytes):
+            count = min(batch_bytes, size_bytes - start)
+            if batch and used + count > batch_bytes:
+                yield batch
+                batch, used = [], 0
+            batch.append((key, start, count))
+            used += -(-count // _ALIGN_BYTES) * _ALIGN_BYTES
+    if batch:
+        yield batch
+
+
+def _size_bytes(stored: StoredState, key: str) -> int:
+    entry = stored.entry(key)
+    return items.total_bytes(entry.dtype, entry.shape)
+
+
+def _pieces(stored: StoredState, key: str, start: int, memory: torch.Tensor) -> list[Piece]:
+    """The memory of a stretch as boxes of the tensor."""
+    entry = stored.entry(key)
+    dtype = getattr(torch, entry.dtype)
+    elements = memory.view(dtype)
+    first = start // dtype.itemsize
+    pieces, done = [], 0
+    for box in boxes_of_range(entry.shape, first, first + elements.numel()) if prod(entry.shape) else ():
+        pieces.append(Piece(box, elements[done : done + box.volume].view(box.sizes)))
+        done += box.volume
+    return pieces
+
+
+def close_off(file: IO[bytes], *, durable: bool) -> None:
+    """Hand everything that was written to the system, and have it reach the disk where that is asked for."""
+    file.flush()
+    if durable:
+        os.fsync(file.fileno())

@@ -1,0 +1,146 @@
+"""Export as a directory of stock DCP, for what stock DCP cannot read as it is stored, or for a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.format.layout import DCP_METADATA_NAME
+from ckptstore.interchange.selection import Paths, Selection
+from ckptstore.interchange.streaming import close_off, stream_tensors
+from ckptstore.state.index.part import DTYPES, Part, PartBuilder
+from ckptstore.state.index.tensor_index import TensorIndex
+from ckptstore.state.live.flatten import (
+    FlatState,
+    TensorRef,
+    find_tensors,
+    join_path,
+    map_tensors,
+    references_in,
+    stock_leaves,
+)
+from ckptstore.state.read.stored import StoredState
+from ckptstore.state.tensors.boxes import Box, whole
+from ckptstore.state.tensors.frames import template
+from ckptstore.state.write.deal import chunks_of
+from ckptstore.state.write.stock_write import stock_frames, stock_metadata
+
+FILE_NAME = "__0_0.distcp"
+
+
+def write_dcp(
+    stored: StoredState, selection: Selection, paths: Paths, directory: Path, *, durable: bool
+) -> tuple[list[str], int]:
+    """Write one data file and `.metadata`; their names, and the bytes of all tensors. Raises CheckpointDamaged."""
+    names: dict[str, list[str]] = {}
+    for key, source in selection.sources.items():
+        names.setdefault(source, []).append(selection.name_of(key))
+    known = {selection.name_of(key): selection.path_of(paths.path(key)) for key in selection.sources}
+    values, leaf_paths = _value_frames(stored, selection, paths)
+    places: dict[str, Any] = {}
+    with (directory / FILE_NAME).open("xb") as file:
+        chunks = _write_tensors(stored, list(names), file)
+        for key, frame in values.items():
+            places[key] = FILE_NAME, file.tell(), len(frame)
+            file.write(frame)
+        close_off(file, durable=durable)
+    index = _index(stored, names, chunks)
+    with (directory / DCP_METADATA_NAME).open("xb") as file:
+        file.write(stock_metadata(index, places, {**known, **leaf_paths}))
+        close_off(file, durable=durable)
+    return [FILE_NAME, DCP_METADATA_NAME], sum(size_bytes for _, _, size_bytes, _ in chunks)
+
+
+_Chunk = tuple[str, int, int, Box]
+"""A tensor's key, the offset and the size of a payload, and the box that it is."""
+
+
+def _write_tensors(stored: StoredState, keys: list[str], file: IO[bytes]) -> list[_Chunk]:
+    chunks: list[_Chunk] = []
+    for key, pieces in groupby(stream_tensors(stored, keys), key=lambda piece: piece[0]):
+        entry = stored.entry(key)
+        dtype = getattr(torch, entry.dtype)
+        bytes_in = _Bytes(data for _, data in pieces)
+        for box in chunks_of(whole(tuple(entry.shape)), DTYPES[entry.dtype][1]):
+            frame = template(dtype, box.sizes)
+            file.write(frame.header)
+            chunks.append((key, file.tell(), frame.payload_bytes, box))
+            for data in bytes_in.take(frame.payload_bytes):
+                file.write(data)
+            file.write(frame.trailer)
+        bytes_in.finish()
+    return chunks
+
+
+class _Bytes:
+    """Pieces of memory, to be taken in other pieces."""
+
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
+        self._pieces = pieces
+        self._rest = memoryview(b"")
+
+    def take(self, size_bytes: int) -> Iterator[memoryview]:
+        """The next bytes, that many."""
+        while size_bytes:
+            if not self._rest:
+                self._rest = next(self._pieces)
+            part, self._rest = self._rest[:size_bytes], self._rest[size_bytes:]
+            size_bytes -= len(part)
+            yield part
+
+    def finish(self) -> None:
+        """The one empty piece of a tensor without elements was not taken."""
+        assert not self._rest
+        assert not any(len(piece) for piece in self._pieces)
+
+
+def _value_frames(
+    stored: StoredState, selection: Selection, paths: Paths
+) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
+    """The plain values in stock frames, leaf by leaf, and the path of each. Tensors in tuples stay in their leaf."""
+    flat = FlatState()
+    tensors = {
+        key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))  # memory that is never touched, but for tuples
+        for value in selection.values.values()
+        for key in references_in(value)
+        for entry in [stored.entry(key)]
+    }
+    needed: dict[str, tuple[torch.Tensor, str]] = {}
+    key_of = {id(tensor): key for key, tensor in tensors.items()}
+    for key, value in selection.values.items():
+        path = selection.path_of(paths.path(key))
+        name = join_path(path)
+        flat.values[name] = map_tensors(value, path, lambda _key, ref: _tensor_of(ref, tensors))
+        flat.paths[name] = path
+        for _, leaf in stock_leaves(flat.values[name], path):
+            found = [tensor for _, tensor in find_tensors(leaf, path) if isinstance(tensor, torch.Tensor)]
+            needed.update((key_of[id(tensor)], (tensor, key_of[id(tensor)])) for tensor in found)
+    stored.fill(needed)
+    return stock_frames(flat, flat.values)
+
+
+def _tensor_of(reference: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    assert isinstance(reference, TensorRef)
+    return tensors[reference.key]
+
+
+def _index(stored: StoredState, names: Mapping[str, list[str]], chunks: list[_Chunk]) -> TensorIndex:
+    """Where everything lies, for `.metadata`. It is not stored, and has no digests."""
+    builder = PartBuilder(0)
+    sizes = [size_bytes for _, _, size_bytes, _ in chunks]
+    builder.add_file(FILE_NAME, [bytes(4 * -(-size_bytes // BLOCK_BYTES)) for size_bytes in sizes])
+    rows = {}
+    for source, group in names.items():
+        entry = stored.entry(source)
+        rows[source] = [builder.add_tensor(name, entry.dtype, tuple(entry.shape)) for name in group]
+    for key, offset, size_bytes, box in chunks:
+        if size_bytes < BLOCK_BYTES:
+            builder.add_slab(offset, size_bytes)
+        for row in rows[key]:
+            builder.add_chunk(row, offset, box)
+    return TensorIndex([Part.decode(builder.encode(), file=DCP_METADATA_NAME)])

@@ -1,0 +1,132 @@
+"""Export as safetensors: files and an index with the names that Hugging Face libraries look for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ckptstore.errors import InvalidInput
+from ckptstore.interchange.safetensors_file import Entry, check_storable, header
+from ckptstore.interchange.selection import Selection
+from ckptstore.interchange.streaming import close_off, stream_tensors
+from ckptstore.state.index.part import DTYPES
+from ckptstore.state.read.stored import StoredState
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+LaidOut = tuple[str, tuple[Entry, ...]]
+"""A file's name and tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which tensor goes into which file."""
+
+    files: tuple[LaidOut, ...]
+    """All files."""
+    keys: dict[str, str]
+    """For each tensor's name the key under which it is stored."""
+    tied: dict[str, str]
+    """For each name that is left out the one that has its numbers."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(entry.size_bytes for _, entries in self.files for entry in entries)
+
+    def index(self) -> bytes:
+        """The index of several files."""
+        weights = {entry.name: name for name, entries in self.files for entry in entries}
+        metadata = {"total_size": self.size_bytes, **self.tied}
+        return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weights.items()))}, indent=2).encode()
+
+
+def lay_out(stored: StoredState, selection: Selection, *, max_file_bytes: int) -> Layout:
+    """Deal the tensors to files of at most so many bytes; a larger tensor has a file of its own.
+
+    Raises InvalidState for what the format has no room for, InvalidInput when there is no tensor.
+    """
+    groups: dict[str, list[str]] = {}
+    for key, source in selection.sources.items():
+        groups.setdefault(source, []).append(selection.name_of(key))
+    keys: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for source, names in groups.items():
+        kept = min(names, key=_preference)
+        keys[kept] = source
+        tied.update((name, kept) for name in names if name != kept)
+    if not keys:
+        raise InvalidInput("There is no tensor to export")
+    entries = [
+        Entry(name, stored.entry(source).dtype, tuple(stored.entry(source).shape))
+        for name, source in sorted(keys.items())
+    ]
+    check_storable(entries)
+    groups_of_files = list(_dealt(entries, max_file_bytes))
+    count = len(groups_of_files)
+    names_of_files = (
+        ["model.safetensors"]
+        if count == 1
+        else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    )
+    files = tuple((name, tuple(group)) for name, group in zip(names_of_files, groups_of_files, strict=True))
+    return Layout(files, keys, tied)
+
+
+def _preference(name: str) -> tuple[bool, str]:
+    """Of tied weights the input embedding is kept: transformers makes the output head from it, not the reverse."""
+    return "embed" not in name and "wte" not in name, name
+
+
+def _dealt(entries: Sequence[Entry], max_file_bytes: int) -> Iterator[list[Entry]]:
+    group: list[Entry] = []
+    held_bytes = 0
+    for entry in entries:
+        if group and held_bytes + entry.size_bytes > max_file_bytes:
+            yield _aligned(group)
+            group, held_bytes = [], 0
+        group.append(entry)
+        held_bytes += entry.size_bytes
+    yield _aligned(group)
+
+
+def _aligned(group: list[Entry]) -> list[Entry]:
+    """Large elements first, so that every tensor begins at a multiple of its element size."""
+    return sorted(group, key=lambda entry: (-DTYPES[entry.dtype][1], entry.name))
+
+
+def write_files(
+    stored: StoredState, layout: Layout, files: Sequence[LaidOut], directory: Path, *, durable: bool
+) -> None:
+    """Write some of the files. Raises CheckpointDamaged."""
+    order = [layout.keys[entry.name] for _, entries in files for entry in entries]
+    pieces = groupby(stream_tensors(stored, order), key=lambda piece: piece[0])
+    for name, entries in files:
+        names = {entry.name for entry in entries}
+        tied = {other: kept for other, kept in layout.tied.items() if kept in names}
+        with (directory / name).open("xb") as file:
+            file.write(header(entries, {"format": "pt", **tied}))
+            for _ in entries:
+                _write(file, next(pieces)[1])
+            close_off(file, durable=durable)
+
+
+def write_index(layout: Layout, directory: Path, *, durable: bool) -> list[str]:
+    """Write what leads to several files; the names of all."""
+    names = [name for name, _ in layout.files]
+    if len(names) == 1:
+        return names
+    with (directory / INDEX_NAME).open("xb") as file:
+        file.write(layout.index())
+        close_off(file, durable=durable)
+    return [*names, INDEX_NAME]
+
+
+def _write(file: Any, pieces: Iterator[tuple[str, memoryview]]) -> None:
+    for _, data in pieces:
+        file.write(data)

@@ -1,0 +1,354 @@
+"""Loading a state: the same checkpoint on all ranks, only the bytes that this rank needs, straight into its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidName, NoUsableCheckpoint
+from ckptstore.events import CheckpointSkipped, emit
+from ckptstore.format.layout import DCP_METADATA_NAME
+from ckptstore.format.manifest import Manifest
+from ckptstore.format.record import Record
+from ckptstore.group import Beat, Group
+from ckptstore.job import Job
+from ckptstore.loading.index_read import read_own_parts
+from ckptstore.loading.newest import Order, newest_first, told_resumed
+from ckptstore.loading.story import CheckpointFiles, NodeCopies, files_of
+from ckptstore.runtime.collector import collector_paused
+from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.index.tensor_index import TensorIndex
+from ckptstore.state.live.apply import Loading, begin_load
+from ckptstore.state.live.matching import Matching, Mismatch, Saved
+from ckptstore.state.read.shared_reads import SharedSteps
+from ckptstore.state.read.stock_read import StockState, load_metadata
+from ckptstore.state.read.stored import PerRank, StoredState
+from ckptstore.storage.base import HasLocalFiles
+from ckptstore.storage.disk.local import LocalStorage
+from ckptstore.transfer import RangeRead, Transfer
+
+_READ_ONCE = ("rank", "node", "job")
+_MORE = b"more"
+"""What a rank says that needs more of the index than it has read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a state is loaded."""
+
+    include: str | Sequence[str] | None = None
+    strict: bool = True
+    device: Any = None
+    read_once: str = "rank"
+    per_rank: PerRank = "error"
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        if self.read_once not in _READ_ONCE:
+            raise InvalidInput(f"read_once is {self.read_once!r}, it is one of {', '.join(_READ_ONCE)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What did not fit, over all ranks; nothing after a strict load."""
+
+    missing: tuple[str, ...]
+    """Keys of the state that the checkpoint does not have; they were left as they are."""
+    unexpected: tuple[str, ...]
+    """Keys of the checkpoint, below names of the state, that found no place."""
+
+
+def load_newest(
+    job: Job, state: Mapping[str, Any], options: LoadOptions, *, claim: bool, order: Order = newest_first
+) -> Record | None:
+    """Load the newest checkpoint that is whole, the same on all ranks; None in an empty store. Collective.
+
+    With `claim` the store is claimed first. `order` says which one is tried when. A damaged checkpoint moves all ranks
+    on to the next one. Raises NoUsableCheckpoint when none is left (the state may hold anything then), StateMismatch
+    for one that does not fit.
+    """
+    reasons = []
+    for record in _candidates(job, claim=claim, order=order):
+        try:
+            load_state(job.group, files_of(job, record), state, options)
+        except (CheckpointDamaged, CheckpointGone, InvalidName) as error:
+            emit(CheckpointSkipped(step=record.entry.step, number=record.number, reason=str(error)))
+            reasons.append(f"step {record.entry.step}: {error}")
+            continue
+        if claim:
+            told_resumed(job, record)
+        return record
+    if reasons:
+        raise NoUsableCheckpoint(f"None of {len(reasons)} checkpoints can be used: {'; '.join(reasons)}")
+    return None
+
+
+def _candidates(job: Job, *, claim: bool, order: Order) -> list[Record]:
+    """The live checkpoints, in the order to try them, as the leader sees them."""
+
+    def join(_parts: list[Any], _beat: Beat) -> Any:
+        newest = job.claim(job.log.newest() if job.epoch is not None else None) if claim else job.log.newest()
+        records = job.log.records(order(list(newest.state.live)) if newest else ())
+        claimed = job.claimed() if claim else None
+        return {"claimed": claimed, "records": [[record.number, record.encode().decode()] for record in records]}
+
+    told = job.exchange("find", lambda _beat: None, join)
+    if told["claimed"] is not None:
+        job.join_claim(told["claimed"])
+    return [Record.decode(text.encode(), number) for number, text in told["records"]]
+
+
+def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:
+    """Load one checkpoint. Collective in `group`; an error of any rank is raised on all ranks."""
+    with ExitStack() as stack:
+        reader = _Reader(files, options, stack)
+        stored, loading, mismatch = _prepare(group, files, reader, state, options)
+        with collector_paused():
+            targets = _targets_of(loading)
+        try:
+            if options.read_once == "job":
+                stored.fill(targets, run=SharedSteps(group))
+            else:
+                _together(group, "read", lambda: stored.fill(targets), reader)
+        except BaseException:
+            loading.abandon()
+            raise
+        _together(group, "finish the load", loading.finish, reader)
+    return LoadReport(missing=tuple(sorted(mismatch.missing)), unexpected=tuple(sorted(mismatch.unexpected)))
+
+
+def _prepare(
+    group: Group, files: CheckpointFiles, reader: _Reader, state: Mapping[str, Any], options: LoadOptions
+) -> tuple[StoredState | StockState, Loading, Mismatch]:
+    """Find out what is stored, and the place of everything. Of a large index first with the parts alone that this rank
+    needs if the ranks have what they had in the save; with all of it if that is not enough for all of them."""
+    for whole in (False, True):
+        stored, saved = _open(group, files, reader, state, options, whole=whole)
+        own_parts = stored if isinstance(stored, StoredState) and reader.has_own_parts else None
+        found = _match(group, saved, state, options, own_parts=own_parts)
+        if found is not None:
+            return stored, *found
+    raise AssertionError("the whole index is always enough")
+
+
+class _Reader:
+    """Reads ranges from where they are nearest: the storage, or copies of whole files on this node."""
+
+    def __init__(self, files: CheckpointFiles, options: LoadOptions, stack: ExitStack) -> None:
+        self._files = files
+        self._stack = stack
+        self._is_near = options.read_once == "node" and not isinstance(files.storage, HasLocalFiles)
+        self._is_held = False
+        self._copies: NodeCopies | None = None
+        self._local: Transfer | None = None
+        self._elsewhere: dict[str, str] = {}
+        """Keys of files that lie in the directories of other checkpoints."""
+        self.has_own_parts = False
+        """Whether the index that was opened last is made of the parts that this rank needs for what it has saved."""
+        self.beat: Beat = _no_beat
+
+    def hold(self) -> None:
+        """Keep a prune away until the load is over; see `CheckpointFiles.held`."""
+        if not self._is_held:
+            self._stack.enter_context(self._files.held())
+            self._is_held = True
+
+    def open(self, manifest: Manifest, *, share: bool, rank: int | None = None) -> TensorIndex:
+        """The index; every process of the node gets it from one download where `share` is set. With a `rank`, if the
+        index is large, only the parts that it needs to load what it has saved."""
+        files = self._files
+        if share and self._copies is None and not isinstance(files.storage, HasLocalFiles):
+            self._copies = NodeCopies(files, manifest, self._stack)
+            config = files.config
+            disk = LocalStorage(self._copies.root, durable=False)
+            self._local = Transfer(disk, config=config.transfer, retry=config.retry)
+            self._stack.callback(self._local.close)
+        self._elsewhere = {
+            files.prefix + receipt.name: files.key_of(receipt) for receipt in manifest.files if receipt.attempt
+        }
+        receipt = manifest.by_name.get(INDEX_NAME)
+        if manifest.kind != "state" or receipt is None:
+            raise InvalidInput(
+                f"Step {manifest.step} is a directory checkpoint, and has no state to load",
+                hint="Use as_directory() or to_directory()",
+            )
+        copies = self._copies
+        index = None if rank is None else read_own_parts(files, receipt, rank=rank, world_size=manifest.world_size)
+        self.has_own_parts = index is not None
+        if index is None:
+            index = TensorIndex.decode(_read_copy(copies) if copies else files.read_file(receipt))
+        index.check_files({item.name: item.size_bytes for item in manifest.files})
+        return index
+
+    def read(self, ranges: Sequence[RangeRead]) -> None:
+        """See `Transfer.read`."""
+        copies, local = self._copies, self._local
+        if not self._is_near or copies is None or local is None:
+            if self._elsewhere:
+                ranges = [replace(item, key=self._elsewhere.get(item.key, item.key)) for item in ranges]
+            self._files.read(ranges, beat=self.beat)
+            return
+        names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
+        keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
+        with copies.lost_is_told():
+            local.read([replace(item, key=keys[item.key], version=None) for item in ranges], beat=self.beat)
+
+
+def _read_copy(copies: NodeCopies) -> bytes:
+    with copies.lost_is_told():
+        return copies.path(INDEX_NAME).read_bytes()
+
+
+def is_stock(manifest: Manifest) -> bool:
+    """Whether it is a directory that torch's DCP wrote on its own."""
+    return INDEX_NAME not in manifest.by_name and DCP_METADATA_NAME in manifest.by_name and not manifest.store_id
+
+
+def _open_stock(files: CheckpointFiles, reader: _Reader, manifest: Manifest, options: LoadOptions) -> StockState:
+    """The state that torch's DCP wrote; nothing in it is run."""
+    metadata = load_metadata(files.read_file(manifest.by_name[DCP_METADATA_NAME]))
+    return StockState(
+        metadata,
+        reader.read,
+        files.prefix,
+        {receipt.name: receipt.size_bytes for receipt in manifest.files},
+        allow_pickle=options.allow_pickle,
+        buffer_bytes=files.config.transfer.memory_budget_bytes // 2,
+    )
+
+
+def _open(
+    group: Group,
+    files: CheckpointFiles,
+    reader: _Reader,
+    state: Mapping[str, Any],
+    options: LoadOptions,
+    *,
+    whole: bool,
+) -> tuple[StoredState | StockState, Saved]:
+    """The stored state, as this rank sees it, and what it has besides tensors."""
+    held: list[tuple[StoredState | StockState, Saved]] = []
+    included = Matching(Saved({}, {}), include=options.include).includes
+    names = {str(name) for name in state}
+
+    def asked(key: str) -> bool:
+        return included(key) and any(key == name or key.startswith(f"{name}.") for name in names)
+
+    def work(beat: Beat) -> bytes:
+        reader.beat = beat
+        if group.rank == 0:  # one lease for all ranks: this one leaves last
+            reader.hold()
+        manifest, _ = files.read_manifest()
+        if is_stock(manifest):
+            stock = _open_stock(files, reader, manifest, options)
+            held.append((stock, stock.saved(included)))
+            return b""
+        share = group.world_size > 1 or options.read_once == "node"
+        is_same_size = 1 < group.world_size == manifest.world_size
+        stored = StoredState(
+            reader.open(manifest, share=share, rank=group.rank if is_same_size and not whole else None),
+            reader.read,
+            files.prefix,
+            rank=group.rank,
+            world_size=group.world_size,
+            per_rank=options.per_rank,
+            allow_pickle=options.allow_pickle,
+            buffer_bytes=files.config.transfer.memory_budget_bytes // 2,
+            asked=asked,
+        )
+        held.append((stored, stored.saved()))
+        return b""
+
+    group.exchange("open", work, lambda _parts, _beat: b"")
+    return held[0]
+
+
+def _match(
+    group: Group, saved: Saved, state: Mapping[str, Any], options: LoadOptions, *, own_parts: StoredState | None
+) -> tuple[Loading, Mismatch] | None:
+    """Find the place of everything, and agree on what does not fit.
+
+    `own_parts` is what was opened with parts of the index alone, on all ranks. Then the result is None, the state being
+    as it was, when they are not enough for some rank.
+    """
+    held: list[Loading] = []
+
+    def work(_beat: Beat) -> bytes:
+        try:
+            loading = begin_load(state, saved, include=options.include, device=options.device)
+        except CheckpointDamaged:
+            if own_parts is None:
+                raise
+            return _MORE
+        held.append(loading)
+        if own_parts is None:
+            return json.dumps(loading.mismatch.to_json()).encode()
+        return json.dumps(Mismatch().to_json()).encode() if _has_all(own_parts, loading) else _MORE
+
+    def join(parts: list[bytes], _beat: Beat) -> bytes:
+        if _MORE in parts:
+            return _MORE
+        joined = Mismatch.joined(Mismatch.from_json(json.loads(part)) for part in parts)
+        joined.check(strict=options.strict)
+        return json.dumps(joined.to_json()).encode()
+
+    def abandon() -> None:
+        for loading in held:
+            loading.abandon()
+
+    try:
+        told = group.exchange("match", work, join)
+    except BaseException:
+        abandon()
+        raise
+    if told == _MORE:
+        abandon()
+        return None
+    return held[0], Mismatch.from_json(json.loads(told))
+
+
+def _has_all(stored: StoredState, loading: Loading) -> bool:
+    """Whether everything fits that this rank can know of with its own parts of the index. A key that the checkpoint has
+    and nobody takes is in the part of some rank, which finds it there."""
+    mismatch = loading.mismatch
+    if mismatch.missing or mismatch.differing:
+        return False
+    return stored.has_all(_targets_of(loading), mismatch.unexpected)
+
+
+def _targets_of(loading: Loading) -> dict[str, tuple[Any, str]]:
+    """What is to be filled, as `StoredState` wants it."""
+    return {name: (target.tensor, target.source) for name, target in loading.targets.items()}
+
+
+def _together(group: Group, tag: str, action: Callable[[], object], reader: _Reader) -> None:
+    def work(beat: Beat) -> bytes:
+        reader.beat = beat
+        action()
+        return b""
+
+    group.exchange(tag, work, lambda _parts, _beat: b"")
+
+
+def _no_beat() -> None:
+    """Between two exchanges nobody waits for a sign of life."""
+
+
+def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:
+    """A plain value of every rank that had one of its own; see `Checkpoint.per_rank`."""
+    with ExitStack() as stack:
+        reader = _Reader(files, LoadOptions(), stack)
+        reader.hold()
+        index = reader.open(files.read_manifest()[0], share=False)
+        stored = StoredState(index, reader.read, files.prefix, rank=0, world_size=len(index.parts))
+        return stored.value_of_each_rank(key)
+
+
+def open_alone(files: CheckpointFiles) -> StoredState:
+    """The stored state for a process on its own, which takes the lowest rank's of what differs between ranks."""
+    reader = _Reader(files, LoadOptions(), ExitStack())
+    index = reader.open(files.read_manifest()[0], share=False)
+    return StoredState(index, reader.read, files.prefix, rank=0, world_size=1, per_rank="first")

@@ -1,0 +1,68 @@
+"""Resuming: claim the store for this job, then find the newest checkpoint that can be used, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidName, NoUsableCheckpoint
+from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
+from ckptstore.format.record import Record
+from ckptstore.group import Beat
+from ckptstore.job import Job
+from ckptstore.loading.story import files_of
+
+Order = Callable[[Sequence[int]], Iterable[int]]
+"""From the numbers of the live checkpoints, oldest first, to the order in which they are tried. The leader calls it."""
+
+
+def newest_first(numbers: Sequence[int]) -> Iterable[int]:
+    """The order of a job that goes on where the last one ended."""
+    return reversed(numbers)
+
+
+def resume(job: Job, *, order: Order = newest_first) -> Record | None:
+    """Claim, and return the record of the newest whole checkpoint; None in an empty store. Collective."""
+
+    def join(_parts: list[Any], beat: Beat) -> Any:
+        newest = job.claim(job.log.newest() if job.epoch is not None else None)
+        record = first_whole(job, order(list(newest.state.live)), beat)
+        return {**job.claimed(), "record": None if record is None else [record.number, record.encode().decode()]}
+
+    told = job.exchange("resume", lambda _beat: None, join)
+    job.join_claim(told)
+    if told["record"] is None:
+        return None
+    number, text = told["record"]
+    record = Record.decode(text.encode(), number)
+    told_resumed(job, record)
+    return record
+
+
+def told_resumed(job: Job, record: Record) -> None:
+    """Tell listeners from where this job goes on."""
+    assert job.epoch is not None  # a job that resumes has claimed
+    emit(CheckpointResumed(step=record.entry.step, number=record.number, rank=job.group.rank, epoch=job.epoch))
+
+
+def first_whole(job: Job, numbers: Iterable[int], beat: Beat) -> Record | None:
+    """The first checkpoint whose manifest is the committed one and whose files all have their sizes.
+
+    Raises NoUsableCheckpoint, which says what is wrong with each, when there are some and none is whole.
+    """
+    reasons = []
+    for number in numbers:
+        (record,) = job.log.records([number])
+        files = files_of(job, record)
+        try:
+            with files.held():
+                files.check_complete(files.read_manifest()[0])
+        except (CheckpointDamaged, CheckpointGone, InvalidName) as error:
+            emit(CheckpointSkipped(step=record.entry.step, number=number, reason=str(error)))
+            reasons.append(f"step {record.entry.step}: {error}")
+            beat()
+            continue
+        return record
+    if reasons:
+        raise NoUsableCheckpoint(f"None of {len(reasons)} checkpoints can be used: {'; '.join(reasons)}")
+    return None

@@ -1,0 +1,351 @@
+"""The load story: from a committed checkpoint to a path on this node.
+
+Tensors go another way, straight into memory (`ckptstore.state`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptstore.config import StoreConfig
+from ckptstore.errors import (
+    CacheError,
+    CheckpointDamaged,
+    CheckpointGone,
+    FileMissing,
+    InvalidInput,
+    StorageError,
+    StorageFull,
+)
+from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, MANIFEST_NAME
+from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
+from ckptstore.format.record import Record
+from ckptstore.job import Job
+from ckptstore.log import Log
+from ckptstore.node_cache import NodeCache
+from ckptstore.storage.base import HasLocalFiles, Storage
+from ckptstore.storage.uri import local_path
+from ckptstore.transfer import RangeRead, Transfer, Wanted
+from ckptstore.upkeep import leases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFiles:
+    """The files of one checkpoint, wherever they lie."""
+
+    storage: Storage
+    transfer: Transfer
+    config: StoreConfig
+    prefix: str
+    """Of their keys: "checkpoints/<attempt>/" in a store, "" for a checkpoint directory on its own."""
+    record: Record | None
+    """The record that committed it, None outside of a store."""
+    job: Job | None = None
+    """Whose ranks load a state together, None outside of a store."""
+    given_group: object = None
+    """The same outside of a store, as for `find_group`."""
+
+    @property
+    def uri(self) -> str:
+        """Where the files lie."""
+        return f"{self.storage.uri.rstrip('/')}/{self.prefix}".rstrip("/")
+
+    def read_manifest(self) -> tuple[Manifest, bytes]:
+        """The manifest, and its bytes as they are stored. A directory that torch's DCP wrote on its own has none; then
+        it is made from a listing, and has no digests.
+
+        Raises CheckpointGone when it is not there, CheckpointDamaged when it is not the one that was committed.
+        """
+        key = self.prefix + MANIFEST_NAME
+        try:
+            data = self.storage.read(key)
+        except FileMissing:
+            stock = _stock_manifest(self) if self.record is None else None
+            if stock is None:
+                raise CheckpointGone(
+                    f"{self.uri} has no manifest: it was removed, or never was complete", file=MANIFEST_NAME
+                ) from None
+            return stock, stock.encode()
+        digest = sha256_of(data)
+        if self.record is not None and digest != self.record.entry.manifest_sha256:
+            raise CheckpointDamaged(
+                f"The manifest of {self.uri} has SHA-256 {digest}, the log says {self.record.entry.manifest_sha256}",
+                step=self.record.entry.step,
+                file=MANIFEST_NAME,
+            )
+        return Manifest.decode(data, file=key), data
+
+    def alone(self) -> CheckpointFiles:
+        """The same for a process that works on its own: it can be pickled."""
+        return replace(self, job=None, given_group=None)
+
+    @contextmanager
+    def held(self, *, is_handed_out: bool = False) -> Iterator[None]:
+        """Keep a prune away while the context lasts: by a lease on a disk; elsewhere the grace period has to do.
+
+        Raises CheckpointGone when a prune was first. `is_handed_out` as for `leases.hold`.
+        """
+        if self.record is None or not isinstance(self.storage, HasLocalFiles):
+            yield
+            return
+        with leases.hold(self.storage, self.record.number, is_handed_out=is_handed_out):
+            # A prune looks at leases after its record. So where the log has no such record yet, it will see this one.
+            log = self.job.log if self.job else Log(self.storage, retry=self.config.retry)
+            newest = log.newest()
+            if newest is None or self.record.number not in {*newest.state.live, *newest.state.trash}:
+                raise CheckpointGone(f"Step {self.record.entry.step} was removed", step=self.record.entry.step)
+            yield
+
+    @contextmanager
+    def missing_is_damage(self) -> Iterator[None]:
+        """Of whatever reads files of the checkpoint: one that is missing raises CheckpointDamaged, or CheckpointGone
+        when the checkpoint was removed meanwhile."""
+        try:
+            yield
+        except FileMissing as error:
+            step = self.record.entry.step if self.record else None
+            manifest = self.storage.list(self.prefix + MANIFEST_NAME)
+            if self.record is not None and not any(True for _ in manifest):
+                raise CheckpointGone(f"Step {step} was removed while it was read", step=step) from error
+            name = (error.file or "").removeprefix(self.prefix)
+            raise CheckpointDamaged(f"{name or 'A file'} is missing: {error.message}", step=step, file=name) from error
+
+    def read(self, ranges: Sequence[RangeRead], *, beat: Callable[[], None] = lambda: None) -> None:
+        """`Transfer.read`, but that a missing file is damage."""
+        with self.missing_is_damage():
+            self.transfer.read(ranges, beat=beat)
+
+    def check_complete(self, manifest: Manifest) -> None:
+        """Raise CheckpointDamaged unless every file is there with its size. One listing."""
+        stored = self.stored_sizes(manifest)
+        for receipt in manifest.files:
+            found = stored.get(receipt.name)
+            if found != receipt.size_bytes:
+                what = "is missing" if found is None else f"has {found} bytes"
+                raise CheckpointDamaged(
+                    f"{receipt.name} {what}, the manifest says {receipt.size_bytes} bytes",
+                    step=manifest.step,
+                    rank=receipt.rank,
+                    file=receipt.name,
+                )
+
+    def stored_sizes(self, manifest: Manifest) -> dict[str, int]:
+        """The size of every file that is there, by name: its own, listed or not, and those that lie elsewhere."""
+        sizes = {file.key.removeprefix(self.prefix): file.size_bytes for file in self.storage.list(self.prefix)}
+        elsewhere = {self.key_of(receipt): receipt.name for receipt in manifest.files if receipt.attempt is not None}
+        for attempt in manifest.references:
+            for file in self.storage.list(f"{CHECKPOINT_PREFIX}{attempt}/"):
+                if file.key in elsewhere:
+                    sizes[elsewhere[file.key]] = file.size_bytes
+        return sizes
+
+    def key_of(self, receipt: Receipt) -> str:
+        """Where a file lies. Raises CheckpointDamaged when that is another checkpoint and this is not in a store."""
+        if receipt.attempt is None:
+            return self.prefix + receipt.name
+        if self.record is None:
+            raise CheckpointDamaged(
+                f"{receipt.name} lies in the directory {receipt.attempt} of the store that this was copied from",
+                file=receipt.name,
+                hint="Copy checkpoints that refer to others with `ckptstore cp`, which makes them whole",
+            )
+        return f"{CHECKPOINT_PREFIX}{receipt.attempt}/{receipt.name}"
+
+    def wanted(self, receipt: Receipt) -> Wanted:
+        """What the transfer is to fetch or check for a receipt."""
+        return Wanted(self.key_of(receipt), receipt.size_bytes, receipt.crc32c)
+
+    @staticmethod
+    def wanted_at(prefix: str, receipt: Receipt) -> Wanted:
+        """The same for a copy whose keys begin with `prefix`."""
+        return Wanted(prefix + receipt.name, receipt.size_bytes, receipt.crc32c)
+
+    def read_file(self, receipt: Receipt) -> bytes:
+        """A whole file, checked. For files that fit in memory many times over."""
+        data = bytearray(receipt.size_bytes)
+        checks = () if receipt.crc32c is None else ((receipt.size_bytes, receipt.crc32c),)
+        self.read([RangeRead(self.key_of(receipt), 0, (memoryview(data),), checks, receipt.version)])
+        return bytes(data)
+
+
+def _stock_manifest(files: CheckpointFiles) -> Manifest | None:
+    """What the manifest of a directory of stock DCP would say, None for any other directory."""
+    listed = {file.key.removeprefix(files.prefix): file for file in files.storage.list(files.prefix)}
+    if DCP_METADATA_NAME not in listed:
+        return None
+    name = files.uri.rpartition("/")[2]
+    step = re.search(r"(\d{1,10})$", name)
+    ranks = [int(match[1]) for file in listed if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", file))]
+    return Manifest(
+        store_id="",
+        step=int(step[1]) if step else 0,
+        epoch=0,
+        attempt=name,
+        kind="state",
+        world_size=max(ranks, default=0) + 1,
+        created_at=max(file.modified_seconds for file in listed.values()),
+        files=tuple(sorted_receipts(Receipt(key, file.size_bytes, None, 0) for key, file in listed.items())),
+    )
+
+
+class NodeCopies:
+    """Single files of a checkpoint, each downloaded once per node when one of its processes wants it first."""
+
+    def __init__(self, files: CheckpointFiles, manifest: Manifest, stack: ExitStack) -> None:
+        """The copies are held until `stack` is left."""
+        self._files = files
+        self._manifest = manifest
+        self._digest = _copy_key(files, manifest, manifest.encode())
+        self._stack = stack
+        self._paths: dict[str, Path] = {}
+        self._lock = threading.Lock()
+        self.root = files.config.cache.cache_dir.absolute()
+
+    def path(self, name: str) -> Path:
+        """The copy of a file on this node; downloaded and checked first, if nobody has."""
+        with self._lock:
+            if name not in self._paths:
+                receipt = self._manifest.by_name[name]
+
+                def download(path: Path) -> None:
+                    _download(self._files, self._manifest, [receipt], path, with_directories=False)
+
+                fetched = NodeCache(self._files.config.cache).fetch_once(
+                    sha256_of(f"{self._digest}/{name}".encode()),
+                    step=self._manifest.step,
+                    size_bytes=receipt.size_bytes,
+                    download=download,
+                    expected={name: receipt.size_bytes},
+                )
+                self._paths[name] = self._stack.enter_context(fetched) / name
+            return self._paths[name]
+
+    @contextmanager
+    def lost_is_told(self) -> Iterator[None]:
+        """Of whatever reads copies: one that was whole, and is not there any more."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise CacheError(
+                f"A copy of step {self._manifest.step} vanished from the node cache {self.root} while it was read",
+                step=self._manifest.step,
+                hint="Set CKPTSTORE_CACHE_DIR to a directory that nothing cleans up",
+            ) from error
+
+
+def _copy_key(files: CheckpointFiles, manifest: Manifest, data: bytes) -> str:
+    """What a copy on this node is found by: the manifest's digest, and the place of what no store has digests of, where
+    two checkpoints may differ in nothing that a listing shows."""
+    return sha256_of(data if manifest.store_id else f"{files.uri}\n".encode() + data)
+
+
+@contextmanager
+def open_directory(files: CheckpointFiles) -> Iterator[Path]:
+    """The checkpoint as a directory on this node, read-only, for as long as the context lasts.
+
+    On a disk it is the real one, under a lease. Else it is a copy that all processes of this node share: downloaded
+    once, every byte checked. So is one that refers to files of other checkpoints.
+    """
+    with files.held(is_handed_out=True):
+        manifest, data = files.read_manifest()
+        if isinstance(files.storage, HasLocalFiles) and not manifest.references:
+            yield files.storage.local_path(files.prefix.rstrip("/"))
+            return
+
+        own_data = manifest.made_whole().encode() if manifest.references else data
+        expected: dict[str, int | None] = {receipt.name: receipt.size_bytes for receipt in manifest.files}
+        expected |= {**dict.fromkeys(manifest.directories), MANIFEST_NAME: len(own_data)}
+
+        def download(path: Path) -> None:
+            _download(files, manifest, manifest.files, path)
+            (path / MANIFEST_NAME).write_bytes(own_data)
+
+        fetched = NodeCache(files.config.cache).fetch_once(
+            _copy_key(files, manifest, data),
+            step=manifest.step,
+            size_bytes=manifest.size_bytes + len(own_data),
+            download=download,
+            expected=expected,
+        )
+        with fetched as path:
+            yield path
+
+
+def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, include: str | None) -> Path:
+    """Copy the files whose name matches `include` (all, when None) to a new or empty directory, every byte checked.
+
+    They appear under `path` at once and whole: the copy is made beside it and renamed.
+    """
+    target = Path(local_path(path, "The directory of a copy"))
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise InvalidInput(f"{target} exists and is not an empty directory")
+    partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        with files.held():
+            _copy_to(files, partial, include=include)
+        partial.replace(target)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"{target} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _copy_to(files: CheckpointFiles, path: Path, *, include: str | None) -> None:
+    manifest, _ = files.read_manifest()
+    chosen = [item for item in manifest.files if include is None or _matches(item, include)]
+    if include is not None and not chosen:
+        raise InvalidInput(f"No file of step {manifest.step} matches {include!r}")
+    needed_bytes = sum(item.size_bytes for item in chosen)
+    path.mkdir(parents=True)
+    free_bytes = shutil.disk_usage(path).free
+    if needed_bytes > free_bytes:
+        raise StorageFull(f"{path.parent} needs {needed_bytes} bytes, and {free_bytes} bytes are free")
+    _download(files, manifest, chosen, path, with_directories=include is None)
+
+
+def _matches(receipt: Receipt, include: str) -> bool:
+    return fnmatch.fnmatchcase(receipt.name, include) or fnmatch.fnmatchcase(receipt.original_name or "", include)
+
+
+def _download(
+    files: CheckpointFiles,
+    manifest: Manifest,
+    chosen: Sequence[Receipt],
+    path: Path,
+    *,
+    with_directories: bool = True,
+) -> None:
+    with files.missing_is_damage():
+        files.transfer.download([(files.wanted(item), path / item.name) for item in chosen])
+    if with_directories:
+        for name in manifest.directories:
+            (path / name).mkdir(parents=True, exist_ok=True)
+
+
+def files_of(job: Job, record: Record) -> CheckpointFiles:
+    """The files of a committed checkpoint."""
+    return CheckpointFiles(
+        storage=job.storage,
+        transfer=job.transfer,
+        config=job.config,
+        prefix=attempt_prefix(record),
+        record=record,
+        job=job,
+    )
+
+
+def attempt_prefix(record: Record) -> str:
+    """The key prefix of a committed checkpoint's files."""
+    return f"{CHECKPOINT_PREFIX}{record.entry.attempt}/"

@@ -1,0 +1,124 @@
+"""Who a store is: `store.json`, created once and never changed (format-v1, "store.json")."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore.config import RetryConfig
+from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
+from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object
+from ckptstore.format.layout import STORE_KEY
+from ckptstore.storage.base import CreatesExclusively, Storage
+from ckptstore.storage.retry import retrying
+
+KEPT_BY_CKPTSTORE = "ckptstore"
+KEPT_BY_RAY = "ray"
+
+
+@dataclass(frozen=True)
+class StoreIdentity:
+    """What `store.json` says."""
+
+    store_id: str
+    """Random, 32 hexadecimal digits. A copy of a store keeps it."""
+    kept_by: str
+    """Who decides what stays: "ckptstore" by its log, or "ray" by its own retention."""
+    created_at: float
+    """Seconds since the epoch by the creator's clock; for people, never for decisions."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that this version does not know; kept."""
+
+    def encode(self) -> bytes:
+        """The identity as bytes."""
+        return dump_json(
+            {
+                **self.extra,
+                "version": FORMAT_VERSION,
+                "store_id": self.store_id,
+                "kept_by": self.kept_by,
+                "created_at": self.created_at,
+            },
+            what="store.json",
+        )
+
+    @staticmethod
+    def decode(data: bytes) -> StoreIdentity:
+        """Read a `store.json`.
+
+        Raises CheckpointDamaged when it is not one, UnsupportedVersion when it is from a newer major version.
+        """
+        value = load_object(data, file=STORE_KEY)
+        value.pop("version")
+        store_id, kept_by, created_at = (value.pop(name, None) for name in ("store_id", "kept_by", "created_at"))
+        try:
+            seconds = check_seconds(created_at)
+        except ValueError:
+            seconds = None
+        if not isinstance(store_id, str) or not store_id or not isinstance(kept_by, str) or seconds is None:
+            raise CheckpointDamaged(f"{STORE_KEY} is not the identity of a store", file=STORE_KEY)
+        return StoreIdentity(store_id, kept_by, seconds, value)
+
+
+def read_store_json(storage: Storage, *, retry: RetryConfig | None = None) -> StoreIdentity | None:
+    """The identity of the store, None where there is none."""
+    try:
+        data = retrying(retry or RetryConfig.from_env(), f"read {STORE_KEY}", lambda: storage.read(STORE_KEY))
+    except FileMissing:
+        return None
+    return StoreIdentity.decode(data)
+
+
+def read_or_create_store_json(
+    storage: Storage, *, kept_by: str = KEPT_BY_CKPTSTORE, store_id: str | None = None, retry: RetryConfig | None = None
+) -> StoreIdentity:
+    """The identity of the store; created, with that id or a random one, where there is none.
+
+    Whoever calls this at the same time gets the same answer. An identity that exists is returned as it is: its id and
+    its keeper may differ from the arguments.
+    """
+    retry = retry or RetryConfig.from_env()
+    found = read_store_json(storage, retry=retry)
+    if found is not None:
+        return found
+    mine = StoreIdentity(store_id or uuid.uuid4().hex, kept_by, time.time())
+
+    def create() -> StoreIdentity:
+        if isinstance(storage, CreatesExclusively):
+            storage.create(STORE_KEY, mine.encode())
+        elif read_store_json(storage, retry=retry) is None:
+            storage.write(STORE_KEY, [memoryview(mine.encode())])
+        stored = read_store_json(storage, retry=retry)
+        if stored is None:
+            raise StorageUnavailable(f"{STORE_KEY} was created and cannot be read", file=STORE_KEY)
+        return stored
+
+    # Trying again is safe here: whichever of the tries landed, all callers read the same one back.
+    return retrying(retry, f"create {STORE_KEY}", create)
+
+
+def read_identity(storage: Storage) -> str | None:
+    """The id of the store, None where there is none."""
+    found = read_store_json(storage)
+    return found.store_id if found else None
+
+
+def write_identity(storage: Storage, store_id: str) -> str:
+    """Give the root this id unless it has one, and return the one that it has."""
+    return read_or_create_store_json(storage, store_id=store_id).store_id
+
+
+def read_or_create_identity(storage: Storage) -> str:
+    """The id of the store, created where there is none.
+
+    Raises InvalidInput where Ray keeps the checkpoints: there is no log at such a root, and none may be begun.
+    """
+    found = read_or_create_store_json(storage)
+    if found.kept_by != KEPT_BY_CKPTSTORE:
+        raise InvalidInput(
+            f"The checkpoints at {storage.uri} are kept by {found.kept_by}", hint="Give the store a root of its own"
+        )
+    return found.store_id

@@ -1,0 +1,4 @@
+"""What Python and torch leave to us: forks, lazy imports, pauses of the collector, private names of torch.
+
+It may know no other room. It gives small helpers that any of them may use.
+"""

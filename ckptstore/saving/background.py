@@ -1,0 +1,191 @@
+"""Saves in the background: one at a time, in the order of the calls, no failure lost.
+
+The thread that a save runs on does everything that follows its staging: it stores, agrees with the other ranks in a
+lane of their group of its own, and commits. It ends with the save; an interpreter that exits waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Literal
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, SaveBusy
+from ckptstore.group import Beat
+from ckptstore.job import Job
+from ckptstore.runtime.fork import in_forked_child
+from ckptstore.saving.request import known_step
+
+logger = logging.getLogger("ckptstore")
+
+OnBusy = Literal["wait", "skip", "error"]
+
+
+class PendingSave:
+    """An asynchronous save. The state that it was given may be changed: a copy is saved."""
+
+    def __init__(self, step: int, *, stalled_seconds: float = 0.0, skipped: bool = False) -> None:
+        self.step = step
+        self.stalled_seconds = stalled_seconds
+        """How long the call held up the training: waiting for the save before, agreeing and copying."""
+        self.skipped = skipped
+        """Whether the save was left out, because the one before was still in flight and on_busy="skip"."""
+        self._ended = threading.Event()
+        self._checkpoint: Checkpoint | None = None
+        self._error: CkptstoreError | None = None
+        if skipped:
+            self._ended.set()
+
+    def done(self) -> bool:
+        """Whether it has ended, one way or the other."""
+        return self._ended.is_set()
+
+    def result(self, timeout_seconds: float | None = None) -> Checkpoint | None:
+        """Wait for the commit and return the checkpoint; None if the save was skipped.
+
+        Raises what the save raised, the same on all ranks, and TimeoutError when it has not ended in time.
+        """
+        if not self._ended.wait(timeout_seconds):
+            raise TimeoutError(f"The save of step {self.step} has not ended after {timeout_seconds} seconds")
+        if self._error is not None:
+            raise self._error
+        return self._checkpoint
+
+    def error(self) -> CkptstoreError | None:
+        """What it failed with; None if it has not, or not yet."""
+        return self._error
+
+    def __repr__(self) -> str:
+        how = "skipped" if self.skipped else "failed" if self._error else "done" if self.done() else "in flight"
+        return f"PendingSave(step={self.step}, {how}, stalled_seconds={self.stalled_seconds:.3f})"
+
+
+class Background:
+    """The saves of one store in one process that run in the background."""
+
+    def __init__(self) -> None:
+        self._pending: PendingSave | None = None
+        self._thread: threading.Thread | None = None
+        self._failures = 0
+        self._unseen: CkptstoreError | None = None
+        in_forked_child(self, Background._after_fork)
+
+    def _after_fork(self) -> None:
+        """A forked child is not told how the save of its parent ends."""
+        if (pending := self.pending) is not None:
+            pending._error = RankFailed("the save goes on in the parent of this process", step=pending.step)
+            pending._error.committed = None
+            pending._ended = threading.Event()
+            pending._ended.set()
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The save in flight, None if there is none."""
+        return self._pending if self._pending is not None and not self._pending.done() else None
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until no save is in flight; False when the time was over before."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def is_free(self, job: Job, on_busy: OnBusy, *, step: Any) -> bool:
+        """Whether a save may begin, once `wait` returns; the same on all ranks. Collective. Raises SaveBusy."""
+        if on_busy not in ("wait", "skip", "error"):
+            raise InvalidInput(f"on_busy is {on_busy!r}, it is 'wait', 'skip' or 'error'")
+        if on_busy == "wait":
+            return True
+
+        def is_busy(_beat: Beat) -> bytes:
+            return b"1" if self.pending is not None else b"0"
+
+        answer = job.group.exchange("busy", is_busy, lambda answers, _beat: max(answers), step=known_step(step))
+        if answer == b"1" and on_busy == "error":
+            raise SaveBusy(f"The save before that of step {step} is still in flight", hint="Save less often, or wait")
+        return answer == b"0"
+
+    def failure(self, *, max_failures: int = 0) -> CkptstoreError | None:
+        """What the last save failed with, once, when more than `max_failures` have failed in a row."""
+        if max_failures < 0:
+            raise InvalidInput(f"max_failures is {max_failures!r}, it must be at least 0")
+        error, self._unseen = self._unseen, None
+        if error is None or self._failures > max_failures:
+            return error
+        logger.warning("%d saves in a row have failed, %d are tolerated: %s", self._failures, max_failures, error)
+        return None
+
+    def raise_failure(self, *, max_failures: int = 0) -> None:
+        """Raise the `failure`, if there is one."""
+        error = self.failure(max_failures=max_failures)
+        if error is not None:
+            raise error
+
+    def forgive(self, pending: PendingSave) -> None:
+        """Somebody has dealt with what this save failed with: it counts as a failure, and is raised no more."""
+        if self._unseen is pending.error():
+            self._unseen = None
+
+    def start(self, pending: PendingSave, save: Callable[[], Checkpoint]) -> PendingSave:
+        """Run `save` on a thread of its own. No other save is in flight."""
+
+        def run() -> None:
+            try:
+                pending._checkpoint = save()
+                self._failures = 0
+            except CkptstoreError as error:
+                self._fail(pending, error)
+            except BaseException as error:  # nothing may be lost with the thread
+                failure = RankFailed(f"{type(error).__name__}: {error}", step=pending.step, committed=None)
+                failure.__cause__ = error
+                self._fail(pending, failure)
+            finally:
+                pending._ended.set()
+
+        self._pending = pending
+        self._thread = threading.Thread(target=run, name="ckptstore-save", daemon=False)
+        self._thread.start()
+        return pending
+
+    def _fail(self, pending: PendingSave, error: CkptstoreError) -> None:
+        self._failures += 1
+        pending._error = self._unseen = error
+
+
+class Deadline:
+    """When this process must be done, set by a signal handler that does nothing else."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+
+    def set(self, seconds: float) -> None:
+        """From now on there are so many seconds left."""
+        self._at = time.monotonic() + seconds
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the end was announced."""
+        return self._at is not None
+
+    def left_seconds(self) -> float | None:
+        """The seconds left, None when no end was announced."""
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+
+def install_sigterm(deadline: Deadline, seconds: float) -> None:
+    """On SIGTERM set the deadline, then call the handler that was there before. Main thread only."""
+    if not seconds > 0:
+        raise InvalidInput(f"seconds is {seconds!r}, it must be above 0")
+    before = signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        deadline.set(seconds)
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, handle)

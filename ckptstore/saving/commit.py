@@ -1,0 +1,193 @@
+"""The commit: the manifest, then the one record that makes a checkpoint visible. The leader alone runs this."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from ckptstore.config import StoreConfig
+from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StorageError
+from ckptstore.format.changes import CheckpointEntry, Commit
+from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
+from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
+from ckptstore.format.record import Record
+from ckptstore.group import Beat
+from ckptstore.job import Job
+from ckptstore.log import Log
+from ckptstore.retention import Candidate, decide
+from ckptstore.saving.request import Request
+from ckptstore.saving.shard import Contents
+from ckptstore.storage.base import CreatesExclusively, HasLocalFiles, Persists, Storage
+from ckptstore.storage.retry import retrying
+
+logger = logging.getLogger("ckptstore")
+
+
+def commit(
+    job: Job, request: Request, attempt: Attempt, contents: Contents, beat: Beat, *, after: int | None = None
+) -> Record:
+    """Publish what is stored, as the next record of the log; retention decides in the same step.
+
+    With `after`, the number of a record, InvalidInput is raised when a checkpoint was committed later than that.
+    """
+    manifest = manifest_of(request, attempt, contents, store_id=job.store_id(), world_size=job.group.world_size)
+    check_stored(job.storage, attempt, contents.receipts)
+    beat()
+    data = write_manifest(job.storage, job.config, attempt, contents, manifest)
+    beat()
+    entry = CheckpointEntry(
+        step=manifest.step,
+        epoch=manifest.epoch,
+        attempt=manifest.attempt,
+        manifest_sha256=sha256_of(data),
+        kind=manifest.kind,
+        metrics=manifest.metrics,
+        size_bytes=manifest.size_bytes,
+        num_files=len(manifest.files),
+        world_size=manifest.world_size,
+        created_at=manifest.created_at,
+    )
+
+    def change(newest: Record | None) -> Commit:
+        beat()
+        if after is not None and newest is not None:
+            _refuse_overtaken(job.log.records(range(after + 1, newest.number + 1)), request.step)
+        return _change(job, newest, entry, manifest.references)
+
+    try:
+        record = job.log.append(change)
+    except CkptstoreError as error:
+        record = committed_record(job.log, attempt) if error.committed is None else None
+        if record is None:
+            raise
+    assert record is not None  # a commit is always written, or an error raised
+    return record
+
+
+def _refuse_overtaken(since: Sequence[Record], step: int) -> None:
+    """Saves have one order, and nobody can wait for one that torch has begun: the one that ends too late fails."""
+    committed = [record.entry.step for record in since if isinstance(record.change, Commit)]
+    if committed:
+        raise InvalidInput(
+            f"Step {committed[-1]} was committed while step {step} was being saved",
+            step=step,
+            hint="Let one save end before the next begins",
+        )
+
+
+def committed_record(log: Log, attempt: Attempt) -> Record | None:
+    """The record that committed the attempt, for who does not know whether it was; None if there is none (yet), or the
+    log cannot be read."""
+    try:
+        newest = log.newest()
+        found = log.records([*newest.state.live, *newest.state.trash] if newest else ())
+    except CkptstoreError:
+        return None
+    return next((record for record in found if record.entry.attempt == str(attempt)), None)
+
+
+def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store_id: str, world_size: int) -> Manifest:
+    """What the attempt consists of, created now."""
+    return Manifest(
+        store_id=store_id,
+        step=request.step,
+        epoch=attempt.epoch,
+        attempt=str(attempt),
+        kind=request.kind,
+        world_size=world_size,
+        created_at=time.time(),
+        files=tuple(sorted_receipts(contents.receipts)),
+        directories=tuple(contents.directories),
+        metrics=request.metrics,
+        metadata=request.metadata,
+    )
+
+
+def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references: Collection[str]) -> Commit:
+    """What the record will say: retention decides in the same step that makes the checkpoint visible."""
+    newest = job.claim(newest)
+    entry = replace(entry, bases=_bases(job, newest, references))
+    is_timed = job.policy.compares_times()
+    earlier = job.candidates(newest, timed=is_timed)
+    pinned = set(newest.state.pinned)
+    replaces = {item.number for item in earlier if item.step == entry.step} - pinned
+    number = newest.number + 1
+    manifest_key = f"{CHECKPOINT_PREFIX}{entry.attempt}/{MANIFEST_NAME}"  # just written, so its time is the present one
+    committed_at = job.storage.stat(manifest_key).modified_seconds if is_timed else math.nan
+    candidate = Candidate(number=number, step=entry.step, committed_at=committed_at, metrics=entry.metrics)
+    protected = {number: "the latest", **dict.fromkeys(pinned, "pinned")}
+    if newest.state.resume_from is not None:
+        protected[newest.state.resume_from] = "this job resumed from it"
+    left = [item for item in earlier if item.number not in replaces]
+    verdicts = decide(job.policy, [*left, candidate], protected=protected)
+    dropped = [verdict for verdict in verdicts if not verdict.keep]
+    for verdict in dropped:
+        logger.info("step %d goes to the trash: %s", verdict.step, verdict.reason)
+    return Commit(
+        entry=entry,
+        replaces=tuple(sorted(replaces)),
+        drops=tuple(verdict.number for verdict in dropped),
+        reasons={verdict.number: verdict.reason for verdict in dropped},
+    )
+
+
+def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, ...]:
+    """The numbers of the live checkpoints in whose directories some of the files lie."""
+    if not references:
+        return ()
+    live = {record.entry.attempt: record.number for record in job.log.records(newest.state.live)}
+    gone = sorted(set(references) - live.keys())
+    if gone:
+        raise CheckpointGone(f"{gone[0]} has files that the checkpoint refers to, and is not live any more")
+    return tuple(sorted(live[attempt] for attempt in references))
+
+
+def check_stored(storage: Storage, attempt: Attempt, receipts: Sequence[Receipt]) -> None:
+    """Compare what is stored with the receipts, once, before anything refers to it.
+
+    Raises StorageError when something is not there, or is there and nobody's.
+    """
+    stored = {file.key: file.size_bytes for file in storage.list(attempt.prefix)}
+    prefix = attempt.prefix
+    for receipt in (receipt for receipt in receipts if receipt.attempt is None):
+        size_bytes = stored.pop(prefix + receipt.name, None)
+        if size_bytes != receipt.size_bytes:
+            found = "is not there" if size_bytes is None else f"has {size_bytes} bytes"
+            raise StorageError(
+                f"{receipt.name} {found}, its rank stored {receipt.size_bytes} bytes",
+                rank=receipt.rank,
+                file=receipt.name,
+                hint="Check that all ranks see the same storage and that nothing else writes to it",
+            )
+    if stored:
+        raise StorageError(
+            f"{len(stored)} files are in the directory of this attempt and in no receipt, for instance {min(stored)}"
+        )
+
+
+def _created(
+    storage: Storage, create: Callable[[str, bytes], bool], config: StoreConfig, key: str, data: bytes
+) -> bool:
+    """Whether the key holds the data now. A create whose answer was lost may be tried again: it reads itself back."""
+    return retrying(config.retry, f"create {key}", lambda: create(key, data) or storage.read(key) == data)
+
+
+def write_manifest(
+    storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, manifest: Manifest
+) -> bytes:
+    """Write the manifest, after what must be durable with it, and return its bytes. It may arrive after an error."""
+    key, data = attempt.key(MANIFEST_NAME), manifest.encode()
+    late = [attempt.key(name) for name in (*contents.directories, *contents.pending)]
+    if isinstance(storage, HasLocalFiles):
+        for name in contents.directories:
+            storage.make_directory(attempt.key(name))
+    if late and isinstance(storage, Persists) and config.transfer.durable:
+        storage.persist(late)
+    if not isinstance(storage, CreatesExclusively):
+        storage.write(key, [memoryview(data)])
+    elif not _created(storage, storage.create, config, key, data):
+        raise StorageError(f"{key} exists already with other contents", file=key)
+    return data

@@ -1,0 +1,97 @@
+"""What a local directory holds, before any of it is saved, and what is refused in it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptstore.errors import InvalidSource
+from ckptstore.format.layout import check_user_name
+from ckptstore.transfer.sources import FileSource
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The contents of one rank's directory."""
+
+    files: dict[str, FileSource] = field(default_factory=dict)
+    """By name relative to the directory, "/" between the parts."""
+    empty: tuple[str, ...] = ()
+    """Directories without anything in them."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files."""
+        return sum(source.size_bytes for source in self.files.values())
+
+
+def scan(directory: str | os.PathLike[str] | None) -> Directory:
+    """List a directory with all below it; None is an empty one.
+
+    Links are followed where they lead to something inside the directory. Raises InvalidSource for a missing
+    directory, a link that leads outside or in a circle, a socket, a pipe, a device or an unreadable file, InvalidName
+    for a name that cannot be stored.
+    """
+    if directory is None:
+        return Directory()
+    root = Path(os.path.realpath(directory))
+    if not root.is_dir():
+        raise InvalidSource(f"There is no directory {os.fspath(directory)}", hint="Give None on ranks without files")
+    files: dict[str, FileSource] = {}
+    empty: list[str] = []
+    _walk(root, root, "", files, empty, frozenset())
+    return Directory(files, tuple(sorted(empty)))
+
+
+def _walk(
+    root: Path, path: Path, prefix: str, files: dict[str, FileSource], empty: list[str], above: frozenset[str]
+) -> None:
+    real = os.path.realpath(path)
+    if real in above:
+        raise InvalidSource(f"The link {path} leads in a circle", file=str(path))
+    entries = list(_entries(path))
+    if not entries and prefix:
+        empty.append(check_user_name(prefix.rstrip("/")))
+    for entry in entries:
+        name = check_user_name(prefix + entry.name)
+        status = _status(root, entry)
+        if stat.S_ISDIR(status.st_mode):
+            _walk(root, path / entry.name, f"{name}/", files, empty, above | {real})
+        elif stat.S_ISREG(status.st_mode):
+            files[name] = FileSource.of(entry.path, status)
+        else:
+            raise InvalidSource(f"{entry.path} is no regular file: a socket, a pipe or a device", file=entry.path)
+
+
+def _entries(path: Path) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            yield from sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise InvalidSource(f"{path} cannot be listed: {error.strerror}", file=str(path)) from error
+
+
+def _status(root: Path, entry: os.DirEntry[str]) -> os.stat_result:
+    try:
+        if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(root):
+            raise InvalidSource(
+                f"The link {entry.path} leads outside of the directory", file=entry.path, hint="Copy the file in"
+            )
+        return entry.stat()
+    except OSError as error:
+        raise InvalidSource(f"{entry.path} cannot be read: {error.strerror}", file=entry.path) from error
+
+
+def sha256_of_files(directory: Directory, names: Collection[str]) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of those of the named files that the directory has."""
+    found: dict[str, tuple[int, str]] = {}
+    for name in names:
+        source = directory.files.get(name)
+        if source is not None:
+            with open(source.path, "rb") as file:
+                found[name] = source.size_bytes, hashlib.file_digest(file, "sha256").hexdigest()
+    return found

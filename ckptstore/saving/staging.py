@@ -1,0 +1,165 @@
+"""Staging: a copy of what is to be saved, in memory that is kept from save to save, so that training may go on.
+
+The copy has the layout of the files that it becomes, so what is uploaded afterwards is one view of one buffer. Buffers
+are made once, and are shared memory where another process does the upload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from ckptstore.errors import InvalidState
+from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.sources import MemorySource, Source
+
+_COPY_BYTES = 8 << 20
+"""What one thread copies at once."""
+_ROUND_BYTES = 2 << 20
+"""Buffers are multiples of a huge page."""
+_numbers = itertools.count()
+
+
+class Device(Protocol):
+    """How copies from an accelerator are made; see `ckptstore.state.tensors.device`."""
+
+    def lock_memory(self, address: int, size_bytes: int) -> bool:
+        """Make memory a fast target of copies; whether it is now."""
+
+    def unlock_memory(self, address: int) -> None:
+        """Undo it."""
+
+
+class Launched(Protocol):
+    """What must be finished on a device before the copies; see `ckptstore.state.tensors.device`."""
+
+    def enter_thread(self) -> None:
+        """Copies of a new thread wait for it from here on, and run beside everything that is launched later."""
+
+    def finish_copies(self) -> None:
+        """Wait for the copies of those threads."""
+
+
+class Buffer:
+    """Memory of this process that holds one file, or more than that."""
+
+    def __init__(self, size_bytes: int, *, shared: bool, device: Device) -> None:
+        size_bytes = max(_ROUND_BYTES, -(-size_bytes // _ROUND_BYTES) * _ROUND_BYTES)
+        self.number = next(_numbers)
+        """Told apart from every other buffer that this process ever had."""
+        self.descriptor: int | None = None
+        if shared:
+            self.descriptor = os.memfd_create("ckptstore-staging", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, size_bytes)
+            self.memory = mmap.mmap(self.descriptor, size_bytes)
+        else:
+            self.memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):
+                self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self.memory)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self._unlock = device.unlock_memory if device.lock_memory(self.address, size_bytes) else None
+
+    @property
+    def size_bytes(self) -> int:
+        """How much it can hold."""
+        return len(self.memory)
+
+    def populate(self) -> None:
+        """Have the system give the memory now, not page by page while a copy is made."""
+        ctypes.memset(self.address, 0, len(self.memory))
+
+    def close(self) -> None:
+        """Give the memory back as soon as nothing looks at it any more."""
+        if self._unlock is not None:
+            self._unlock(self.address)
+            self._unlock = None
+        self.view.release()
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class Staging:
+    """The buffers of one store in one process. One save at a time is staged in them."""
+
+    def __init__(self, *, shared: bool, num_threads: int, device: Device) -> None:
+        """`shared` buffers can be given to another process by their descriptors."""
+        self._shared = shared
+        self._device = device
+        self._num_threads = num_threads
+        self.buffers: list[Buffer] = []
+
+    def reserve(self, sizes_bytes: Sequence[int]) -> None:
+        """Make buffers for files of these sizes, and have them populated."""
+        fresh = self._fit(sizes_bytes)
+        with ThreadPoolExecutor(self._num_threads, "ckptstore-staging") as pool:
+            list(pool.map(Buffer.populate, fresh))
+
+    def stage(self, files: Sequence[PlannedFile], launched: Launched) -> list[PlannedFile]:
+        """Copy all files into buffers, and return them with the copies as their sources, in the same order. The bytes
+        are those that there are once `launched` is finished.
+
+        What an earlier call returned must not be in use any more. Raises InvalidState when there is no memory for it.
+        """
+        self._fit([file.source.size_bytes for file in files])
+        pieces = [
+            (file.source, buffer, start)
+            for file, buffer in zip(files, self.buffers, strict=False)
+            for start in range(0, file.source.size_bytes, _COPY_BYTES)
+        ]
+        with ThreadPoolExecutor(self._num_threads, "ckptstore-staging", launched.enter_thread) as pool:
+            list(pool.map(lambda piece: _copy(*piece), pieces))
+        launched.finish_copies()
+        return [
+            PlannedFile(file.key, MemorySource((buffer.view[: file.source.size_bytes],), payloads=file.source.payloads))
+            for file, buffer in zip(files, self.buffers, strict=False)
+        ]
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for buffer in self.buffers:
+            buffer.close()
+        self.buffers = []
+
+    def _fit(self, sizes_bytes: Sequence[int]) -> list[Buffer]:
+        """Make every buffer large enough for the file of its place; returns the new ones."""
+        fresh = []
+        for index, size_bytes in enumerate(sizes_bytes):
+            if index < len(self.buffers) and self.buffers[index].size_bytes >= size_bytes:
+                continue
+            try:
+                buffer = Buffer(size_bytes, shared=self._shared, device=self._device)
+            except (OSError, MemoryError) as error:
+                raise InvalidState(
+                    f"There is no memory to stage {sum(sizes_bytes)} bytes: {error}",
+                    hint="Save synchronously, or shard the state over more ranks",
+                ) from error
+            fresh.append(buffer)
+            if index < len(self.buffers):
+                self.buffers[index].close()
+                self.buffers[index] = buffer
+            else:
+                self.buffers.append(buffer)
+        return fresh
+
+
+def _copy(source: Source, buffer: Buffer, start: int) -> None:
+    """Copy one stretch of a source. The interpreter lock is free while bytes are copied."""
+    size_bytes = min(_COPY_BYTES, source.size_bytes - start)
+    target = buffer.view[start : start + size_bytes]
+    with source.open() as read:
+        done = 0
+        for view in read(start, size_bytes, target):
+            length = len(view)
+            if view.readonly:  # headers and the like: too short to be worth more
+                target[done : done + length] = view
+            elif (address := ctypes.addressof(ctypes.c_char.from_buffer(view))) != buffer.address + start + done:
+                ctypes.memmove(buffer.address + start + done, address, length)
+            done += length

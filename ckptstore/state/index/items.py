@@ -1,0 +1,121 @@
+"""What a rank has of a state, without the bytes: the words that ranks exchange to agree on who writes what. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptstore.state.index.part import DTYPES
+from ckptstore.state.tensors.boxes import Box, Sizes
+
+
+class Mode(IntEnum):
+    """How the ranks that have a key share the work."""
+
+    SHARD = 0
+    """Each rank writes the boxes that it alone has."""
+    MESH = 1
+    """Several ranks have the same box by their mesh; each of them that has the key writes a part of it."""
+    SPLIT = 2
+    """Every rank that has the key has the same whole tensor; each writes a part of it."""
+    LOWEST = 3
+    """The lowest rank that has the tensor writes it whole."""
+    COMPARE = 4
+    """As SPLIT where the digests of all ranks are equal; else each rank writes its own."""
+    VALUE = 5
+    """A plain value. The lowest rank that has it writes it where all digests are equal; else each rank its own."""
+    BESIDE = 6
+    """A tensor that belongs to the value `owner`, and goes where that goes."""
+
+
+WHOLE_MODES = frozenset({Mode.SPLIT, Mode.LOWEST, Mode.COMPARE, Mode.VALUE})
+"""The modes in which ranks may differ: then each keeps its own."""
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One key of the state, as one rank has it."""
+
+    key: str
+    mode: Mode
+    dtype: str = ""
+    shape: Sizes = ()
+    boxes: tuple[Box, ...] = ()
+    """What this rank has of the tensor; each in memory of its own."""
+    sharers: tuple[int, ...] = ()
+    """MESH: the ranks that have the same box by their mesh, as torch numbers them. Some may not have the key."""
+    position: int = 0
+    """MESH: which of the sharers this is."""
+    group: int = 0
+    """SHARD and MESH: the lowest of the ranks over which the tensor is distributed. Ranks outside of them may have a
+    copy of their own."""
+    tied_to: str = ""
+    """The key whose memory this is too."""
+    owner: str = ""
+    digest: bytes = b""
+    """COMPARE and VALUE: XXH3-128 of what it holds."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the boxes that this rank has."""
+        return sum(box.volume for box in self.boxes) * DTYPES[self.dtype][1] if self.boxes else 0
+
+    @property
+    def signature(self) -> list[Any]:
+        """What must be the same on all ranks for the key to be one and the same thing."""
+        return [int(self.mode), self.dtype, list(self.shape)]
+
+
+class Row(NamedTuple):
+    """An item without boxes and digests."""
+
+    key: str
+    mode: int
+    dtype: str
+    shape: Sizes
+    tied_to: str
+    owner: str
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The items of a rank without boxes and digests: equal on ranks that run the same program."""
+
+    rows: tuple[Row, ...]
+    """In the order of keys."""
+
+    @staticmethod
+    def of(items: Sequence[Item]) -> Structure:
+        """The structure of items that are sorted by key."""
+        return Structure(
+            tuple(
+                Row(item.key, int(item.mode), item.dtype, item.shape, item.tied_to, item.owner, item.group)
+                for item in items
+            )
+        )
+
+    def encode(self) -> bytes:
+        """As bytes; equal structures give equal bytes."""
+        return json.dumps(self.rows, separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Structure:
+        """The structure of bytes that `encode` made, on another rank of the same job."""
+        return Structure(
+            tuple(Row(key, mode, dtype, tuple(shape), *rest) for key, mode, dtype, shape, *rest in json.loads(data))
+        )
+
+    def compared(self) -> list[str]:
+        """The keys that have digests, in order."""
+        return [row.key for row in self.rows if row.mode in (Mode.COMPARE, Mode.VALUE)]
+
+
+def total_bytes(dtype: str, sizes: Sizes) -> int:
+    """The size of a tensor of torch's dtype of that name."""
+    return prod(sizes) * DTYPES[dtype][1]

@@ -1,0 +1,353 @@
+"""The tensor index of a checkpoint: all ranks' parts, joined by putting their bytes one after another. Pure.
+
+`TensorIndex` answers which chunks of which file hold a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckptstore.errors import CheckpointDamaged
+from ckptstore.runtime.collector import collector_paused
+from ckptstore.state.index.index_file import INDEX_NAME, split_parts
+from ckptstore.state.index.part import BESIDE_VALUE, DTYPE_NAMES, DTYPES, PER_RANK, Part, Regions
+from ckptstore.state.tensors.boxes import Box
+
+_LISTED_CHUNKS = 200_000
+"""An index of more chunks stays in columns, to save memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """What is known of a tensor, wherever its bytes are."""
+
+    fqn: str
+    dtype: str
+    """torch's name without the module: "float32"."""
+    shape: tuple[int, ...]
+    per_rank: bool
+    beside_value: bool
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, in a file."""
+
+    file: int
+    offset: int
+    """Of the payload, in the file."""
+    box: Box
+    region: int
+
+
+class TensorIndex:
+    """The parts of all ranks, or of some."""
+
+    @collector_paused()
+    def __init__(self, parts: Iterable[Part], *, world_size: int | None = None) -> None:
+        """`world_size` is that of the save, where not all of its parts are given."""
+        self.parts = tuple(parts)
+        self.world_size = len(self.parts) if world_size is None else world_size
+        self.files: tuple[str, ...] = tuple(dict.fromkeys(name for part in self.parts for name in part.files))
+        self._row_of: dict[tuple[str, int], int] = {}
+        self._entries: list[TensorEntry] = []
+        self._entry_ranks: list[int] = []
+        rows_of_parts = self._merge_rows()
+        self._join_columns(rows_of_parts)
+
+    @staticmethod
+    def decode(data: bytes | memoryview, *, file: str = INDEX_NAME) -> TensorIndex:
+        """The index of a whole `tensors.index`. Raises CheckpointDamaged, or UnsupportedVersion."""
+        parts = dict(enumerate(split_parts(data, file=file)))
+        return TensorIndex.of_parts(parts, world_size=len(parts), file=file)
+
+    @staticmethod
+    def of_parts(parts: Mapping[int, bytes | memoryview], *, world_size: int, file: str = INDEX_NAME) -> TensorIndex:
+        """The index of some ranks' parts, which were checked against their digests."""
+        decoded = [Part.decode(parts[rank], file=file) for rank in sorted(parts)]
+        for rank, part in zip(sorted(parts), decoded, strict=True):
+            if part.rank != rank:
+                raise CheckpointDamaged(
+                    f"{file} has the part of rank {part.rank} in the place of rank {rank}", file=file
+                )
+        return TensorIndex(decoded, world_size=world_size)
+
+    def _merge_rows(self) -> list[np.ndarray[Any, Any]]:
+        """One row for each tensor; a tensor that differs between ranks has one for each rank that has it."""
+        known: dict[tuple[int, bytes, bytes, bytes], np.ndarray[Any, Any]] = {}
+        found = []
+        for part in self.parts:
+            key = (id(part.names), part.dtype.tobytes(), part.flags.tobytes(), _shapes(part))
+            rows = known.get(key)
+            if rows is None:
+                rows = np.array([self._row(part.rank, entry) for entry in _entries_of(part)], np.int64)
+            if not (part.flags & PER_RANK).any():
+                known[key] = rows
+            found.append(rows)
+        return found
+
+    def _row(self, rank: int, entry: TensorEntry) -> int:
+        known = self._row_of.setdefault((entry.fqn, rank if entry.per_rank else -1), len(self._entries))
+        if known == len(self._entries):
+            self._entries.append(entry)
+            self._entry_ranks.append(rank)
+        elif self._entries[known] != entry:
+            ranks = f"{self._entry_ranks[known]} and {rank}"
+            raise CheckpointDamaged(f"ranks {ranks} disagree on the tensor {entry.fqn}")
+        return known
+
+    def _join_columns(self, rows_of_parts: list[np.ndarray[Any, Any]]) -> None:
+        number_of = {name: number for number, name in enumerate(self.files)}
+        files, numbers, chunks, regions, crcs, region_base, block_base = [], [], [], [], [], 0, 0
+        number_base = 0
+        for part, rows in zip(self.parts, rows_of_parts, strict=True):
+            file_numbers = np.array([number_of[name] for name in part.files] or [0], np.int64)
+            chunk_rows = rows[part.chunk_tensor] if len(rows) else np.zeros(0, np.int64)
+            columns = (chunk_rows, file_numbers[part.chunk_file], part.chunk_offset)
+            places = (part.chunk_box.astype(np.int64) + number_base, part.chunk_region + region_base)
+            chunks.append((*columns, *places, part.chunk_bytes))
+            numbers.append(part.numbers.astype(np.int64))
+            held = part.regions
+            regions.append(
+                (file_numbers[held.file], held.offset, held.size_bytes, held.first_block.astype(np.int64) + block_base)
+            )
+            crcs.append(part.crcs)
+            files.append(len(part.files))
+            region_base, block_base = region_base + len(held.offset), block_base + len(part.crcs)
+            number_base += len(part.numbers)
+        self._numbers = _joined(numbers)
+        row, file, offset, box, region, size = (_joined([columns[i] for columns in chunks]) for i in range(6))
+        order = np.argsort(row, kind="stable")
+        owner = np.repeat(np.arange(len(self.parts)), [len(part.chunk_offset) for part in self.parts])
+        order = order[self._first_copies(row[order], box[order], size[order], owner[order])]
+        self._file, self._offset, self._box, self._region = file[order], offset[order], box[order], region[order]
+        self._bounds = np.searchsorted(row[order], np.arange(len(self._entries) + 1))
+        self._stored_bytes = np.bincount(row[order], size[order], len(self._entries)).astype(np.int64)
+        self._limits: list[int] = self._bounds.tolist()
+        self.regions = Regions(*(_joined([columns[i] for columns in regions]) for i in range(4)))
+        self.crcs = _joined(crcs).astype(np.uint32)
+
+    def _first_copies(self, row: Any, box: Any, size: Any, owner: Any) -> np.ndarray[Any, Any]:
+        """Which chunks, in the order of rows, are not a lower rank's box once more.
+
+        A tensor on a part of a mesh lies alike on each copy of that part, and no rank knows of the other copies.
+        """
+        keep = np.ones(len(row), bool)
+        stored = np.bincount(row, size, len(self._entries))
+        for number, entry in enumerate(self._entries):
+            if stored[number] > prod(entry.shape) * DTYPES[entry.dtype][1]:
+                low, high = np.searchsorted(row, [number, number + 1])
+                boxes = self._numbers[box[low:high][:, None] + np.arange(2 * len(entry.shape))]
+                _, first, same = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
+                keep[low:high] = owner[low:high] == owner[low + first[same.reshape(-1)]]
+        return keep
+
+    def keys_of(self, rank: int) -> frozenset[str]:
+        """The names of the tensors and values that the part of a rank has."""
+        part = next(part for part in self.parts if part.rank == rank)
+        values = [name for text in (part.common, part.own) if text for name, _ in _values(text)]
+        return frozenset(part.names).union(values)
+
+    @cached_property
+    def common_keys(self) -> frozenset[str]:
+        """The names of the tensors and values that are the same for all ranks."""
+        return frozenset(name for name, rank in self._row_of if rank < 0).union(self.common_values())
+
+    def own_keys(self, rank: int) -> frozenset[str]:
+        """The names of the tensors and values that a rank has of its own."""
+        return self._own_tensors.get(rank, frozenset()).union(self.own_values(rank))
+
+    @cached_property
+    def _own_tensors(self) -> Mapping[int, frozenset[str]]:
+        found: dict[int, set[str]] = {}
+        for name, rank in self._row_of:
+            if rank >= 0:
+                found.setdefault(rank, set()).add(name)
+        return {rank: frozenset(names) for rank, names in found.items()}
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks there are in all."""
+        return len(self._offset)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """The tensors by name; of one that differs between ranks, the lowest rank's."""
+        found: dict[str, TensorEntry] = {}
+        for fqn, rank in sorted(self._row_of, key=lambda key: key[1]):
+            if fqn not in found:
+                found[fqn] = self._entries[self._row_of[fqn, rank]]
+        return found
+
+    @cached_property
+    def aliases(self) -> Mapping[str, str]:
+        """For each tensor whose chunks lie where another one's do, that other one."""
+        if not self.num_chunks:
+            return {}
+        first_of: dict[tuple[int, int], int] = {}
+        starts = self._bounds[:-1]
+        filled = np.flatnonzero(self._bounds[1:] > starts)
+        places = zip(self._file[starts[filled]].tolist(), self._offset[starts[filled]].tolist(), strict=True)
+        found = {}
+        for row, place in zip(filled.tolist(), places, strict=True):
+            first = first_of.setdefault(place, row)
+            if first != row:
+                found[self._entries[row].fqn] = self._entries[first].fqn
+        return found
+
+    def entry(self, fqn: str, rank: int) -> TensorEntry | None:
+        """The tensor as that rank sees it, None when it is not there."""
+        row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
+        return None if row is None else self._entries[row]
+
+    def ranks_of(self, fqn: str) -> list[int]:
+        """The ranks that have a tensor of that name of their own."""
+        return [part.rank for part in self.parts if (fqn, part.rank) in self._row_of]
+
+    def chunks(self, fqn: str, rank: int, wanted: Box | None = None) -> list[Chunk]:
+        """The chunks of a tensor, as that rank sees it, that share elements with the wanted box, or all."""
+        row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
+        if row is None:
+            return []
+        low, high = self._limits[row], self._limits[row + 1]
+        dims = len(self._entries[row].shape)
+        picked: Any = range(low, high)
+        if wanted is not None and high - low > 1 and dims:
+            boxes = self._numbers[self._box[low:high][:, None] + np.arange(2 * dims)]
+            starts = np.array(wanted.offsets, np.int64)
+            meets = (boxes[:, :dims] < starts + np.array(wanted.sizes, np.int64)) & (
+                starts < boxes[:, :dims] + boxes[:, dims:]
+            )
+            picked = (low + np.flatnonzero(meets.all(axis=1))).tolist()
+        if self.num_chunks > _LISTED_CHUNKS:
+            return [self._chunk(index, dims) for index in picked]
+        files, offsets, at, regions, numbers = self._lists
+        return [
+            Chunk(
+                files[index],
+                offsets[index],
+                Box(
+                    tuple(numbers[at[index] : at[index] + dims]),
+                    tuple(numbers[at[index] + dims : at[index] + 2 * dims]),
+                ),
+                regions[index],
+            )
+            for index in picked
+        ]
+
+    def _chunk(self, index: int, dims: int) -> Chunk:
+        at = int(self._box[index])
+        numbers = self._numbers[at : at + 2 * dims].tolist()
+        box = Box(tuple(numbers[:dims]), tuple(numbers[dims:]))
+        return Chunk(int(self._file[index]), int(self._offset[index]), box, int(self._region[index]))
+
+    @cached_property
+    def _lists(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+        """The columns as plain numbers, which are quicker to take one by one."""
+        columns = (self._file, self._offset, self._box, self._region, self._numbers)
+        file, offset, box, region, numbers = (column.tolist() for column in columns)
+        return file, offset, box, region, numbers
+
+    def check_complete(self) -> None:
+        """Raise CheckpointDamaged, naming the tensors, when chunks do not cover a tensor exactly once."""
+        wrong = self.incomplete()
+        if wrong:
+            shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+            raise CheckpointDamaged(f"the chunks of {shown} do not cover the tensor exactly once")
+
+    def incomplete(self) -> list[str]:
+        """The tensors that chunks do not cover exactly once."""
+        return [entry.fqn for row, entry in enumerate(self._entries) if not self._is_covered(row, entry)]
+
+    def _is_covered(self, row: int, entry: TensorEntry) -> bool:
+        low, high = self._limits[row], self._limits[row + 1]
+        volume, dims = prod(entry.shape), len(entry.shape)
+        if int(self._stored_bytes[row]) != volume * DTYPES[entry.dtype][1]:
+            return False
+        if high - low <= 1 or not volume:
+            return True
+        boxes = self._numbers[self._box[low:high][:, None] + np.arange(2 * dims)]
+        return are_apart(np.array(entry.shape, np.int64), boxes[:, :dims], boxes[:, dims:])
+
+    def check_files(self, sizes_bytes: Mapping[str, int]) -> None:
+        """Raise CheckpointDamaged when a region lies outside its file, or the file is not known."""
+        missing = [name for name in self.files if name not in sizes_bytes]
+        if missing:
+            raise CheckpointDamaged(f"the tensor index names {missing[0]!r}, which the checkpoint has not")
+        limits = np.array([sizes_bytes[name] for name in self.files] or [0], np.int64)
+        ends = self.regions.offset + self.regions.size_bytes
+        beyond = np.flatnonzero(ends > limits[self.regions.file])
+        if len(beyond):
+            name = self.files[int(self.regions.file[beyond[0]])]
+            raise CheckpointDamaged(f"the tensor index has a region beyond the end of {name}", file=name)
+
+    def common_values(self) -> dict[str, Any]:
+        """The JSON of the plain values that are for all ranks, by name."""
+        return dict(pair for part in self.parts if part.common for pair in _values(part.common))
+
+    def own_values(self, rank: int) -> dict[str, Any]:
+        """The JSON of the plain values that are that rank's alone, by name."""
+        return dict(pair for part in self.parts if part.rank == rank and part.own for pair in _values(part.own))
+
+    def value_ranks(self) -> dict[str, list[int]]:
+        """For each plain value that differs between ranks, the ranks that have one."""
+        found: dict[str, list[int]] = {}
+        for part in self.parts:
+            for name, _ in _values(part.own) if part.own else ():
+                found.setdefault(name, []).append(part.rank)
+        return found
+
+
+def _values(text: bytes) -> Iterator[tuple[str, Any]]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"plain values are not valid JSON: {error}") from None
+    if type(values) is not dict:
+        raise CheckpointDamaged("plain values are not a JSON object")
+    return iter(values.items())
+
+
+def _joined(columns: list[Any]) -> np.ndarray[Any, Any]:
+    return np.concatenate(columns) if columns else np.zeros(0, np.int64)
+
+
+def _shapes(part: Part) -> bytes:
+    """The shapes of all tensors of a part, for comparing."""
+    found = []
+    for dims in np.unique(part.ndim):
+        at = part.shape_at[part.ndim == dims].astype(np.int64)
+        found.append(part.numbers[at[:, None] + np.arange(2 * int(dims))].astype(np.int64).tobytes())
+    return b"".join([part.ndim.tobytes(), *found])
+
+
+def _entries_of(part: Part) -> Iterator[TensorEntry]:
+    columns = (part.dtype, part.ndim, part.flags, part.shape_at)
+    numbers = part.numbers.tolist()
+    for fqn, dtype, dims, flags, at in zip(part.names, *(column.tolist() for column in columns), strict=True):
+        shape = tuple(numbers[at + dims : at + 2 * dims])
+        yield TensorEntry(fqn, DTYPE_NAMES[dtype], shape, bool(flags & PER_RANK), bool(flags & BESIDE_VALUE))
+
+
+def are_apart(shape: Any, offsets: Any, sizes: Any) -> bool:
+    """Whether no two boxes share an element."""
+    varying = np.flatnonzero((sizes != shape).any(axis=0))
+    if len(varying) == 1:
+        order = np.argsort(offsets[:, varying[0]], kind="stable")
+        starts, lengths = offsets[order, varying[0]], sizes[order, varying[0]]
+        return bool((starts[1:] == starts[:-1] + lengths[:-1]).all())
+    ends = offsets + sizes
+    order = np.argsort(offsets[:, varying[0]], kind="stable")
+    offsets, ends = offsets[order], ends[order]
+    last = np.searchsorted(offsets[:, varying[0]], ends[:, varying[0]])
+    for index in range(len(offsets)):  # only boxes that begin before this one ends can meet it
+        others = slice(index + 1, int(last[index]))
+        if ((offsets[others] < ends[index]) & (offsets[index] < ends[others])).all(axis=1).any():
+            return False
+    return True

@@ -1,0 +1,148 @@
+"""A state as flat keys for saving, and a checkpoint's contents back into a state.
+
+Loading has two phases, so that bytes are read straight into the memory where they belong:
+
+    flat = collect(state)                       # save: what this rank has
+    loading = begin_load(state, saved)          # load: the memory to fill, and everything that does not fit
+    loading.mismatch.check(strict=True)         # of all ranks together: Mismatch.joined
+    ... fill every loading.targets[key].tensor with what the checkpoint has as .source ...
+    loading.finish()                            # modules, optimizers, schedulers, other objects, plain values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ckptstore.runtime.collector import collector_paused
+from ckptstore.state.live.contents import StatefulLoad, ValueLoad
+from ckptstore.state.live.flatten import FlatState
+from ckptstore.state.live.matching import Matching, Mismatch, Saved, Target
+from ckptstore.state.live.module_load import ModuleLoad
+from ckptstore.state.live.modules import collect_module, same_on_all_ranks
+from ckptstore.state.live.optimizer_load import OptimizerLoad
+from ckptstore.state.live.optimizers import collect_optimizer, scope_of
+from ckptstore.state.live.units import Kind, Unit, units_of
+
+
+class _Part(Protocol):
+    def finish(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+@collector_paused()
+def collect(state: Mapping[str, Any]) -> FlatState:
+    """Everything that this rank has to store, under the keys that stock DCP would use.
+
+    Training is not changed: parameters, gradients, optimizer state and random numbers stay as they are, and an
+    optimizer that has not stepped is stored without state. Collective where FSDP1 is in the state. Raises InvalidState
+    with the key for what cannot be stored.
+    """
+    units = units_of(state)
+    modules = _modules(units)
+    same = same_on_all_ranks(module for _, module in modules)
+    flat = FlatState()
+    for unit in units:
+        if unit.kind is Kind.MODULE:
+            collect_module(flat, unit.path, unit.item, same)
+        elif unit.kind is Kind.OPTIMIZER:
+            scope = scope_of(unit.key, unit.item, modules)
+            collect_optimizer(flat, unit.path, unit.item, scope, same)
+        elif unit.kind is Kind.VALUE:
+            flat.add_value(unit.path, unit.item)
+        else:
+            flat.add_value(unit.path, unit.item.state_dict())
+    return flat
+
+
+class Loading:
+    """A load between its two phases. Made by `begin_load`.
+
+    `targets` has the memory to be filled: the state's own, except under FSDP1 and for tensors that the state does not
+    have yet. `mismatch` has everything that does not fit.
+    """
+
+    def __init__(self, targets: Mapping[str, Target], mismatch: Mismatch, parts: Sequence[_Part]) -> None:
+        self.targets = targets
+        self.mismatch = mismatch
+        self._parts = parts
+
+    def finish(self) -> None:
+        """Set everything that is not a tensor, and hand modules, optimizers, schedulers and other objects their state,
+        in this order; plain values last. To be called once all targets are filled. Collective under FSDP1."""
+        for part in self._parts:
+            part.finish()
+
+    def abandon(self) -> None:
+        """Give the state back as it was before `begin_load`, for a load that is not carried out."""
+        for part in reversed(self._parts):
+            part.abandon()
+
+
+@collector_paused()
+def begin_load(
+    state: Mapping[str, Any],
+    saved: Saved,
+    *,
+    include: str | Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+) -> Loading:
+    """Find the place of everything that is to be loaded; the mismatch is for the caller to check.
+
+    Only what the state names is loaded; what the checkpoint has below those names and finds no place is unexpected.
+    `include` narrows it to keys that fit a pattern (fnmatch: `"model.*"`, or several). Optimizer state that is missing
+    is created. Modules on the meta device get memory on `device` (None: that of their mesh, else torch's default);
+    tensors that the state lacks are made on `device` (None: the CPU). Collective where FSDP1 is in the state.
+
+    Raises InvalidState for a state that cannot be loaded into at all, and StateMismatch when an optimizer cannot create
+    its state; the state is then as it was.
+    """
+    units = units_of(state)
+    where = None if device is None else torch.device(device)
+    matching = Matching(saved, include=include)
+    modules = _modules(units)
+    parts: list[_Part] = []
+    try:
+        for unit in sorted(units, key=lambda unit: unit.kind):  # stable: the caller's order within a kind
+            if unit.kind is Kind.MODULE:
+                parts.append(ModuleLoad(unit, matching, device=where))
+            elif unit.kind is Kind.OPTIMIZER:
+                parts.append(OptimizerLoad(unit, scope_of(unit.key, unit.item, modules), matching))
+            elif unit.kind is Kind.VALUE:
+                parts.append(ValueLoad(unit, matching, device=where))
+            else:
+                parts.append(StatefulLoad(unit, matching, device=where))
+    except BaseException:
+        Loading({}, Mismatch(), parts).abandon()
+        raise
+    matching.close(state)
+    return Loading(matching.targets, matching.mismatch, parts)
+
+
+def apply(
+    state: Mapping[str, Any],
+    saved: Saved,
+    read: Callable[[Mapping[str, Target]], None],
+    *,
+    strict: bool = True,
+    include: str | Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+) -> Mismatch:
+    """Load in one go, for one process: `read` fills the targets. Returns what did not fit, which with `strict` is
+    nothing. Raises StateMismatch, the state being as it was."""
+    loading = begin_load(state, saved, include=include, device=device)
+    try:
+        loading.mismatch.check(strict=strict)
+    except BaseException:
+        loading.abandon()
+        raise
+    read(loading.targets)
+    loading.finish()
+    return loading.mismatch
+
+
+def _modules(units: Sequence[Unit]) -> list[tuple[str, torch.nn.Module]]:
+    return [(unit.key, unit.item) for unit in units if unit.kind is Kind.MODULE]

@@ -1,0 +1,275 @@
+"""Loading of plain values, tensors on their own and Stateful objects.
+
+A value comes back as a whole, with the containers it was saved with: a list that has grown since has its length back.
+Where the state has tensors in it they are filled in place, and the checkpoint must have the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckptstore.errors import CkptstoreError, StateMismatch
+from ckptstore.state.live.flatten import (
+    Path,
+    Replicated,
+    TensorRef,
+    children,
+    find_tensors,
+    join_path,
+    map_tensors,
+    references_in,
+    stock_leaves,
+    with_items,
+)
+from ckptstore.state.live.matching import Matching
+from ckptstore.state.live.units import Unit
+
+
+class Contents:
+    """What a checkpoint has for one place that holds tensors and plain values.
+
+    `current` is what stands there now. `fixed` says that its tensors are the caller's own, so that the checkpoint must
+    have exactly those; otherwise what the checkpoint has decides, and fitting tensors are filled in place.
+    """
+
+    def __init__(
+        self, path: Path, current: Any, matching: Matching, *, fixed: bool, device: torch.device | None
+    ) -> None:
+        self._path = path
+        self._key = join_path(path)
+        self._current = current
+        self._matching = matching
+        self._fixed = fixed
+        self._device = device
+        self._own = {join_path(inner): leaf for inner, leaf in find_tensors(current, path)}
+        self._loaded: dict[str, Any] = {}
+        self._is_whole = False
+        self.is_skipped = self._skips()
+        is_wanted = matching.includes(self._key) and self._key not in matching.saved.skipped
+        if self.is_skipped:
+            matching.placed(self._key)
+        elif is_wanted and self._key in matching.saved.values and self._key not in self._own:
+            self._match_whole(matching.saved.values[self._key])
+        elif is_wanted and matching.source_of(self._key) is not None and not self._own:
+            self._loaded[self._key] = matching.make_tensor(self._key, device)
+            self._is_whole = True
+        else:
+            self._match_leaves()
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything comes from the checkpoint."""
+        return bool(self._is_whole or self._loaded)
+
+    def result(self) -> Any:
+        """What shall stand at the place, once the tensors have been filled."""
+        saved = self._matching.saved.values.get(self._key)
+        if not self._is_whole:
+            return _with_leaves(self._current, self._path, self._loaded)
+        if saved is None:
+            return self._loaded.get(self._key)
+        return map_tensors(saved, self._path, lambda key, leaf: self._loaded.get(key, leaf))
+
+    def _skips(self) -> bool:
+        """Whether a part that only the checkpoint could give is left out; then so is the whole."""
+        saved = self._matching.saved
+        if self._fixed and self._own:
+            return False
+        return not saved.skipped.isdisjoint(_places_of_tensors(saved.values.get(self._key), self._path))
+
+    def _match_whole(self, saved: Any) -> None:
+        keys = _places_of_tensors(saved, self._path)
+        self._matching.placed(self._key)
+        free = not self._own or not self._fixed
+        complete = True
+        for key in sorted(keys if free else keys | self._own.keys()):
+            leaf = self._own.get(key)
+            if leaf is not None and (self._fixed or self._fits(key, leaf)):
+                complete &= self._take(key, leaf) and key in keys
+            elif free:
+                where = self._device if leaf is None or leaf_tensor(leaf).is_meta else leaf_tensor(leaf).device
+                self._loaded[key] = self._matching.make_tensor(key, where)
+            else:
+                complete = False
+        self._is_whole = complete
+        if not complete:
+            self._match_leaves(tensors=False)
+
+    def _match_leaves(self, *, tensors: bool = True) -> None:
+        """Fill what has a counterpart under its own key, as in checkpoints of stock DCP, and leave the rest."""
+        values = self._matching.saved.values
+        inside = _leaves_by_key(values[self._key], self._path) if self._key in values else values
+        plain = map_tensors(self._current, self._path, lambda _, leaf: leaf_tensor(leaf))
+        wanted = [join_path(path) for path, _ in stock_leaves(plain, self._path)]
+        in_one_piece = _held_by(wanted, self._own)
+        pieces = set(in_one_piece.values())
+        for key in wanted or ([] if self._own else [self._key]):
+            if not self._matching.includes(key):
+                continue
+            if key in inside and key not in self._matching.saved.skipped:
+                self._loaded[key] = inside[key]
+                self._matching.placed(key)
+            elif key not in pieces:
+                self._matching.miss(key, "a plain value")
+        for key, leaf in self._own.items() if tensors else ():
+            if in_one_piece.get(key) not in self._loaded:
+                self._take(key, leaf)
+
+    def _take(self, key: str, leaf: Any) -> bool:
+        tensor = leaf_tensor(leaf)
+        if tensor.is_meta:
+            tensor = torch.empty_like(tensor, device=self._device or torch.get_default_device())
+            leaf = Replicated(tensor) if isinstance(leaf, Replicated) else tensor
+        if not self._matching.take_tensor([key], tensor):
+            return False
+        self._loaded[key] = leaf
+        return True
+
+    def _fits(self, key: str, leaf: Any) -> bool:
+        """Whether the state's tensor can take the checkpoint's; a distributed one must, since none can be made."""
+        tensor, source = leaf_tensor(leaf), self._matching.source_of(key)
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or source is None:
+            return isinstance(tensor, DTensor) or source is not None
+        saved = self._matching.saved.tensors[source]
+        return (tensor.dtype, tuple(tensor.shape)) == (saved.dtype, saved.shape)
+
+
+class ValueLoad:
+    """A tensor or plain value that stands in the state itself."""
+
+    def __init__(self, unit: Unit, matching: Matching, *, device: torch.device | None) -> None:
+        self._unit = unit
+        self._contents = Contents(unit.path, unit.item, matching, fixed=True, device=device)
+
+    def finish(self) -> None:
+        """Put the value into its place; dicts and lists of the same type stay the same objects."""
+        if not self._contents.changes:
+            return
+        result = self._contents.result()
+        if result is not self._unit.item and not _assigned(self._unit.item, result):
+            self._unit.replace(result)
+
+    def abandon(self) -> None:
+        """Nothing has changed yet."""
+
+
+class StatefulLoad:
+    """An object with state_dict and load_state_dict. It is loaded as a whole or not at all."""
+
+    def __init__(self, unit: Unit, matching: Matching, *, device: torch.device | None) -> None:
+        self._unit = unit
+        self._contents: Contents | None = None
+        if not matching.includes(unit.key):
+            return
+        saved, below = matching.saved.values.get(unit.key), matching.below(unit.key)
+        matching.placed(*below)
+        if unit.key in matching.saved.skipped:
+            return
+        if unit.key not in matching.saved.values and not below:
+            matching.miss(unit.key, "an object with a state_dict")
+            return
+        # Asking some objects (data loaders) for their state starts them, so it is done only where it is needed.
+        needs_current = unit.key not in matching.saved.values or any(True for _ in references_in(saved))
+        with same_random_numbers():
+            current = unit.item.state_dict() if needs_current else None
+        self._contents = Contents(unit.path, current, matching, fixed=False, device=device)
+
+    def finish(self) -> None:
+        """Hand the object its state. Raises StateMismatch when it refuses it."""
+        if self._contents is None or self._contents.is_skipped:
+            return
+        try:
+            self._unit.item.load_state_dict(self._contents.result())
+        except CkptstoreError:
+            raise
+        except Exception as error:  # the object is the user's, and so is what it raises
+            kind = type(self._unit.item).__name__
+            raise StateMismatch(
+                f"the {kind} at {self._unit.key!r} refused its state: {type(error).__name__}: {error}"
+            ) from error
+
+    def abandon(self) -> None:
+        """Nothing has changed yet."""
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Leave torch's random numbers as if nothing had been drawn inside."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=device.type):
+            yield
+
+
+def leaf_tensor(leaf: Any) -> Any:
+    """The tensor in a leaf, marked or not."""
+    return leaf.tensor if isinstance(leaf, Replicated) else leaf
+
+
+def _places_of_tensors(value: Any, path: Path) -> set[str]:
+    """The keys of the places where references stand. A reference's own key may be that of another place."""
+    places: set[str] = set()
+
+    def note(key: str, leaf: Any) -> Any:
+        if isinstance(leaf, TensorRef):
+            places.add(key)
+        return leaf
+
+    map_tensors(value, path, note)
+    return places
+
+
+def _held_by(wholes: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
+    """Which keys are below one of some others: tensors in tuples, which stock DCP keeps in one piece."""
+    found, present = {}, set(wholes)
+    for key in keys:
+        above = key.rpartition(".")[0]
+        while above and above not in present:
+            above = above.rpartition(".")[0]
+        if above:
+            found[key] = above
+    return found
+
+
+def _leaves_by_key(value: Any, path: Path) -> dict[str, Any]:
+    return {join_path(inner): leaf for inner, leaf in stock_leaves(value, path) if not isinstance(leaf, TensorRef)}
+
+
+def _with_leaves(value: Any, path: Path, loaded: dict[str, Any]) -> Any:
+    """The value with the leaves that were loaded; containers are copied where something in them changes."""
+    key = join_path(path)
+    if key in loaded:
+        return loaded[key]
+    if isinstance(value, torch.Tensor | Replicated):
+        return value
+    new = {part: _with_leaves(item, (*path, part), loaded) for part, item in children(value)}
+    changed = {part: item for part, item in new.items() if item is not value[part]}
+    return with_items(value, changed) if changed else value
+
+
+def _assigned(current: Any, result: Any) -> bool:
+    """Give a dict or list the contents of another of the same type, in place. False where that is not possible."""
+    if type(current) is not type(result):
+        return False
+    if isinstance(current, MutableMapping):
+        items = [(part, _kept(current.get(part), item)) for part, item in result.items()]
+        current.clear()
+        for part, item in items:
+            current[part] = item
+        return True
+    if isinstance(current, list):
+        current[:] = result
+        return True
+    return False
+
+
+def _kept(current: Any, item: Any) -> Any:
+    return current if _assigned(current, item) else item

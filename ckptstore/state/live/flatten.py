@@ -1,0 +1,242 @@
+"""A nested state under flat keys: which tensors and which plain values it holds, and what they are called.
+
+Keys are those that torch's DCP gives: the parts of the path joined by dots, list positions as numbers. So a state
+dict that stock DCP flattens asks for the same keys. The paths are kept, because a key alone does not tell
+`{"a.b": 1}` from `{"a": {"b": 1}}`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ckptstore.errors import InvalidState
+from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
+from ckptstore.state.tensors.wrapped import Wrapped
+
+Path = tuple[Any, ...]
+"""The keys and list positions that lead to a value, as they are in the state."""
+
+ATOMS = frozenset({int, float, str, bool, type(None), bytes, complex})
+"""Types of which long lists are made, and in which nothing can be found."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Stands in a plain value, read from a checkpoint, for the tensor that is stored under `key`."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """A tensor of which the caller says that it is the same on all ranks. Made by `replicated`."""
+
+    tensor: torch.Tensor
+
+
+def replicated(tensor: torch.Tensor) -> Replicated:
+    """Say that a plain tensor is the same on all ranks, so that each rank writes a part of it instead of one all.
+
+    Nothing checks it: where the ranks differ the checkpoint holds a mixture. Parameters under DDP and DTensors with a
+    Replicate placement need no such word. Use it at the tensor's place in the state, for saving and for loading.
+    """
+    return Replicated(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor that this rank holds, whole or in part.
+
+    `tensor` is a plain tensor, a DTensor or FSDP1's ShardedTensor: the live memory, not a copy, except for FSDP1.
+    `replicated` says that it is known to be the same on all ranks. `lowest_rank_counts` says that other ranks may
+    hold other numbers and that it does not matter: DDP sends rank 0's buffers to all before each forward pass, so the
+    lowest rank's are the ones to store, whole.
+    """
+
+    tensor: torch.Tensor
+    replicated: bool = False
+    lowest_rank_counts: bool = False
+
+
+@dataclass(slots=True)
+class FlatState:
+    """What a rank has to store. Refers to live objects: encode the values and copy the tensors before training goes on.
+
+    `tensors` has each memory once, under the first key that leads to it; `aliases` leads from every further key (tied
+    weights) to that one. `values` has everything that is not a tensor, as it is; tensors inside such a value are in
+    `tensors` too, and `key_of` names them. `paths` has the path of every key of the three, as DCP would flatten it.
+    """
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    _keys_by_identity: dict[Hashable, str] = field(default_factory=dict)
+    _kept: list[torch.Tensor] = field(default_factory=list)
+
+    def add_tensor(self, path: Path, entry: TensorEntry, *, live: torch.Tensor | None = None) -> None:
+        """Take in a tensor. `live` is the parameter or buffer that it shows, where it is another object.
+
+        One that wraps other tensors becomes a value, and those become tensors of their own.
+        """
+        key = self._take(path)
+        kept = entry.tensor if live is None else live
+        wrapped = wrapped_in(entry.tensor, key)
+        for name, value in wrapped.items():
+            self._add_wrapped((*path[:-1], f"{path[-1]}{name.removeprefix(key)}"), value, entry, is_new=name != key)
+        if wrapped or is_wrapped(entry.tensor):
+            self._keys_by_identity[id(kept)] = self._keys_by_identity[id(entry.tensor)] = key
+            self._kept += [kept, entry.tensor]
+            return
+        identity = identity_of(kept)
+        first = self._keys_by_identity.setdefault(identity, key)
+        if first != key:
+            self.aliases[key] = first
+        else:
+            self.tensors[key] = entry
+        self._keys_by_identity.setdefault(id(entry.tensor), first)
+        self._kept += [kept, entry.tensor]
+
+    def _add_wrapped(self, path: Path, value: Wrapped, entry: TensorEntry, *, is_new: bool) -> None:
+        for inner, leaf in find_tensors(value, path):
+            assert isinstance(leaf, torch.Tensor)
+            self.add_tensor(inner, replace(entry, tensor=leaf))
+        self.values[self._take(path) if is_new else join_path(path)] = value
+
+    def add_value(self, path: Path, value: Any) -> None:
+        """Take in a value with the tensors in it. A bare tensor, marked or not, is only a tensor."""
+        if isinstance(value, torch.Tensor):
+            self.add_tensor(path, TensorEntry(value))
+            return
+        for inner, leaf in find_tensors(value, path):
+            marked = isinstance(leaf, Replicated)
+            self.add_tensor(inner, TensorEntry(leaf.tensor if isinstance(leaf, Replicated) else leaf, marked))
+        if not isinstance(value, Replicated):
+            self.values[self._take(path)] = map_tensors(value, path, lambda key, leaf: _unmarked(leaf))
+
+    def key_of(self, tensor: torch.Tensor) -> str:
+        """The key under which a tensor that stands in a value is stored."""
+        return self._keys_by_identity[id(tensor)]
+
+    def _take(self, path: Path) -> str:
+        key = join_path(path)
+        if key in self.paths:
+            raise InvalidState(
+                f"two places of the state have the same key {key!r}: {list(self.paths[key])} and {list(path)}",
+                hint="Rename one of them",
+            )
+        self.paths[key] = tuple(part if isinstance(part, int) else str(part) for part in path)
+        return key
+
+
+def join_path(path: Path) -> str:
+    """The flat key of a path."""
+    return ".".join(map(str, path))
+
+
+def identity_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are views of exactly the same memory. Distributed and empty tensors go by object, so that
+    all ranks, also those with an empty shard, find the same ties."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or not tensor.numel() or tensor.is_meta:
+        return id(tensor)
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def children(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Key and item of each part of a mapping, list or tuple; nothing for anything else."""
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+
+
+def find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor | Replicated]]:
+    """Every tensor in nested mappings, lists and tuples, with its path. Raises InvalidState for a value that contains
+    itself."""
+    try:
+        yield from _find_tensors(value, path)
+    except RecursionError:
+        raise InvalidState(f"{join_path(path)} is nested too deeply, or contains itself") from None
+
+
+def _find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor | Replicated]]:
+    if isinstance(value, torch.Tensor | Replicated):
+        yield path, value
+        return
+    is_mapping = isinstance(value, Mapping)
+    for part, item in children(value):
+        if type(item) not in ATOMS:
+            yield from _find_tensors(item, (*path, str(part) if is_mapping else part))
+
+
+def map_tensors(value: Any, path: Path, replace: Callable[[str, Any], Any]) -> Any:
+    """The value with each tensor, marked tensor or reference replaced by `replace(key, it)`.
+
+    The key is that of the place; a reference's own key is in it. Containers keep their exact type and order; those in
+    which nothing changes are the very same objects, and none is changed in place.
+    """
+    if isinstance(value, torch.Tensor | Replicated | TensorRef):
+        return replace(join_path(path), value)
+    changed = {}
+    for part, item in children(value):
+        if type(item) not in ATOMS:
+            new = map_tensors(item, (*path, part), replace)
+            if new is not item:
+                changed[part] = new
+    return with_items(value, changed) if changed else value
+
+
+def with_items(container: Any, changed: Mapping[Any, Any]) -> Any:
+    """A copy of a mapping, list or tuple, of the same type, in which some items are others."""
+    if isinstance(container, tuple):
+        items = [changed.get(index, item) for index, item in enumerate(container)]
+        return container._make(items) if hasattr(container, "_make") else type(container)(items)
+    clone: MutableMapping[Any, Any] = copy.copy(container)
+    for part, item in changed.items():
+        clone[part] = item
+    return clone
+
+
+def references_in(value: Any) -> Iterator[str]:
+    """The keys of all tensors that a value read from a checkpoint refers to."""
+    if isinstance(value, TensorRef):
+        yield value.key
+    for _, item in children(value):
+        if type(item) not in ATOMS:
+            yield from references_in(item)
+
+
+def stock_leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """The leaves, with their paths, that stock DCP makes of a value: the items that a stock load asks for.
+
+    Mappings always fall apart, lists only where a mapping or a tensor is in them, tuples never. Tensors that stand on
+    their own are left out, since they are items of the tensor kind.
+    """
+    if isinstance(value, Mapping):
+        for part, item in value.items():
+            yield from stock_leaves(item, (*path, str(part)))
+    elif isinstance(value, list) and not _is_stock_leaf(value):
+        for index, item in enumerate(value):
+            yield from stock_leaves(item, (*path, index))
+    elif not isinstance(value, torch.Tensor):
+        yield path, value
+
+
+def _is_stock_leaf(items: Sequence[Any]) -> bool:
+    for item in items:
+        if type(item) in ATOMS:
+            continue
+        if isinstance(item, Mapping | torch.Tensor) or (isinstance(item, list) and not _is_stock_leaf(item)):
+            return False
+    return True
+
+
+def _unmarked(leaf: Any) -> Any:
+    return leaf.tensor if isinstance(leaf, Replicated) else leaf

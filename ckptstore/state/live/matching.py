@@ -1,0 +1,254 @@
+"""What of a checkpoint goes where in a state, and every way in which the two do not fit."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from ckptstore.errors import CheckpointDamaged, StateMismatch
+from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
+from ckptstore.state.tensors.wrapped import Wrapped, check_same
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """What the index of a checkpoint says of one whole tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint holds for this rank.
+
+    `values` are decoded, with a `TensorRef` for each tensor in them. `aliases` leads from further keys of tied weights
+    to those in `tensors`. `skipped` are keys that shall be left as they are, and are neither missing nor unexpected:
+    those whose values differed between ranks, when the caller asked to skip them.
+    """
+
+    tensors: Mapping[str, SavedTensor]
+    values: Mapping[str, Any]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    skipped: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Memory to be filled: `tensor` takes the whole tensor, or its part of it, that the checkpoint has as `source`."""
+
+    tensor: torch.Tensor
+    source: str
+
+
+@dataclass(slots=True)
+class Mismatch:
+    """Every way in which a checkpoint does not fit a state.
+
+    `missing` keys are in the state alone, `unexpected` ones in the checkpoint alone, though they belong to a part of
+    it that the state names. `differing` says of keys that are in both how they differ. `names` are those that the state
+    gives to its parts.
+    """
+
+    missing: set[str] = field(default_factory=set)
+    unexpected: set[str] = field(default_factory=set)
+    differing: dict[str, str] = field(default_factory=dict)
+    names: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def check(self, *, strict: bool) -> None:
+        """Raise StateMismatch with the whole list. Without `strict` only what differs counts."""
+        parts = [_listed("differ", [f"{key} {how}" for key, how in self.differing.items()])]
+        if strict:
+            parts.append(_listed("missing in the checkpoint", self.missing))
+            parts.append(_listed("without a place in the state", self.unexpected))
+        if any(parts):
+            raise StateMismatch(
+                f"the checkpoint does not fit the state: {'. '.join(filter(None, parts))}",
+                hint="strict=False leaves out what one side lacks" if strict and not self.differing else None,
+            )
+
+    @staticmethod
+    def joined(parts: Iterable[Mismatch]) -> Mismatch:
+        """That of all ranks: a key that any rank misses is missing, one that a rank names and none can place is
+        unexpected."""
+        every = list(parts)
+        unplaced: dict[frozenset[str], set[str]] = {}
+        for part in every:  # ranks that give the same names must all have left the key
+            unplaced[part.names] = unplaced.get(part.names, part.unexpected) & part.unexpected
+        return Mismatch(
+            missing=set().union(*(part.missing for part in every)),
+            unexpected={
+                key
+                for keys in unplaced.values()
+                for key in keys
+                if all(key in others or not _is_below(key, names) for names, others in unplaced.items())
+            },
+            differing={key: how for part in every for key, how in part.differing.items()},
+            names=frozenset().union(*unplaced),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For another rank."""
+        return {
+            "missing": sorted(self.missing),
+            "unexpected": sorted(self.unexpected),
+            "differing": dict(sorted(self.differing.items())),
+            "names": sorted(self.names),
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Mismatch:
+        """What `to_json` described."""
+        missing, unexpected = set(value["missing"]), set(value["unexpected"])
+        return Mismatch(missing, unexpected, dict(value["differing"]), frozenset(value["names"]))
+
+
+class Matching:
+    """Pairs places of a state with contents of a checkpoint; collects what is to be read and what does not fit."""
+
+    def __init__(self, saved: Saved, *, include: str | Sequence[str] | None = None) -> None:
+        self.saved = saved
+        self.targets: dict[str, Target] = {}
+        self.mismatch = Mismatch()
+        self._include = None if include is None else (include,) if isinstance(include, str) else tuple(include)
+        self._keys = sorted({*saved.tensors, *saved.aliases, *saved.values})
+        self._placed: set[str] = set()
+
+    def includes(self, key: str) -> bool:
+        """Whether a key, or everything below it, was asked for. Patterns are those of fnmatch: `*` crosses dots."""
+        if self._include is None:
+            return True
+        return any(fnmatchcase(key, pattern) or fnmatchcase(f"{key}.", pattern) for pattern in self._include)
+
+    def includes_below(self, key: str) -> bool:
+        """Whether a key, or anything that the checkpoint has below it, was asked for."""
+        return self.includes(key) or any(map(self.includes, self.below(key)))
+
+    def below(self, key: str) -> list[str]:
+        """The keys that the checkpoint has below a key."""
+        first = bisect_left(self._keys, f"{key}.")
+        last = bisect_left(self._keys, f"{key}/", first)  # "/" follows "."
+        return self._keys[first:last]
+
+    def placed(self, *keys: str) -> None:
+        """Say that these keys of the checkpoint have a place in the state."""
+        self._placed.update(keys)
+
+    def source_of(self, key: str) -> str | None:
+        """The key under which a tensor's bytes are stored, None when there is no such tensor."""
+        source = self.saved.aliases.get(key, key)
+        return source if source in self.saved.tensors else None
+
+    def take_tensor(self, keys: Sequence[str], tensor: torch.Tensor) -> bool:
+        """Have a tensor filled, that the state knows under these keys. False, with the reason noted, if it cannot be.
+
+        One of the keys in the checkpoint is enough: tied weights may have been stored under either name.
+        """
+        self._placed.update(keys)
+        if not any(map(self.includes, keys)) or any(key in self.saved.skipped for key in keys):
+            return False
+        if is_wrapped(tensor):
+            return self._take_wrapped(keys, tensor)
+        found = [source for key in keys if (source := self.source_of(key)) is not None]
+        if not found:
+            self.miss(keys[0], "a tensor")
+            return False
+        wanted, present = SavedTensor(tensor.dtype, tuple(tensor.shape)), self.saved.tensors[found[0]]
+        if wanted != present:
+            self.mismatch.differing[keys[0]] = f"is {present} in the checkpoint and {wanted} in the state"
+            return False
+        self.targets[keys[0]] = Target(tensor, found[0])
+        return True
+
+    def _take_wrapped(self, keys: Sequence[str], tensor: torch.Tensor) -> bool:
+        """Have the tensors filled that a tensor wraps."""
+        key = next((key for key in keys if self._wrapped_at(key)), keys[0])
+        saved = self._wrapped_at(key)
+        for name in (name for other in keys for name in self._wrapped_at(other)):
+            self._placed.update((name, *self.below(name)))
+        if not saved:
+            self.miss(key, f"a {type(getattr(tensor, '_local_tensor', tensor)).__name__}, which wraps tensors,")
+            return False
+        for name, target in wrapped_in(tensor, key).items():
+            try:
+                if name not in saved:
+                    raise StateMismatch(f"{key} was saved in other parts than the state has of it")
+                check_same(saved[name], target, name)
+            except StateMismatch as error:
+                self.mismatch.differing[name] = f"cannot be loaded: {error.message}"
+                return False
+            self._fill_wrapped(name, target, saved[name])
+        return True
+
+    def _wrapped_at(self, key: str) -> dict[str, Wrapped]:
+        """What the checkpoint says of a tensor that wraps others: one value, or one for each part."""
+        first = bisect_left(self._keys, f"{key}@")
+        names = [key, *self._keys[first : bisect_left(self._keys, f"{key}A", first)]]  # "A" follows "@"
+        return {name: value for name in names if isinstance(value := self.saved.values.get(name), Wrapped)}
+
+    def _fill_wrapped(self, key: str, target: Wrapped, found: Wrapped) -> None:
+        for name, inner in target.items():
+            stored = found[name]
+            if isinstance(inner, Wrapped):
+                self._fill_wrapped(f"{key}.{name}", inner, stored)
+            else:
+                self.take_tensor([f"{key}.{name}", stored.key], inner)
+
+    def make_tensor(self, key: str, device: torch.device | None) -> torch.Tensor:
+        """A new plain tensor for what the checkpoint has under a key, to be filled.
+
+        Raises CheckpointDamaged when a value refers to a tensor that the index lacks.
+        """
+        self._placed.add(key)
+        source = self.source_of(key)
+        if source is None and self._wrapped_at(key):
+            raise StateMismatch(
+                f"{key} wraps tensors in the checkpoint, and the state has nothing to load it into",
+                hint="Put a tensor there that was made as the saved one was",
+            )
+        if source is None:
+            raise CheckpointDamaged(f"a value refers to the tensor {key!r}, which the index lacks")
+        saved = self.saved.tensors[source]
+        made = self.targets.get(key)
+        if made is None:
+            made = Target(torch.empty(saved.shape, dtype=saved.dtype, device=device), source)
+            self.targets[key] = made
+        return made.tensor
+
+    def miss(self, key: str, what: str) -> None:
+        """Note that the state has something for which the checkpoint has nothing, or something of another kind."""
+        self._placed.add(key)
+        if key in self.saved.skipped:
+            return
+        if key in self.saved.values:
+            self.mismatch.differing[key] = f"is a plain value in the checkpoint and {what} in the state"
+        elif self.source_of(key) is not None:
+            self.mismatch.differing[key] = f"is a tensor in the checkpoint and {what} in the state"
+        else:
+            self.mismatch.missing.add(key)
+
+    def close(self, names: Iterable[str]) -> None:
+        """Note what the checkpoint has below the state's top-level names and nothing took."""
+        self.mismatch.names = frozenset(map(str, names))
+        for name in self.mismatch.names:
+            for key in (name, *self.below(name)):
+                in_checkpoint = key in self.saved.values or self.source_of(key) is not None
+                if in_checkpoint and key not in self._placed and key not in self.saved.skipped and self.includes(key):
+                    self.mismatch.unexpected.add(key)
+
+
+def _is_below(key: str, names: Collection[str]) -> bool:
+    """Whether a key belongs to a part of the state with one of these names."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _listed(what: str, which: Collection[str]) -> str:
+    return f"{len(which)} {what}: {', '.join(sorted(which))}" if which else ""

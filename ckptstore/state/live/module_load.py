@@ -1,0 +1,59 @@
+"""Loading of a module: its own memory is filled; extra state and hooks follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckptstore.state.live.contents import Contents
+from ckptstore.state.live.flatten import identity_of
+from ckptstore.state.live.matching import Matching
+from ckptstore.state.live.modules import materialise, read_module, write_module
+from ckptstore.state.live.units import Unit
+
+
+class ModuleLoad:
+    """One module of the state. Parts of it that are on the meta device get memory first."""
+
+    def __init__(self, unit: Unit, matching: Matching, *, device: torch.device | None) -> None:
+        self._unit = unit
+        self._release: Callable[[], None] = lambda: None
+        self._is_wanted = matching.includes_below(unit.key)
+        if not self._is_wanted:
+            return
+        self._release = materialise(unit.key, unit.item, device)
+        try:
+            self._contents = read_module(unit.key, unit.item)
+            self._ties = self._match_tensors(matching)
+        except BaseException:
+            self._release()
+            raise
+        self._others = {
+            name: Contents((*unit.path, name), item, matching, fixed=False, device=device)
+            for name, item in self._contents.items.items()
+            if not isinstance(item, torch.Tensor)
+        }
+
+    def finish(self) -> None:
+        """Hand the module its state, which runs its hooks. Collective under FSDP1."""
+        if not self._is_wanted:
+            return
+        loaded: dict[str, Any] = {name: contents.result() for name, contents in self._others.items()}
+        for names in self._ties:  # FSDP1 shows a copy under each name, of which the first was filled
+            loaded.update(dict.fromkeys(names[1:], self._contents.items[names[0]]))
+        write_module(self._unit.key, self._unit.item, self._contents, loaded)
+
+    def abandon(self) -> None:
+        """Take away the memory that was given to meta tensors."""
+        self._release()
+
+    def _match_tensors(self, matching: Matching) -> list[list[str]]:
+        ties: dict[Any, list[str]] = {}
+        for name, item in self._contents.items.items():
+            if isinstance(item, torch.Tensor):
+                ties.setdefault(identity_of(self._contents.live.get(name, item)), []).append(name)
+        for names in ties.values():
+            matching.take_tensor([f"{self._unit.key}.{name}" for name in names], self._contents.items[names[0]])
+        return [names for names in ties.values() if len(names) > 1]

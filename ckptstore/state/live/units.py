@@ -1,0 +1,115 @@
+"""The parts of a nested state that are saved and loaded each in its own way, and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ckptstore.errors import InvalidState
+from ckptstore.state.live.flatten import ATOMS, Path, Replicated, children, join_path
+
+
+class Kind(IntEnum):
+    """What a unit is. The numbers are the order of loading: a scheduler reads its optimizer's learning rates, and
+    plain values depend on nothing."""
+
+    MODULE = 0
+    OPTIMIZER = 1
+    SCHEDULER = 2
+    STATEFUL = 3
+    VALUE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One part of the state: a live object, or a tensor or plain value with everything in it that is no live object.
+
+    `parent` is the container that it stands in, `path[-1]` its place there.
+    """
+
+    kind: Kind
+    path: Path
+    item: Any
+    parent: Any
+
+    @property
+    def key(self) -> str:
+        """Its flat key; the keys of what is in it begin with this and a dot."""
+        return join_path(self.path)
+
+    def replace(self, item: Any) -> None:
+        """Put another item into its place. Raises InvalidState where the container cannot be changed."""
+        if not isinstance(self.parent, MutableMapping | list):
+            kind = type(self.parent).__name__
+            raise InvalidState(f"{self.key} cannot be loaded: it stands in a {kind}, which cannot be changed")
+        self.parent[self.path[-1]] = item
+
+
+def kind_of(item: Any) -> Kind | None:
+    """What kind of live object an item is, None for a tensor, a plain value or a container."""
+    if isinstance(item, type | torch.Tensor):
+        return None
+    if isinstance(item, torch.nn.Module):
+        return Kind.MODULE
+    if isinstance(item, torch.optim.Optimizer):
+        return Kind.OPTIMIZER
+    if isinstance(item, LRScheduler):
+        return Kind.SCHEDULER
+    methods = (getattr(item, name, None) for name in ("state_dict", "load_state_dict"))
+    return Kind.STATEFUL if all(map(callable, methods)) else None
+
+
+def units_of(state: Any) -> list[Unit]:
+    """Take a state apart, in its own order.
+
+    Raises InvalidState when it is not a mapping with text as keys, contains itself, or when a key begins with another
+    one and a dot, so that it could not be told whose part it is.
+    """
+    if not isinstance(state, Mapping) or kind_of(state) is not None:
+        raise InvalidState(f"a state is a dict, not a {type(state).__name__}", hint='Wrap it: {"model": model}')
+    for key in state:
+        if not isinstance(key, str) or not key:
+            raise InvalidState(f"the keys of a state are text, not {key!r}")
+    try:
+        units = [unit for key, item in state.items() for unit in _walk(item, (key,), state)]
+    except RecursionError:
+        raise InvalidState("the state is nested too deeply, or contains itself") from None
+    _refuse_overlap(sorted(unit.key for unit in units))
+    return units
+
+
+def _walk(item: Any, path: Path, parent: Any) -> Iterator[Unit]:
+    kind = kind_of(item)
+    if kind is None and _holds_objects(item):
+        for part, inner in children(item):
+            yield from _walk(inner, (*path, part), item)
+    else:
+        yield Unit(Kind.VALUE if kind is None else kind, path, item, parent)
+
+
+def _holds_objects(item: Any) -> bool:
+    if isinstance(item, torch.Tensor | Replicated):
+        return False
+    return any(
+        kind_of(inner) is not None or _holds_objects(inner) for _, inner in children(item) if type(inner) not in ATOMS
+    )
+
+
+def _refuse_overlap(keys: Iterable[str]) -> None:
+    taken: set[str] = set()
+    for key in keys:
+        end = key.find(".")
+        while end >= 0 and key[:end] not in taken:
+            end = key.find(".", end + 1)
+        if end >= 0 or key in taken:
+            other = key[:end] if end >= 0 else key
+            raise InvalidState(
+                f"the state's keys {other!r} and {key!r} overlap: it cannot be told whose part is whose",
+                hint="Rename one of them",
+            )
+        taken.add(key)

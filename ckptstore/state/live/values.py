@@ -1,0 +1,436 @@
+"""Plain values as JSON, and back, with exact types and order. Nothing is executed while decoding.
+
+What JSON lacks is `{"$t": kind, "v": ...}` (format-v1, "Plain values"). Long byte strings, long lists of numbers,
+arrays and tensors travel beside the JSON, as tensors; the JSON refers to them by key. torch and numpy are recognised
+without importing them.
+
+Shared references are not preserved: a list that is reached twice comes back as two equal lists. Cycles are refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import pickle
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore.format.encoding import float_name, shortened
+from ckptstore.state.tensors.wrapped import Label, Part, Wrapped
+
+INLINE_BYTES = 64 << 10
+"""Byte strings and arrays above this travel as tensors."""
+INLINE_NUMBERS = 1000
+"""Lists of numbers longer than this travel as tensors."""
+
+_TAG = "$t"
+_INT64 = range(-(1 << 63), 1 << 63)
+_FLOATS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+_FACTORIES: Mapping[str, Any] = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool, bytes, tuple)}
+_ARRAY_KINDS = frozenset("biufcmMSU")
+
+Store = Callable[[Any], str]
+"""Keeps a tensor or array beside the JSON and returns its key."""
+Fetch = Callable[[str], Any]
+"""Returns what was kept under a key: an array for what `Encoder` made itself, a tensor for the caller's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Bytes that a planner of DCP gave for a value, and that nobody but the planner can read."""
+
+    data: bytes
+
+
+class Encoder:
+    """Turns values into what `json.dumps` takes.
+
+    `store` keeps what travels as a tensor: it is given a torch tensor of the caller, or a one-dimensional numpy array
+    of uint8, int64 or float64.
+    """
+
+    def __init__(self, store: Store, *, allow_pickle: bool = False) -> None:
+        self._store = store
+        self._allow_pickle = allow_pickle
+        self._open: set[int] = set()
+
+    def encode(self, value: Any, *, path: str) -> Any:
+        """The JSON value. Raises InvalidState, with the path, for what cannot come back exactly."""
+        try:
+            return self._encode(value, path)
+        except RecursionError:
+            raise InvalidState(f"{path} is nested too deeply") from None
+
+    def _encode(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if value in _INT64 else _tagged("int", hex(value))
+        if kind is float:
+            return value if value - value == 0.0 else _tagged("float", float_name(value))
+        if kind in _CONTAINERS:
+            return self._encode_container(kind, value, path)
+        simple = _SIMPLE.get(kind)
+        if simple is not None:
+            return _tagged(*simple(value))
+        if kind is bytes or kind is bytearray:
+            return _tagged(kind.__name__, self._encode_bytes(value))
+        foreign = self._encode_foreign(value, path)
+        if foreign is not None:
+            return foreign
+        return self._pickled(value, path)
+
+    def _encode_container(self, kind: type, value: Any, path: str) -> Any:
+        if id(value) in self._open:
+            raise InvalidState(f"{path} refers to itself")
+        self._open.add(id(value))
+        try:
+            if kind is dict:
+                return self._encode_dict(value, path)
+            if kind is Wrapped:
+                return self._encode_wrapped(value, path)
+            if kind is list or kind is tuple:
+                items = self._encode_items(value, path)
+                return items if kind is list else _tagged("tuple", items)
+            if kind is set or kind is frozenset:
+                members = [self._encode(item, f"{path}{{}}") for item in value]
+                return _tagged(kind.__name__, sorted(members, key=json.dumps))
+            if kind is slice:
+                return _tagged("slice", [self._encode(bound, path) for bound in (value.start, value.stop, value.step)])
+            pairs = self._encode_pairs(value, path)
+            if kind is not defaultdict:
+                return _tagged(kind.__name__, pairs)
+            factory = getattr(value.default_factory, "__name__", None)
+            if value.default_factory is not None and _FACTORIES.get(str(factory)) is not value.default_factory:
+                return self._pickled(value, path)
+            return _tagged("defaultdict", [factory, pairs])
+        finally:
+            self._open.discard(id(value))
+
+    def _encode_items(self, value: Any, path: str) -> Any:
+        if len(value) > INLINE_NUMBERS:
+            numbers = _numbers(value)
+            if numbers is not None:
+                return _tagged("floats" if numbers.dtype.kind == "f" else "ints", self._store(numbers))
+        return [self._encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+
+    def _encode_dict(self, value: dict[Any, Any], path: str) -> Any:
+        if all(type(key) is str for key in value) and _TAG not in value:
+            return {key: self._encode(item, f"{path}.{key}") for key, item in value.items()}
+        return _tagged("dict", self._encode_pairs(value, path))
+
+    def _encode_wrapped(self, value: Wrapped, path: str) -> Any:
+        label = value.label
+        return _tagged(
+            "wrapper",
+            {
+                "class": label.kind,
+                "context": label.context,
+                "dtype": label.dtype,
+                "shape": list(label.shape),
+                "part": None if label.part is None else list(map(_plain, label.part)),
+                "tensors": [[name, self._encode(item, f"{path}.{name}")] for name, item in value.items()],
+            },
+        )
+
+    def _encode_pairs(self, value: dict[Any, Any], path: str) -> list[Any]:
+        return [
+            [self._encode(key, f"{path} key {key!r}"), self._encode(item, f"{path}[{key!r}]")]
+            for key, item in value.items()
+        ]
+
+    def _encode_bytes(self, value: bytes | bytearray | memoryview) -> Any:
+        if len(value) <= INLINE_BYTES:
+            return base64.b64encode(value).decode()
+        import numpy
+
+        return _tagged("tensor", self._store(numpy.frombuffer(value, numpy.uint8)))
+
+    def _encode_foreign(self, value: Any, path: str) -> Any:
+        """The JSON of a value of torch or numpy, None when it is not one that is known."""
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        if torch is not None:
+            if isinstance(value, torch.Tensor):
+                return _tagged("tensor", self._store(value))
+            if isinstance(value, torch.Size):
+                return _tagged("torch.Size", list(value))
+            if isinstance(value, torch.dtype | torch.device):
+                return _tagged(f"torch.{type(value).__name__}", str(value))
+        if numpy is not None and isinstance(value, numpy.generic) and _storable(value.dtype):
+            return _tagged("numpy", [value.dtype.str, base64.b64encode(value.tobytes()).decode()])
+        if numpy is not None and type(value) is numpy.ndarray and _storable(value.dtype):
+            data = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8) if value.size else b""
+            return _tagged("ndarray", [value.dtype.str, list(value.shape), self._encode_bytes(memoryview(data))])
+        return None
+
+    def _pickled(self, value: Any, path: str) -> Any:
+        if not self._allow_pickle:
+            name = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise InvalidState(
+                f"{path} is a {name}, which cannot be stored exactly",
+                hint="Store what it is made of, or pass allow_pickle=True to save and again to load",
+            )
+        if type(value) is Frame:
+            return _tagged("frame", self._encode_bytes(value.data))
+        try:
+            return _tagged("pickle", self._encode_bytes(pickle.dumps(value, protocol=4)))
+        except Exception as error:  # whatever a user's __reduce__ raises
+            raise InvalidState(f"{path} cannot be pickled: {error}") from error
+
+
+class Decoder:
+    """Turns JSON values back. `fetch` returns what `Encoder` kept beside them."""
+
+    def __init__(self, fetch: Fetch, *, allow_pickle: bool = False) -> None:
+        self._fetch = fetch
+        self._allow_pickle = allow_pickle
+
+    def decode(self, value: Any, *, path: str) -> Any:
+        """The value. Raises CheckpointDamaged when the JSON is not what `Encoder` writes, InvalidState for a pickle
+        that was not allowed."""
+        try:
+            return self._decode(value)
+        except InvalidState as error:
+            raise InvalidState(f"{shortened(path)} {shortened(error.message)}", hint=error.hint) from None
+        except Exception as error:  # constructors of torch, numpy and datetime each raise their own
+            what = shortened(repr(error))
+            raise CheckpointDamaged(f"the value of {shortened(path)} is not in the format: {what}") from None
+
+    def _decode(self, value: Any) -> Any:
+        if type(value) is list:
+            return [self._decode(item) for item in value]
+        if type(value) is not dict:
+            return value
+        if _TAG not in value:
+            return {key: self._decode(item) for key, item in value.items()}
+        kind, content = value[_TAG], value["v"]
+        plain = _DECODE_PLAIN.get(kind)
+        if plain is not None:
+            return plain(content)
+        return _DECODE_NESTED[kind](self, content)
+
+    def _items(self, content: Any) -> list[Any]:
+        items = self._decode(content)
+        if type(items) is not list:
+            raise TypeError(f"a {type(items).__name__} where a list belongs")
+        return items
+
+    def _pairs(self, content: Any) -> Iterator[tuple[Any, Any]]:
+        return ((self._decode(key), self._decode(item)) for key, item in content)
+
+    def _bytes(self, content: Any) -> bytes:
+        if type(content) is str:
+            return base64.b64decode(content, validate=True)
+        import numpy
+
+        return numpy.asarray(self._fetch(_reference(content))).tobytes()
+
+    def _numbers(self, content: Any) -> list[Any]:
+        numbers: list[Any] = self._fetch(content).tolist()
+        return numbers
+
+    def _defaultdict(self, content: Any) -> defaultdict[Any, Any]:
+        factory, pairs = content
+        return defaultdict(None if factory is None else _FACTORIES[factory], self._pairs(pairs))
+
+    def _wrapped(self, content: Any) -> Wrapped:
+        part = content["part"]
+        if part is not None:
+            key, offsets, shape = part
+            part = Part(key, tuple(offsets), tuple(shape))
+        label = Label(content["class"], content["context"], content["dtype"], tuple(content["shape"]), part)
+        return Wrapped(dict(self._pairs(content["tensors"])), label)
+
+    def _scalar(self, content: Any) -> Any:
+        dtype, data = content
+        import numpy
+
+        return numpy.frombuffer(base64.b64decode(data, validate=True), _numpy_dtype(dtype))[0]
+
+    def _array(self, content: Any) -> Any:
+        dtype, shape, data = content
+        import numpy
+
+        return numpy.frombuffer(bytearray(self._bytes(data)), _numpy_dtype(dtype)).reshape(shape)
+
+    def _frame(self, content: Any) -> Frame:
+        if not self._allow_pickle:
+            raise InvalidState("is a frame of a planner, which may run code to read it", hint="Pass allow_pickle=True")
+        return Frame(self._bytes(content))
+
+    def _pickle(self, content: Any) -> Any:
+        if not self._allow_pickle:
+            raise InvalidState("is a pickle, which can run code when it is read", hint="Pass allow_pickle=True")
+        return pickle.loads(self._bytes(content))
+
+
+def references(value: Any) -> Iterator[str]:
+    """The keys of everything that a JSON value refers to; decoding fetches exactly those."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if type(item) is list:
+            stack.extend(item)
+        elif type(item) is dict:
+            kind, content = item.get(_TAG), item.get("v")
+            if kind in ("tensor", "ints", "floats") and type(content) is str:
+                yield content
+            else:
+                stack.extend(item.values())
+
+
+def needs_code(value: Any) -> bool:
+    """Whether a JSON value holds anything that `Decoder` refuses unless pickles are allowed."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if type(item) is list:
+            stack.extend(item)
+        elif type(item) is dict:
+            if item.get(_TAG) in ("pickle", "frame"):
+                return True
+            stack.extend(item.values())
+    return False
+
+
+def _plain(item: Any) -> Any:
+    return list(item) if isinstance(item, tuple) else item
+
+
+def _tagged(kind: str, content: Any) -> dict[str, Any]:
+    return {_TAG: kind, "v": content}
+
+
+def _reference(content: Any) -> str:
+    if type(content) is not dict or content.get(_TAG) != "tensor" or type(content["v"]) is not str:
+        raise TypeError("neither bytes nor a reference")
+    return content["v"]
+
+
+def _numbers(value: Any) -> Any:
+    """A long list as an array of int64 or float64, None when it is not all of one of them."""
+    kinds = set(map(type, value))
+    if kinds == {int} and min(value) in _INT64 and max(value) in _INT64:
+        import numpy
+
+        return numpy.array(value, numpy.int64)
+    if kinds == {float}:
+        import numpy
+
+        return numpy.array(value, numpy.float64)
+    return None
+
+
+def _storable(dtype: Any) -> bool:
+    return dtype.kind in _ARRAY_KINDS and dtype.names is None and dtype.char not in "gG" and dtype.itemsize > 0
+
+
+def _numpy_dtype(name: str) -> Any:
+    import numpy
+
+    dtype = numpy.dtype(str(name))
+    if not _storable(dtype):
+        raise ValueError(f"dtype {name!r}")
+    return dtype
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    prefix, _, short = name.partition(".")
+    dtype = getattr(torch, short, None) if prefix == "torch" and short.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype {name!r}")
+    return dtype
+
+
+def _torch_device(name: str) -> Any:
+    import torch
+
+    return torch.device(name)
+
+
+def _torch_size(sizes: list[int]) -> Any:
+    import torch
+
+    return torch.Size(sizes)
+
+
+def _fields_of_time(value: Any) -> list[Any]:
+    zone = value.tzinfo
+    if zone is not None and type(zone) is not datetime.timezone:
+        raise InvalidState(f"{value!r} has a time zone by name, which cannot be stored exactly")
+    offset = None if zone is None else zone.utcoffset(None) // datetime.timedelta(microseconds=1)
+    return [value.hour, value.minute, value.second, value.microsecond, value.fold, offset]
+
+
+def _time_of_fields(fields: list[Any]) -> tuple[tuple[int, ...], dict[str, Any]]:
+    *clock, fold, offset = fields
+    zone = None if offset is None else datetime.timezone(datetime.timedelta(microseconds=offset))
+    return tuple(clock), {"fold": fold, "tzinfo": zone}
+
+
+def _decode_time(fields: list[Any]) -> datetime.time:
+    clock, rest = _time_of_fields(fields)
+    hour, minute, second, microsecond = clock
+    return datetime.time(hour, minute, second, microsecond, **rest)
+
+
+def _decode_datetime(fields: list[Any]) -> datetime.datetime:
+    clock, rest = _time_of_fields(fields[3:])
+    return datetime.datetime(*fields[:3], *clock, **rest)
+
+
+_CONTAINERS = frozenset({list, tuple, dict, set, frozenset, slice, OrderedDict, Counter, defaultdict, Wrapped})
+
+_SIMPLE: Mapping[type, Callable[[Any], tuple[str, Any]]] = {
+    complex: lambda value: ("complex", [value.real.hex(), value.imag.hex()]),
+    range: lambda value: ("range", [hex(value.start), hex(value.stop), hex(value.step)]),
+    type(...): lambda value: ("Ellipsis", None),
+    datetime.date: lambda value: ("date", [value.year, value.month, value.day]),
+    datetime.time: lambda value: ("time", _fields_of_time(value)),
+    datetime.datetime: lambda value: ("datetime", [value.year, value.month, value.day, *_fields_of_time(value)]),
+    datetime.timedelta: lambda value: ("timedelta", [value.days, value.seconds, value.microseconds]),
+}
+
+_DECODE_PLAIN: Mapping[str, Callable[[Any], Any]] = {
+    "int": lambda content: int(content, 16),
+    "float": lambda content: _FLOATS[content],
+    "complex": lambda content: complex(float.fromhex(content[0]), float.fromhex(content[1])),
+    "range": lambda content: range(*(int(bound, 16) for bound in content)),
+    "Ellipsis": lambda content: ...,
+    "date": lambda content: datetime.date(*content),
+    "time": _decode_time,
+    "datetime": _decode_datetime,
+    "timedelta": lambda content: datetime.timedelta(*content),
+    "torch.dtype": _torch_dtype,
+    "torch.device": _torch_device,
+    "torch.Size": _torch_size,
+}
+
+_DECODE_NESTED: Mapping[str, Callable[[Decoder, Any], Any]] = {
+    "tuple": lambda self, content: tuple(self._items(content)),
+    "set": lambda self, content: set(self._items(content)),
+    "frozenset": lambda self, content: frozenset(self._items(content)),
+    "slice": lambda self, content: slice(*self._items(content)),
+    "dict": lambda self, content: dict(self._pairs(content)),
+    "OrderedDict": lambda self, content: OrderedDict(self._pairs(content)),
+    "Counter": lambda self, content: Counter(dict(self._pairs(content))),
+    "defaultdict": Decoder._defaultdict,
+    "wrapper": Decoder._wrapped,
+    "bytes": Decoder._bytes,
+    "bytearray": lambda self, content: bytearray(self._bytes(content)),
+    "ints": Decoder._numbers,
+    "floats": Decoder._numbers,
+    "tensor": lambda self, content: self._fetch(content),
+    "numpy": Decoder._scalar,
+    "ndarray": Decoder._array,
+    "pickle": Decoder._pickle,
+    "frame": Decoder._frame,
+}

@@ -1,0 +1,296 @@
+"""Planning of reads: which blocks of which files fill which memory, each block checked. Moves no bytes itself.
+
+A box that is one range in the file and in memory is read straight into place, its ends widened to block borders; of a
+slab, which is read as a whole, the larger tensors too. All else goes through a buffer: small tensors, slices across
+rows, memory on a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ckptstore.errors import CheckpointDamaged
+from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.runtime.collector import collector_paused
+from ckptstore.state.index.tensor_index import Chunk, TensorIndex
+from ckptstore.state.tensors.boxes import Box, inside, is_range, overlap, runs, span, strides_of, whole
+from ckptstore.state.tensors.placement import Piece
+from ckptstore.state.tensors.segments import narrowed
+from ckptstore.state.write.describe import is_plain_memory, view_of
+from ckptstore.transfer import RangeRead
+
+MAX_SKIP_BYTES = 2 << 20
+"""Wanted bytes that are closer than this are read in one range, with what lies between them."""
+BUFFER_BYTES = 32 << 20
+"""The most that one buffer of a read holds."""
+_SCATTERED_BYTES = 16 << 10
+"""Below this, to copy out of a buffer costs less than one more place to read into."""
+
+
+class Copy(NamedTuple):
+    """Bytes of a file that belong into memory."""
+
+    offset: int
+    """In the file, of the first byte."""
+    size_bytes: int
+    """As far as the last one."""
+    target: torch.Tensor
+    """The memory, of the shape of the box."""
+    strides: tuple[int, ...]
+    """Of the box in the file, in elements."""
+
+    @property
+    def stop(self) -> int:
+        """Where it ends in the file."""
+        return self.offset + self.size_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the bytes lie in memory as they lie in the file."""
+        size_bytes = self.target.numel() * self.target.element_size()
+        return size_bytes == self.size_bytes and is_plain_memory(self.target)
+
+
+@dataclass(slots=True)
+class Step:
+    """A stretch of a file that is read into a buffer, and what is copied from there afterwards."""
+
+    key: str
+    offset: int
+    size_bytes: int
+    checks: tuple[tuple[int, int], ...]
+    direct: memoryview | None = None
+    """The memory that takes the middle of the stretch directly."""
+    direct_offset: int = 0
+    copies: list[Copy] = field(default_factory=list)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """How much is not read directly."""
+        return self.size_bytes - (len(self.direct) if self.direct is not None else 0)
+
+    def range_read(self) -> tuple[RangeRead, memoryview]:
+        """The read, and the buffer that takes what has no place of its own."""
+        buffer = _buffer(self.buffer_bytes)
+        if self.direct is None:
+            views: tuple[memoryview, ...] = (buffer,)
+        else:
+            head = self.direct_offset - self.offset
+            views = tuple(part for part in (buffer[:head], self.direct, buffer[head:]) if part)
+        return RangeRead(self.key, self.offset, views, self.checks), buffer
+
+    @collector_paused()
+    def scattered_read(self) -> tuple[RangeRead, list[tuple[Copy, memoryview]]]:
+        """The same with every copy that can be read straight into its memory; and those that are left, with their
+        bytes."""
+        if self.direct is not None:
+            return self.range_read()[0], []
+        views: list[memoryview] = []
+        left: list[tuple[Copy, memoryview]] = []
+        start, waiting, waiting_stop = self.offset, list[Copy](), self.offset
+
+        def buffer_until(stop: int) -> None:
+            if stop > start:
+                view = _buffer(stop - start)
+                views.append(view)
+                left.extend((copy, view[copy.offset - start :][: copy.size_bytes]) for copy in waiting)
+            waiting.clear()
+
+        for copy, following in zip(self.copies, [*self.copies[1:], None], strict=True):
+            is_apart = waiting_stop <= copy.offset and (following is None or copy.stop <= following.offset)
+            if is_apart and copy.size_bytes >= _SCATTERED_BYTES and copy.is_whole:
+                buffer_until(copy.offset)
+                views.append(view_of(copy.target))
+                start = waiting_stop = copy.stop
+            else:
+                waiting.append(copy)
+                waiting_stop = max(waiting_stop, copy.stop)
+        buffer_until(self.offset + self.size_bytes)
+        return RangeRead(self.key, self.offset, tuple(views), self.checks), left
+
+    def finish(self, buffer: memoryview) -> None:
+        """Copy out of the buffer."""
+        for copy in self.copies:
+            fill(copy.target, buffer[copy.offset - self.offset :][: copy.size_bytes], copy.strides)
+
+
+def _buffer(size_bytes: int) -> memoryview:
+    """Memory that is new. A large piece comes in huge pages where the system has them: numpy asks for them."""
+    return np.empty(size_bytes, dtype=np.uint8).data
+
+
+def fill(target: torch.Tensor, data: memoryview, strides: tuple[int, ...]) -> None:
+    """Copy a box, which lies in `data` with these strides, into memory of its shape."""
+    size_bytes = target.numel() * target.element_size()
+    if size_bytes == len(data) and is_plain_memory(target):
+        view_of(target)[:] = data
+        return
+    is_aligned = _address(data) % target.element_size() == 0
+    aligned = torch.frombuffer(data if is_aligned else bytearray(data), dtype=torch.uint8).view(target.dtype)
+    target.copy_(aligned.as_strided(tuple(target.shape), strides))
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+class ReadPlan:
+    """What has to be read for the memory of one rank."""
+
+    def __init__(self, index: TensorIndex, *, prefix: str, checked: bool = True) -> None:
+        """`prefix` is that of the files' keys. `checked` says that the index has digests."""
+        self._index = index
+        self._prefix = prefix
+        self._checked = checked
+        self._steps: list[Step] = []
+        self._shared: dict[int, list[Copy]] = {}
+        self._regions = [column.tolist() for column in _region_columns(index)]
+
+    def add(self, source: str, pieces: Iterable[Piece], *, rank: int) -> None:
+        """Fill these pieces of the stored tensor `source`, as `rank` stored it if ranks differ.
+
+        Raises CheckpointDamaged when the index has holes there.
+        """
+        for piece in pieces:
+            volume = 0
+            for chunk in self._index.chunks(source, rank, piece.box):
+                if chunk.box == piece.box:
+                    volume += piece.box.volume
+                    self._add_box(chunk, whole(chunk.box.sizes), piece.tensor)
+                elif (common := overlap(chunk.box, piece.box)) is not None:
+                    volume += common.volume
+                    self._add_box(chunk, inside(common, chunk.box), narrowed(piece.tensor, inside(common, piece.box)))
+            if volume != piece.box.volume:
+                raise CheckpointDamaged(f"the checkpoint has not all of {source}: a chunk is missing")
+
+    def _add_box(self, chunk: Chunk, box: Box, target: torch.Tensor) -> None:
+        element_bytes = target.element_size()
+        size_bytes = self._regions[2][chunk.region]
+        is_own = self._regions[1][chunk.region] == chunk.offset and size_bytes == chunk.box.volume * element_bytes
+        strides = strides_of(chunk.box.sizes)
+        if not is_own:
+            first, count = (0, box.volume) if box.sizes == chunk.box.sizes else span(box, chunk.box.sizes)
+            copy = Copy(chunk.offset + first * element_bytes, count * element_bytes, target, strides)
+            self._shared.setdefault(chunk.region, []).append(copy)
+        elif is_plain_memory(target) and is_range(box, chunk.box.sizes):
+            first, count = span(box, chunk.box.sizes)
+            self._add_direct(chunk, chunk.offset + first * element_bytes, view_of(target))
+        else:
+            for piece in _cut(box, chunk.box.sizes, element_bytes):
+                first, count = span(piece, chunk.box.sizes)
+                inner = narrowed(target, inside(piece, box))
+                copy = Copy(chunk.offset + first * element_bytes, count * element_bytes, inner, strides)
+                self._add_buffered(chunk.region, copy.offset, copy.offset + copy.size_bytes, [copy])
+
+    def _add_direct(self, chunk: Chunk, offset: int, view: memoryview) -> None:
+        step = self._step(chunk.region, offset, offset + len(view))
+        step.direct, step.direct_offset = view, offset
+        self._steps.append(step)
+
+    def _add_buffered(self, region: int, start: int, stop: int, copies: list[Copy]) -> None:
+        step = self._step(region, start, stop)
+        step.copies = copies
+        self._steps.append(step)
+
+    def _step(self, region: int, start: int, stop: int) -> Step:
+        """A stretch of a region, widened to the borders of its blocks."""
+        file, begin, size_bytes, first_block = (column[region] for column in self._regions)
+        key = self._prefix + self._index.files[file]
+        if not self._checked:
+            return Step(key, start, stop - start, ())
+        low = (start - begin) // BLOCK_BYTES
+        high = -(-(stop - begin) // BLOCK_BYTES)
+        end = min(high * BLOCK_BYTES, size_bytes)
+        crcs = self._index.crcs[first_block + low : first_block + high].tolist()
+        sizes = [BLOCK_BYTES] * (high - low)
+        sizes[-1] = end - (high - 1) * BLOCK_BYTES
+        return Step(key, begin + low * BLOCK_BYTES, end - low * BLOCK_BYTES, tuple(zip(sizes, crcs, strict=True)))
+
+    def steps(self) -> Iterator[Step]:
+        """Everything to be read, in the order of files and offsets."""
+        for region, copies in self._shared.items():
+            copies.sort(key=lambda copy: copy.offset)
+            for group in _groups(copies, self._regions[1][region]):
+                stop = max(copy.offset + copy.size_bytes for copy in group)
+                self._add_buffered(region, group[0].offset, stop, group)
+        self._shared.clear()
+        self._steps.sort(key=lambda step: (step.key, step.offset))
+        yield from self._steps
+
+
+def _region_columns(index: TensorIndex) -> tuple[Any, Any, Any, Any]:
+    return index.regions.file, index.regions.offset, index.regions.size_bytes, index.regions.first_block
+
+
+def _groups(copies: Sequence[Copy], begin: int) -> Iterator[list[Copy]]:
+    """Copies of one region that are read together: without a gap worth a new read, and no more than a buffer.
+
+    A group ends where a block ends, as far as it can, so that no block is read twice.
+    """
+    group: list[Copy] = []
+    stop = 0
+    for copy in copies:
+        if group:
+            is_far = copy.offset - stop >= MAX_SKIP_BYTES
+            starts_block = (copy.offset - begin) // BLOCK_BYTES > (stop - 1 - begin) // BLOCK_BYTES
+            is_full = copy.offset + copy.size_bytes - group[0].offset > BUFFER_BYTES
+            if is_far or (is_full and starts_block) or copy.offset - group[0].offset > 2 * BUFFER_BYTES:
+                yield group
+                group, stop = [], 0
+        group.append(copy)
+        stop = max(stop, copy.offset + copy.size_bytes)
+    if group:
+        yield group
+
+
+def _cut(box: Box, sizes: tuple[int, ...], element_bytes: int) -> Iterator[Box]:
+    """The pieces of a box that are read one by one, none with more bytes from end to end than a buffer holds."""
+    for run in runs(box, sizes, MAX_SKIP_BYTES // element_bytes):
+        yield from _halves(run, sizes, BUFFER_BYTES // element_bytes)
+
+
+def _halves(box: Box, sizes: tuple[int, ...], most: int) -> Iterator[Box]:
+    if span(box, sizes)[1] <= most or box.volume == 1:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+    half = box.sizes[dim] // 2
+    for offset, size in ((0, half), (half, box.sizes[dim] - half)):
+        offsets = (*box.offsets[:dim], box.offsets[dim] + offset, *box.offsets[dim + 1 :])
+        yield from _halves(Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), sizes, most)
+
+
+class RunSteps(Protocol):
+    """Carries out the steps of a read."""
+
+    def __call__(
+        self, steps: Iterable[Step], read: Callable[[Sequence[RangeRead]], None], *, buffer_bytes: int
+    ) -> None: ...
+
+
+def run_steps(steps: Iterable[Step], read: Callable[[Sequence[RangeRead]], None], *, buffer_bytes: int) -> None:
+    """Read and copy, with buffers of at most that much at once."""
+    wave: list[Step] = []
+    held = 0
+    for step in steps:
+        if wave and held + step.buffer_bytes > buffer_bytes:
+            _run_wave(wave, read)
+            wave, held = [], 0
+        wave.append(step)
+        held += step.buffer_bytes
+    if wave:
+        _run_wave(wave, read)
+
+
+def _run_wave(wave: Sequence[Step], read: Callable[[Sequence[RangeRead]], None]) -> None:
+    reads = [step.scattered_read() for step in wave]
+    read([item for item, _ in reads])
+    for _, left in reads:
+        for copy, data in left:
+            fill(copy.target, data, copy.strides)

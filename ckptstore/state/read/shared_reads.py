@@ -1,0 +1,126 @@
+"""Reading once for all ranks: what every rank wants is read by one of them, and broadcast to the others.
+
+Nothing else is shared: a range that only some ranks want is read by each of those.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckptstore.errors import InvalidInput
+from ckptstore.group import Group
+from ckptstore.state.read.read_plan import Step, run_steps
+from ckptstore.transfer import RangeRead
+
+_PIECE_BYTES = 32 << 20
+"""The most that one broadcast sends."""
+
+Place = tuple[str, int, int]
+
+
+class SharedSteps:
+    """Runs the steps of all ranks together. Collective: every rank calls it as often as every other."""
+
+    def __init__(self, group: Group) -> None:
+        """Raises InvalidInput when the ranks have no process group to broadcast in."""
+        self._group = group
+        self._process_group: Any = getattr(group, "process_group", None)
+        if self._process_group is None and group.world_size > 1:
+            raise InvalidInput(
+                'read_once="job" sends bytes from rank to rank, and the group of this store has no process group',
+                hint='Initialise torch.distributed, or use read_once="node"',
+            )
+
+    def __call__(
+        self, steps: Iterable[Step], read: Callable[[Sequence[RangeRead]], None], *, buffer_bytes: int
+    ) -> None:
+        if self._group.world_size == 1:
+            run_steps(list(steps), read, buffer_bytes=buffer_bytes)
+            return
+        own, common = self._wanted_by_all(steps)
+        by_place = {_place(step): step for step in own}
+        for wave in _waves(common, buffer_bytes):
+            self._share(wave, by_place, read)
+        taken = set(common)
+
+        def work(_beat: object) -> bytes:
+            run_steps((step for step in own if _place(step) not in taken), read, buffer_bytes=buffer_bytes)
+            return b""
+
+        self._group.exchange("read the rest", work, lambda _posts, _beat: b"")  # what fails on one rank fails on all
+
+    def _wanted_by_all(self, steps: Iterable[Step]) -> tuple[list[Step], list[Place]]:
+        """What this rank wants, and what every rank does."""
+        own: list[Step] = []
+
+        def work(_beat: object) -> bytes:
+            own.extend(steps)
+            return zlib.compress(json.dumps(sorted({_place(step) for step in own})).encode(), 1)
+
+        def join(posts: list[bytes], _beat: object) -> bytes:
+            wanted = [{tuple(place) for place in json.loads(zlib.decompress(post))} for post in posts]
+            return zlib.compress(json.dumps(sorted(set.intersection(*wanted))).encode(), 1)
+
+        answer = self._group.exchange("ranges", work, join)
+        return own, [(key, offset, size_bytes) for key, offset, size_bytes in json.loads(zlib.decompress(answer))]
+
+    def _share(
+        self,
+        wave: Sequence[Place],
+        by_place: dict[Place, Step],
+        read: Callable[[Sequence[RangeRead]], None],
+    ) -> None:
+        """Each rank reads its share of a wave; when all have, every rank gets everything."""
+        owners = _owners(wave, self._group.world_size)
+        held = [by_place[place].range_read() for place in wave]
+        mine = [item for (item, _), owner in zip(held, owners, strict=True) if owner == self._group.rank]
+
+        def work(_beat: object) -> bytes:
+            read(mine)
+            return b""
+
+        self._group.exchange("read shares", work, lambda _posts, _beat: b"")
+        for place, (item, buffer), owner in zip(wave, held, owners, strict=True):
+            for view in item.views:
+                self._broadcast(view, owner)
+            by_place[place].finish(buffer)
+
+    def _broadcast(self, view: memoryview, owner: int) -> None:
+        source = dist.get_global_rank(self._process_group, owner)
+        for start in range(0, len(view), _PIECE_BYTES):
+            piece = torch.frombuffer(view[start : start + _PIECE_BYTES], dtype=torch.uint8)
+            dist.broadcast(piece, source, group=self._process_group)
+
+
+def _place(step: Step) -> Place:
+    return step.key, step.offset, step.size_bytes
+
+
+def _waves(places: Sequence[Place], buffer_bytes: int) -> Iterator[list[Place]]:
+    wave: list[Place] = []
+    held = 0
+    for place in places:
+        if wave and held + place[2] > buffer_bytes:
+            yield wave
+            wave, held = [], 0
+        wave.append(place)
+        held += place[2]
+    if wave:
+        yield wave
+
+
+def _owners(wave: Sequence[Place], world_size: int) -> list[int]:
+    """Who reads what, so that all read about the same number of bytes; the same on every rank."""
+    loads = [0] * world_size
+    owners = [0] * len(wave)
+    for index in sorted(range(len(wave)), key=lambda index: -wave[index][2]):
+        owner = loads.index(min(loads))
+        owners[index] = owner
+        loads[owner] += wave[index][2]
+    return owners

@@ -1,0 +1,202 @@
+"""A stored state, as one rank reads it: what is there, the plain values, and tensors straight into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
+from ckptstore.runtime.collector import collector_paused
+from ckptstore.state.index.tensor_index import TensorEntry, TensorIndex
+from ckptstore.state.live.flatten import TensorRef, map_tensors
+from ckptstore.state.live.matching import Saved, SavedTensor
+from ckptstore.state.live.values import Decoder, references
+from ckptstore.state.read.read_plan import ReadPlan, RunSteps, run_steps
+from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.tensors.placement import Piece, dtype_and_shape, pieces_of
+from ckptstore.state.write.describe import check_memory
+from ckptstore.transfer import RangeRead
+
+PerRank = Literal["error", "first", "skip"]
+"""What becomes of values that differed between ranks, at another world size: refuse, the lowest rank's, leave out."""
+
+Read = Callable[[Sequence[RangeRead]], None]
+"""`Transfer.read`."""
+
+
+@dataclass(slots=True)
+class StoredState:
+    """The state of one checkpoint for one rank."""
+
+    index: TensorIndex
+    read: Read
+    prefix: str
+    rank: int
+    world_size: int
+    per_rank: PerRank = "error"
+    allow_pickle: bool = False
+    buffer_bytes: int = 256 << 20
+    """The most that buffers of a read take."""
+    checked: bool = True
+    asked: Callable[[str], bool] = lambda key: True
+    """Which keys somebody wants. The others may differ between ranks, whatever `per_rank` says: they are left out."""
+    _ranks: dict[str, int] = field(default_factory=dict)
+    """Whose a key is that differs between ranks."""
+
+    def __post_init__(self) -> None:
+        if self.per_rank not in ("error", "first", "skip"):
+            raise InvalidInput(f"per_rank is {self.per_rank!r}, it is 'error', 'first' or 'skip'")
+
+    def saved(self, wanted: Callable[[str], bool] = lambda key: True) -> Saved:
+        """What the checkpoint has for this rank, with the plain values whose keys are wanted. Reads what travels beside
+        those.
+
+        Raises StateMismatch, naming the keys, when ranks had values of their own, the number of ranks is another one
+        now, and `per_rank` is "error".
+        """
+        own = self._own_keys()
+        skipped = frozenset(key for key, rank in own.items() if rank is None)
+        self._ranks = {key: rank for key, rank in own.items() if rank is not None}
+        with collector_paused():
+            tensors = {
+                fqn: SavedTensor(getattr(torch, entry.dtype), entry.shape)
+                for fqn in self.index.tensors
+                if fqn not in skipped and (entry := self.index.entry(fqn, self.source_rank(fqn))) is not None
+                if not entry.beside_value and fqn not in self.index.aliases
+            }
+        aliases = {key: first for key, first in self.index.aliases.items() if key not in skipped}
+        return Saved(tensors, self.values(wanted), aliases, skipped)
+
+    def entry(self, key: str) -> TensorEntry:
+        """What this rank knows of a tensor. Raises CheckpointDamaged for one that the index lacks."""
+        found = self.index.entry(key, self.source_rank(key))
+        if found is None:
+            raise CheckpointDamaged(f"the checkpoint has no tensor {key!r}")
+        return found
+
+    def source_rank(self, key: str) -> int:
+        """The rank whose tensor or value of that key this rank takes, where ranks differ."""
+        return self._ranks.get(key, self.rank)
+
+    def _own_keys(self) -> dict[str, int | None]:
+        """For each key that differs between ranks whose this rank takes, None for one that is left out."""
+        ranks = self.index.value_ranks()
+        beside = {fqn for fqn, entry in self.index.tensors.items() if entry.beside_value}
+        for fqn, entry in self.index.tensors.items():
+            if entry.per_rank and fqn not in beside:
+                ranks[fqn] = self.index.ranks_of(fqn)
+        if self.index.world_size == self.world_size:
+            return dict.fromkeys(ranks, self.rank)
+        refused = sorted(filter(self.asked, ranks)) if self.per_rank == "error" else []
+        if refused:
+            shown = ", ".join(refused[:10]) + (f" and {len(refused) - 10} more" if len(refused) > 10 else "")
+            raise StateMismatch(
+                f"the checkpoint of {self.index.world_size} ranks has for each of them its own {shown}, and there are "
+                f"{self.world_size} ranks now",
+                hint='per_rank="first" takes the lowest rank\'s, per_rank="skip" leaves them as they are',
+            )
+        return {key: holders[0] if self.per_rank == "first" else None for key, holders in ranks.items()}
+
+    def values(self, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
+        """The plain values for this rank, decoded, with a TensorRef for each tensor in them."""
+        encoded = {key: (self.rank, value) for key, value in self.index.common_values().items()}
+        for rank in {self.rank, *self._ranks.values()}:
+            for key, value in self.index.own_values(rank).items():
+                if key in self._ranks and self._ranks[key] == rank:
+                    encoded[key] = rank, value
+        return self._decoded({key: value for key, value in encoded.items() if wanted(key)})
+
+    def value_of_each_rank(self, key: str) -> list[Any]:
+        """A plain value or tensor of every rank that has one of its own, in the order of ranks; one, if all are equal.
+        Tensors are read to the host."""
+        ranks = self.index.value_ranks().get(key) or self.index.ranks_of(key)
+        if ranks:
+            return [self._of_rank(key, rank) for rank in ranks]
+        is_known = key in self.index.tensors or key in self.index.common_values()
+        return [self._of_rank(key, 0)] if is_known else []
+
+    def _of_rank(self, key: str, rank: int) -> Any:
+        """One rank's value or tensor, with the tensors in it."""
+
+        def read(name: str) -> torch.Tensor:
+            entry = self.index.entry(name, rank)
+            if entry is None:
+                raise CheckpointDamaged(f"the checkpoint has no tensor {name!r}, to which {key!r} refers")
+            tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            self._fill([(name, rank, pieces_of(tensor, name))])
+            return tensor
+
+        values = {**self.index.common_values(), **self.index.own_values(rank)}
+        if key not in values:
+            return read(key)
+        value = self._decoded({key: (rank, values[key])})[key]
+        return map_tensors(value, (key,), lambda _, leaf: read(leaf.key))
+
+    def _decoded(self, encoded: Mapping[str, tuple[int, Any]]) -> dict[str, Any]:
+        arrays: dict[tuple[str, int], torch.Tensor] = {}
+        for rank, value in encoded.values():
+            for name in references(value):
+                entry = self.index.entry(name, rank)
+                if entry is not None and entry.beside_value:
+                    arrays[name, rank] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        self._fill([(name, rank, pieces_of(tensor, name)) for (name, rank), tensor in arrays.items()])
+        found = {}
+        for key, (rank, value) in encoded.items():
+
+            def fetch(name: str, rank: int = rank) -> Any:
+                tensor = arrays.get((name, rank))
+                return TensorRef(name) if tensor is None else tensor
+
+            found[key] = Decoder(fetch, allow_pickle=self.allow_pickle).decode(value, path=key)
+        return found
+
+    def fill(self, targets: Mapping[str, tuple[torch.Tensor, str]], *, run: RunSteps = run_steps) -> None:
+        """Read tensors into memory: for each name the tensor to fill, plain or distributed, and the key it is stored
+        under. Every block that is read is checked. `run` carries the reads out.
+
+        Raises StateMismatch when shape or dtype differ, CheckpointDamaged.
+        """
+        with collector_paused():
+            wanted = [self._wanted(name, tensor, source) for name, (tensor, source) in targets.items()]
+        self._fill(wanted, run)
+
+    def _wanted(self, name: str, tensor: torch.Tensor, source: str) -> tuple[str, int, list[Piece]]:
+        rank = self.source_rank(source)
+        entry = self.index.entry(source, rank)
+        dtype, shape = dtype_and_shape(tensor)
+        wanted_dtype = str(dtype).removeprefix("torch.")
+        if entry is None or (entry.dtype, entry.shape) != (wanted_dtype, shape):
+            has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
+            raise StateMismatch(f"{name} is {wanted_dtype} {shape}, the checkpoint has {has}")
+        return source, rank, pieces_of(tensor, name)
+
+    def has_all(self, targets: Mapping[str, tuple[torch.Tensor, str]], unexpected: Iterable[str]) -> bool:
+        """Whether the parts of the index that were read are enough for these targets, and whatever has found no place
+        is some other rank's affair."""
+        if not self.index.keys_of(self.rank).isdisjoint(unexpected):
+            return False
+        try:
+            plan = ReadPlan(self.index, prefix=self.prefix)
+            for name, (tensor, source) in targets.items():
+                key, rank, pieces = self._wanted(name, tensor, source)
+                plan.add(key, pieces, rank=rank)
+        except CheckpointDamaged:
+            return False
+        return True
+
+    def fill_boxes(self, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> None:
+        """Read boxes of stored tensors, each into memory of its shape and dtype. Raises CheckpointDamaged."""
+        self._fill([(key, self.source_rank(key), [Piece(box, memory)]) for key, box, memory in wanted])
+
+    def _fill(self, wanted: Sequence[tuple[str, int, list[Piece]]], run: RunSteps = run_steps) -> None:
+        plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)
+        with collector_paused():
+            for source, rank, pieces in wanted:
+                for piece in pieces:
+                    check_memory(piece.tensor, source)
+                plan.add(source, pieces, rank=rank)
+        with torch.no_grad():
+            run(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)

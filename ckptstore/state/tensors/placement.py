@@ -1,0 +1,215 @@
+"""Which boxes of a distributed tensor a rank has, from its placements. Arithmetic; DTensor and ShardedTensor alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ckptstore.errors import InvalidState
+from ckptstore.runtime.torch_private import is_wrapper
+from ckptstore.state.tensors.boxes import Box, whole
+from ckptstore.state.tensors.wrapped import Part, Wrapped, key_of_part, unwrap
+
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Most tensors are one of these; what they are not needs no look at their attributes then."""
+
+Runs = list[tuple[int, int]]
+"""(first index, length) of what a rank has along one dimension, in the order in which it has it."""
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, and the memory on this rank that holds it."""
+
+    box: Box
+    tensor: torch.Tensor
+
+
+class Sharers(NamedTuple):
+    """The ranks that have the same pieces of a DTensor by its mesh, and which of them this one is. No ranks for one
+    outside of the mesh."""
+
+    num_ranks: int
+    ranks: tuple[int, ...]
+    position: int
+
+
+def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
+    """What this rank holds of a plain or distributed tensor, detached, in memory of its own; nothing for a rank
+    outside of the mesh. Pieces without elements are left out.
+
+    Raises InvalidState for a placement that is neither Shard nor Replicate.
+    """
+    if type(tensor) in PLAIN_TYPES:
+        return [Piece(whole(tuple(tensor.shape)), tensor.detach())] if tensor.numel() else []
+    if isinstance(tensor, DTensor):
+        return [piece for piece in _dtensor_pieces(tensor, key) if piece.box.volume]
+    shards = getattr(tensor, "local_shards", None)
+    if shards is not None:
+        return [
+            Piece(Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor.detach())
+            for shard in shards()
+            if shard.tensor.numel()
+        ]
+    return [Piece(whole(tuple(tensor.shape)), tensor.detach())] if tensor.numel() else []
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or a DTensor's part on this rank, keeps its numbers in other tensors and says in which."""
+    if type(tensor) in PLAIN_TYPES:
+        return False
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return type(local) not in PLAIN_TYPES and not hasattr(local, "local_shards") and is_wrapper(local)
+
+
+def wrapped_in(tensor: torch.Tensor, key: str) -> dict[str, Wrapped]:
+    """What a tensor for which `is_wrapped` holds wraps, by the key of the value that stands for it: its own, or that of
+    its box of the whole for a DTensor. Empty for all others, and for a rank that has no part.
+
+    Raises InvalidState, with the key, for what cannot be taken apart.
+    """
+    if not is_wrapped(tensor):
+        return {}
+    if not isinstance(tensor, DTensor):
+        return {key: unwrap(tensor, key)}
+    pieces = pieces_of(tensor, key)
+    if len(pieces) > 1:
+        raise InvalidState(
+            f"{key} is a {type(tensor._local_tensor).__name__} whose part here is no one box of {tensor.placements}",
+            hint="Apply tensor parallelism and FSDP2 to different dimensions of it",
+        )
+    found = {}
+    for box, _ in pieces:
+        part = Part(key, box.offsets, tuple(tensor.shape))
+        found[key_of_part(key, box.offsets)] = unwrap(tensor._local_tensor, key, part)
+    return found
+
+
+def sharers_of(tensor: DTensor) -> Sharers:
+    """Who else has the pieces of a DTensor. Its mesh says who may; not all of them need have the tensor."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    dims = tuple(dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate))
+    return _sharers(tensor.device_mesh, None if coordinate is None else tuple(coordinate), dims)
+
+
+@lru_cache(maxsize=256)
+def _sharers(mesh: DeviceMesh, coordinate: tuple[int, ...] | None, dims: tuple[int, ...]) -> Sharers:
+    count = prod(mesh.size(dim) for dim in dims)
+    if coordinate is None:
+        return Sharers(count, (), 0)
+    place = tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))
+    ranks = tuple(mesh.mesh[place].reshape(-1).tolist())
+    return Sharers(count, ranks, ranks.index(int(mesh.mesh[coordinate])))
+
+
+def group_of(tensor: torch.Tensor) -> int:
+    """The lowest of the ranks over which a distributed tensor is distributed."""
+    if isinstance(tensor, DTensor):
+        return _lowest_rank(tensor.device_mesh)
+    metadata: Any = tensor.metadata()  # type: ignore[attr-defined]
+    ranks = [shard.placement.rank() for shard in metadata.shards_metadata if shard.placement is not None]
+    return min((rank for rank in ranks if rank is not None), default=0)
+
+
+@lru_cache(maxsize=64)
+def _lowest_rank(mesh: DeviceMesh) -> int:
+    return int(mesh.mesh.min())
+
+
+def dtype_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Of the whole tensor. A ShardedTensor is asked for its metadata; anything else that is asked of it warns."""
+    if type(tensor) not in PLAIN_TYPES and hasattr(tensor, "local_shards"):
+        metadata: Any = tensor.metadata()  # type: ignore[attr-defined]
+        return metadata.tensor_properties.dtype, tuple(metadata.size)
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether ranks have parts of it: a DTensor or FSDP1's ShardedTensor."""
+    return type(tensor) not in PLAIN_TYPES and (isinstance(tensor, DTensor) or hasattr(tensor, "local_shards"))
+
+
+def shard_runs(runs: Runs, *, shares: int, share: int, split_factor: int = 1) -> Runs:
+    """What one of `shares` ranks gets of a dimension, as `torch.chunk` cuts it.
+
+    With a `split_factor` the dimension is cut into so many chunks first, and the rank gets its share of each: the
+    order in which FSDP2 shards what tensor parallelism has sharded.
+    """
+    length = sum(size for _, size in runs)
+    found: Runs = []
+    for start, stop in _chunks(0, length, split_factor):
+        first, last = list(_chunks(start, stop, shares))[share]
+        found += _taken(runs, first, last)
+    return found
+
+
+def _chunks(start: int, stop: int, count: int) -> Iterator[tuple[int, int]]:
+    size = -(-(stop - start) // count)
+    for index in range(count):
+        yield min(stop, start + index * size), min(stop, start + (index + 1) * size)
+
+
+def _taken(runs: Runs, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """What the positions from `first` to `last` of a sequence of runs are; neighbours are joined."""
+    position = 0
+    for start, size in runs:
+        low, high = max(first, position), min(last, position + size)
+        if low < high:
+            yield start + low - position, high - low
+        position += size
+
+
+def _joined(runs: Runs) -> Runs:
+    found: Runs = []
+    for start, size in runs:
+        if found and sum(found[-1]) == start:
+            found[-1] = found[-1][0], found[-1][1] + size
+        else:
+            found.append((start, size))
+    return found
+
+
+def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    runs: list[Runs] = [[(0, size)] for size in tensor.shape]
+    placements: Sequence[Any] = tensor.placements
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard) and not hasattr(placement, "split_factor"):
+            raise InvalidState(f"{key} has the placement {placement!r}, which has no numbers to store yet")
+        if coordinate is not None:
+            factor = int(getattr(placement, "split_factor", 1))
+            along: Any = placement.dim
+            runs[along] = shard_runs(runs[along], shares=mesh.size(dim), share=coordinate[dim], split_factor=factor)
+    if coordinate is None:
+        return
+    with torch.no_grad():
+        local = tensor.to_local().detach()
+    runs = [_joined(each) for each in runs]
+    sizes = tuple(sum(size for _, size in each) for each in runs)
+    if hasattr(local, "local_shards"):  # several boxes, each with memory of its own and its place in the whole
+        shards: Any = local
+        for shard, offsets in zip(shards.local_shards(), shards.local_offsets(), strict=True):
+            yield Piece(Box(tuple(offsets), tuple(shard.shape)), shard.detach())
+        return
+    if sizes != tuple(local.shape):
+        raise InvalidState(f"{key} has the local shape {tuple(local.shape)} where {tensor.placements} give {sizes}")
+    if all(len(each) == 1 for each in runs):
+        yield Piece(Box(tuple(each[0][0] for each in runs), sizes), local)
+        return
+    starts = [[0, *accumulate(size for _, size in each)] for each in runs]
+    for place in product(*(range(len(each)) for each in runs)):
+        box = Box(
+            tuple(each[index][0] for each, index in zip(runs, place, strict=True)),
+            tuple(each[index][1] for each, index in zip(runs, place, strict=True)),
+        )
+        slices = tuple(slice(start[index], start[index + 1]) for start, index in zip(starts, place, strict=True))
+        yield Piece(box, local[slices])

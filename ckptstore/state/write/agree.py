@@ -1,0 +1,232 @@
+"""How the ranks agree on who writes what: one small exchange before any byte moves, two when something is new.
+
+Each rank sends the digest of its structure and one digest of all that is to be compared. The leader asks for the
+structure and the digest of every key when that is not what it knows from the last save. What was found to differ
+between ranks is compared key by key from then on, so that the next save needs one exchange again.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ckptstore.errors import InvalidState
+from ckptstore.state.index.items import DIGEST_BYTES, WHOLE_MODES, Item, Mode, Structure
+from ckptstore.state.write.coverage import Expected
+
+Exchange = Callable[[str, Callable[[], bytes], Callable[[list[bytes]], bytes]], bytes]
+"""`exchange(tag, work, join)`: all ranks' `work()`, joined by the leader, and the result for all."""
+
+_AGAIN = b"again"
+_HEAD_BYTES = 2 * DIGEST_BYTES
+_FULL = struct.Struct("<iI")
+_NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What the leader says to all ranks."""
+
+    world_size: int
+    classes: tuple[int, ...]
+    """For each rank the number of its structure; empty where all have the same."""
+    partial: Mapping[str, tuple[int, ...]]
+    """The structures that have a key, where not all have it."""
+    differs: frozenset[str]
+    """The keys that each rank keeps for itself."""
+    untied: frozenset[str]
+    """Tied keys that are not tied on all ranks."""
+    copies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """For distributed tensors of which several sets of ranks have a copy each, these sets by their lowest rank."""
+    members: tuple[int, ...] = ()
+    """What torch's number of each rank is, where it matters; -1 where nobody needs it."""
+
+    def holders(self, key: str) -> Sequence[int]:
+        """The ranks that have the key, in order."""
+        numbers = self.partial.get(key)
+        if numbers is None:
+            return range(self.world_size)
+        return [rank for rank, number in enumerate(self.classes) if number in numbers]
+
+    def encode(self) -> bytes:
+        """As bytes for the other ranks; the same agreement gives the same bytes."""
+        copies = dict(sorted(self.copies.items()))
+        fields = [self.classes, dict(sorted(self.partial.items())), sorted(self.differs), sorted(self.untied), copies]
+        return zlib.compress(json.dumps([self.world_size, *fields, self.members]).encode(), 1)
+
+    @staticmethod
+    def decode(data: bytes) -> Agreement:
+        """What `encode` made."""
+        world_size, classes, partial, differs, untied, copies, members = json.loads(zlib.decompress(data))
+        partial = {key: tuple(numbers) for key, numbers in partial.items()}
+        copies = {key: tuple(groups) for key, groups in copies.items()}
+        whole = tuple(classes), partial, frozenset(differs), frozenset(untied), copies
+        return Agreement(world_size, *whole, tuple(members))
+
+
+def agreement_of_one() -> Agreement:
+    """What a rank alone agrees on with itself."""
+    return Agreement(1, (), {}, frozenset(), frozenset())
+
+
+@dataclass(slots=True)
+class Negotiator:
+    """One process's side of the agreements of a store. Keeps what the last one found; not safe for threads."""
+
+    _differed: frozenset[str] = frozenset()
+    _identity: bytes = b""
+    """On the leader: the structure that all ranks had last, empty if there were several."""
+    _compared: list[str] = field(default_factory=list)
+    _members: tuple[int, ...] = ()
+    expected: Expected = field(default_factory=Expected)
+    """On the leader: what all ranks have, as they said in the last agreement."""
+
+    def agree(self, look: Callable[[], Sequence[Item]], exchange: Exchange) -> Agreement:
+        """Agree on the items that `look` gives, sorted by key. Collective.
+
+        Raises, the same on all ranks, what `look` raises on any of them, and InvalidState when a key is something else
+        on another rank.
+        """
+        structure, identity, digests, member = b"", b"", dict[str, bytes](), _NOBODY
+
+        def brief() -> bytes:
+            nonlocal structure, identity, member
+            items = look()
+            member = next((item.sharers[item.position] for item in items if item.sharers), _NOBODY)
+            structure = Structure.of(items).encode()
+            identity = xxhash.xxh3_128_digest(structure)
+            digests.update((item.key, item.digest) for item in items if item.mode in (Mode.COMPARE, Mode.VALUE))
+            stable = xxhash.xxh3_128(b"".join(digest for key, digest in digests.items() if key not in self._differed))
+            return b"".join([identity, stable.digest(), *(digests[key] for key in digests if key in self._differed)])
+
+        def full() -> bytes:
+            deflated = zlib.compress(structure, 1)
+            return b"".join([identity, _FULL.pack(member, len(deflated)), deflated, *digests.values()])
+
+        reply = exchange("state", brief, self._compare_roughly)
+        if reply == _AGAIN:
+            reply = exchange("state-digests", full, self._compare)
+        agreement = Agreement.decode(reply)
+        self._differed = agreement.differs
+        return agreement
+
+    def _compare_roughly(self, posts: list[bytes]) -> bytes:
+        """The agreement, if all ranks have the structure of the last save and only differ where they did then."""
+        if len({(len(post), post[:_HEAD_BYTES]) for post in posts}) > 1 or posts[0][:DIGEST_BYTES] != self._identity:
+            return _AGAIN
+        apart = [key for key in self._compared if key in self._differed]
+        differs = frozenset(apart[index] for index in _differing([post[_HEAD_BYTES:] for post in posts]))
+        return Agreement(len(posts), (), {}, differs, frozenset(), members=self._members).encode()
+
+    def _compare(self, posts: list[bytes]) -> bytes:
+        numbers: dict[bytes, int] = {}
+        classes = tuple(numbers.setdefault(post[:DIGEST_BYTES], len(numbers)) for post in posts)
+        examples = [posts[classes.index(number)] for number in range(len(numbers))]
+        structures = [Structure.decode(zlib.decompress(_full_post(post)[0])) for post in examples]
+        members = tuple(_FULL.unpack_from(post, DIGEST_BYTES)[0] for post in posts)
+        differs = _different_signatures(structures, classes)
+        seen: dict[str, bytes] = {}
+        for number, structure in enumerate(structures):
+            compared = structure.compared()
+            digests = [_full_post(post)[1] for post, own in zip(posts, classes, strict=True) if own == number]
+            differs |= {compared[index] for index in _differing(digests)}
+            for index, key in enumerate(compared):
+                digest = digests[0][index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+                if seen.setdefault(key, digest) != digest:
+                    differs.add(key)
+        is_one = len(structures) == 1
+        self._identity = posts[0][:DIGEST_BYTES] if is_one else b""
+        self._compared = structures[0].compared() if is_one else []
+        self._members = members if max(members) > _NOBODY else ()
+        self.expected = Expected.of(structures, classes)
+        shared = (() if is_one else classes), _partial(structures)
+        untied, copies = frozenset(_untied(structures)), _copies(structures)
+        return Agreement(len(posts), *shared, frozenset(differs), untied, copies, self._members).encode()
+
+
+def _full_post(post: bytes) -> tuple[bytes, bytes]:
+    """The deflated structure and the digests of a full post."""
+    _, length = _FULL.unpack_from(post, DIGEST_BYTES)
+    start = DIGEST_BYTES + _FULL.size
+    return post[start : start + length], post[start + length :]
+
+
+def _differing(digests: list[bytes]) -> list[int]:
+    """The places where not all of these rows of digests are equal."""
+    if len(set(digests)) == 1:
+        return []
+    table = np.frombuffer(b"".join(digests), "u1").reshape(len(digests), -1, DIGEST_BYTES)
+    found: list[int] = np.flatnonzero((table != table[0]).any(axis=(0, 2))).tolist()
+    return found
+
+
+def _different_signatures(structures: list[Structure], classes: tuple[int, ...]) -> set[str]:
+    """The keys that are whole on every rank that has them, but not the same thing."""
+    first: dict[str, tuple[int, Any]] = {}
+    differs = set()
+    for number, structure in enumerate(structures):
+        for key, *signature in (list[Any](row[:4]) for row in structure.rows):
+            other, known = first.setdefault(key, (number, signature))
+            if known == signature:
+                continue
+            if Mode(known[0]) not in WHOLE_MODES or Mode(signature[0]) not in WHOLE_MODES:
+                ranks = classes.index(other), classes.index(number)
+                raise InvalidState(
+                    f"{key} is {_words(known)} on rank {ranks[0]} and {_words(signature)} on rank {ranks[1]}",
+                    ranks=ranks,
+                    hint="All ranks must give the same structure for what they share",
+                )
+            differs.add(key)
+    return differs
+
+
+def _words(signature: Any) -> str:
+    mode, dtype, shape = signature
+    if mode == Mode.VALUE:
+        return "a plain value"
+    kind = "distributed tensor" if mode in (Mode.SHARD, Mode.MESH) else "tensor"
+    return f"a {kind} of {dtype} and shape {tuple(shape)}"
+
+
+def _partial(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
+    """The structures that have a key, for keys that not all have; only where who has it decides who writes."""
+    if len(structures) == 1:
+        return {}
+    found: dict[str, list[int]] = {}
+    for number, structure in enumerate(structures):
+        for row in structure.rows:
+            if row.mode in WHOLE_MODES or row.mode == Mode.MESH:
+                found.setdefault(row.key, []).append(number)
+    return {key: tuple(numbers) for key, numbers in found.items() if len(numbers) < len(structures)}
+
+
+def _copies(structures: list[Structure]) -> dict[str, tuple[int, ...]]:
+    """The distributed tensors that several sets of ranks have, each the whole of it."""
+    if len(structures) == 1:
+        return {}
+    found: dict[str, set[int]] = {}
+    for structure in structures:
+        for row in structure.rows:
+            if row.mode in (Mode.SHARD, Mode.MESH):
+                found.setdefault(row.key, set()).add(row.group)
+    return {key: tuple(sorted(groups)) for key, groups in found.items() if len(groups) > 1}
+
+
+def _untied(structures: list[Structure]) -> set[str]:
+    """The keys that are tied to another one on some ranks only."""
+    if len(structures) == 1:
+        return set()
+    held = [{row.key: row.tied_to for row in structure.rows} for structure in structures]
+    ties = {(key, other) for rows in held for key, other in rows.items() if other}
+    return {
+        key
+        for key, other in ties
+        if any(rows.get(key, other) != other or (key in rows) != (other in rows) for rows in held)
+    }

@@ -1,0 +1,182 @@
+"""From what a rank has and what all ranks agreed on to what this rank writes. Pure, and cheap to repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ckptstore.runtime.collector import collector_paused
+from ckptstore.state.index.items import Item, Mode
+from ckptstore.state.index.part import BESIDE_VALUE, DTYPES, PER_RANK
+from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.write.agree import Agreement
+from ckptstore.state.write.deal import Dealt, chunks_of, deal
+
+
+class Write(NamedTuple):
+    """One box of a tensor that this rank writes."""
+
+    item: int
+    """Which item."""
+    held: int
+    """Which of the item's boxes it lies in."""
+    box: Box
+    """Counted from the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank writes."""
+
+    writes: tuple[Write, ...] = ()
+    """In the order of items."""
+    empty: tuple[int, ...] = ()
+    """Items of which this rank has no element: there is nothing to write, but they exist."""
+    flags: dict[str, int] = field(default_factory=dict)
+    """The index flags of tensors that have any."""
+    ties: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """For a key that is written the further keys of the same memory."""
+    common: tuple[str, ...] = ()
+    """Values that this rank writes for all."""
+    own: tuple[str, ...] = ()
+    """Values that this rank writes for itself."""
+    is_shared: bool = False
+    """Whether other ranks may have some of it too, so that they need it in order to load what they have saved."""
+
+
+@collector_paused()
+def plan_rank(items: Sequence[Item], agreement: Agreement, rank: int) -> RankPlan:
+    """What `rank` writes of its items."""
+    planner = _Planner(items, agreement, rank)
+    for number, item in enumerate(items):
+        planner.take(number, item)
+    planner.take_beside()
+    return planner.finish()
+
+
+def is_stored_elsewhere(item: Item, agreement: Agreement) -> bool:
+    """Whether other ranks have a copy of their own of the whole tensor, which is the one that is stored."""
+    return item.group != agreement.copies.get(item.key, (item.group,))[0]
+
+
+class _Group(NamedTuple):
+    """Whom a tensor is shared out over, and which share is this rank's. Tensors of one group are dealt together."""
+
+    ranks: tuple[int, ...]
+    structures: tuple[int, ...] | None
+    shares: int
+    share: int
+
+
+class _Planner:
+    def __init__(self, items: Sequence[Item], agreement: Agreement, rank: int) -> None:
+        self._items = items
+        self._agreement = agreement
+        self._rank = rank
+        self._writes: list[Write] = []
+        self._flags: dict[str, int] = {}
+        self._ties: dict[str, list[str]] = {}
+        self._common: list[str] = []
+        self._own: list[str] = []
+        self._is_shared = False
+        self._lists: dict[_Group, list[int]] = {}
+        self._positions: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._groups: dict[tuple[tuple[int, ...], tuple[int, ...] | None], _Group] = {}
+
+    def take(self, number: int, item: Item) -> None:
+        """Take in one item; what is shared out waits for `finish`."""
+        key = item.key
+        if item.tied_to and key not in self._agreement.untied:
+            self._ties.setdefault(item.tied_to, []).append(key)
+            if item.tied_to in self._agreement.differs:
+                self._flags[key] = PER_RANK
+        elif key in self._agreement.differs:
+            if item.mode is Mode.VALUE:
+                self._own.append(key)
+            else:
+                self._flags[key] = PER_RANK
+                self._write_all(number, item)
+        elif is_stored_elsewhere(item, self._agreement):
+            return
+        elif item.mode is Mode.SHARD:
+            self._is_shared |= key in self._agreement.copies
+            self._write_all(number, item)
+        elif item.mode is Mode.MESH:
+            self._is_shared |= key in self._agreement.copies
+            self._lists.setdefault(self._group(item), []).append(number)
+        elif item.mode is not Mode.BESIDE:
+            position, count = self._position(key)
+            if item.mode in (Mode.SPLIT, Mode.COMPARE):
+                group = _Group((), self._agreement.partial.get(key), count, position)
+                self._lists.setdefault(group, []).append(number)
+            elif position == 0:
+                self._is_shared |= count > 1
+                if item.mode is Mode.VALUE:
+                    self._common.append(key)
+                else:
+                    self._write_all(number, item)
+
+    def take_beside(self) -> None:
+        """Tensors that belong to values go where those go."""
+        common, own = set(self._common), set(self._own)
+        for number, item in enumerate(self._items):
+            if item.mode is Mode.BESIDE and item.owner in common | own:
+                self._flags[item.key] = BESIDE_VALUE | (PER_RANK if item.owner in own else 0)
+                self._write_all(number, item)
+
+    def finish(self) -> RankPlan:
+        """Deal what is shared out, and close."""
+        for group, numbers in self._lists.items():
+            self._deal(numbers, group.shares, group.share)
+        return RankPlan(
+            tuple(sorted(self._writes, key=lambda write: write.item)),
+            tuple(number for number, item in enumerate(self._items) if item.dtype and not item.size_bytes),
+            self._flags,
+            {key: tuple(others) for key, others in self._ties.items()},
+            tuple(self._common),
+            tuple(self._own),
+            self._is_shared,
+        )
+
+    def _position(self, key: str) -> tuple[int, int]:
+        """Which of the holders of a key this rank is, and how many there are."""
+        numbers = self._agreement.partial.get(key)
+        if numbers is None:
+            return self._rank, self._agreement.world_size
+        if numbers not in self._positions:
+            holders = list(self._agreement.holders(key))
+            self._positions[numbers] = holders.index(self._rank), len(holders)
+        return self._positions[numbers]
+
+    def _group(self, item: Item) -> _Group:
+        """Those of an item's sharers that have the key. A rank that nobody knows of writes all that it has."""
+        if not item.sharers:
+            return _Group((), None, 1, 0)
+        numbers = self._agreement.partial.get(item.key)
+        place = item.sharers, numbers
+        if place not in self._groups:
+            member, members = item.sharers[item.position], self._agreement.members
+            holders = {members[rank] for rank in self._agreement.holders(item.key)} if members else set()
+            ranks = tuple(rank for rank in item.sharers if rank in holders)
+            ranks = ranks if member in ranks else (member,)
+            self._groups[place] = _Group(ranks, None, len(ranks), ranks.index(member))
+        return self._groups[place]
+
+    def _write_all(self, number: int, item: Item) -> None:
+        element_bytes = DTYPES[item.dtype][1]
+        for held, box in enumerate(item.boxes):
+            self._writes += [Write(number, held, chunk) for chunk in chunks_of(box, element_bytes)]
+
+    def _deal(self, numbers: list[int], shares: int, share: int) -> None:
+        pieces = [(number, held) for number in numbers for held in range(len(self._items[number].boxes))]
+        dealt = []
+        for number, held in pieces:
+            item = self._items[number]
+            dealt.append(Dealt(item.boxes[held].sizes, DTYPES[item.dtype][1]))
+        for index, start, stop in deal(dealt, shares, share):
+            number, held = pieces[index]
+            item = self._items[number]
+            chunks = chunks_of(item.boxes[held], DTYPES[item.dtype][1], start, stop)
+            self._is_shared |= shares > 1
+            self._writes += [Write(number, held, chunk) for chunk in chunks]

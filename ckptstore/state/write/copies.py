@@ -1,0 +1,67 @@
+"""Whether the copies of a distributed tensor that several sets of ranks have are the same: one of them is stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from ckptstore.errors import InvalidState
+from ckptstore.state.write.agree import Agreement
+from ckptstore.state.write.assignment import is_stored_elsewhere
+from ckptstore.state.write.describe import Described, bytes_of
+
+_LOOKED_AT_BYTES = 1 << 20
+"""Of a larger part so many bytes are looked at, as training waits for it, and as copies that differ do so all over."""
+
+
+def boxes_of(found: Described, agreement: Agreement) -> bytes:
+    """The digests of all that this rank has of tensors of which there are several copies."""
+    told = {}
+    for item in found.items:
+        if item.key in agreement.copies and not item.tied_to:
+            boxes = {
+                json.dumps([box.offsets, box.sizes]): _digest(tensor)
+                for box, tensor in zip(item.boxes, found.memory[item.key], strict=True)
+            }
+            told[item.key] = [is_stored_elsewhere(item, agreement), boxes]
+    return json.dumps(told).encode()
+
+
+def check_equal(posts: Sequence[bytes]) -> bytes:
+    """Leader: raise InvalidState, with keys and ranks, for a copy that is not as the stored one, or that lies in other
+    boxes, so that nobody can tell."""
+    told = [json.loads(post) for post in posts]
+    stored: dict[tuple[str, str], tuple[int, str]] = {}
+    for rank, keys in enumerate(told):
+        for key, (is_elsewhere, boxes) in keys.items():
+            for box, digest in {} if is_elsewhere else boxes.items():
+                stored.setdefault((key, box), (rank, digest))
+    for rank, keys in enumerate(told):
+        for key, (is_elsewhere, boxes) in keys.items():
+            for box, digest in boxes.items() if is_elsewhere else ():
+                first, known = stored.get((key, box), (None, ""))
+                if known != digest:
+                    raise _refusal(key, rank, first)
+    return b""
+
+
+def _refusal(key: str, rank: int, first: int | None) -> InvalidState:
+    if first is None:
+        what = f"{key} is on several meshes, on rank {rank}'s in other parts than on the first, so that no one can tell"
+        return InvalidState(f"{what} whether they are the same", ranks=(rank,), hint=_HINT)
+    what = f"{key} is on several meshes with other numbers: those of rank {rank} are not those of rank {first}"
+    return InvalidState(what, ranks=(first, rank), hint=_HINT)
+
+
+_HINT = "One copy is stored: give what differs keys of its own, or distribute it over one mesh of all its ranks"
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Of all of a small tensor, and of elements that are spread evenly over a large one."""
+    step = -(-tensor.numel() * tensor.element_size() // _LOOKED_AT_BYTES)
+    if step > 1:
+        tensor = tensor.detach().reshape(-1)[::step]
+    return xxhash.xxh3_128_hexdigest(bytes_of(tensor))

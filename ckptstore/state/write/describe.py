@@ -1,0 +1,226 @@
+"""From live objects to what ranks talk about: the items of a flat state, their memory, their values as JSON."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from ckptstore.errors import InvalidState
+from ckptstore.runtime.collector import collector_paused
+from ckptstore.state.index.items import Item, Mode
+from ckptstore.state.index.part import DTYPES
+from ckptstore.state.live.flatten import FlatState, TensorEntry
+from ckptstore.state.live.values import Encoder
+from ckptstore.state.tensors.boxes import whole
+from ckptstore.state.tensors.placement import (
+    PLAIN_TYPES,
+    Piece,
+    dtype_and_shape,
+    group_of,
+    is_distributed,
+    pieces_of,
+    sharers_of,
+)
+
+COMPARE_BYTES = 8 << 20
+"""Plain tensors up to this size are compared between ranks by digest."""
+
+
+@dataclass(slots=True)
+class Described:
+    """What one rank has of a state."""
+
+    items: list[Item] = field(default_factory=list)
+    """Sorted by key."""
+    memory: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """For each tensor the memory of its boxes, in their order."""
+    values: dict[str, str] = field(default_factory=dict)
+    """The plain values as JSON texts."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all tensors that this rank holds."""
+        return sum(item.size_bytes for item in self.items if not item.tied_to)
+
+
+@collector_paused()
+def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> Described:
+    """Look at a flat state. `compare` says that there are other ranks, so that digests are needed.
+
+    Raises InvalidState, with the key, for what cannot be stored.
+    """
+    found = Described()
+    for key, value in flat.values.items():
+        _take_value(found, flat, key, value, allow_pickle=allow_pickle)
+    for key, entry in flat.tensors.items():
+        _take_tensor(found, key, entry, compare=compare)
+    by_key = {item.key: item for item in found.items}
+    for key, first in flat.aliases.items():
+        if first not in by_key:
+            raise InvalidState(f"{key} is tied to {first}, which is not in the state")
+        one = by_key[first]
+        found.items.append(
+            Item(
+                key, one.mode, one.dtype, one.shape, one.boxes, one.sharers, one.position, one.group,
+                tied_to=first, digest=one.digest,
+            )
+        )  # fmt: skip
+        found.memory[key] = found.memory[first]
+    if compare and found.values:
+        _fill_value_digests(found)
+    found.items.sort(key=lambda item: item.key)
+    return found
+
+
+def plain_state(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any] | None = None) -> FlatState:
+    """A flat state of tensors and plain values under keys of their own, without any nesting."""
+    flat = FlatState()
+    for key, tensor in tensors.items():
+        flat.add_tensor((key,), TensorEntry(tensor))
+    for key, value in (values or {}).items():
+        flat.add_value((key,), value)
+    return flat
+
+
+def _take_value(found: Described, flat: FlatState, key: str, value: Any, *, allow_pickle: bool) -> None:
+    beside: list[str] = []
+
+    def store(kept: Any) -> str:
+        if isinstance(kept, torch.Tensor):
+            return flat.key_of(kept)
+        name = f"{key}#{len(beside)}"
+        if name in flat.paths:
+            raise InvalidState(f"the key {name!r} is needed for a part of {key!r}, and is taken", hint="Rename it")
+        beside.append(name)
+        tensor = torch.from_numpy(kept if kept.flags.writeable else kept.copy())
+        dtype, shape = dtype_name(tensor, name), tuple(tensor.shape)
+        found.items.append(Item(name, Mode.BESIDE, dtype, shape, (whole(shape),) if tensor.numel() else (), owner=key))
+        found.memory[name] = (tensor,)
+        return name
+
+    encoded = Encoder(store, allow_pickle=allow_pickle).encode(value, path=key)
+    found.values[key] = json.dumps(encoded, separators=(",", ":"), allow_nan=False)
+    found.items.append(Item(key, Mode.VALUE))
+
+
+def _fill_value_digests(found: Described) -> None:
+    """The digest of a value covers what travels beside it."""
+    beside: dict[str, list[bytes]] = {}
+    for item in found.items:
+        if item.mode is Mode.BESIDE:
+            beside.setdefault(item.owner, []).append(xxhash.xxh3_128_digest(bytes_of(found.memory[item.key][0])))
+    for index, item in enumerate(found.items):
+        if item.mode is Mode.VALUE:
+            content = b"".join([found.values[item.key].encode(), *beside.get(item.key, ())])
+            found.items[index] = Item(item.key, Mode.VALUE, digest=xxhash.xxh3_128_digest(content))
+
+
+def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: bool) -> None:
+    tensor = entry.tensor
+    pieces = pieces_of(_checked(tensor, key), key)
+    for piece in pieces:
+        check_memory(piece.tensor, key)
+    dtype, shape = dtype_name(tensor, key), dtype_and_shape(tensor)[1]
+    boxes = tuple(piece.box for piece in pieces)
+    if is_distributed(tensor):
+        found.memory[key] = tuple(piece.tensor for piece in pieces)
+        count, sharers, position = sharers_of(tensor) if isinstance(tensor, DTensor) else (1, (), 0)
+        if count > 1:
+            found.items.append(Item(key, Mode.MESH, dtype, shape, boxes, sharers, position, group_of(tensor)))
+        else:
+            found.items.append(Item(key, Mode.SHARD, dtype, shape, boxes, group=group_of(tensor)))
+        return
+    found.memory[key] = tuple(piece.tensor for piece in pieces)
+    mode, digest = Mode.LOWEST, b""
+    if entry.replicated and not entry.lowest_rank_counts:
+        mode = Mode.SPLIT
+    elif not entry.replicated and tensor.numel() * tensor.element_size() <= COMPARE_BYTES:
+        mode = Mode.COMPARE
+        digest = _digest(pieces, dtype, shape) if compare else b""
+    found.items.append(Item(key, mode, dtype, shape, boxes, digest=digest))
+
+
+def _digest(pieces: list[Piece], dtype: str, shape: tuple[int, ...]) -> bytes:
+    digest = xxhash.xxh3_128(f"{dtype}{shape}".encode())
+    for piece in pieces:
+        digest.update(bytes_of(piece.tensor))
+    return digest.digest()
+
+
+def _checked(tensor: torch.Tensor, key: str) -> torch.Tensor:
+    """The tensor, unless its numbers are not simply in memory."""
+    if (type(tensor) in PLAIN_TYPES or not hasattr(tensor, "local_shards")) and tensor.is_meta:
+        raise InvalidState(f"{key} is on the meta device and has no numbers", hint="Materialise it first")
+    return tensor
+
+
+def check_memory(tensor: torch.Tensor, key: str) -> None:
+    """Raise InvalidState unless a tensor that is read or written by its address has memory there for all its elements.
+
+    Those of some subclasses lie elsewhere, and a tensor may have had its memory taken away.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise InvalidState(f"{key} has the layout {tensor.layout}", hint="Store a dense tensor")
+    if not tensor.numel():
+        return
+    try:
+        if type(tensor) in PLAIN_TYPES:
+            has_memory = bool(tensor.data_ptr())
+        else:
+            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            end_bytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
+            has_memory = bool(tensor.data_ptr()) and tensor.untyped_storage().nbytes() >= end_bytes
+    except (RuntimeError, NotImplementedError):  # torch says of some that they have no storage
+        has_memory = False
+    if not has_memory:
+        raise InvalidState(
+            f"{key} is a {type(tensor).__name__} that has no memory of its own for its numbers",
+            hint="Store the tensors that have them, or give the class __tensor_flatten__",
+        )
+
+
+def dtype_name(tensor: torch.Tensor, key: str) -> str:
+    """torch's name of a dtype, without the module; raises InvalidState for one that the format does not know."""
+    name = _name_of(dtype_and_shape(tensor)[0])
+    if name not in DTYPES:
+        raise InvalidState(f"{key} has the dtype {name}, which the format does not know")
+    return name
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor lie in this process's memory, one after another, as they are to be stored."""
+    if type(tensor) not in PLAIN_TYPES and not tensor.data_ptr():
+        return False  # a subclass that keeps them elsewhere
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def view_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor for which `is_plain_memory` holds. It does not keep the tensor alive."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    if not size_bytes:
+        return memoryview(b"")
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() == 0 or tensor.storage_offset() * tensor.element_size() + size_bytes > storage.nbytes():
+        raise InvalidState("a tensor's memory has been given back, or is smaller than the tensor")
+    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview | bytes:
+    """The bytes of any small tensor: its memory, or a copy of it."""
+    if is_plain_memory(tensor):
+        return view_of(tensor)
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return bytes(view_of(plain))

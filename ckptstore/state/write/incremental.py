@@ -1,0 +1,191 @@
+"""Saving only what has changed: files of the checkpoint before are taken over whole while most of them still holds.
+
+A chunk is unchanged when its XXH3-128 is that of the same box of the same tensor in the checkpoint before. A file most
+of whose bytes are unchanged chunks is linked, or copied inside the storage, and the rest of it is not referred to any
+more; everything else is written into new files. So the checkpoint stays whole, and stock readers need nothing new.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import xxhash
+
+from ckptstore.errors import CheckpointDamaged
+from ckptstore.format.encoding import FORMAT_VERSION, load_object, shortened
+from ckptstore.format.layout import check_name
+from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.write.describe import is_plain_memory, view_of
+
+LEAST_CURRENT = 0.75
+"""A file is taken over while at least this share of it is still current; below, what holds is written anew."""
+
+Place = tuple[str, Box]
+"""A tensor's key and a box of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptChunk:
+    """A frame in a file that may be taken over."""
+
+    key: str
+    box: Box
+    offset: int
+    """Of the payload."""
+    size_bytes: int
+    digest: str
+    """XXH3-128 of the payload with dtype and shape, hexadecimal."""
+    block_crcs: bytes
+    """Of a payload that is a region of its own; empty in a slab."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """A file of the checkpoint before."""
+
+    name: str
+    attempt: str
+    """The directory in which it lies."""
+    size_bytes: int
+    crc32c: int
+    slab_bytes: int
+    slab_crcs: bytes
+    chunks: tuple[KeptChunk, ...]
+
+    @property
+    def region_crcs(self) -> list[bytes]:
+        """The digests of the regions that are referred to, in their order."""
+        slab = [self.slab_crcs] if self.slab_bytes else []
+        return [*slab, *(chunk.block_crcs for chunk in self.chunks if chunk.block_crcs)]
+
+    def current(self, digests: dict[Place, str]) -> KeptFile:
+        """The same file with the chunks that still hold."""
+        chunks = tuple(chunk for chunk in self.chunks if digests.get((chunk.key, chunk.box)) == chunk.digest)
+        return replace(self, chunks=chunks)
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether most of it is referred to."""
+        return sum(chunk.size_bytes for chunk in self.chunks) >= LEAST_CURRENT * self.size_bytes > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one rank knows of its files in the checkpoint before."""
+
+    attempt: str
+    """The directory of that checkpoint."""
+    files: tuple[KeptFile, ...]
+
+    def still_good(self, digests: dict[Place, str]) -> list[KeptFile]:
+        """The files to take over; no chunk is in two of them."""
+        found, taken = [], set[Place]()
+        for file in (file.current(digests) for file in self.files):
+            if file.is_worth_keeping and not any((chunk.key, chunk.box) in taken for chunk in file.chunks):
+                found.append(file)
+                taken |= {(chunk.key, chunk.box) for chunk in file.chunks}
+        return found
+
+    def encode(self) -> bytes:
+        """The files as JSON, for the next start of the job (format-v1, "Digests of chunks")."""
+        files = [
+            {
+                "name": file.name,
+                "attempt": file.attempt,
+                "size_bytes": file.size_bytes,
+                "crc32c": file.crc32c,
+                "slab_bytes": file.slab_bytes,
+                "slab_crcs": base64.b64encode(file.slab_crcs).decode(),
+                "chunks": [
+                    [c.key, *c.box, c.offset, c.size_bytes, c.digest, base64.b64encode(c.block_crcs).decode()]
+                    for c in file.chunks
+                ],
+            }
+            for file in self.files
+        ]
+        return json.dumps({"version": FORMAT_VERSION, "files": files}).encode()
+
+    def only_in(self, attempts: Collection[str]) -> Kept:
+        """The files that lie in one of these directories."""
+        return Kept(self.attempt, tuple(file for file in self.files if file.attempt in attempts))
+
+    @staticmethod
+    def decode(data: bytes, *, attempt: str, file: str) -> Kept:
+        """Read them back. Raises CheckpointDamaged."""
+        value = load_object(data, file=file)
+        try:
+            return Kept(attempt, tuple(_file_from_json(entry) for entry in value["files"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointDamaged(f"{file} does not describe chunks: {shortened(repr(error))}", file=file) from None
+
+
+def _file_from_json(entry: dict[str, Any]) -> KeptFile:
+    return KeptFile(
+        check_name(entry["name"]),
+        check_name(entry["attempt"]),
+        _number(entry["size_bytes"]),
+        _number(entry["crc32c"]),
+        _number(entry["slab_bytes"]),
+        base64.b64decode(entry["slab_crcs"]),
+        tuple(
+            KeptChunk(
+                str(key),
+                Box(tuple(map(_number, offsets)), tuple(map(_number, sizes))),
+                _number(at),
+                _number(size_bytes),
+                str(digest),
+                base64.b64decode(crcs),
+            )
+            for key, offsets, sizes, at, size_bytes, digest, crcs in entry["chunks"]
+        ),
+    )
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is not a number of at least 0")
+    return value
+
+
+def digests_of(chunks: Iterable[tuple[str, Box, torch.Tensor]]) -> dict[Place, str]:
+    """The XXH3-128 of each chunk's bytes, dtype and whole shape of the box."""
+    return {(key, box): _digest(tensor) for key, box, tensor in chunks}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    if not is_plain_memory(tensor):
+        tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    hasher = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    hasher.update(view_of(tensor))
+    return hasher.hexdigest()
+
+
+def kept_file_name(rank: int) -> str:
+    """The file in which a rank's `Kept` is stored; listed in the manifest like any other."""
+    return f"digests-rank={rank:05d}.json"
+
+
+def spread_directory(rank: int, num_prefixes: int) -> str:
+    """The directory of a rank's files with its slash, "" where they are not spread. The digit that differs from rank to
+    rank comes first, for storages split by the beginnings of keys."""
+    if num_prefixes == 1:
+        return ""
+    num_digits = len(f"{num_prefixes - 1:x}")
+    return f"{rank % num_prefixes:0{num_digits}x}"[::-1] + "/"
+
+
+def free_names(rank: int, taken: Sequence[str], count: int, *, directory: str = "") -> list[str]:
+    """Names of state files that are not taken."""
+    found: list[str] = []
+    number = 0
+    while len(found) < count:
+        name = f"{directory}state-rank={rank:05d}-{number:02d}.distcp"
+        if name not in taken:
+            found.append(name)
+        number += 1
+    return found

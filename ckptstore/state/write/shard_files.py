@@ -1,0 +1,247 @@
+"""One rank's files of a state checkpoint: which frame lies where, as sources for the transfer, and the index of it all.
+
+Small tensors lie in a slab at the start of the first file, one frame after another. Each larger one has its payload at
+a multiple of 4,096, so that it can be mapped and read directly. A rank writes several files when there is much to
+write: threads that write one file on a disk wait for each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.runtime.collector import collector_paused
+from ckptstore.state.index.part import PartBuilder
+from ckptstore.state.tensors.boxes import Box, inside
+from ckptstore.state.tensors.frames import Template, template
+from ckptstore.state.tensors.segments import Bytes, Segment, SegmentSource, Slab, narrowed, payload_segment
+from ckptstore.state.write.assignment import RankPlan
+from ckptstore.state.write.describe import Described
+from ckptstore.state.write.incremental import Kept, KeptChunk, KeptFile, Place, digests_of, free_names, spread_directory
+from ckptstore.transfer import Stored
+
+ALIGN_BYTES = 4096
+FILE_BYTES = 4 << 30
+"""No file is planned larger than this, but for one chunk."""
+SHARED_FILE_BYTES = 256 << 20
+"""From so many bytes for each on, a rank writes several files at once."""
+LOCAL_SHARED_FILE_BYTES = 64 << 20
+"""On a disk, which takes bytes for one file from one thread at a time."""
+
+
+StockPlace = tuple[str, int, int]
+"""File, offset and length of a plain value as stock readers take it."""
+
+
+@dataclass(slots=True)
+class _Placed:
+    key: str
+    box: Box
+    offset: int
+    payload_bytes: int
+
+
+@dataclass(slots=True)
+class ShardFile:
+    """One file, before it is written."""
+
+    name: str
+    segments: list[Segment] = field(default_factory=list)
+    regions: list[tuple[int, int]] = field(default_factory=list)
+    placed: list[_Placed] = field(default_factory=list)
+    slab_bytes: int = 0
+    size_bytes: int = 0
+
+    def add(self, segment: Segment) -> None:
+        """Put a segment at the end."""
+        self.segments.append(segment)
+        self.size_bytes += segment.size_bytes
+
+    def add_slab(self, keys: Sequence[tuple[str, Box]], slab: Slab) -> None:
+        """Begin with small tensors."""
+        offset = 0
+        for (key, box), made, end in zip(keys, slab.templates, slab.ends, strict=True):
+            self.placed.append(_Placed(key, box, offset + len(made.header), made.payload_bytes))
+            offset = end
+        self.slab_bytes = slab.size_bytes
+        self.regions.append((0, slab.size_bytes))
+        self.add(slab)
+
+    def add_large(self, key: str, box: Box, made: Template, tensor: torch.Tensor) -> None:
+        """One tensor, its payload aligned."""
+        gap = -(self.size_bytes + len(made.header)) % ALIGN_BYTES
+        self.add(Bytes(bytes(gap) + made.header))
+        self.placed.append(_Placed(key, box, self.size_bytes, made.payload_bytes))
+        self.regions.append((self.size_bytes, made.payload_bytes))
+        self.add(payload_segment(tensor))
+        self.add(Bytes(made.trailer))
+
+    def source(self) -> SegmentSource:
+        """What is to be written."""
+        return SegmentSource.of(self.segments, self.regions)
+
+
+class ShardFiles:
+    """What one rank writes, laid out."""
+
+    @collector_paused()
+    def __init__(
+        self,
+        described: Described,
+        plan: RankPlan,
+        *,
+        rank: int,
+        num_files: int = 1,
+        incremental: bool = False,
+        before: Kept | None = None,
+        num_prefixes: int = 1,
+        on_disk: bool = False,
+    ) -> None:
+        """`num_files` is how many files may be written at once. With `incremental` the chunks get digests, and files
+        of the checkpoint `before` are taken over. `num_prefixes` directories share the files of all ranks."""
+        self._described = described
+        self._plan = plan
+        self._rank = rank
+        self._directory = spread_directory(rank, num_prefixes)
+        self._incremental = incremental
+        self._before = before
+        self._digests: dict[Place, str] = {}
+        self.kept: list[KeptFile] = []
+        """Files of the checkpoint before that are taken over, with the chunks of them that still hold."""
+        self.stock: dict[str, StockPlace] = {}
+        """Where plain values lie for stock readers."""
+        small, large = self._sorted_writes()
+        shared_bytes = LOCAL_SHARED_FILE_BYTES if on_disk else SHARED_FILE_BYTES
+        count = _num_files(sum(made.size_bytes for _, _, made, _ in [*small, *large]), num_files, shared_bytes)
+        self.files = [ShardFile(name) for name in self._free_names(count)]
+        if small:
+            slab = Slab.of([made for _, _, made, _ in small], [tensor for _, _, _, tensor in small])
+            self.files[0].add_slab([(key, box) for key, box, _, _ in small], slab)
+        share = -(-sum(made.size_bytes for _, _, made, _ in large) // max(1, len(self.files)))
+        at, filled = 0, 0
+        for key, box, made, tensor in large:
+            if filled + made.size_bytes // 2 > share and at + 1 < len(self.files):
+                at, filled = at + 1, 0
+            self.files[at].add_large(key, box, made, tensor)
+            filled += made.size_bytes
+
+    def _free_names(self, count: int) -> list[str]:
+        return free_names(self._rank, [file.name for file in self.kept], count, directory=self._directory)
+
+    def _sorted_writes(self) -> tuple[list[_Frame], list[_Frame]]:
+        small: list[_Frame] = []
+        large: list[_Frame] = []
+        frames = list(self._frames())
+        if self._incremental:
+            self._digests = digests_of((key, box, tensor) for key, box, _, tensor in frames)
+            self.kept = self._before.still_good(self._digests) if self._before else []
+        held = {(chunk.key, chunk.box) for file in self.kept for chunk in file.chunks}
+        for frame in frames:
+            if (frame[0], frame[1]) not in held:
+                (small if frame[2].payload_bytes < BLOCK_BYTES else large).append(frame)
+        return small, large
+
+    def _frames(self) -> Iterator[_Frame]:
+        items, memory = self._described.items, self._described.memory
+        for write in self._plan.writes:
+            item = items[write.item]
+            tensor = memory[item.key][write.held]
+            held = item.boxes[write.held]
+            if write.box != held:
+                tensor = narrowed(tensor, inside(write.box, held))
+            yield item.key, write.box, template(tensor.dtype, write.box.sizes), tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+    def add_stock_values(self, frames: Mapping[str, bytes]) -> None:
+        """Put plain values, framed, behind the tensors of the last file; equal ones once."""
+        if not frames:
+            return
+        if not self.files:
+            self.files = [ShardFile(name) for name in self._free_names(1)]
+        file, known = self.files[-1], dict[bytes, int]()
+        for key, frame in frames.items():
+            if frame not in known:
+                known[frame] = file.size_bytes
+                file.add(Bytes(frame))
+            self.stock[key] = file.name, known[frame], len(frame)
+
+    def sources(self) -> list[tuple[str, SegmentSource]]:
+        """Name and source of each file."""
+        return [(file.name, file.source()) for file in self.files]
+
+    @collector_paused()
+    def index_part(self, block_crcs: Sequence[Sequence[bytes]]) -> bytes:
+        """This rank's part of the tensor index, from the digests of each file's regions."""
+        described, plan = self._described, self._plan
+        builder = PartBuilder(self._rank)
+        items = {item.key: item for item in described.items}
+
+        def rows_of(key: str) -> list[int]:
+            found = []
+            for name in (key, *plan.ties.get(key, ())):
+                item = items[name]
+                found.append(builder.add_tensor(name, item.dtype, item.shape, plan.flags.get(name, 0)))
+            return found
+
+        for kept in self.kept:
+            builder.add_file(kept.name, kept.region_crcs)
+            if kept.slab_bytes:
+                builder.add_slab(0, kept.slab_bytes)
+            for chunk in kept.chunks:
+                for row in rows_of(chunk.key):
+                    builder.add_chunk(row, chunk.offset, chunk.box)
+        for file, crcs in zip(self.files, block_crcs, strict=True):
+            builder.add_file(file.name, crcs)
+            if file.slab_bytes:
+                builder.add_slab(0, file.slab_bytes)
+            for placed in file.placed:
+                for row in rows_of(placed.key):
+                    builder.add_chunk(row, placed.offset, placed.box)
+        for number in plan.empty:
+            rows_of(described.items[number].key)
+        common, own = self._values(plan.common), self._values(plan.own)
+        return builder.encode(common=common, own=own, is_shared=plan.is_shared)
+
+    def kept_after(self, attempt: str, stored: Sequence[Stored], *, linked: bool) -> Kept:
+        """What the next save may take over: the files of this one, once they are stored in that directory.
+
+        `linked` says that those that were taken over lie there too.
+        """
+        written = [self._kept_file(file, attempt, one) for file, one in zip(self.files, stored, strict=True)]
+        taken = [replace(file, attempt=attempt) if linked else file for file in self.kept]
+        return Kept(attempt, (*taken, *written))
+
+    def _kept_file(self, file: ShardFile, attempt: str, stored: Stored) -> KeptFile:
+        regions = iter(stored.block_crcs)
+        slab_crcs = next(regions) if file.slab_bytes else b""
+        chunks = []
+        for placed in file.placed:
+            crcs = b"" if placed.offset < file.slab_bytes else next(regions)
+            digest = self._digests[placed.key, placed.box]
+            chunks.append(KeptChunk(placed.key, placed.box, placed.offset, placed.payload_bytes, digest, crcs))
+        sizes = stored.size_bytes, stored.crc32c, file.slab_bytes
+        return KeptFile(file.name, attempt, *sizes, slab_crcs, tuple(chunks))
+
+    def _values(self, keys: Sequence[str]) -> bytes:
+        """The JSON object of some plain values; their texts are JSON already."""
+        if not keys:
+            return b""
+        pairs = (f"{json.dumps(key)}:{self._described.values[key]}" for key in keys)
+        return f"{{{','.join(pairs)}}}".encode()
+
+
+_Frame = tuple[str, Box, Template, torch.Tensor]
+
+
+def _num_files(size_bytes: int, num_files: int, shared_bytes: int) -> int:
+    if not size_bytes:
+        return 0
+    return max(-(-size_bytes // FILE_BYTES), min(num_files, size_bytes // shared_bytes), 1)

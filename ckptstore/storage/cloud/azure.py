@@ -1,0 +1,275 @@
+"""Azure Blob Storage through its SDK: what the fsspec engine is on Azure, and the parts of the obstore engine.
+
+Beside `chains` the only importer of azure, the SDK of adlfs. Requests run on the calling thread, not on adlfs' one
+event loop. Over HTTPS the transport protects a body on its way; Azure is sent no checksum, as the only one that its
+SDK offers, MD5, costs more than the transfer. What arrived damaged is found by ckptstore's own digests.
+
+Blocks that were never committed are dropped by Azure after a week.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+from ckptstore.errors import CkptstoreError, FileMissing, StorageUnavailable
+from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
+from ckptstore.storage.cloud import chains, foreign
+from ckptstore.storage.cloud.bodies import Filling, ViewsBody, part_bytes, total_bytes
+from ckptstore.storage.cloud.client_options import (
+    CONNECT_TIMEOUT_SECONDS,
+    READ_TIMEOUT_SECONDS,
+    Environment,
+    azure_names,
+)
+from ckptstore.storage.uri import Location
+
+_MAX_CONNECTIONS = 64
+_DELETE_THREADS = 16
+_MAX_PUT_BYTES = 5000 << 20
+_READ_BYTES = 16 << 20
+_COPY_POLL_SECONDS = 0.5
+
+
+class Connection:
+    """A container client, made in the process that uses it, when it is first used."""
+
+    def __init__(self, location: Location, names: Mapping[str, Any], environ: Environment) -> None:
+        self._container = location.container
+        self._names = azure_names(location, names, environ)
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._session: Any = None
+
+    @property
+    def client(self) -> Any:
+        """The client of the container; safe for threads."""
+        with self._lock:
+            if self._client is None:
+                self._client = self._connect()
+            return self._client
+
+    def close(self) -> None:
+        """Give back the connections."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+                self._session.close()
+                self._client = None
+
+    def _connect(self) -> Any:
+        import requests
+        import requests.adapters
+        from azure.core.pipeline.transport import RequestsTransport
+        from azure.storage.blob import BlobServiceClient
+
+        names = self._names
+        logging.getLogger("azure.core.pipeline.policies.http_logging_policy").setLevel(logging.WARNING)
+        self._session = requests.Session()
+        for scheme in ("http://", "https://"):
+            adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS, max_retries=0)
+            self._session.mount(scheme, adapter)
+        options = {
+            "retry_total": 0,  # there is one layer of retries, above
+            "connection_timeout": names.get("connection_timeout") or CONNECT_TIMEOUT_SECONDS,
+            "read_timeout": names.get("read_timeout") or READ_TIMEOUT_SECONDS,
+            "max_single_put_size": _MAX_PUT_BYTES,
+            "max_single_get_size": _READ_BYTES,
+            "max_chunk_get_size": _READ_BYTES,
+            "transport": RequestsTransport(session=self._session, session_owner=False),
+        }
+        if names.get("connection_string"):
+            service = BlobServiceClient.from_connection_string(names["connection_string"], **options)
+        else:
+            service = BlobServiceClient(names["account_url"], credential=self._credential(), **options)
+        return service.get_container_client(self._container)
+
+    def _credential(self) -> Any:
+        names = self._names
+        for name in ("credential", "account_key", "sas_token"):
+            if names.get(name):
+                return names[name]
+        if names.get("anon"):
+            return None
+        if names.get("client_secret"):
+            from azure.identity import ClientSecretCredential
+
+            return ClientSecretCredential(names["tenant_id"], names["client_id"], names["client_secret"])
+        return chains.AzureChain()
+
+    def seam(self, what: str, key: str) -> AbstractContextManager[None]:
+        """Turns foreign errors into ours."""
+        return foreign.seam(lambda error: _translated(error, what=what, key=key))
+
+
+def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+    from azure.core import exceptions
+
+    if isinstance(error, exceptions.ClientAuthenticationError) and error.status_code is None:
+        return chains.azure_refusal(error, what=what, key=key)
+    if isinstance(error, exceptions.HttpResponseError) and error.status_code is not None:
+        code = (
+            getattr(error.error_code, "value", None) or error.error_code or "" if hasattr(error, "error_code") else ""
+        )
+        if code == "BlobAlreadyExists":
+            return foreign.ConditionFailed(f"{what}: {code}")
+        return foreign.from_status(error.status_code, str(code), key=key, what=what)
+    is_broken = isinstance(error, exceptions.AzureError | OSError) or type(error).__module__.startswith(
+        ("urllib3", "requests")
+    )
+    return (foreign.broken_off if is_broken else foreign.unexpected)(error, what=what, key=key)
+
+
+class AzureFiles(ProcessBound):
+    """Files below a prefix of a container."""
+
+    def __init__(self, location: Location, connection: Connection) -> None:
+        super().__init__()
+        self._location = location
+        self._connection = connection
+
+    @property
+    def uri(self) -> str:
+        return self._location.uri
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.uri!r})"
+
+    def blob(self, key: str) -> Any:
+        """The SDK's client of one blob."""
+        self.check_process()
+        return self._connection.client.get_blob_client(self._location.full_key(key))
+
+    def seam(self, what: str, key: str) -> Any:
+        """Turns foreign errors into ours."""
+        return self._connection.seam(f"{what} {self.uri}", key)
+
+    def write(self, key: str, views: Sequence[memoryview]) -> None:
+        with self.seam("write", key):
+            self._put(key, views, overwrite=True)
+
+    def create(self, key: str, data: bytes) -> bool:
+        try:
+            with self.seam("create", key):
+                self._put(key, [memoryview(data)], overwrite=False)
+        except foreign.ConditionFailed:
+            return False
+        return True
+
+    def _put(self, key: str, views: Sequence[memoryview], *, overwrite: bool) -> None:
+        # The SDK sends a whole blob from bytes alone; parts go out as views.
+        self.blob(key).upload_blob(b"".join(views), overwrite=overwrite)
+
+    def read(self, key: str) -> bytes:
+        with self.seam("read", key):
+            return bytes(self.blob(key).download_blob().readall())
+
+    def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
+        from azure.core import MatchConditions
+
+        filling = Filling(views, key=key)
+        if not filling.missing_bytes:
+            return
+        size_bytes = filling.missing_bytes
+        pin: dict[str, Any] = {}
+        if version:
+            pin = {"etag": f'"{version}"', "match_condition": MatchConditions.IfNotModified}
+        try:
+            with self.seam("read", key):
+                answer = self.blob(key).download_blob(offset=offset, length=size_bytes, **pin)
+                for chunk in answer.chunks():
+                    filling.take(chunk)
+        except foreign.ConditionFailed as error:
+            raise foreign.other_version(key) from error
+        filling.end(file_bytes=answer.properties.size, end_offset=offset + size_bytes)
+
+    def stat(self, key: str) -> StoredFile:
+        with self.seam("stat", key):
+            return _stored(key, self.blob(key).get_blob_properties())
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        self.check_process()
+        cut = len(self._location.full_key(""))
+        with self.seam("list", prefix):
+            found = iter(self._connection.client.list_blobs(name_starts_with=self._location.full_key(prefix)))
+        while True:
+            with self.seam("list", prefix):
+                item = next(found, None)
+            if item is None:
+                return
+            if not item.name.endswith("/") and not (item.metadata or {}).get("hdi_isfolder"):
+                yield _stored(item.name[cut:], item)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        unique = list(dict.fromkeys(keys))
+        if len(unique) == 1:
+            self._delete_one(unique[0])
+        elif unique:
+            with ThreadPoolExecutor(min(_DELETE_THREADS, len(unique))) as pool:
+                list(pool.map(self._delete_one, unique))
+
+    def _delete_one(self, key: str) -> None:
+        with suppress(FileMissing), self.seam("delete", key):
+            self.blob(key).delete_blob()
+
+    def copy(self, source_key: str, key: str, *, files: AzureFiles | None = None) -> None:
+        """From another container, where `files` says so."""
+        with self.seam("copy", source_key):
+            target = self.blob(key)
+            status = target.start_copy_from_url((files or self).blob(source_key).url)["copy_status"]
+            while status == "pending":
+                time.sleep(_COPY_POLL_SECONDS)
+                status = target.get_blob_properties().copy.status
+        if status != "success":
+            raise StorageUnavailable(f"The copy ended as {status}", file=source_key)
+
+    def part_bytes(self, size_bytes: int) -> int:
+        return part_bytes(size_bytes)
+
+    def open_parts(self, key: str, size_bytes: int) -> PartWriter:
+        return _Blocks(self, key, size_bytes)
+
+    def close(self) -> None:
+        if self.is_here:
+            self._connection.close()
+
+
+class _Blocks:
+    """Blocks of a blob that are not seen until they are committed."""
+
+    def __init__(self, files: AzureFiles, key: str, size_bytes: int) -> None:
+        self._files = files
+        self._key = key
+        self._part_bytes = part_bytes(size_bytes)
+        self._writer_id = uuid.uuid4().hex[:16]
+        self._block_ids: dict[int, str] = {}
+
+    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+        number = offset // self._part_bytes
+        block_id = base64.b64encode(f"{self._writer_id}-{number:06d}".encode()).decode()
+        with self._files.seam("write", self._key):
+            self._files.blob(self._key).stage_block(block_id, ViewsBody(views), length=total_bytes(views))
+        self._block_ids[number] = block_id
+
+    def finish(self) -> None:
+        """May be called again after an error: the same blocks are committed again."""
+        from azure.storage.blob import BlobBlock
+
+        blocks = [BlobBlock(block_id) for _, block_id in sorted(self._block_ids.items())]
+        with self._files.seam("finish", self._key):
+            self._files.blob(self._key).commit_block_list(blocks)
+
+    def abort(self) -> None:
+        """Nothing to do: Azure drops the blocks by itself."""
+
+
+def _stored(key: str, properties: Any) -> StoredFile:
+    etag = str(properties.etag or "").strip('"')  # a listing has it without quotes
+    return StoredFile(key, int(properties.size), properties.last_modified.timestamp(), etag or None)

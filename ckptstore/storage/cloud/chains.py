@@ -1,0 +1,275 @@
+"""The SDKs' own chains of credentials, where the SDK is installed: as obstore takes them, and what their errors mean.
+
+obstore knows keys from the environment, web identities and the metadata services. The chains of the SDKs know more:
+profiles, single sign-on, `credential_process`, workload identity federation, `az login`. They are asked again whenever
+a credential is about to expire, so nothing is frozen.
+
+A service of credentials that does not answer is a passing state, as a storage that does not answer is. The SDKs say of
+a metadata service in trouble only that they found no credentials. So it is asked once more here: one that answers with
+an error or breaks off is in trouble; one that cannot be reached is there only if the configuration names it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import os
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from ckptstore.errors import AccessDenied, CkptstoreError, StorageUnavailable
+from ckptstore.storage.cloud import foreign
+from ckptstore.storage.uri import Kind
+
+_LIFE = timedelta(minutes=10)
+"""How long a credential is used before the chain is asked again; the chains keep and refresh their own."""
+_ASK_SECONDS = 2.0
+_METADATA = "http://169.254.169.254"
+_PAGES = {"s3": "docs/how-to/s3.md", "gcs": "docs/how-to/gcs.md", "azure": "docs/how-to/azure.md"}
+
+
+def installed(kind: Kind) -> bool:
+    """Whether the SDK of that cloud is there to find credentials."""
+    module = {"s3": "botocore", "gcs": "google.auth", "azure": "azure.identity"}[kind]
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class Provider:
+    """Gives obstore its credentials. obstore tells of a failure only that there was one, so it is kept here."""
+
+    def __init__(self, kind: Kind, *, profile: str | None = None) -> None:
+        """Raises AccessDenied when the SDK finds none, StorageUnavailable when it could not look."""
+        self.error: CkptstoreError | None = None
+        """What the last try failed with, None if it did not."""
+        self._kind, self._profile = kind, profile
+        make = {"s3": lambda: _aws(profile), "gcs": _google, "azure": _azure}[kind]
+        with self._seam():
+            self._give = make()
+
+    def __call__(self) -> dict[str, Any]:
+        try:
+            with self._seam():
+                found = self._give()
+        except CkptstoreError as error:
+            self.error = error
+            raise
+        self.error = None
+        return found
+
+    def _seam(self) -> Any:
+        return foreign.seam(lambda error: self._translated(error))
+
+    def _translated(self, error: Exception) -> CkptstoreError:
+        what = "credentials"
+        if self._kind == "s3":
+            refused = aws_refusal(error, what=what, key="", profile=self._profile)
+            return refused or _refusal("s3", foreign.passing_trouble(error), what=what, key="")
+        return (google_refusal if self._kind == "gcs" else azure_refusal)(error, what=what, key="")
+
+
+def _refusal(kind: Kind, trouble: str | None, *, what: str, key: str) -> CkptstoreError:
+    if trouble:
+        return StorageUnavailable(f"{what}: the service of credentials gives none: {trouble}", file=key or None)
+    hint = f"Set credentials; see {_PAGES[kind]}"
+    return AccessDenied(f"{what}: no usable credentials were found", file=key or None, hint=hint)
+
+
+def aws_region(profile: str | None) -> str | None:
+    """The region of the AWS configuration, None where there is none."""
+    import botocore.session
+
+    region = botocore.session.Session(profile=profile).get_config_variable("region")
+    return str(region) if region else None
+
+
+def _aws(profile: str | None) -> Callable[[], dict[str, Any]]:
+    import botocore.exceptions
+    import botocore.session
+
+    credentials = botocore.session.Session(profile=profile).get_credentials()
+    if credentials is None:
+        raise botocore.exceptions.NoCredentialsError
+
+    def give() -> dict[str, Any]:
+        frozen = credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + _LIFE,
+        }
+
+    return give
+
+
+def aws_refusal(error: Exception, *, what: str, key: str, profile: str | None) -> CkptstoreError | None:
+    """The error for what the chain of AWS raised; None where the error is not one of credentials."""
+    from botocore import exceptions
+
+    if isinstance(error, exceptions.NoCredentialsError):
+        return _refusal("s3", _aws_metadata_trouble(profile), what=what, key=key)
+    if isinstance(error, exceptions.MetadataRetrievalError | exceptions.CredentialRetrievalError):
+        return _refusal("s3", foreign.passing_trouble(error) or type(error).__name__, what=what, key=key)
+    final = (
+        exceptions.PartialCredentialsError,
+        exceptions.ProfileNotFound,
+        exceptions.SSOError,
+        exceptions.TokenRetrievalError,
+    )
+    return _refusal("s3", None, what=what, key=key) if isinstance(error, final) else None
+
+
+def _aws_metadata_trouble(profile: str | None) -> str | None:
+    import botocore.session
+
+    if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        return None
+    named = botocore.session.Session(profile=profile).get_config_variable("ec2_metadata_service_endpoint")
+    base = str(named or _METADATA).rstrip("/")
+    lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    token, trouble = _ask(f"{base}/latest/api/token", lifetime, method="PUT", named=bool(named))
+    if trouble:
+        return trouble
+    headers = {"X-aws-ec2-metadata-token": token} if token else {}
+    role, trouble = _ask(f"{base}/latest/meta-data/iam/security-credentials/", headers, named=bool(named))
+    return trouble or ("it was in trouble a moment ago" if role else None)
+
+
+def _ask(url: str, headers: Mapping[str, str], *, method: str = "GET", named: bool) -> tuple[str, str | None]:
+    """What a metadata service answers, "" for a refusal, and what its trouble is, None if there is none."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        request = urllib.request.Request(url, headers=dict(headers), method=method)
+        with opener.open(request, timeout=_ASK_SECONDS) as answer:
+            return answer.read().decode(errors="replace"), None
+    except urllib.error.HTTPError as refusal:
+        with refusal:
+            return "", f"it answered {refusal.code}" if _is_passing(refusal.code) else None
+    except urllib.error.URLError as error:  # could not be reached
+        return "", (foreign.passing_trouble(error) or "it cannot be reached") if named else None
+    except (OSError, http.client.HTTPException) as error:  # was reached, and broke off
+        return "", foreign.passing_trouble(error) or "the connection broke off"
+    except ValueError:
+        return "", None
+
+
+def _is_passing(status: int | None) -> bool:
+    return status is not None and (status in (408, 410, 429) or status >= 500)
+
+
+def _google() -> Callable[[], dict[str, Any]]:
+    import google.auth
+    import google.auth.transport.requests
+
+    credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/devstorage.read_write"])
+
+    def give() -> dict[str, Any]:
+        if not credentials.valid or (credentials.expiry and credentials.expiry - _LIFE < _naive_now()):
+            credentials.refresh(google.auth.transport.requests.Request())  # type: ignore[no-untyped-call]
+        expiry = credentials.expiry.replace(tzinfo=UTC) if credentials.expiry else None
+        return {"token": credentials.token, "expires_at": expiry}
+
+    return give
+
+
+def _naive_now() -> datetime:
+    """google-auth keeps its times in UTC without saying so."""
+    return datetime.now(UTC).replace(tzinfo=None)
+
+
+def google_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
+    """The error for what google-auth raised."""
+    from google.auth import exceptions
+
+    trouble = None
+    if isinstance(error, exceptions.DefaultCredentialsError):
+        host = os.environ.get("GCE_METADATA_HOST") or os.environ.get("GCE_METADATA_ROOT")
+        if host and os.environ.get("NO_GCE_CHECK") != "true":  # without the variable, google-auth trusts the hardware
+            found, trouble = _ask(f"http://{host}/computeMetadata/v1/", {"Metadata-Flavor": "Google"}, named=True)
+            trouble = trouble or ("it was in trouble a moment ago" if found else None)
+    elif isinstance(error, exceptions.GoogleAuthError):
+        # A TransportError is kept inside the RefreshError of a metadata server, which does not say that it is passing.
+        inner = next((item for item in (error, error.__cause__) if isinstance(item, exceptions.TransportError)), None)
+        status = getattr(inner.args[-1], "status", None) if inner and inner.args else None
+        if error.retryable or (inner is not None and (status is None or _is_passing(status))):
+            trouble = foreign.passing_trouble(error) or type(error).__name__
+    else:
+        trouble = foreign.passing_trouble(error)
+    return _refusal("gcs", trouble, what=what, key=key)
+
+
+def _azure() -> Callable[[], dict[str, Any]]:
+    credential = AzureChain()
+
+    def give() -> dict[str, Any]:
+        token = credential.get_token("https://storage.azure.com/.default")
+        return {"token": token.token, "expires_at": datetime.fromtimestamp(token.expires_on, UTC)}
+
+    return give
+
+
+class AzureChain:
+    """The default chain of Azure. What its members raise is kept: the chain makes one text of it."""
+
+    def __init__(self) -> None:
+        from azure.identity import DefaultAzureCredential
+
+        self._heard = threading.local()
+        self._chain = DefaultAzureCredential()
+        self._chain.credentials = tuple(_Member(member, self._heard) for member in self._chain.credentials)
+
+    def get_token(self, *scopes: str, **options: Any) -> Any:
+        """See `azure.core.credentials.TokenCredential`."""
+        self._heard.errors = []
+        try:
+            return self._chain.get_token(*scopes, **options)
+        except Exception as error:
+            error.args = (*error.args, *self._heard.errors)
+            raise
+        finally:
+            self._heard.errors = []
+
+
+class _Member:
+    """One credential of a chain."""
+
+    def __init__(self, inner: Any, heard: threading.local) -> None:
+        self._inner = inner
+        self._heard = heard
+
+    def get_token(self, *scopes: str, **options: Any) -> Any:
+        try:
+            return self._inner.get_token(*scopes, **options)
+        except Exception as error:
+            self._heard.errors.append(error)
+            raise
+
+
+def azure_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
+    """The error for what azure-identity raised."""
+    from azure.core import exceptions
+
+    members = [item for item in error.args if isinstance(item, Exception)] or [error]
+    asked_machine = [member for member in members if "IMDS" in str(member)]
+    for member in members:
+        for item in foreign.chain_of(member) if member not in asked_machine else ():
+            if isinstance(item, exceptions.ServiceRequestError | exceptions.ServiceResponseError):
+                return _refusal("azure", foreign.passing_trouble(item) or type(item).__name__, what=what, key=key)
+            if isinstance(item, exceptions.HttpResponseError) and _is_passing(item.status_code):
+                return _refusal("azure", f"it answered {item.status_code}", what=what, key=key)
+    return _refusal("azure", _azure_metadata_trouble() if asked_machine else None, what=what, key=key)
+
+
+def _azure_metadata_trouble() -> str | None:
+    named = os.environ.get("AZURE_POD_IDENTITY_AUTHORITY_HOST")
+    query = "api-version=2018-02-01&resource=https%3A%2F%2Fstorage.azure.com"
+    url = f"{(named or _METADATA).rstrip('/')}/metadata/identity/oauth2/token?{query}"
+    found, trouble = _ask(url, {"Metadata": "true"}, named=bool(named))
+    return trouble or ("it was in trouble a moment ago" if found else None)

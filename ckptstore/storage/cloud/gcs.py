@@ -1,0 +1,389 @@
+"""Google Cloud Storage over its JSON API: what the fsspec engine is on GCS, and the parts of the obstore engine.
+
+The only importer of google-auth (beside `chains`) and of requests, SDKs of gcsfs. Requests run on the calling thread,
+not on gcsfs' one event loop. Each upload carries its CRC32C, which GCS checks before it makes the object visible.
+
+GCS has no parts in its JSON API: a large file goes up as temporary objects beside it (".part-..."), which are composed
+and deleted. A process that is killed meanwhile leaves them in the attempt's directory, which `gc` removes whole.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote
+
+from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageUnavailable
+from ckptstore.format import digest
+from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
+from ckptstore.storage.cloud import chains, foreign
+from ckptstore.storage.cloud.bodies import Filling, ViewsBody, total_bytes
+from ckptstore.storage.cloud.client_options import (
+    CONNECT_TIMEOUT_SECONDS,
+    READ_TIMEOUT_SECONDS,
+    Environment,
+    gcs_endpoint,
+    seconds_of,
+)
+from ckptstore.storage.uri import Location
+
+_SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
+_GOOGLE = "https://storage.googleapis.com"
+_MAX_CONNECTIONS = 64
+_DELETE_THREADS = 16
+_LIST_FILES = 1000
+_MAX_COMPOSED = 32
+_PART_BYTES = 16 << 20
+_MIB = 1 << 20
+
+
+class Connection:
+    """An HTTP session with credentials, made in the process that uses it, when it is first used."""
+
+    def __init__(
+        self, *, endpoint_url: str, credentials: Callable[[], Any], read_seconds: float = READ_TIMEOUT_SECONDS
+    ) -> None:
+        self._endpoint = endpoint_url.rstrip("/")
+        self._credentials = credentials
+        self._timeout = (CONNECT_TIMEOUT_SECONDS, read_seconds)
+        self._lock = threading.Lock()
+        self._session: Any = None
+        self._renewal = foreign.Renewal()
+
+    def request(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
+        """One request; its answer's body is not read yet."""
+        with self.seam(what, key):
+            answer = self._open().request(
+                method, f"{self._endpoint}{path}", timeout=self._timeout, stream=True, **options
+            )
+            if answer.status_code >= 300:
+                with answer:
+                    raise self._refused(answer, what=what, key=key)
+        self._renewal.succeeded()
+        return answer
+
+    def close(self) -> None:
+        """Give back the connections."""
+        with self._lock:
+            if self._session is not None:
+                self._session.close()
+                self._session = None
+
+    def seam(self, what: str, key: str) -> AbstractContextManager[None]:
+        """Turns foreign errors into ours."""
+        return foreign.seam(lambda error: _translated(error, what=what, key=key))
+
+    def _open(self) -> Any:
+        import requests
+        import requests.adapters
+        from google.auth.transport.requests import AuthorizedSession
+
+        with self._lock:
+            if self._session is None:
+                credentials = self._credentials()
+                session = requests.Session() if credentials is None else AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
+                adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS, max_retries=0)
+                session.mount("https://", adapter)
+                session.mount("http://", adapter)
+                session.headers["Accept-Encoding"] = "identity"
+                self._session = session
+            return self._session
+
+    def _refused(self, answer: Any, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+        try:
+            reason = str(answer.json()["error"]["errors"][0]["reason"])
+        except (ValueError, LookupError, TypeError):
+            reason = ""
+        if answer.status_code == 401 and self._renewal.begin():
+            self.close()
+            return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
+        return foreign.from_status(answer.status_code, reason, key=key, what=what)
+
+
+def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+    import google.auth.exceptions
+    import requests
+
+    if isinstance(error, google.auth.exceptions.GoogleAuthError):
+        return chains.google_refusal(error, what=what, key=key)
+    is_broken = isinstance(error, requests.RequestException | OSError) or type(error).__module__.startswith("urllib3")
+    return (foreign.broken_off if is_broken else foreign.unexpected)(error, what=what, key=key)
+
+
+class GcsFiles(ProcessBound):
+    """Files below a prefix of a bucket."""
+
+    def __init__(self, location: Location, connection: Connection) -> None:
+        super().__init__()
+        self._location = location
+        self._connection = connection
+        self._bucket = f"/b/{quote(location.container, safe='')}"
+
+    @property
+    def uri(self) -> str:
+        return self._location.uri
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.uri!r})"
+
+    def call(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
+        """One request, its answer as JSON."""
+        with self._stream(method, f"/storage/v1{path}", what=what, key=key, **options) as answer:
+            return _json(answer)
+
+    def _stream(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
+        self.check_process()
+        return self._connection.request(method, path, what=f"{what} {self.uri}", key=key, **options)
+
+    def rules(self) -> dict[str, str]:
+        """See `TellsRules`. Uploads leave nothing unfinished."""
+        fields = "versioning,softDeletePolicy,retentionPolicy"
+        try:
+            answer = self.call("GET", self._bucket, what="rules", key="", params={"fields": fields})
+        except AccessDenied:  # takes storage.buckets.get, which nothing else here needs
+            return {"upload checksum": "CRC32C"}
+        soft = int(answer.get("softDeletePolicy", {}).get("retentionDurationSeconds") or 0)
+        kept = int(answer.get("retentionPolicy", {}).get("retentionPeriod") or 0)
+        return {
+            "versioning": "Enabled" if answer.get("versioning", {}).get("enabled") else "",
+            "soft delete": f"kept for {soft} s" if soft else "",
+            "object lock": f"kept for {kept} s" if kept else "",
+            "unfinished uploads": "none are left",
+            "upload checksum": "CRC32C",
+        }
+
+    def object(self, key: str) -> str:
+        """The path of an object in the API."""
+        return f"{self._bucket}/o/{quote(self._location.full_key(key), safe='')}"
+
+    def write(self, key: str, views: Sequence[memoryview]) -> None:
+        self.put(key, views)
+
+    def create(self, key: str, data: bytes) -> bool:
+        try:
+            self.put(key, [memoryview(data)], ifGenerationMatch="0")
+        except foreign.ConditionFailed:
+            return False
+        return True
+
+    def put(self, key: str, views: Sequence[memoryview], *, crc32c: int | None = None, **condition: str) -> int:
+        """Upload an object in one request; returns its CRC32C."""
+        value = digest.crc32c_of(views) if crc32c is None else crc32c
+        resource = {"name": self._location.full_key(key), "crc32c": _as_header(value)}
+        border = uuid.uuid4().hex
+        head = (
+            f"--{border}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{json.dumps(resource)}\r\n"
+            f"--{border}\r\nContent-Type: application/octet-stream\r\n\r\n"
+        )
+        body = ViewsBody([memoryview(head.encode()), *views, memoryview(f"\r\n--{border}--\r\n".encode())])
+        with self._stream(
+            "POST",
+            f"/upload/storage/v1{self._bucket}/o",
+            what="write",
+            key=key,
+            params={"uploadType": "multipart", "fields": "size,crc32c", **condition},
+            data=body,
+            headers={"Content-Type": f"multipart/related; boundary={border}"},
+        ) as answer:
+            self._check(_json(answer), key=key, size_bytes=total_bytes(views), crc32c=value)
+        return value
+
+    def _check(self, stored: Mapping[str, Any], *, key: str, size_bytes: int, crc32c: int) -> None:
+        if stored.get("crc32c", _as_header(crc32c)) != _as_header(crc32c) or int(stored["size"]) != size_bytes:
+            raise StorageUnavailable("The bytes arrived damaged", file=key)
+
+    def read(self, key: str) -> bytes:
+        with (
+            self._stream(
+                "GET", f"/storage/v1{self.object(key)}", what="read", key=key, params={"alt": "media"}
+            ) as answer,
+            self._connection.seam(f"read {self.uri}", key),
+        ):
+            return bytes(answer.content)
+
+    def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
+        filling = Filling(views, key=key)
+        if not filling.missing_bytes:
+            return
+        end = offset + filling.missing_bytes
+        params = {"alt": "media", **({"generation": version} if version else {})}
+        headers = {"Range": f"bytes={offset}-{end - 1}"}
+        path = f"/storage/v1{self.object(key)}"
+        try:
+            answer = self._stream("GET", path, what="read", key=key, params=params, headers=headers)
+        except FileMissing as error:
+            if version and self._exists(key):
+                raise foreign.other_version(key) from error
+            raise
+        with answer, self._connection.seam(f"read {self.uri}", key):
+            while filling.missing_bytes:
+                count = answer.raw.readinto(filling.next())
+                if not count:
+                    break
+                filling.advance(count)
+        total = answer.headers.get("Content-Range", "").rpartition("/")[2]
+        filling.end(file_bytes=int(total) if total.isdigit() else None, end_offset=end)
+
+    def _exists(self, key: str) -> bool:
+        with suppress(FileMissing):
+            self.stat(key)
+            return True
+        return False
+
+    def stat(self, key: str) -> StoredFile:
+        item = self.call("GET", self.object(key), what="stat", key=key)
+        return _stored(key, item)
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        cut = len(self._location.full_key(""))
+        params = {
+            "prefix": self._location.full_key(prefix),
+            "maxResults": str(_LIST_FILES),
+            "fields": "nextPageToken,items(name,size,updated,generation)",
+        }
+        while True:
+            page = self.call("GET", f"{self._bucket}/o", what="list", key=prefix, params=params)
+            for item in page.get("items", ()):
+                if not item["name"].endswith("/"):
+                    yield _stored(item["name"][cut:], item)
+            if not page.get("nextPageToken"):
+                return
+            params["pageToken"] = page["nextPageToken"]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        unique = list(dict.fromkeys(keys))
+        if len(unique) == 1:
+            self._delete_one(unique[0])
+        elif unique:
+            with ThreadPoolExecutor(min(_DELETE_THREADS, len(unique))) as pool:
+                list(pool.map(self._delete_one, unique))
+
+    def _delete_one(self, key: str) -> None:
+        with suppress(FileMissing):
+            self._stream("DELETE", f"/storage/v1{self.object(key)}", what="delete", key=key).close()
+
+    def copy(self, source_key: str, key: str, *, files: GcsFiles | None = None) -> None:
+        """From another bucket, where `files` says so."""
+        path = f"{(files or self).object(source_key)}/rewriteTo{self.object(key)}"
+        params: dict[str, str] = {}
+        while True:
+            answer = self.call("POST", path, what="copy", key=source_key, params=params, json={})
+            if answer.get("done", True):
+                return
+            params["rewriteToken"] = answer["rewriteToken"]
+
+    def part_bytes(self, size_bytes: int) -> int:
+        """16 MiB, and more where two rounds of composing 32 objects would not be enough."""
+        return max(_PART_BYTES, -(-size_bytes // (_MAX_COMPOSED - 1) ** 2 // _MIB) * _MIB)
+
+    def open_parts(self, key: str, size_bytes: int) -> PartWriter:
+        return _Composition(self, key, size_bytes)
+
+    def compose(self, sources: Sequence[str], key: str, *, size_bytes: int, crc32c: int) -> None:
+        """Make an object of up to 32 others."""
+        body = {
+            "sourceObjects": [{"name": self._location.full_key(source)} for source in sources],
+            "destination": {"contentType": "application/octet-stream"},
+        }
+        answer = self.call("POST", f"{self.object(key)}/compose", what="compose", key=key, json=body)
+        self._check(answer, key=key, size_bytes=size_bytes, crc32c=crc32c)
+
+    def close(self) -> None:
+        if self.is_here:
+            self._connection.close()
+
+
+class _Composition:
+    """Temporary objects that become one."""
+
+    def __init__(self, files: GcsFiles, key: str, size_bytes: int) -> None:
+        self._files = files
+        self._key = key
+        self._part_bytes = files.part_bytes(size_bytes)
+        directory, slash, _ = key.rpartition("/")
+        self._name = f"{directory}{slash}.part-{uuid.uuid4().hex[:16]}"
+        self._parts: dict[int, tuple[str, digest.Segment]] = {}
+        self._joined: list[str] = []
+
+    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+        name = f"{self._name}-{offset // self._part_bytes:05d}"
+        crc32c = self._files.put(name, views, crc32c=crc32c)
+        self._parts[offset] = (name, digest.Segment(offset, total_bytes(views), crc32c))
+
+    def finish(self) -> None:
+        """May be called again after an error: the parts stay until the file is whole."""
+        parts = [part for _, part in sorted(self._parts.items())]
+        while len(parts) > _MAX_COMPOSED:
+            groups = [parts[start : start + _MAX_COMPOSED] for start in range(0, len(parts), _MAX_COMPOSED)]
+            parts = [self._join(group, f"{self._name}-joined-{index:05d}") for index, group in enumerate(groups)]
+            self._joined += [name for name, _ in parts]
+        self._join(parts, self._key)
+        self.abort()
+
+    def _join(self, parts: Sequence[tuple[str, digest.Segment]], key: str) -> tuple[str, digest.Segment]:
+        segments = [segment for _, segment in parts]
+        size_bytes = sum(segment.size_bytes for segment in segments)
+        crc32c = digest.join(segments)
+        self._files.compose([name for name, _ in parts], key, size_bytes=size_bytes, crc32c=crc32c)
+        return key, digest.Segment(segments[0].offset, size_bytes, crc32c)
+
+    def abort(self) -> None:
+        """Remove the temporary objects."""
+        with suppress(CkptstoreError):
+            self._files.delete([*(name for name, _ in self._parts.values()), *self._joined])
+
+
+def connect(names: Mapping[str, Any], environ: Environment) -> Connection:
+    """A connection with gcsfs' options."""
+    endpoint = gcs_endpoint(names, environ)
+    token = names.get("token") or ("anon" if endpoint else None)
+    return Connection(
+        endpoint_url=endpoint or _GOOGLE,
+        credentials=credentials_of(token),
+        read_seconds=seconds_of(names.get("timeout") or None, READ_TIMEOUT_SECONDS, "The timeout"),
+    )
+
+
+def credentials_of(token: Any) -> Callable[[], Any]:
+    """What makes google-auth credentials from gcsfs' `token`; what it makes is None for anonymous access."""
+
+    def make() -> Any:
+        import google.auth
+        import google.auth.compute_engine
+        import google.auth.credentials
+
+        if token == "anon":
+            return None
+        if isinstance(token, google.auth.credentials.Credentials):
+            return token
+        if token == "cloud":
+            return google.auth.compute_engine.Credentials()  # type: ignore[no-untyped-call]
+        if isinstance(token, dict):
+            return google.auth.load_credentials_from_dict(token, scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
+        if isinstance(token, str) and token != "google_default":
+            return google.auth.load_credentials_from_file(token, scopes=_SCOPES)[0]  # type: ignore[no-untyped-call]
+        return google.auth.default(scopes=_SCOPES)[0]
+
+    return make
+
+
+def _stored(key: str, item: Mapping[str, Any]) -> StoredFile:
+    modified = datetime.fromisoformat(item["updated"]).timestamp()
+    generation = item.get("generation")
+    return StoredFile(key, int(item["size"]), modified, str(generation) if generation else None)
+
+
+def _json(answer: Any) -> Any:
+    return json.loads(answer.content or b"{}")
+
+
+def _as_header(crc32c: int) -> str:
+    return base64.b64encode(struct.pack(">I", crc32c)).decode()

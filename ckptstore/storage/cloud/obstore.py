@@ -1,0 +1,414 @@
+"""Object stores through obstore (Rust's object_store): off the interpreter lock, one copy in, none out.
+
+Whole files, ranges, listings and deletions go through obstore. It has no call for one part of an upload, none that
+finds unfinished uploads, and fewer ways to find credentials than the SDK of each cloud: those come from the SDK, which
+has to be installed as well (`aws_files`, `gcs`, `azure`, `chains`).
+
+On S3 each body carries a CRC64NVME, which the server checks; it is not signed as well, as SHA-256 would cost more than
+the transfer. Without that checksum a body is signed over plain HTTP. `client_options` says which of fsspec's options
+obstore can express. obstore retries nothing here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
+
+from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
+from ckptstore.storage.base import PartWriter, ProcessBound, Storage, StoredFile
+from ckptstore.storage.cloud import chains, foreign
+from ckptstore.storage.cloud.bodies import Filling
+from ckptstore.storage.cloud.client_options import CannotExpress, ObstoreConfig, files_of_same_account, for_obstore
+from ckptstore.storage.uri import Location
+
+_LIST_FILES = 1000
+_DELETE_THREADS = 16
+_STREAM_BYTES = 256 << 10
+"""The least that is handed over at once: it stays in the cache until it is copied, and its memory is reused."""
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+
+
+_threads: set[int] = set()
+"""The processes, of this one and those it was forked from, in which obstore has started its threads."""
+
+
+def _lost_threads() -> str | None:
+    """Why obstore does not work here, if so: it waits for ever for threads that a fork has not taken along."""
+    lost = _threads and os.getpid() not in _threads
+    return "this process was forked from one that used obstore, and its threads stayed there" if lost else None
+
+
+def understands(uri: str, storage_options: Mapping[str, Any] | None) -> str | None:
+    """Why obstore cannot serve the URI with these options; None when it can."""
+    if reason := _lost_threads():
+        return reason
+    try:
+        config = for_obstore(uri, storage_options, os.environ)
+    except CannotExpress as refusal:
+        return str(refusal)
+    kind = config.location.kind
+    if kind is None or chains.installed(kind):
+        return None
+    extra = {"s3": "s3", "gcs": "gcs", "azure": "azure"}[kind]
+    return f'parts and credentials need the SDK of that cloud (pip install "ckptstore[{extra},fast]")'
+
+
+def open_fast(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """The storage at an s3, gs or az URI. Connects when it is first used.
+
+    Raises CannotExpress, a ValueError, for options that obstore does not have.
+    """
+    config = for_obstore(uri, storage_options, os.environ)
+    classes = {"s3": FastS3Storage, "gcs": FastGcsStorage, "azure": FastStorage}
+    return classes[config.location.kind or "s3"](uri, dict(storage_options or {}), config)
+
+
+class _Exists(foreign.ConditionFailed):
+    """A create found the file there."""
+
+
+class FastStorage(ProcessBound):
+    """Files below a prefix of a bucket or container."""
+
+    def __init__(self, uri: str, options: Mapping[str, Any], config: ObstoreConfig) -> None:
+        super().__init__()
+        self._opened_as = (uri, dict(options))
+        self._config = config
+        self._lock = threading.Lock()
+        self._files = _files_of(config, options)
+        self._store: Any = None
+        self._provider: chains.Provider | None = None
+        self._renewal = foreign.Renewal()
+
+    @property
+    def uri(self) -> str:
+        return self._config.location.uri
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.uri!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_fast, self._opened_as
+
+    def write(self, key: str, views: Sequence[memoryview]) -> None:
+        with self._seam("write", key):
+            self._put(key, views)
+
+    def create(self, key: str, data: bytes) -> bool:
+        try:
+            with self._seam("create", key):
+                self._put(key, [memoryview(data)], mode="create")
+        except _Exists:
+            return False
+        return True
+
+    def _put(
+        self, key: str, views: Sequence[memoryview], *, mode: Literal["create", "overwrite"] = "overwrite"
+    ) -> None:
+        import obstore
+
+        views = [view for view in views if len(view)]
+        body = views[0] if len(views) == 1 else (views or b"")
+        obstore.put(self._connected(), self._full(key), body, mode=mode, use_multipart=False)
+
+    def read(self, key: str) -> bytes:
+        import obstore
+
+        with self._seam("read", key):
+            return bytes(obstore.get(self._connected(), self._full(key)).bytes())
+
+    def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
+        import obstore
+
+        filling = Filling(views, key=key)
+        if not filling.missing_bytes:
+            return
+        end = offset + filling.missing_bytes
+        options: Any = {"range": (offset, end), **self._pin(version)}
+        try:
+            with self._seam("read", key):
+                if not version and filling.missing_bytes <= _STREAM_BYTES:  # one call, where a stream takes four
+                    whole = obstore.get_range(self._connected(), self._full(key), start=offset, end=end)
+                    filling.take(memoryview(whole))
+                    file_bytes = end if not filling.missing_bytes else self.stat(key).size_bytes
+                else:
+                    answer = obstore.get(self._connected(), self._full(key), options=options)
+                    for chunk in answer.stream(min_chunk_size=_STREAM_BYTES):
+                        filling.take(chunk)
+                    file_bytes = answer.meta["size"]
+        except foreign.ConditionFailed as error:
+            raise foreign.other_version(key) from error
+        except StorageUnavailable as error:
+            if type(error) is StorageUnavailable:  # obstore could make nothing of an answer: is the file too short?
+                with suppress(StorageError):
+                    filling.end(file_bytes=self.stat(key).size_bytes, end_offset=end)
+            raise
+        except FileMissing as error:
+            if version and self._generations and self._exists(key):
+                raise foreign.other_version(key) from error
+            raise
+        filling.end(file_bytes=file_bytes, end_offset=end)
+
+    def _pin(self, version: str | None) -> dict[str, str]:
+        if not version:
+            return {}
+        if self._generations:
+            return {"version": version}
+        return {"if_match": f'"{version}"' if self._config.location.kind == "azure" else version}
+
+    @property
+    def _generations(self) -> bool:
+        """Whether a version is a number of its own (GCS), not an ETag."""
+        return self._config.location.kind == "gcs"
+
+    def _exists(self, key: str) -> bool:
+        with suppress(FileMissing):
+            self.stat(key)
+            return True
+        return False
+
+    def _stored(self, key: str, meta: Mapping[str, Any]) -> StoredFile:
+        version = meta["version"] if self._generations else meta["e_tag"]
+        if version and self._config.location.kind == "azure":
+            version = version.strip('"')  # a listing has it without quotes
+        return StoredFile(key, meta["size"], meta["last_modified"].timestamp(), version)
+
+    def stat(self, key: str) -> StoredFile:
+        import obstore
+
+        with self._seam("stat", key):
+            return self._stored(key, obstore.head(self._connected(), self._full(key)))
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        import obstore
+
+        full = self._full(prefix)
+        directory, slash, _ = full.rpartition("/")  # obstore lists whole directories
+        cut = len(self._full(""))
+        with self._seam("list", prefix):
+            pages = iter(obstore.list(self._connected(), prefix=f"{directory}{slash}", chunk_size=_LIST_FILES))
+        while True:
+            with self._seam("list", prefix):
+                page = next(pages, None)
+            if page is None:
+                return
+            for item in page:
+                if item["path"].startswith(full):
+                    yield self._stored(item["path"][cut:], item)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        import obstore
+
+        if not keys:
+            return
+        paths = [self._full(key) for key in dict.fromkeys(keys)]
+        try:
+            with self._seam("delete", keys[0]):
+                obstore.delete(self._connected(), paths)
+        except FileMissing:  # not on S3: one that is missing ends the batch
+            with ThreadPoolExecutor(min(_DELETE_THREADS, len(paths))) as pool:
+                list(pool.map(self._delete_one, paths))
+
+    def _delete_one(self, path: str) -> None:
+        import obstore
+
+        with suppress(FileMissing), self._seam("delete", path):
+            obstore.delete(self._connected(), path)
+
+    def copy(self, source_key: str, key: str) -> None:
+        self._files.copy(source_key, key)
+
+    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
+        files = files_of_same_account(self, source)
+        if files is None:
+            return False
+        self._files.copy(source_key, key, files=files)
+        return True
+
+    def part_bytes(self, size_bytes: int) -> int:
+        return int(self._files.part_bytes(size_bytes))
+
+    def open_parts(self, key: str, size_bytes: int) -> PartWriter:
+        writer: PartWriter = self._files.open_parts(key, size_bytes)
+        return writer
+
+    def close(self) -> None:
+        if self.is_here:
+            with self._lock:
+                self._store = None
+            self._files.close()
+
+    def _full(self, key: str) -> str:
+        return self._config.location.full_key(key)
+
+    def _connected(self) -> Any:
+        self.check_process()
+        with self._lock:
+            if self._store is None:
+                if reason := _lost_threads():
+                    raise StorageError(f"obstore cannot be used: {reason}", hint='Open it with engine="fsspec"')
+                _threads.add(os.getpid())
+                self._provider, self._store = _connect(self._config)
+            return self._store
+
+    @contextmanager
+    def _seam(self, what: str, key: str) -> Iterator[None]:
+        """Turns foreign errors into ours."""
+        with foreign.seam(lambda error: self._translated(error, what=f"{what} {self.uri}", key=key)):
+            yield
+        self._renewal.succeeded()
+
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+        import obstore.exceptions as foreign_errors
+
+        text = str(error)
+        code = (_CODE.findall(text) or [""])[0]
+        status = _status_of(error)
+        if code in foreign.EXPIRED_CODES and self._renewal.begin():
+            with self._lock:
+                self._store = None
+            return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
+        refused = self._provider.error if self._provider and _ASKED in text else None
+        if refused is not None:
+            return type(refused)(f"{what}: {refused.message}", file=key, hint=refused.hint)
+        if isinstance(error, FileNotFoundError):
+            return foreign.from_status(404, code, key=key, what=what)
+        if isinstance(error, foreign_errors.PreconditionError):
+            return foreign.ConditionFailed(f"{what}: {code}")
+        if isinstance(error, foreign_errors.PermissionDeniedError | foreign_errors.UnauthenticatedError):
+            return foreign.from_status(status or 403, code, key=key, what=what)
+        if isinstance(error, foreign_errors.AlreadyExistsError):
+            if self._config.location.kind == "s3" and status == 409:
+                # two creates met, and this one was refused; the other one may have been as well
+                return foreign.from_status(409, code, key=key, what=what)
+            return _Exists(f"{what}: {code}")
+        if isinstance(error, foreign_errors.GenericError):
+            if "source: Header" in text:  # asking again changes nothing
+                return StorageError(
+                    f"{what}: obstore does not understand the server", file=key, hint='Open it with engine="fsspec"'
+                )
+            return foreign.from_status(status, code, key=key, what=what) if status else _unanswered(text, what, key)
+        return foreign.unexpected(error, what=f"{what}: {status or ''} {code}".rstrip(": "), key=key)
+
+
+_ASKED = "credential provider"
+"""In obstore's words for an error of a provider of credentials."""
+_NETWORK = (
+    ("dns error", "the name of the server does not resolve"),
+    ("Connection refused", "the connection was refused"),
+    ("InvalidCertificate", ""),
+    ("invalid peer certificate", ""),
+    ("TimedOut", "it took too long"),
+    ("HTTP error", "the connection broke off"),
+)
+"""What obstore's words mean, the first that is found; "" for the certificate, which is no passing trouble."""
+
+
+def _unanswered(text: str, what: str, key: str) -> CkptstoreError:
+    words = next((words for sign, words in _NETWORK if sign in text), None)
+    if words == "":
+        return StorageError(f"{what}: the certificate of the server is not trusted", file=key)
+    if words is None and re.search("redential|token", text):
+        return AccessDenied(f"{what}: no usable credentials were found", file=key)
+    return StorageUnavailable(f"{what}: {words or 'no answer'}", file=key)
+
+
+class FastS3Storage(FastStorage):
+    """S3, where unfinished uploads can be found."""
+
+    def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
+        """(key, upload id) of every unfinished upload below the prefix."""
+        found: Sequence[tuple[str, str]] = self._files.unfinished(prefix)
+        return found
+
+    def abort_unfinished(self, key: str, upload_id: str) -> None:
+        """Drop one; no error if it is gone."""
+        self._files.abort_unfinished(key, upload_id)
+
+    def rules(self) -> Mapping[str, str]:
+        """See `TellsRules`."""
+        found: Mapping[str, str] = self._files.rules()
+        return found
+
+
+class FastGcsStorage(FastStorage):
+    """GCS, where uploads and listings go over the JSON API: there an upload carries a CRC32C, and a listing versions.
+    obstore speaks the XML API, and has neither."""
+
+    def write(self, key: str, views: Sequence[memoryview]) -> None:
+        self._files.write(key, views)
+
+    def create(self, key: str, data: bytes) -> bool:
+        return bool(self._files.create(key, data))
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        found: Iterator[StoredFile] = self._files.list(prefix)
+        return found
+
+    def rules(self) -> Mapping[str, str]:
+        """See `TellsRules`."""
+        found: Mapping[str, str] = self._files.rules()
+        return found
+
+
+def _files_of(config: ObstoreConfig, options: Mapping[str, Any]) -> Any:
+    location = config.location
+    if location.kind == "s3":
+        from ckptstore.storage.cloud import aws, aws_files
+
+        names = {"profile": config.profile, **options}
+        return aws_files.S3Files(location, aws.Connection(location, names, os.environ))
+    if location.kind == "gcs":
+        from ckptstore.storage.cloud import gcs
+
+        return gcs.GcsFiles(location, gcs.connect(options, os.environ))
+    from ckptstore.storage.cloud import azure
+
+    return azure.AzureFiles(location, azure.Connection(location, options, os.environ))
+
+
+def _connect(config: ObstoreConfig) -> tuple[chains.Provider | None, Any]:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    location, options = config.location, dict(config.config)
+    if location.kind == "s3" and not config.region_known:
+        options["region"] = _region(location, config)
+    provider = None
+    if config.chain and location.kind:
+        # Only the SDK is asked: obstore's own search would call metadata services that may have been switched off.
+        provider = options["credential_provider"] = chains.Provider(location.kind, profile=config.profile)
+    store = {"s3": S3Store, "gcs": GCSStore, "azure": AzureStore}[location.kind or "s3"]
+    made = store(location.container, client_options=config.client, retry_config={"max_retries": 0}, **options)
+    return provider, made
+
+
+def _region(location: Location, config: ObstoreConfig) -> str:
+    """The region of a bucket: from the AWS configuration, else by asking S3, which tells everybody."""
+    return chains.aws_region(config.profile) or bucket_region(location.container) or "us-east-1"
+
+
+def bucket_region(bucket: str, endpoint_url: str = "https://s3.amazonaws.com") -> str | None:
+    """Where a bucket lies, None when S3 does not say. Needs no credentials: a refusal carries it too."""
+    request = urllib.request.Request(f"{endpoint_url}/{bucket}", method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return str(answer.headers["x-amz-bucket-region"] or "") or None
+    except urllib.error.HTTPError as refusal:
+        with refusal:
+            return refusal.headers["x-amz-bucket-region"]
+    except OSError:
+        return None
+
+
+def _status_of(error: BaseException | None) -> int | None:
+    match = _STATUS.search(str(error))
+    return int(match[1]) if match else None

@@ -1,0 +1,120 @@
+"""Writes that pass by the page cache, for files that are to reach the disk at once anyway.
+
+A buffered write that is fsynced in the end copies the bytes into memory that the training could use, waits while much
+of that memory is not on the disk yet, and then waits for the disk all the same. A direct one hands over the caller's
+memory where it is aligned as the disk wants it, else that of a small aligned buffer (open(2), O_DIRECT; statx(2),
+STATX_DIOALIGN).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+from ckptstore.storage.disk import posix
+
+_ALIGN_BYTES = 4096
+"""What every disk takes, where the system does not say what it wants."""
+_HUGE_BYTES = 2 << 20
+
+
+class DirectFile:
+    """A descriptor that was opened with O_DIRECT, for the parts of one file. Safe for threads."""
+
+    def __init__(self, descriptor: int) -> None:
+        """The descriptor stays the caller's."""
+        self._descriptor = descriptor
+        self._is_direct = True
+        memory, offset = posix.direct_alignment(descriptor)
+        self._memory_align_bytes = memory or _ALIGN_BYTES
+        self._offset_align_bytes = offset or _ALIGN_BYTES
+        self._rest: list[tuple[int, bytes]] = []
+
+    def write(self, views: Sequence[memoryview], offset: int) -> None:
+        """Write the views one after another; less than a block at their end waits for `finish`. Raises OSError."""
+        views = [view for view in views if len(view)]
+        size_bytes = sum(map(len, views))
+        whole_bytes = size_bytes - size_bytes % self._offset_align_bytes
+        if self._is_direct and offset % self._offset_align_bytes == 0:
+            try:
+                self._write_blocks(views, offset, whole_bytes)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._end()  # the disk wants what the system does not tell
+            else:
+                if rest := b"".join(posix.after(views, whole_bytes)):
+                    self._rest.append((offset + whole_bytes, rest))
+                return
+        self._end()
+        posix.write_at(self._descriptor, views, offset)
+
+    def finish(self) -> None:
+        """Write what is left. Called once, after all parts. Raises OSError."""
+        self._end()
+        for offset, data in self._rest:
+            posix.write_at(self._descriptor, [memoryview(data)], offset)
+
+    def _write_blocks(self, views: Sequence[memoryview], offset: int, size_bytes: int) -> None:
+        if not size_bytes:
+            return
+        if not all(map(self._is_aligned, views)):
+            views = [_gathered(views, size_bytes)]
+        posix.write_at(self._descriptor, views, offset)
+
+    def _is_aligned(self, view: memoryview) -> bool:
+        if view.readonly or len(view) % self._offset_align_bytes:
+            return False
+        return _address(view) % self._memory_align_bytes == 0
+
+    def _end(self) -> None:
+        """From now on everything goes through the page cache; what another thread is writing may go either way."""
+        if self._is_direct:
+            self._is_direct = False
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+
+
+class _Buffers(threading.local):
+    view = memoryview(bytearray())
+
+
+_buffers = _Buffers()
+"""Each thread's aligned buffer, as large as its largest write so far; gone with the thread."""
+
+
+def _gathered(views: Sequence[memoryview], size_bytes: int) -> memoryview:
+    """The first bytes of the views, one after another in aligned memory, valid until this thread's next call."""
+    whole = _buffers.view
+    if len(whole) < size_bytes:
+        whole = _buffers.view = _aligned(size_bytes)
+    start, used = _address(whole), 0
+    for view in views:
+        count = min(len(view), size_bytes - used)
+        if view.readonly:
+            whole[used : used + count] = view[:count]
+        else:
+            ctypes.memmove(start + used, _address(view), count)  # other threads run meanwhile
+        used += count
+    return whole[:size_bytes]
+
+
+def _aligned(size_bytes: int) -> memoryview:
+    """Memory in huge pages, where the system has them: a disk takes a megabyte of these in one piece, of small pages it
+    takes a few hundred pieces, and a request of its own for so many."""
+    room_bytes = -(-size_bytes // _HUGE_BYTES) * _HUGE_BYTES + _HUGE_BYTES
+    buffer = mmap.mmap(-1, room_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
+    with contextlib.suppress(OSError, AttributeError):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(buffer)
+    return view[-_address(view) % _HUGE_BYTES :]
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -1,0 +1,447 @@
+"""A directory on a disk or a shared file system as a storage.
+
+Keys are paths below the root. Create-if-absent is an exclusive hard link of a finished temporary file, so that it
+holds on every POSIX file system, NFS included. What was written is durable after `persist`, what was created at once,
+unless the storage was opened with `durable=False`. A file that is replaced is replaced whole.
+
+Nothing outside of the root is touched: nothing is written or deleted where a symbolic link below the root is on the
+way, and no link is listed. The root itself may lie below one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidName, StorageError
+from ckptstore.format.layout import check_name
+from ckptstore.storage.base import PartWriter, Storage, StoredFile
+from ckptstore.storage.disk import posix
+from ckptstore.storage.disk.local_parts import LocalParts, flush_files
+
+T = TypeVar("T")
+
+_TEMPORARY = ".ckptstore-tmp-"
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_OLD = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_READ_ONLY = 0o444
+"""What is stored is never changed in place; who created the file can still write it through its descriptor."""
+_PART_BYTES = 1 << 20
+"""Small enough that a part is still in the processor's cache when it is written after it was hashed."""
+_LARGE_BYTES = 16 << 20
+_LARGE_PART_BYTES = 4 << 20
+"""Fewer calls leave the interpreter to other threads. Several threads that write one file in calls of 16 MiB have
+collapsed to a tenth of the speed."""
+_DIRECT_PART_BYTES = 8 << 20
+"""Past the page cache there is no such collapse, and fewer calls take half the processor's time."""
+_DISK_THREADS = 2
+"""A directory takes one new file at a time, and the interpreter runs one thread at a time."""
+_NETWORK_THREADS = 64
+"""There a new file is a wait for a server."""
+_DIRECTORY_TRIES = 8
+"""How often a directory that somebody else removes as it falls empty is made again."""
+
+
+class LocalStorage:
+    """The files below one directory. Safe for threads and processes; pickled as its path and options."""
+
+    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True, direct_io: bool = True) -> None:
+        """Nothing is created before the first write. With `durable=False` nothing is ever told to reach the disk.
+        `direct_io` writes large files past the page cache, where they are to be durable and the file system can."""
+        self._root = os.path.abspath(root)
+        self._durable = durable
+        self._direct_io = direct_io
+        self._flushed: set[str] = set()
+        self._made_in: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({self._root!r})"
+
+    def __reduce__(self) -> tuple[Callable[..., LocalStorage], tuple[str, bool, bool]]:
+        return _reopen, (self._root, self._durable, self._direct_io)
+
+    @property
+    def uri(self) -> str:
+        return self._root
+
+    def write(self, key: str, views: Sequence[memoryview]) -> None:
+        path = self._own_path(key)
+        self._flushed.discard(key)
+        try:
+            try:
+                descriptor = os.open(path, _NEW, _READ_ONLY)
+            except FileNotFoundError:
+                descriptor = self._in_directory(path, lambda: os.open(path, _NEW, _READ_ONLY))
+            try:
+                posix.write_at(descriptor, views, 0)
+            except BaseException:
+                _remove(path)
+                raise
+            finally:
+                os.close(descriptor)
+        except FileExistsError:
+            self._replace(key, path, views)
+        except OSError as error:
+            raise self._error(error, "Writing", key, views) from error
+
+    def write_many(self, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
+        """What is not a plain new file in a directory that exists is left to `write`, and so are all errors."""
+        looked_at: set[str] = set()
+        for key, views in files:
+            path = self._own_path(key, looked_at)
+            try:
+                descriptor = os.open(path, _NEW, _READ_ONLY)
+            except OSError:
+                self.write(key, views)
+                continue
+            try:
+                is_whole = os.writev(descriptor, views) == sum(map(len, views))
+            except OSError:
+                is_whole = False
+            finally:
+                os.close(descriptor)
+            if not is_whole:
+                _remove(path)
+                self.write(key, views)
+
+    def useful_threads(self) -> int:
+        return _DISK_THREADS if posix.is_on_disk(self._root) else _NETWORK_THREADS
+
+    def read(self, key: str) -> bytes:
+        with self._opened(key) as (descriptor, status):
+            data = bytearray(status.st_size)
+            count = posix.read_at(descriptor, [memoryview(data)], 0)
+            return bytes(memoryview(data)[:count])
+
+    def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
+        self.read_steps(key, offset, (views,), lambda _: True, version=version)
+
+    def read_steps(
+        self,
+        key: str,
+        offset: int,
+        steps: Sequence[Sequence[memoryview]],
+        accept: Callable[[int], bool],
+        *,
+        version: str | None = None,
+    ) -> None:
+        with self._opened(key) as (descriptor, status):
+            if version is not None and version != _version(status):
+                raise CheckpointDamaged(f"{key} in {self._root} is not the file that was found before", file=key)
+            for number, views in enumerate(steps):
+                wanted, is_accepted = sum(map(len, views)), False
+                while not is_accepted:
+                    if (count := posix.read_at(descriptor, views, offset)) != wanted:
+                        found = f"{offset + count} bytes at most, {offset + wanted} were expected"
+                        raise CheckpointDamaged(f"{key} in {self._root} has {found}", file=key)
+                    is_accepted = accept(number)
+                offset += wanted
+
+    def stat(self, key: str) -> StoredFile:
+        try:
+            status = os.lstat(self._path(key))
+        except OSError as error:
+            raise self._error(error, "Looking at", key) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise self._missing(key)
+        return _stored(key, status)
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        directory, _, start = prefix.rpartition("/")
+        if directory:
+            check_name(directory)
+        return self._walk(f"{directory}/" if directory else "", start)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        looked_at: set[str] = set()
+        for key in keys:
+            path = self._own_path(key, looked_at)
+            try:
+                os.unlink(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise self._error(error, "Deleting", key) from error
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        path = self._own_path(key)
+        if os.path.lexists(path):
+            return False
+        with (
+            self._translating("Creating", key, len(data)),
+            self._temporary(path, [memoryview(data)], durable=self._durable) as temporary,
+        ):
+            if not posix.link_new(temporary, path):
+                return False
+            if self._durable:
+                self._flush_directories([key])
+            return True
+
+    def part_bytes(self, size_bytes: int) -> int:
+        if size_bytes < _LARGE_BYTES:
+            return _PART_BYTES
+        is_direct = self._durable and self._direct_io and posix.writes_directly(self._root)
+        return _DIRECT_PART_BYTES if is_direct else _LARGE_PART_BYTES
+
+    def open_parts(self, key: str, size_bytes: int) -> PartWriter:
+        path = self._own_path(key)
+        self._flushed.discard(key)
+        flushed = self._flushed.add if self._durable else None
+        with self._translating("Writing", key, size_bytes):
+            self._make_directories(os.path.dirname(path))
+            _remove(path)
+            return LocalParts(key, path, size_bytes=size_bytes, flushed=flushed, direct=self._direct_io)
+
+    def persist(self, keys: Sequence[str]) -> None:
+        if not self._durable or not keys:
+            return
+        left = [key for key in keys if key not in self._flushed]
+        with self._translating("Making durable", "" if len(left) > 1 else (left or keys)[0]):
+            flush_files([f"{self._root}/{key}" for key in left])
+            self._flush_directories(keys)
+        self._flushed.difference_update(keys)
+
+    def free_bytes(self) -> int:
+        with self._translating("Looking at", ""):
+            return posix.free_bytes(self._root)
+
+    def local_path(self, key: str) -> Path:
+        return Path(self._path(key) if key else self._root)
+
+    def make_directory(self, key: str) -> None:
+        with self._translating("Creating the directory", key):
+            self._make_directories(self._own_directory(check_name(key)) if key else self._root)
+
+    def remove_directories(self, key: str) -> None:
+        """Temporary files that a killed process left behind go too."""
+        for directory, _, names in os.walk(self._own_directory(check_name(key)), topdown=False):
+            for name in names:
+                if name.startswith(_TEMPORARY):
+                    _remove(os.path.join(directory, name))
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+
+    def remove_unfinished(self, key: str, *, before_seconds: float, dry_run: bool = False) -> Sequence[str]:
+        directory, found = self._own_directory(check_name(key)) if key else self._root, []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # its writer is alive
+                    is_left = entry.name.startswith(_TEMPORARY) and entry.is_file(follow_symlinks=False)
+                    if is_left and entry.stat(follow_symlinks=False).st_mtime < before_seconds:
+                        found.append(f"{key}/{entry.name}" if key else entry.name)
+        for name in () if dry_run else found:
+            _remove(f"{self._root}/{name}")
+        return sorted(found)
+
+    def link(self, path: str | os.PathLike[str], key: str) -> bool:
+        source, target = os.fspath(path), self._own_path(key)
+        if os.path.islink(source):
+            source = os.path.realpath(source)
+        self._flushed.discard(key)
+        try:
+            try:
+                os.link(source, target)
+            except FileExistsError:
+                _remove(target)
+                os.link(source, target)
+            except FileNotFoundError:
+                self._in_directory(target, lambda: os.link(source, target))
+        except OSError as error:
+            if not os.path.exists(source):
+                raise self._error(error, "Linking", key) from error
+            return False
+        return True
+
+    def copy(self, source_key: str, key: str) -> None:
+        self.copy_from(self, source_key, key)
+
+    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
+        """A reflink where the file system has them, else inside the kernel; never another name of the same inode."""
+        if not isinstance(source, LocalStorage):
+            return False
+        path = self._own_path(key)
+        self._flushed.discard(key)
+        with source._opened(source_key) as (given, status), self._translating("Copying", key, status.st_size):
+            _remove(path)
+            target = self._in_directory(path, lambda: os.open(path, _NEW, _READ_ONLY))
+            try:
+                if not posix.clone(given, target):
+                    posix.copy_contents(given, target, status.st_size)
+            except BaseException:
+                _remove(path)
+                raise
+            finally:
+                os.close(target)
+        return True
+
+    def _path(self, key: str) -> str:
+        check_name(key)
+        if _TEMPORARY in key:
+            raise InvalidName(f"The name {key!r} is reserved for files that are being written")
+        return f"{self._root}/{key}"
+
+    def _own_path(self, key: str, looked_at: set[str] | None = None) -> str:
+        """The path of what is to be written or deleted. `looked_at` has the directories of earlier ones, to look once.
+
+        Raises StorageError where a symbolic link is on the way: what lies behind it is not the store's.
+        """
+        path, end = self._path(key), key.rfind("/")
+        if end > 0 and (looked_at is None or key[:end] not in looked_at):
+            self._own_directory(key[:end])
+            if looked_at is not None:
+                looked_at.add(key[:end])
+        return path
+
+    def _own_directory(self, key: str) -> str:
+        """The same for a directory, which must not be a link itself."""
+        path, end = f"{self._root}/{key}", 0
+        while end >= 0:
+            end = key.find("/", end + 1)
+            part = f"{self._root}/{key[:end]}" if end > 0 else path
+            try:
+                is_link = stat.S_ISLNK(os.lstat(part).st_mode)
+            except OSError:  # not there; whoever needs it finds out why
+                break
+            if is_link:
+                raise StorageError(
+                    f"{part} is a symbolic link, and nothing is written or deleted through one",
+                    file=key,
+                    hint="Put a directory in its place; only the root of a store may lie below a link",
+                )
+        return path
+
+    @contextlib.contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int, os.stat_result]]:
+        path = self._path(key)
+        with self._translating("Reading", key):
+            descriptor = os.open(path, _OLD)
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise self._missing(key)
+                yield descriptor, status
+            finally:
+                os.close(descriptor)
+
+    def _walk(self, directory: str, start: str) -> Iterator[StoredFile]:
+        found: list[StoredFile] = []
+        below: list[str] = []
+        try:
+            with os.scandir(f"{self._root}/{directory}") as entries:
+                for entry in entries:
+                    name = entry.name
+                    if name.startswith(start) and not name.startswith(_TEMPORARY):
+                        if entry.is_file(follow_symlinks=False):
+                            try:
+                                found.append(_stored(directory + name, entry.stat(follow_symlinks=False)))
+                            except FileNotFoundError:  # deleted meanwhile
+                                continue
+                        elif entry.is_dir(follow_symlinks=False):
+                            below.append(f"{directory}{name}/")
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise self._error(error, "Listing", directory) from error
+        yield from found
+        for name in below:
+            yield from self._walk(name, "")
+
+    def _replace(self, key: str, path: str, views: Sequence[memoryview]) -> None:
+        size_bytes = sum(map(len, views))
+        with self._translating("Writing", key, size_bytes), self._temporary(path, views, durable=False) as temporary:
+            os.rename(temporary, path)
+
+    @contextlib.contextmanager
+    def _temporary(self, path: str, views: Sequence[memoryview], *, durable: bool) -> Iterator[str]:
+        """A finished file beside `path`, durable where that is asked for; its name is gone when the context ends."""
+        temporary = f"{os.path.dirname(path)}/{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+        descriptor = self._in_directory(path, lambda: os.open(temporary, _NEW, _READ_ONLY))
+        try:
+            try:
+                posix.write_at(descriptor, views, 0)
+                if durable:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            yield temporary
+        finally:
+            _remove(temporary)
+
+    def _in_directory(self, path: str, action: Callable[[], T]) -> T:
+        """Do what needs the directory of `path`, which is created if absent."""
+        for _ in range(_DIRECTORY_TRIES):
+            try:
+                return action()
+            except FileNotFoundError:
+                self._make_directories(os.path.dirname(path))
+        return action()
+
+    def _make_directories(self, path: str) -> None:
+        """Create what is missing, and remember which directories hold a new one: those are not durable yet."""
+        if os.path.isdir(path):
+            return
+        above, holders = path, set()
+        while not os.path.isdir(above):
+            above = os.path.dirname(above)
+            holders.add(above)
+        os.makedirs(path, exist_ok=True)
+        self._made_in |= holders
+
+    def _flush_directories(self, keys: Sequence[str]) -> None:
+        """fsync the directories of the files, and every one in which this storage has created another.
+
+        What somebody else creates, somebody else makes durable before anything refers to it.
+        """
+        made = set(self._made_in)
+        for path in sorted({os.path.dirname(f"{self._root}/{key}") for key in keys} | made, reverse=True):
+            posix.flush_directory(path)
+        self._made_in -= made
+
+    def _missing(self, key: str) -> FileMissing:
+        return FileMissing(f"There is no file {key} in {self._root}", file=key)
+
+    @contextlib.contextmanager
+    def _translating(self, doing: str, key: str, needed_bytes: int | None = None) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            raise self._error(error, doing, key, needed_bytes=needed_bytes) from error
+
+    def _error(
+        self, error: OSError, doing: str, key: str, views: Sequence[memoryview] = (), *, needed_bytes: int | None = None
+    ) -> StorageError:
+        return posix.translate(
+            error,
+            what=f"{doing} {key} in {self._root}" if key else f"{doing} {self._root}",
+            file=key or self._root,
+            needed_bytes=sum(map(len, views)) if views else needed_bytes,
+            directory=self._root,
+        )
+
+
+def _reopen(root: str, durable: bool, direct_io: bool) -> LocalStorage:
+    return LocalStorage(root, durable=durable, direct_io=direct_io)
+
+
+def _remove(path: str) -> None:
+    """Remove a file if it is there. Raises OSError when it stays."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_size}-{status.st_mtime_ns}-{status.st_ino}"
+
+
+def _stored(key: str, status: os.stat_result) -> StoredFile:
+    return StoredFile(key, status.st_size, status.st_mtime_ns / 1e9, _version(status))

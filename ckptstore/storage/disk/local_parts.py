@@ -1,0 +1,161 @@
+"""New files on a disk that several threads write in parts, and what makes files durable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+
+from ckptstore.errors import StorageError
+from ckptstore.storage.disk import posix
+from ckptstore.storage.disk.direct import DirectFile
+
+_WRITE_BACK_BYTES = 8 << 20
+"""How much is written before the disk is told to begin with it."""
+_SMALL_BYTES = 1 << 20
+"""A file of that size is written at once, and needs no room beforehand."""
+_MANY_FILES = 16
+"""From so many files on, one call that makes a whole file system durable is cheaper than an fsync of each."""
+
+
+class NewFile:
+    """A file that has its name, and its room, from the beginning. Its parts may come in any order."""
+
+    def __init__(
+        self, key: str, path: str, *, size_bytes: int, writes_back: bool, direct: bool = False, mode: int = 0o666
+    ) -> None:
+        """`writes_back` has the disk begin early, for a file that is fsynced in the end; `direct` passes by the page
+        cache where that is possible. `key` is for errors.
+
+        The directory is created. Raises StorageFull when there is no room, StorageError when the path exists.
+        """
+        self._key = key
+        self._path = path
+        self._size_bytes = size_bytes
+        self._writes_back = writes_back
+        self._direct: DirectFile | None = None
+        try:
+            is_direct = direct and posix.writes_directly(path)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
+            try:
+                self._descriptor = os.open(path, flags, mode)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                self._descriptor = os.open(path, flags, mode)
+        except OSError as error:
+            raise self._error(error) from error
+        try:
+            if size_bytes > _SMALL_BYTES:
+                posix.allocate(self._descriptor, size_bytes)
+        except OSError as error:
+            self.abort()
+            raise self._error(error) from error
+        if is_direct:
+            self._direct = DirectFile(self._descriptor)
+
+    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+        """Write the views one after another. Raises StorageError."""
+        try:
+            if self._direct:
+                self._direct.write(views, offset)
+                return
+            posix.write_at(self._descriptor, views, offset)
+        except OSError as error:
+            raise self._error(error) from error
+        end = offset + sum(map(len, views))
+        if self._writes_back and (end % _WRITE_BACK_BYTES == 0 or end == self._size_bytes):
+            start = max(0, end - 1) // _WRITE_BACK_BYTES * _WRITE_BACK_BYTES
+            posix.start_writing_back(self._descriptor, start, end - start)
+
+    def close(self) -> None:
+        """The file is complete. Raises StorageError."""
+        try:
+            self._complete()
+            self._close()
+        except OSError as error:
+            raise self._error(error) from error
+
+    def abort(self) -> None:
+        """Remove the file. Never raises."""
+        with contextlib.suppress(OSError):
+            self._close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def _complete(self) -> None:
+        if self._direct:
+            self._direct.finish()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _error(self, error: OSError) -> StorageError:
+        return posix.translate(
+            error,
+            what=f"Writing {self._path}",
+            file=self._key,
+            needed_bytes=self._size_bytes,
+            directory=os.path.dirname(self._path),
+        )
+
+
+class LocalParts(NewFile):
+    """The `PartWriter` of a local storage."""
+
+    def __init__(
+        self, key: str, path: str, *, size_bytes: int, flushed: Callable[[str], None] | None, direct: bool
+    ) -> None:
+        """`flushed` hears of the key when it was fsynced; None asks for no fsync, and then nothing is direct."""
+        durable = flushed is not None
+        super().__init__(key, path, size_bytes=size_bytes, writes_back=durable, direct=durable and direct, mode=0o444)
+        self._flushed = flushed
+
+    def finish(self) -> None:
+        """Raises a StorageError that is not worth a retry: a second fsync may lie about the first."""
+        try:
+            self._complete()
+            if self._flushed:
+                os.fsync(self._descriptor)
+            self._close()
+        except OSError as error:
+            failed = self._error(error)
+            raise StorageError(failed.message, file=self._key) if failed.retryable else failed from error
+        if self._flushed:
+            self._flushed(self._key)
+
+
+def flush_files(paths: Sequence[str]) -> None:
+    """fsync of files. Raises OSError."""
+    if len(paths) >= _MANY_FILES:
+        paths = _left_by_filesystem_flush(paths)
+    for path in paths:
+        posix.flush(path)
+
+
+def _left_by_filesystem_flush(paths: Sequence[str]) -> Sequence[str]:
+    devices: dict[str, int] = {}
+    flushed: dict[int, bool] = {}
+    left: list[str] = []
+    for path in paths:
+        directory = path.rpartition("/")[0] or "/"
+        device = devices.get(directory)
+        if device is None:
+            device = devices[directory] = os.stat(directory).st_dev
+            if device not in flushed:
+                flushed[device] = posix.flush_filesystem(directory)
+        if not flushed[device]:
+            left.append(path)
+    return left
+
+
+def make_durable(paths: Sequence[str]) -> None:
+    """fsync of files and of the directories that hold them. Raises StorageError."""
+    try:
+        flush_files(paths)
+        for directory in {os.path.dirname(path) for path in paths}:
+            posix.flush_directory(directory)
+    except OSError as error:
+        place = os.path.commonpath(paths)
+        raise posix.translate(error, what=f"Making {place} durable", file=place, directory=place) from error

@@ -1,0 +1,174 @@
+"""Object stores, and everything else that has a URL, through fsspec. The only importer of fsspec.
+
+s3fs, gcsfs and adlfs say what their options, their configuration and their environment mean. The requests then go
+through the SDK below each of them, file by file: their own calls for whole files retry nothing while a body is read,
+leave files with holes behind, and hold hundreds of megabytes. Any other URL is served by fsspec's calls for one file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckptstore.errors import CkptstoreError, InvalidInput
+from ckptstore.storage.base import Storage
+from ckptstore.storage.cloud import foreign, gcs
+from ckptstore.storage.cloud.aws import Connection as AwsConnection
+from ckptstore.storage.cloud.aws_files import S3Files
+from ckptstore.storage.cloud.azure import AzureFiles
+from ckptstore.storage.cloud.azure import Connection as AzureConnection
+from ckptstore.storage.cloud.client_options import files_of_same_account
+from ckptstore.storage.cloud.gcs import GcsFiles
+from ckptstore.storage.fsspec.generic import GenericStorage
+from ckptstore.storage.uri import parse_uri
+
+_S3_NAMES = (
+    "anon",
+    "client_kwargs",
+    "config_kwargs",
+    "endpoint_url",
+    "key",
+    "requester_pays",
+    "s3_additional_kwargs",
+    "secret",
+    "token",
+    "use_ssl",
+)
+_Opened = tuple[Any, tuple[str, dict[str, Any]]]
+
+
+def open_remote(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """The storage at any fsspec URL. Connects when it is first used.
+
+    Raises ValueError for a scheme that fsspec does not know, ImportError where its package is missing, InvalidInput
+    for options that the package does not take.
+    """
+    options = dict(storage_options or {})
+    location = parse_uri(uri)
+    if location.kind == "s3":
+        return FsspecS3Storage(uri, options)
+    if location.kind == "gcs":
+        return FsspecGcsStorage(uri, options)
+    if location.kind == "azure":
+        return FsspecAzureStorage(uri, options)
+    return GenericStorage(uri, options)
+
+
+_FSSPEC_NAMES = frozenset(
+    [
+        "asynchronous",
+        "batch_size",
+        "listings_expiry_time",
+        "loop",
+        "max_paths",
+        "skip_instance_cache",
+        "use_listings_cache",
+    ]
+)
+"""What every file system takes. It says how fsspec works inside, and nothing here."""
+_NOT_DONE = {
+    "s3": {"session"},
+    "gcs": {"requester_pays", "session_kwargs"},
+    "azure": {"request_session", "version_aware"},
+}
+"""Options that a package has and that mean nothing to the requests made here: better refused than ignored."""
+
+
+def _class_of(uri: str, options: Mapping[str, Any]) -> Any:
+    """The file system of a scheme; raises ImportError where its package is missing, InvalidInput for its options."""
+    # gcsfs reads this at import: with it, it asks Google over gRPC about each bucket, and hangs where that is blocked.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    import fsspec
+
+    location = parse_uri(uri)
+    cls = fsspec.get_filesystem_class(location.scheme)
+    known = _FSSPEC_NAMES | inspect.signature(cls.__init__).parameters.keys() | {"profile"}
+    refused = _NOT_DONE[location.kind or "s3"]
+    for name, value in options.items():
+        if name not in known or (name in refused and value):
+            raise InvalidInput(f"storage_options[{name!r}] cannot be used with {location.scheme}://")
+    return cls
+
+
+def _instance(uri: str, options: Mapping[str, Any]) -> Any:
+    """The file system, for the meaning that it gives to options. Nothing is asked of it."""
+    cls = _class_of(uri, options)
+    with foreign.seam(lambda error: _refused(error, uri)):
+        return cls(**{**options, "skip_instance_cache": True})
+
+
+def _refused(error: Exception, uri: str) -> CkptstoreError:
+    """The error for options that a package does not take; what it says of them may hold their values."""
+    what = f"storage_options of {parse_uri(uri).scheme}:// cannot be used"
+    if foreign.passing_trouble(error):
+        return foreign.broken_off(error, what=what, key="")
+    return InvalidInput(f"{what}: {type(error).__name__}", hint="Compare them with what the package takes")
+
+
+class FsspecS3Storage(S3Files):
+    """S3 with the options of s3fs."""
+
+    def __init__(self, uri: str, options: dict[str, Any]) -> None:
+        self._opened_as = (uri, options)
+        system, location = _instance(uri, options), parse_uri(uri)
+        names = {name: getattr(system, name) for name in _S3_NAMES}
+        names["profile"] = system.kwargs.get("profile")
+        super().__init__(location, AwsConnection(location, names, os.environ))
+
+    def __reduce__(self) -> _Opened:
+        return open_remote, self._opened_as
+
+    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
+        """See `CopiesFrom`."""
+        return _copied(self, source, source_key, key)
+
+
+class FsspecGcsStorage(GcsFiles):
+    """GCS with the options of gcsfs."""
+
+    def __init__(self, uri: str, options: dict[str, Any]) -> None:
+        self._opened_as = (uri, options)
+        names = dict(options)
+        _class_of(uri, options)
+        if isinstance(names.get("token"), str) and names["token"] not in ("anon", "cloud", "google_default"):
+            # a file, a raw token, or credentials that gcsfs keeps
+            with foreign.seam(lambda error: _refused(error, uri)):
+                names["token"] = _instance(uri, options).credentials.credentials
+        super().__init__(parse_uri(uri), gcs.connect(names, os.environ))
+
+    def __reduce__(self) -> _Opened:
+        return open_remote, self._opened_as
+
+    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
+        """See `CopiesFrom`."""
+        return _copied(self, source, source_key, key)
+
+
+class FsspecAzureStorage(AzureFiles):
+    """Azure with the options of adlfs."""
+
+    def __init__(self, uri: str, options: dict[str, Any]) -> None:
+        self._opened_as = (uri, options)
+        _class_of(uri, options)
+        if inspect.iscoroutinefunction(getattr(options.get("credential"), "get_token", None)):
+            raise InvalidInput("The credential is asynchronous", hint="Take it from azure.identity, not its aio")
+        location = parse_uri(uri)
+        super().__init__(location, AzureConnection(location, options, os.environ))
+
+    def __reduce__(self) -> _Opened:
+        return open_remote, self._opened_as
+
+    def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
+        """See `CopiesFrom`."""
+        return _copied(self, source, source_key, key)
+
+
+def _copied(target: FsspecS3Storage | FsspecGcsStorage | FsspecAzureStorage, *what: Any) -> bool:
+    source, source_key, key = what
+    files = files_of_same_account(target, source)
+    if files is None:
+        return False
+    target.copy(source_key, key, files=files)
+    return True

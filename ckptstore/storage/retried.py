@@ -1,0 +1,89 @@
+"""A storage whose requests are tried again, for those that ask it directly: listings, manifests, deletions.
+
+It has the powers of the one inside, no more and no fewer. Where a caller retries on its own, as transfers and the log
+do, its retries are the only ones: `retrying` does not multiply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+from ckptstore.config import RetryConfig
+from ckptstore.storage.base import (
+    CopiesFrom,
+    CopiesInside,
+    CreatesExclusively,
+    FindsUnfinished,
+    HasLocalFiles,
+    Persists,
+    Storage,
+    TellsRules,
+    WritesMany,
+    WritesParts,
+)
+from ckptstore.storage.retry import retrying
+
+_POWERS = (
+    CopiesFrom,
+    CopiesInside,
+    CreatesExclusively,
+    FindsUnfinished,
+    Persists,
+    TellsRules,
+    WritesMany,
+    WritesParts,
+)
+_AGAIN = frozenset(
+    ["abort_unfinished", "copy", "copy_from", "delete", "read", "read_into", "stat", "unfinished", "write"]
+)
+"""What has the same outcome when it is done twice. A create has not: who asks for it settles it."""
+
+
+def with_retries(storage: Storage, config: RetryConfig) -> Storage:
+    """The same storage, with retries. A disk is given back as it is: what fails there fails for good."""
+    if isinstance(storage, HasLocalFiles) or config.retry_attempts == 1:
+        return storage
+    powers = [power for power in (Storage, *_POWERS) if isinstance(storage, power)]
+    names = {name for power in powers for name in vars(power) if not name.startswith("_") and name != "uri"}
+    methods = {name: _again(name) if name in _AGAIN else _once(name) for name in names - {"list"}}
+    retried = type(f"Retried{type(storage).__name__}", (_Retried,), methods)(storage, config)
+    return cast(Storage, retried)
+
+
+class _Retried:
+    def __init__(self, inner: Storage, config: RetryConfig) -> None:
+        self.inner = inner
+        self.config = config
+
+    @property
+    def uri(self) -> str:
+        return self.inner.uri
+
+    def list(self, prefix: str) -> Any:
+        """Begun anew when it breaks off, so that it is whole before the first file is given out."""
+        return iter(retrying(self.config, f"list {prefix}", lambda: [*self.inner.list(prefix)]))
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return with_retries, (self.inner, self.config)
+
+
+def _again(name: str) -> Callable[..., Any]:
+    def call(self: _Retried, *arguments: Any, **keywords: Any) -> Any:
+        shown = arguments[0] if arguments and isinstance(arguments[0], str) else ""
+        arguments = tuple(item.inner if isinstance(item, _Retried) else item for item in arguments)
+        request = partial(getattr(self.inner, name), *arguments, **keywords)
+        return retrying(self.config, f"{name} {shown}".rstrip(), request)
+
+    return call
+
+
+def _once(name: str) -> Callable[..., Any]:
+    def call(self: _Retried, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(self.inner, name)(*arguments, **keywords)
+
+    return call

@@ -1,0 +1,370 @@
+"""`examine`: whether a place is fit for a store, found by trying everything that a store will ask of it.
+
+What is written on the way lies below "probe/", under a random name, and is removed again. Checkpoints are not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ckptstore.config import RetryConfig, StoreConfig
+from ckptstore.errors import AccessDenied, CheckpointDamaged, CkptstoreError, FileMissing, StorageError, all_errors
+from ckptstore.format.digest import crc32c
+from ckptstore.format.layout import CHECKPOINT_PREFIX, PROBE_PREFIX
+from ckptstore.log import Log
+from ckptstore.log.identity import read_store_json
+from ckptstore.node_cache.place import filesystem_of, is_network, open_place
+from ckptstore.storage.base import FindsUnfinished, HasLocalFiles, Persists, Storage, TellsRules, WritesParts
+from ckptstore.storage.open import choose_engine, open_storage
+from ckptstore.storage.probe import has_exclusive_create
+from ckptstore.storage.uri import parse_uri
+
+Status = Literal["ok", "warning", "failed", "unknown"]
+
+_BULK_BYTES = 8 << 20
+_MAX_SKEW_SECONDS = 30.0
+_KEEP = ("versioning", "soft delete", "object lock")
+_RETRY = RetryConfig(retry_attempts=3, retry_deadline_seconds=15.0, retry_wait_max_seconds=2.0)
+"""Somebody waits for the answer, and what fails three times is worth telling."""
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_LIFECYCLE = {
+    "s3": """aws s3api put-bucket-lifecycle-configuration --bucket BUCKET --lifecycle-configuration '{"Rules": [{"ID": \
+"unfinished-uploads", "Status": "Enabled", "Filter": {"Prefix": ""}, "AbortIncompleteMultipartUpload": \
+{"DaysAfterInitiation": 7}}]}'""",
+    "gs": """gcloud storage buckets update gs://BUCKET --lifecycle-file=FILE, with {"rule": [{"action": {"type": \
+"AbortIncompleteMultipartUpload"}, "condition": {"age": 7}}]} in FILE""",
+    "az": "Azure drops blocks that were not committed after 7 days by itself",
+}
+_FAMILIES = {"abfs": "az"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one check found."""
+
+    name: str
+    status: Status
+    detail: str
+    hint: str = ""
+    """What to do about it."""
+    code: str = ""
+    """The code of the error that made it fail, see `errors`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """All findings, in the order of the checks."""
+
+    uri: str
+    engine: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed; there may be warnings."""
+        return not any(finding.status == "failed" for finding in self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or that of the first error."""
+        for finding in self.findings:
+            if finding.status == "failed":
+                return all_errors().get(finding.code, StorageError).exit_code
+        return 0
+
+
+@dataclass(slots=True)
+class _Place:
+    storage: Storage
+    config: StoreConfig
+    scheme: str
+    prefix: str = field(default_factory=lambda: f"{PROBE_PREFIX}doctor-{uuid.uuid4().hex}/")
+    used: list[str] = field(default_factory=list)
+    writes: bool = True
+
+    def key(self, name: str) -> str:
+        """A key for a probe, to be removed in the end."""
+        self.used.append(self.prefix + name)
+        return self.used[-1]
+
+
+Check = Callable[[_Place], Finding]
+
+
+def examine(
+    uri: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: str | None = None,
+    config: StoreConfig | None = None,
+) -> Examination:
+    """Try everything that a store at `uri` would need. Nothing is raised for what fails there: it is a finding.
+
+    Moves about 50 MiB. Raises InvalidInput for a URI, option or engine that cannot be used.
+    """
+    choice = choose_engine(uri, storage_options=storage_options, engine=engine)
+    config = config or StoreConfig.from_env()
+    findings = [Finding(name="engine", status="ok", detail=f"{choice.engine}: {choice.reason}")]
+    with closing(open_storage(uri, storage_options=storage_options, engine=engine)) as storage:
+        scheme = parse_uri(uri).scheme
+        place = _Place(storage, config, _FAMILIES.get(scheme, scheme))
+        is_new = isinstance(storage, HasLocalFiles) and not os.path.lexists(storage.local_path(""))
+        try:
+            for name, check in _CHECKS.items():
+                findings.append(_finding(name, check, place))
+        finally:
+            removal = _clean_up(place, is_new=is_new)
+        return Examination(uri=storage.uri, engine=choice.engine, findings=(*findings, removal))
+
+
+def _finding(name: str, check: Check, place: _Place) -> Finding:
+    if name in _NEED_WRITES and not place.writes:
+        return Finding(name=name, status="unknown", detail="nothing can be written there")
+    try:
+        return check(place)
+    except CkptstoreError as error:
+        if name == "put":
+            place.writes = False
+        return Finding(name=name, status="failed", detail=error.message, hint=error.hint or "", code=error.code)
+
+
+def _put(place: _Place) -> Finding:
+    place.storage.write(place.key("small"), [memoryview(b"ckptstore")])
+    return Finding(name="put", status="ok", detail="a small file was written")
+
+
+def _get(place: _Place) -> Finding:
+    if place.writes and place.storage.read(f"{place.prefix}small") != b"ckptstore":
+        raise CheckpointDamaged("What was written reads differently")
+    try:
+        place.storage.read(f"{place.prefix}absent")
+    except FileMissing:
+        detail = "what was written reads the same" if place.writes else "a file that is not there is told as such"
+        return Finding(name="get", status="ok", detail=detail)
+    except AccessDenied as error:
+        hint = "Give the permission to list the bucket: without it a file that is not there is refused, not missing"
+        return Finding(name="get", status="failed", detail=error.message, hint=hint, code=error.code)
+    raise StorageError("A file that nobody wrote is there")
+
+
+def _list(place: _Place) -> Finding:
+    found = {file.key for file in place.storage.list(place.prefix)}
+    if place.writes and f"{place.prefix}small" not in found:
+        raise StorageError("A file that was written is not in the listing", hint="Listings have to be up to date")
+    return Finding(
+        name="list", status="ok", detail="a listing shows what was written" if place.writes else "it answers"
+    )
+
+
+def _delete(place: _Place) -> Finding:
+    key = place.key("deleted")
+    place.storage.write(key, [memoryview(b"x")])
+    place.storage.delete([key])
+    with suppress(FileMissing):
+        place.storage.stat(key)
+        raise StorageError("A file was deleted without an error, and is still there", hint="Prune would free nothing")
+    return Finding(name="delete", status="ok", detail="a file was deleted")
+
+
+def _create(place: _Place) -> Finding:
+    if has_exclusive_create(place.storage):
+        return Finding(name="conditional create", status="ok", detail="of eight creates of one key, one won")
+    return Finding(
+        name="conditional create",
+        status="warning",
+        detail="two jobs could commit at once without either noticing",
+        hint="Open the store with single_writer=True, and never run two jobs on it",
+    )
+
+
+def _multipart(place: _Place) -> Finding:
+    storage = place.storage
+    if not isinstance(storage, WritesParts):
+        return Finding(name="multipart", status="ok", detail="files are written in one call")
+    key, size_bytes = place.key("parts"), storage.part_bytes(1) + 1
+    part = memoryview(bytearray(size_bytes - 1))
+    writer = storage.open_parts(key, size_bytes)
+    try:
+        writer.write_part(0, [part])
+        writer.write_part(len(part), [memoryview(b"x")])
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+    if storage.stat(key).size_bytes != size_bytes:
+        raise CheckpointDamaged("A file that was written in parts has another size")
+    return Finding(name="multipart", status="ok", detail=f"parts of {(size_bytes - 1) >> 20} MiB")
+
+
+def _clock(place: _Place) -> Finding:
+    key, before = place.key("clock"), time.time()
+    place.storage.write(key, [memoryview(b"x")])
+    after, there = time.time(), place.storage.stat(key).modified_seconds
+    skew = max(before - there - 1, there - after, 0.0)  # some clocks show whole seconds
+    if skew <= _MAX_SKEW_SECONDS:
+        return Finding(name="clock", status="ok", detail=f"the storage's clock is off by {skew:.0f} s at most")
+    return Finding(
+        name="clock",
+        status="warning",
+        detail=f"the storage's clock and this machine's differ by {skew:.0f} s",
+        hint="Correct the clock; S3 refuses requests from 15 minutes on. Grace periods go by the storage's clock",
+    )
+
+
+def _throughput(place: _Place) -> Finding:
+    key, sent = place.key("bulk"), os.urandom(_BULK_BYTES)
+    began = time.monotonic()
+    place.storage.write(key, [memoryview(sent)])
+    if isinstance(place.storage, Persists):
+        place.storage.persist([key])
+    wrote = time.monotonic()
+    found = bytearray(_BULK_BYTES)
+    place.storage.read_into(key, 0, [memoryview(found)])
+    up, down = wrote - began, time.monotonic() - wrote
+    if crc32c(memoryview(found)) != crc32c(memoryview(sent)):
+        raise CheckpointDamaged("What was written reads differently: its CRC32C is another one")
+    rates = [_BULK_BYTES / max(seconds, 1e-6) / (1 << 20) for seconds in (up, down)]
+    detail = f"one request at a time: {rates[0]:.0f} MiB/s up, {rates[1]:.0f} MiB/s down"
+    return Finding(name="throughput", status="ok", detail=detail)
+
+
+def _leftovers(place: _Place) -> Finding:
+    name, storage = "unfinished uploads", place.storage
+    if not isinstance(storage, FindsUnfinished):
+        return Finding(name=name, status="ok", detail="none can be left here")
+    found = len(storage.unfinished(CHECKPOINT_PREFIX))
+    if found:
+        hint = f"`ckptstore gc` removes them; for good: {_LIFECYCLE.get(place.scheme, 'set a lifecycle rule')}"
+        return Finding(name=name, status="warning", detail=f"{found}, which cost money; or saves under way", hint=hint)
+    return Finding(name=name, status="ok", detail="none")
+
+
+def _rules(place: _Place) -> Mapping[str, str]:
+    return place.storage.rules() if isinstance(place.storage, TellsRules) else {}
+
+
+def _checksum(place: _Place) -> Finding:
+    name = "upload checksum"
+    if isinstance(place.storage, HasLocalFiles) or place.scheme == "memory":
+        return Finding(name=name, status="ok", detail="not needed here: `ckptstore verify` compares digests")
+    sent = _rules(place).get(name)
+    if sent is None:
+        return Finding(name=name, status="unknown", detail="not known")
+    if sent:
+        return Finding(name=name, status="ok", detail=f"{sent} goes with each body")
+    hint = "Remove request_checksum_calculation=when_required: damage on the way is then found by a load alone"
+    return Finding(name=name, status="warning", detail="none is sent", hint=hint)
+
+
+def _lifecycle(place: _Place) -> Finding:
+    name, hint = "lifecycle", _LIFECYCLE.get(place.scheme, "")
+    if isinstance(place.storage, HasLocalFiles) or place.scheme == "memory":
+        return Finding(name=name, status="ok", detail="not needed here")
+    rule = _rules(place).get("unfinished uploads")
+    if rule is None:
+        return Finding(name=name, status="unknown", detail="not known", hint=hint)
+    if rule:
+        return Finding(name=name, status="ok", detail=f"unfinished uploads: {rule}")
+    return Finding(name=name, status="warning", detail="unfinished uploads stay for ever", hint=hint)
+
+
+def _deletion(place: _Place) -> Finding:
+    name = "what deleting frees"
+    if isinstance(place.storage, HasLocalFiles) or place.scheme == "memory":
+        return Finding(name=name, status="ok", detail="all of it, at once")
+    rules = {rule: text for rule, text in _rules(place).items() if rule in _KEEP}
+    kept = {rule: text for rule, text in rules.items() if text}
+    if kept:
+        detail = "; ".join(f"{rule}: {text}" for rule, text in kept.items())
+        hint = "Prune frees nothing until the bucket drops what it keeps; switch it off, or let old versions expire"
+        return Finding(name=name, status="warning", detail=detail, hint=hint)
+    if not rules:
+        hint = "Look for versioning, soft delete and object locks: with them prune frees nothing"
+        return Finding(name=name, status="unknown", detail="not known", hint=hint)
+    return Finding(name=name, status="ok", detail=f"all of it; there is no {', no '.join(rules)}")
+
+
+def _cache(place: _Place) -> Finding:
+    cache = open_place(place.config.cache.cache_dir)
+    kind = filesystem_of(cache.root)
+    detail = f"{cache.root} on {kind or 'a file system that has no name'}, locks {_work(cache.locks_work)}"
+    if cache.locks_work and not is_network(kind):
+        return Finding(name="node cache", status="ok", detail=detail)
+    hint = "Set CKPTSTORE_CACHE_DIR to a directory on a disk of this node"
+    return Finding(name="node cache", status="warning", detail=detail, hint=hint)
+
+
+def _work(works: bool) -> str:
+    return "work" if works else "do not work: every process downloads for itself"
+
+
+def _durability(place: _Place) -> Finding:
+    name, storage = "durability", place.storage
+    if place.scheme == "memory":
+        return Finding(name=name, status="warning", detail="in memory: lost when the process ends")
+    if not isinstance(storage, HasLocalFiles):
+        return Finding(name=name, status="ok", detail="durable when the storage has answered")
+    kind = filesystem_of(Path(os.path.realpath(storage.local_path(""))))
+    if kind in _IN_MEMORY:
+        return Finding(name=name, status="warning", detail=f"{kind}: lost when the machine restarts")
+    shared = "; other nodes may see it" if is_network(kind) else "; this node alone sees it"
+    return Finding(name=name, status="ok", detail=f"{kind or 'a file system that has no name'}{shared}")
+
+
+def _log(place: _Place) -> Finding:
+    if read_store_json(place.storage, retry=_RETRY) is None:
+        return Finding(name="log", status="ok", detail="there is no store yet")
+    log = Log(place.storage, retry=_RETRY)
+    problems, newest = log.verify_chain(), log.newest()
+    if problems:
+        hint = "The store can be read, not written; `ckptstore cp` makes a good one of what is live"
+        return Finding(name="log", status="failed", detail="; ".join(problems), hint=hint, code="store-forked")
+    if newest is None:
+        return Finding(name="log", status="ok", detail="a store without a record")
+    state = newest.state
+    detail = f"{newest.number} records, {len(state.live)} live, {len(state.trash)} in the trash, epoch {state.epoch}"
+    return Finding(name="log", status="ok", detail=detail)
+
+
+def _clean_up(place: _Place, *, is_new: bool) -> Finding:
+    """Remove all probes; a storage that refuses says so here."""
+    storage, name = place.storage, "probes"
+    try:
+        if place.writes:
+            storage.delete(place.used)
+        if isinstance(storage, HasLocalFiles):
+            storage.remove_directories(PROBE_PREFIX.rstrip("/"))
+            if is_new:
+                with suppress(OSError):
+                    os.rmdir(storage.local_path(""))
+    except CkptstoreError as error:
+        hint = f"Remove what lies below {place.prefix}"
+        return Finding(name=name, status="warning", detail=f"they could not be removed: {error.message}", hint=hint)
+    return Finding(name=name, status="ok", detail="removed")
+
+
+_CHECKS: dict[str, Check] = {
+    "put": _put,
+    "get": _get,
+    "list": _list,
+    "delete": _delete,
+    "conditional create": _create,
+    "multipart": _multipart,
+    "clock": _clock,
+    "throughput": _throughput,
+    "unfinished uploads": _leftovers,
+    "upload checksum": _checksum,
+    "lifecycle": _lifecycle,
+    "what deleting frees": _deletion,
+    "durability": _durability,
+    "node cache": _cache,
+    "log": _log,
+}
+_NEED_WRITES = frozenset({"delete", "conditional create", "multipart", "clock", "throughput"})

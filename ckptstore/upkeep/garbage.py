@@ -1,0 +1,217 @@
+"""Garbage: what no record names and no job can commit any more, found without a clock.
+
+An attempt directory carries the writer epoch under which it was begun, a copy's too, and the log takes no record with a
+directory of another epoch than its own. So one of an epoch below the highest can never be committed. Attempts of the
+highest epoch belong to the job that claimed it, alive or not; a new claim takes over from a dead one. Those that had
+been committed in it, and were dropped since, are left over from a prune.
+
+Messages of a group are garbage when the log shows that its job was superseded. A group that never claimed may belong to
+readers who are alive, so nothing proves that it is dead: they go with `claim`, by which a person says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections import defaultdict
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from ckptstore.errors import CkptstoreError, FileMissing, StorageError, StoreMissing
+from ckptstore.format.changes import Claim
+from ckptstore.format.layout import (
+    CHECKPOINT_PREFIX,
+    GROUP_PREFIX,
+    LEASE_PREFIX,
+    LOG_PREFIX,
+    MANIFEST_NAME,
+    PROBE_PREFIX,
+    Attempt,
+)
+from ckptstore.format.manifest import Manifest
+from ckptstore.format.record import Record
+from ckptstore.log import Log
+from ckptstore.log.identity import read_identity
+from ckptstore.storage.base import CreatesExclusively, FindsUnfinished, HasLocalFiles, Storage
+from ckptstore.upkeep import leases
+from ckptstore.upkeep.prune import attempt_directories, backwards, delete_attempts, dropped_attempts
+
+ENDED_SECONDS = 3600.0
+"""Messages and probes that are younger stay in any case: a superseded job may still be about to find out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Garbage:
+    """What a collection found, and what it removed unless it was a dry run."""
+
+    attempts: dict[str, int] = field(default_factory=dict)
+    """Directories that nothing refers to, with their bytes."""
+    unfinished: list[str] = field(default_factory=list)
+    """Keys of unfinished multipart uploads, and on a disk of files that killed writers left beside records and such."""
+    exchanges: list[str] = field(default_factory=list)
+    """What ranks of ended jobs left when they talked through the storage."""
+    left: dict[str, str] = field(default_factory=dict)
+    """What was not touched, with the reason."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all attempts."""
+        return sum(self.attempts.values())
+
+
+def collect_garbage(log: Log, storage: Storage, *, claim: bool = False, dry_run: bool = False) -> Garbage:
+    """Remove what nothing refers to and nobody can commit any more; a dry run only tells.
+
+    `claim` takes the store over first, which fences a job that still runs. Whatever cannot be deleted on a disk, a
+    symbolic link for instance, is left, with the reason. Raises StoreMissing without a store, StoreForked when the log
+    does not hold together.
+    """
+    newest = log.checked_newest()
+    store_id = read_identity(storage)
+    if newest is None or store_id is None:
+        raise StoreMissing(f"There is no store at {storage.uri}")
+    if claim and not dry_run:
+        newest = log.append(lambda _: Claim(start_token=f"gc-{uuid.uuid4().hex}", world_size=1)) or newest
+    found = _find(log, storage, newest, store_id, claim=claim, below_epoch=newest.state.epoch + (claim and dry_run))
+    if not dry_run:
+        for attempt, why in delete_attempts(log, storage, newest, found.attempts).items():
+            del found.attempts[attempt]
+            found.left[CHECKPOINT_PREFIX + attempt] = why
+        for prefix in found.exchanges:
+            storage.delete([file.key for file in storage.list(prefix)])
+            if isinstance(storage, HasLocalFiles):
+                storage.remove_directories(prefix.rstrip("/"))
+        if isinstance(storage, FindsUnfinished):
+            for key, upload_id in storage.unfinished(CHECKPOINT_PREFIX):
+                if key in found.unfinished:
+                    storage.abort_unfinished(key, upload_id)
+    _collect_unfinished(log, storage, found, dry_run=dry_run)
+    return found
+
+
+def _collect_unfinished(log: Log, storage: Storage, found: Garbage, *, dry_run: bool) -> None:
+    """On a disk: what killed writers left outside of attempts. A writer that is alive all the same fails, no more."""
+    if not isinstance(storage, HasLocalFiles):
+        return
+    now_seconds = log.store_now_seconds()
+    if not dry_run:
+        leases.fresh(storage, now_seconds=now_seconds)  # it removes those of readers that were killed
+    before_seconds = now_seconds - ENDED_SECONDS
+    prefixes = ["", LOG_PREFIX, LEASE_PREFIX, PROBE_PREFIX, *_group_prefixes(storage)]
+    for prefix in prefixes:
+        key = prefix.rstrip("/")
+        try:
+            found.unfinished.extend(storage.remove_unfinished(key, before_seconds=before_seconds, dry_run=dry_run))
+        except StorageError as error:
+            found.left[prefix] = str(error)
+
+
+def _group_prefixes(storage: HasLocalFiles) -> list[str]:
+    """On a disk: of all groups that have a directory, empty ones too."""
+    try:
+        paths = list(storage.local_path(GROUP_PREFIX.rstrip("/")).iterdir())
+        return [f"{GROUP_PREFIX}{path.name}/" for path in paths if path.is_dir() and not path.is_symlink()]
+    except OSError:
+        return []
+
+
+def _find(log: Log, storage: Storage, newest: Record, store_id: str, *, claim: bool, below_epoch: int) -> Garbage:
+    found = Garbage()
+    named = {record.entry.attempt for record in log.records([*newest.state.live, *newest.state.trash])}
+    sizes: dict[str, int] = defaultdict(int)
+    manifests = set()
+    for file in storage.list(CHECKPOINT_PREFIX):
+        directory, _, name = file.key.removeprefix(CHECKPOINT_PREFIX).partition("/")
+        sizes[directory] += file.size_bytes
+        if name == MANIFEST_NAME:
+            manifests.add(directory)
+    for directory in attempt_directories(storage):
+        sizes.setdefault(directory, 0)
+    unnamed = sizes.keys() - named
+    dropped = set(dropped_attempts(log, newest, unnamed))
+    for directory in sorted(unnamed):
+        reason = None
+        if directory not in dropped:
+            reason = _why_left(storage, directory, below_epoch, store_id, has_manifest=directory in manifests)
+        if reason is None:
+            reason = _why_not_ours(storage, directory)
+        if reason is None:
+            found.attempts[directory] = sizes[directory]
+        else:
+            found.left[CHECKPOINT_PREFIX + directory] = reason
+    if isinstance(storage, FindsUnfinished):
+        for key, _ in storage.unfinished(CHECKPOINT_PREFIX):
+            attempt = Attempt.parse(key.removeprefix(CHECKPOINT_PREFIX).partition("/")[0])
+            if attempt is not None and attempt.epoch < below_epoch:
+                found.unfinished.append(key)
+    _find_exchanges(log, storage, newest, found, claim=claim)
+    return found
+
+
+def _why_left(storage: Storage, directory: str, below_epoch: int, store_id: str, *, has_manifest: bool) -> str | None:
+    """Why a directory that no record names is left alone, None when it may go."""
+    attempt = Attempt.parse(directory)
+    if attempt is None:
+        return "the format does not know this name"
+    if attempt.epoch >= below_epoch:
+        return "an attempt of the job that owns the store; `gc --claim` takes over from a dead one"
+    if not has_manifest:
+        return None
+    if not isinstance(storage, CreatesExclusively):
+        return "it has a manifest, and this storage cannot create-if-absent, so the log may have lost its record"
+    try:
+        manifest = Manifest.decode(storage.read(f"{CHECKPOINT_PREFIX}{directory}/{MANIFEST_NAME}"))
+    except FileMissing:
+        return None
+    except CkptstoreError as error:
+        return f"its manifest cannot be read: {error}"
+    return None if manifest.store_id == store_id else f"it belongs to the store {manifest.store_id}"
+
+
+def _why_not_ours(storage: Storage, directory: str) -> str | None:
+    """On a disk: that the directory is linked in from elsewhere. Deleting refuses that too; a dry run says it first."""
+    if not isinstance(storage, HasLocalFiles):
+        return None
+    path = storage.local_path(CHECKPOINT_PREFIX + directory)
+    linked = next((part for part in (path.parent, path) if part.is_symlink()), None)
+    return None if linked is None else f"{linked} is a symbolic link, and nothing is deleted through one"
+
+
+def _find_exchanges(log: Log, storage: Storage, newest: Record, found: Garbage, *, claim: bool) -> None:
+    """What ranks posted and nobody removed, where the log shows that their job was superseded, and old probes."""
+    last: dict[str, float] = {}
+    for file in [*storage.list(GROUP_PREFIX), *storage.list(PROBE_PREFIX)]:
+        parts = file.key.split("/")
+        prefix = "/".join(parts[:2]) + ("/" if len(parts) > 2 else "")
+        last[prefix] = max(last.get(prefix, 0.0), file.modified_seconds)
+    if isinstance(storage, HasLocalFiles):
+        for prefix in _group_prefixes(storage):
+            with contextlib.suppress(OSError):  # its ranks are alive, and removed it
+                last.setdefault(prefix, storage.local_path(prefix.rstrip("/")).lstat().st_mtime)
+    if not last:
+        return
+    now_seconds = log.store_now_seconds()
+    old = {prefix for prefix, seconds in last.items() if now_seconds - seconds > ENDED_SECONDS}
+    groups = {prefix.removeprefix(GROUP_PREFIX).rstrip("/") for prefix in old if prefix.startswith(GROUP_PREFIX)}
+    owner, superseded = _claims_of(log, newest, groups)
+    for prefix in sorted(old):
+        token = prefix.removeprefix(GROUP_PREFIX).rstrip("/")
+        if claim or not prefix.startswith(GROUP_PREFIX) or token in superseded:
+            found.exchanges.append(prefix)
+        elif token != owner:
+            found.left[prefix] = "of ranks that never claimed the store, perhaps readers; `gc --claim` takes it"
+
+
+def _claims_of(log: Log, newest: Record, tokens: AbstractSet[str]) -> tuple[str | None, set[str]]:
+    """The start token of the newest claim, and which of the tokens earlier claims have."""
+    owner: str | None = None
+    superseded: set[str] = set()
+    for record in backwards(log, newest) if tokens else ():
+        if isinstance(record.change, Claim):
+            if owner is None:
+                owner = record.change.start_token
+            elif record.change.start_token != owner:
+                superseded.add(record.change.start_token)
+        if owner is not None and superseded >= tokens - {owner}:
+            break
+    return owner, superseded & set(tokens)

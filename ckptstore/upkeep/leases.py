@@ -1,0 +1,155 @@
+"""Leases: whoever reads a checkpoint on a disk says which one, so that nobody deletes it meanwhile.
+
+A lease is fresh for `FRESH_SECONDS` by the storage's clock; one thread of the process renews all leases that it holds,
+and the storage's clock is read off the lease that is written last. A lease that cannot be written warns and stops
+nobody.
+
+A forked child takes a lease of its own for every directory that its parent has handed out, and renews that as long as
+it lives: the parent may be done with the directory before the child is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ckptstore.errors import StorageError
+from ckptstore.format.encoding import FORMAT_VERSION
+from ckptstore.format.layout import LEASE_PREFIX, lease_key, parse_lease_key
+from ckptstore.storage.base import Storage
+
+FRESH_SECONDS = 600.0
+RENEW_SECONDS = 120.0
+
+logger = logging.getLogger("ckptstore")
+
+
+@dataclass(eq=False, slots=True)
+class _Lease:
+    storage: Storage
+    number: int
+    is_handed_out: bool
+    """Whether the caller has the real path, which a forked child may go on reading."""
+    key: str = ""
+    is_over: bool = False
+    lock: threading.Lock = field(default_factory=lambda: threading.Lock())
+    """A renewal that is late would leave a lease behind that nobody gives back."""
+
+    def write(self) -> None:
+        """Under a name that no other process has; the first write chooses it."""
+        with self.lock:
+            if self.is_over:
+                return
+            self.key = self.key or lease_key(self.number, f"{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+            body = {"version": FORMAT_VERSION, "host": platform.node(), "pid": os.getpid()}
+            try:
+                self.storage.write(self.key, [memoryview(json.dumps(body).encode())])
+            except StorageError as error:
+                logger.warning("no lease could be written, so a prune may delete what is being read: %s", error)
+
+    def give_back(self) -> None:
+        """Whoever reads has ended."""
+        with self.lock:
+            self.is_over = True
+            try:
+                self.storage.delete([self.key] if self.key else [])
+            except StorageError as error:
+                logger.debug("the lease %s could not be removed: %s", self.key, error)
+
+
+_held: set[_Lease] = set()
+_lock = threading.Lock()
+_released = threading.Event()
+"""Set when the last lease is given back: the thread that renews them ends."""
+_renewer: threading.Thread | None = None
+
+
+@contextmanager
+def hold(storage: Storage, number: int, *, is_handed_out: bool = False) -> Iterator[None]:
+    """Keep the checkpoint with that number from being deleted while the context lasts.
+
+    What was dropped from the log before may be deleted all the same: look at the log once inside. `is_handed_out` says
+    that the real path is given away, and that a forked child is to keep the checkpoint too.
+    """
+    lease = _Lease(storage, number, is_handed_out)
+    lease.write()
+    with _lock:
+        _held.add(lease)
+        _start_renewer()
+    try:
+        yield
+    finally:
+        with _lock:
+            _held.discard(lease)
+            if not _held:
+                _released.set()
+        lease.give_back()
+
+
+def fresh(storage: Storage, *, now_seconds: float) -> dict[int, int]:
+    """For each number that somebody reads, how many leases there are; `now_seconds` is by the storage's clock.
+
+    Leases that are not fresh are removed. An earlier time finds no fewer leases than the present one would.
+    """
+    found: dict[int, int] = {}
+    stale = []
+    for file in storage.list(LEASE_PREFIX):
+        number = parse_lease_key(file.key)
+        if number is None:
+            continue
+        if now_seconds - file.modified_seconds < FRESH_SECONDS:
+            found[number] = found.get(number, 0) + 1
+        else:
+            stale.append(file.key)
+    storage.delete(stale)
+    return found
+
+
+def _host() -> str:
+    return platform.node()[:40] or "host"
+
+
+def _start_renewer() -> None:
+    global _renewer
+    if _renewer is None:
+        _renewer = threading.Thread(target=_renew, name="ckptstore-leases", daemon=True)
+        _renewer.start()
+
+
+def _renew() -> None:
+    global _renewer
+    while True:
+        _released.wait(RENEW_SECONDS)
+        with _lock:
+            _released.clear()
+            held = list(_held)
+            if not held:
+                _renewer = None
+                return
+        for lease in held:
+            lease.write()
+
+
+def _after_fork() -> None:
+    """In the child no thread renews anything, another thread of the parent may have held the lock, and what was being
+    read by other threads than the one that forked is read no more."""
+    global _lock, _released, _renewer
+    _lock, _released, _renewer = threading.Lock(), threading.Event(), None
+    for lease in list(_held):
+        lease.lock, lease.key = threading.Lock(), ""  # the parent gives its own back
+        if lease.is_handed_out:
+            lease.write()
+        else:
+            _held.discard(lease)
+    if _held:
+        _start_renewer()
+
+
+os.register_at_fork(after_in_child=_after_fork)

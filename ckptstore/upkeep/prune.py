@@ -1,0 +1,234 @@
+"""Pruning: what retention put in the trash is deleted once nobody can need it. A record first, then the bytes.
+
+The order makes a crash harmless: after the `remove` record no reader finds the checkpoint; of its directory the
+manifest goes first. What a crash leaves are orphans, never a checkpoint with holes.
+
+Whoever reads on a disk takes a lease and looks at the log then; a prune writes its record and looks at the leases then,
+before each deletion. So one of the two sees the other. What somebody reads all the same stays where it is, as an orphan
+too. The next prunes find orphans of their own epoch, and garbage collection finds all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptstore.config import StoreConfig
+from ckptstore.errors import StorageError, StoreFenced
+from ckptstore.events import CheckpointsPruned, PruneFailed, emit
+from ckptstore.format.changes import Claim, Commit, Remove
+from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
+from ckptstore.format.record import Record
+from ckptstore.group import Beat
+from ckptstore.log import Log
+from ckptstore.storage.base import HasLocalFiles, Storage
+from ckptstore.upkeep import leases
+
+logger = logging.getLogger("ckptstore")
+
+_BATCH_RECORDS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trashed:
+    """One checkpoint in the trash."""
+
+    number: int
+    step: int
+    attempt: str
+    size_bytes: int
+    due_in_seconds: float
+    """Until its grace period is over; at most 0 when it is."""
+    held_by: str | None
+    """Why it stays although its time is over, None when nothing holds it."""
+
+    @property
+    def goes(self) -> bool:
+        """Whether a prune deletes it now."""
+        return self.due_in_seconds <= 0 and self.held_by is None
+
+
+def trash(log: Log, storage: Storage, *, grace_seconds: float) -> list[Trashed]:
+    """What is in the trash, and what keeps it there. This is the plan that `prune` runs."""
+    newest = log.newest()
+    if newest is None or not newest.state.trash:
+        return []
+    now_seconds = log.store_now_seconds()
+    held = _held(newest, leases.fresh(storage, now_seconds=now_seconds))
+    since = {number: log.record_time(number) for number in set(newest.state.trash.values())}
+    found = []
+    for record in log.records(sorted(newest.state.trash)):
+        age_seconds = now_seconds - since[newest.state.trash[record.number]]
+        found.append(
+            Trashed(
+                number=record.number,
+                step=record.entry.step,
+                attempt=record.entry.attempt,
+                size_bytes=record.entry.size_bytes,
+                due_in_seconds=grace_seconds - age_seconds,
+                held_by=held.get(record.number),
+            )
+        )
+    return found
+
+
+def _held(newest: Record, readers: Mapping[int, int]) -> dict[int, str]:
+    state = newest.state
+    held = {number: f"{len(users)} checkpoints refer to it" for number, users in state.bases.items()}
+    if state.resume_from is not None:
+        held[state.resume_from] = "the running job resumed from it"
+    return held | {number: f"{count} readers hold a lease" for number, count in readers.items()}
+
+
+def prune(
+    log: Log, storage: Storage, config: StoreConfig, *, epoch: int | None, dry_run: bool = False
+) -> list[Trashed]:
+    """Delete what has been in the trash for the grace period, and return it; a dry run returns what would go.
+
+    `epoch` is the caller's writer epoch, None for a command line, which fences nobody and is fenced by nobody. Raises
+    StoreFenced when a later job has claimed the store: nothing is deleted then.
+    """
+    due = [item for item in trash(log, storage, grace_seconds=config.grace_seconds) if item.goes]
+    if dry_run:
+        return due
+    gone = _remove(log, storage, due, epoch=epoch, reason="grace period over") if due else []
+    _remove_left_over(log, storage, epoch=epoch)
+    return gone
+
+
+def empty_trash(log: Log, storage: Storage, *, epoch: int | None, beat: Beat) -> None:
+    """Delete everything in the trash that nothing holds, however young: for a disk that is about to overflow."""
+    due = [item for item in trash(log, storage, grace_seconds=0.0) if item.held_by is None]
+    if due:
+        _remove(log, storage, due, epoch=epoch, reason="the disk was full", beat=beat)
+
+
+def _remove(
+    log: Log,
+    storage: Storage,
+    items: Collection[Trashed],
+    *,
+    epoch: int | None,
+    reason: str,
+    beat: Beat = lambda: None,
+) -> list[Trashed]:
+    started = time.monotonic()
+
+    def decide(newest: Record | None) -> Remove | None:
+        if newest is None or (epoch is not None and newest.state.epoch != epoch):
+            found = newest.state.epoch if newest else 0
+            raise StoreFenced(f"A later job has claimed the store (writer epoch {found}), so nothing was pruned")
+        still = newest.state.droppable(item.number for item in items)
+        return Remove(drop=still, epoch=epoch, reason=reason) if still else None
+
+    record = log.append(decide)
+    if record is None:
+        return []
+    assert isinstance(record.change, Remove)
+    dropped = {item.attempt: item for item in items if item.number in record.change.drop}
+    left = delete_attempts(log, storage, record, dropped, beat=beat)
+    gone = [item for attempt, item in dropped.items() if attempt not in left]
+    steps = tuple(item.step for item in gone)
+    size_bytes = sum(item.size_bytes for item in gone)
+    emit(CheckpointsPruned(steps=steps, size_bytes=size_bytes, seconds=time.monotonic() - started))
+    for attempt, why in left.items():
+        emit(PruneFailed(error=f"step {dropped[attempt].step} stays in {CHECKPOINT_PREFIX}{attempt}: {why}"))
+    return gone
+
+
+def _remove_left_over(log: Log, storage: Storage, *, epoch: int | None) -> None:
+    """Delete what earlier prunes of this epoch left to readers or could not delete. Only a disk has such things."""
+    directories = attempt_directories(storage)
+    newest = log.checked_newest() if directories else None
+    if newest is None or (epoch is not None and newest.state.epoch != epoch):
+        return
+    named = {record.entry.attempt for record in log.records([*newest.state.live, *newest.state.trash])}
+    dropped = dropped_attempts(log, newest, directories - named)
+    for attempt, why in delete_attempts(log, storage, newest, dropped).items():
+        logger.debug("%s%s stays: %s", CHECKPOINT_PREFIX, attempt, why)
+
+
+def attempt_directories(storage: Storage) -> set[str]:
+    """On a disk: the names below the root of checkpoints, those of empty directories too, which no listing shows."""
+    if not isinstance(storage, HasLocalFiles):
+        return set()
+    try:
+        return {path.name for path in storage.local_path(CHECKPOINT_PREFIX.rstrip("/")).iterdir() if path.is_dir()}
+    except OSError:
+        return set()
+
+
+def dropped_attempts(log: Log, newest: Record, unnamed: Collection[str]) -> list[str]:
+    """Which of these directories, that no live or trashed checkpoint names, had been committed in the present epoch.
+
+    They were dropped since, and no attempt is committed twice. All records of the epoch are read if there is a
+    candidate.
+    """
+    epoch = newest.state.epoch
+    wanted = {name for name in unnamed if (attempt := Attempt.parse(name)) is not None and attempt.epoch == epoch}
+    found: list[str] = []
+    for record in backwards(log, newest) if wanted else ():
+        if isinstance(record.change, Commit) and record.entry.attempt in wanted:
+            found.append(record.entry.attempt)
+        if isinstance(record.change, Claim) or len(found) == len(wanted):
+            break
+    return found
+
+
+def backwards(log: Log, newest: Record) -> Iterator[Record]:
+    """All records, the newest first, some at a time."""
+    for end in range(newest.number, 0, -_BATCH_RECORDS):
+        yield from reversed(log.records(range(max(1, end - _BATCH_RECORDS + 1), end + 1)))
+
+
+def delete_attempts(
+    log: Log, storage: Storage, newest: Record, attempts: Collection[str], *, beat: Beat = lambda: None
+) -> dict[str, str]:
+    """Delete the directories that nobody reads, and return those that stay, with the reason.
+
+    Called after the record that dropped them, or when they can never be committed. Raises StorageError where there is
+    no directory that could keep its files: the storage fails.
+    """
+    left: dict[str, str] = {}
+    is_disk = isinstance(storage, HasLocalFiles)
+    now_seconds = log.store_now_seconds() if is_disk and attempts else 0.0
+    for attempt in attempts:
+        beat()
+        if is_disk and attempt in _leased(log, storage, newest, now_seconds=now_seconds):
+            left[attempt] = "somebody reads it"
+            continue
+        try:
+            delete_attempt(storage, attempt)
+        except StorageError as error:
+            if not is_disk:
+                raise
+            left[attempt] = str(error)
+    return left
+
+
+def _leased(log: Log, storage: Storage, newest: Record, *, now_seconds: float) -> set[str]:
+    """The directories that somebody reads, and those in which files of theirs lie."""
+    numbers = [number for number in leases.fresh(storage, now_seconds=now_seconds) if number <= newest.number]
+    read = [record.entry for record in log.records(numbers) if isinstance(record.change, Commit)]
+    bases = log.records({base for entry in read for base in entry.bases})
+    return {entry.attempt for entry in (*read, *(record.entry for record in bases))}
+
+
+def delete_attempt(storage: Storage, attempt: str) -> None:
+    """Delete an attempt's directory: the manifest first, so that it is never a manifest with holes.
+
+    Raises StorageError when something stays on a disk.
+    """
+    prefix = f"{CHECKPOINT_PREFIX}{attempt}/"
+    storage.delete([prefix + MANIFEST_NAME])
+    storage.delete([file.key for file in storage.list(prefix)])
+    if isinstance(storage, HasLocalFiles):
+        storage.remove_directories(prefix.rstrip("/"))
+        path = storage.local_path(prefix.rstrip("/"))
+        if os.path.lexists(path):
+            found = next((str(item) for item in path.rglob("*") if item.is_symlink() or not item.is_dir()), "")
+            what = "a symbolic link" if os.path.islink(found) else "not of this checkpoint, or is in use"
+            raise StorageError(f"{found or path} is {what}", hint="Look what it is, and remove it by hand")
