@@ -15,7 +15,7 @@ from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StoreFenced, StoreNotShared
 from ckptstore.events import PruneFailed, emit
 from ckptstore.format.changes import Claim
-from ckptstore.format.layout import Attempt
+from ckptstore.format.layout import Attempt, check_step
 from ckptstore.format.record import Record
 from ckptstore.group import Beat, Group, check_shared, find_group
 from ckptstore.group.base import GroupOfParent
@@ -23,7 +23,6 @@ from ckptstore.log import Log
 from ckptstore.log.identity import read_or_create_identity
 from ckptstore.retention import Candidate, Policy
 from ckptstore.runtime.fork import in_forked_child
-from ckptstore.saving.request import check_step
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidStep
-from ckptstore.format.layout import Attempt
+from ckptstore.format.layout import Attempt, check_step
 from ckptstore.format.manifest import Receipt
 from ckptstore.group import SoloGroup
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.retention import Policy, check_required
 from ckptstore.saving.commit import commit
-from ckptstore.saving.request import Request, check_step
+from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer

@@ -6,12 +6,14 @@ A name is relative to its checkpoint ("model-rank=00003.pt"); a key is relative 
 
 from __future__ import annotations
 
+import operator
 import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from ckptstore.errors import InvalidName
+from ckptstore.errors import InvalidName, InvalidStep
 
 STORE_KEY = "store.json"
 HINT_KEY = "latest.json"
@@ -39,6 +41,25 @@ _PLAIN = re.compile(r"(?:[\w=+-][\w=+.-]{0,120}/){0,6}[\w=+-][\w=+.-]{0,120}", r
 _RECORD = re.compile(r"log/([0-9]{10})\.json")
 _ATTEMPT = re.compile(r"step-([0-9]{10})-e([0-9]{4}|[1-9][0-9]{4,17})-([0-9a-f]{8})")
 _LEASE = re.compile(r"leases/([0-9]{10})-([0-9a-zA-Z._-]+)\.json")
+
+
+def check_step(step: Any) -> int:
+    """The step as an int; raises InvalidStep when it is not one, negative, or above `MAX_STEP`."""
+    try:
+        value = operator.index(step)
+    except TypeError:
+        raise InvalidStep(f"the step is {step!r}, not an integer") from None
+    if isinstance(step, bool) or not 0 <= value <= MAX_STEP:
+        raise InvalidStep(f"the step is {step!r}, it must be an integer from 0 to {MAX_STEP}")
+    return value
+
+
+def known_step(step: Any) -> int | None:
+    """The step, None when it is none: `check_step` says so later, on all ranks."""
+    try:
+        return check_step(step)
+    except InvalidStep:
+        return None
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,10 +11,10 @@ from typing import Any
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import StoreConfig
 from ckptstore.errors import FileMissing, InvalidInput, InvalidSource
-from ckptstore.format.layout import DCP_METADATA_NAME
+from ckptstore.format.layout import DCP_METADATA_NAME, check_step
 from ckptstore.interchange.from_files import read_dcp, read_safetensors, read_torch_file
 from ckptstore.interchange.selection import KINDS, Kind
-from ckptstore.saving.request import Request, check_step
+from ckptstore.saving.request import Request
 from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.saving.story import save
 from ckptstore.state.live.flatten import FlatState

@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, SaveBusy
+from ckptstore.format.layout import known_step
 from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.runtime.fork import in_forked_child
-from ckptstore.saving.request import known_step
 
 logger = logging.getLogger("ckptstore")
 

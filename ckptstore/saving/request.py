@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptstore.errors import InvalidInput, InvalidMetadata, InvalidStep
+from ckptstore.errors import InvalidInput, InvalidMetadata
 from ckptstore.format.encoding import dump_json
-from ckptstore.format.layout import MAX_STEP
+from ckptstore.format.layout import check_step
 from ckptstore.format.manifest import Kind
 from ckptstore.retention import as_metrics
 
@@ -48,22 +47,3 @@ class Request:
             metadata=dict(metadata or {}),
             options={"kind": kind, "exists": exists, **options},
         )
-
-
-def known_step(step: Any) -> int | None:
-    """The step, None when it is none: `check_step` says so later, on all ranks."""
-    try:
-        return check_step(step)
-    except InvalidStep:
-        return None
-
-
-def check_step(step: Any) -> int:
-    """The step as an int; raises InvalidStep when it is not one, or negative."""
-    try:
-        value = operator.index(step)
-    except TypeError:
-        raise InvalidStep(f"the step is {step!r}, not an integer") from None
-    if isinstance(step, bool) or not 0 <= value <= MAX_STEP:
-        raise InvalidStep(f"the step is {step!r}, it must be an integer from 0 to {MAX_STEP}")
-    return value

@@ -11,11 +11,11 @@ from typing import Any, Literal, Protocol
 
 from ckptstore.errors import StorageError
 from ckptstore.format.digest import crc32c
-from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt
+from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt, known_step
 from ckptstore.format.manifest import Receipt
 from ckptstore.group import Beat, Group
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.saving.request import Request, known_step
+from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Agreed, Contents
 from ckptstore.state.index.index_file import INDEX_NAME, join_parts
 from ckptstore.state.index.items import Item, Structure

@@ -11,13 +11,13 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidStep, StepExists, StorageFull
 from ckptstore.events import CheckpointCommitted, SaveFailed, emit
-from ckptstore.format.layout import Attempt
+from ckptstore.format.layout import Attempt, known_step
 from ckptstore.format.record import Record
 from ckptstore.group import Beat, Group
 from ckptstore.job import Job
 from ckptstore.retention import check_required
 from ckptstore.saving.commit import commit, committed_record
-from ckptstore.saving.request import Request, known_step
+from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
 from ckptstore.storage.base import HasLocalFiles, Persists, Storage
 from ckptstore.upkeep.prune import empty_trash, prune

@@ -26,7 +26,7 @@ from ckptstore.errors import (
     StoreNotShared,
 )
 from ckptstore.events import SaveFailed, emit
-from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_name
+from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_name, known_step
 from ckptstore.format.manifest import Manifest
 from ckptstore.group import Beat, Group
 from ckptstore.group.base import LEADER
@@ -34,7 +34,7 @@ from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.log.identity import KEPT_BY_RAY, read_or_create_store_json
 from ckptstore.saving.commit import check_stored, manifest_of, write_manifest
-from ckptstore.saving.request import Request, known_step
+from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
 from ckptstore.saving.story import check_same_request, remove_files
 from ckptstore.storage.base import Persists, Storage

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput
+from ckptstore.format.layout import check_step
 from ckptstore.group import Beat, Group
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import local_path_of
@@ -21,7 +22,7 @@ from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
 from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at
 from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics
 from ckptstore.integrations.ray.worker_group import RayWorkers
-from ckptstore.saving.request import Request, check_step
+from ckptstore.saving.request import Request
 
 if TYPE_CHECKING:
     from ckptstore.state.write.agree import Negotiator
