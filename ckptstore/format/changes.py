@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric, InvalidStep, StoreFenced
-from ckptstore.format.layout import MAX_STEP, Attempt
+from ckptstore.format.layout import CHECKPOINT_PREFIX, MAX_STEP, Attempt
 from ckptstore.format.ranges import Numbers
 
 
@@ -39,6 +39,11 @@ class CheckpointEntry:
     """The numbers of live checkpoints whose files it refers to."""
     committed_at: float | None = None
     """Of a copy: when the original was committed, by the clock of the storage that it was copied from."""
+
+    @property
+    def prefix(self) -> str:
+        """The key prefix of its files, with its trailing slash."""
+        return f"{CHECKPOINT_PREFIX}{self.attempt}/"
 
     @property
     def is_of_own_epoch(self) -> bool:

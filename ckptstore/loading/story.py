@@ -340,12 +340,7 @@ def files_of(job: Job, record: Record) -> CheckpointFiles:
         storage=job.storage,
         transfer=job.transfer,
         config=job.config,
-        prefix=attempt_prefix(record),
+        prefix=record.entry.prefix,
         record=record,
         job=job,
     )
-
-
-def attempt_prefix(record: Record) -> str:
-    """The key prefix of a committed checkpoint's files."""
-    return f"{CHECKPOINT_PREFIX}{record.entry.attempt}/"

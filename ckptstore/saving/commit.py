@@ -11,7 +11,7 @@ from dataclasses import replace
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StorageError
 from ckptstore.format.changes import CheckpointEntry, Commit
-from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
+from ckptstore.format.layout import MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
@@ -115,7 +115,7 @@ def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references:
     pinned = set(newest.state.pinned)
     replaces = {item.number for item in earlier if item.step == entry.step} - pinned
     number = newest.number + 1
-    manifest_key = f"{CHECKPOINT_PREFIX}{entry.attempt}/{MANIFEST_NAME}"  # just written, so its time is the present one
+    manifest_key = entry.prefix + MANIFEST_NAME  # just written, so its time is the present one
     committed_at = job.storage.stat(manifest_key).modified_seconds if is_timed else math.nan
     candidate = Candidate(number=number, step=entry.step, committed_at=committed_at, metrics=entry.metrics)
     protected = {number: "the latest", **dict.fromkeys(pinned, "pinned")}

@@ -14,7 +14,6 @@ from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
-from ckptstore.loading.story import attempt_prefix
 from ckptstore.saving.background import Background, PendingSave
 from ckptstore.saving.request import Request
 from ckptstore.saving.staging import Staging
@@ -160,7 +159,7 @@ class StateSaver:
 
     def _stored_kept(self, record: Record) -> Kept | None:
         """As it is stored beside a checkpoint that an earlier start of the job saved."""
-        key = attempt_prefix(record) + kept_file_name(self.job.group.rank)
+        key = record.entry.prefix + kept_file_name(self.job.group.rank)
         try:
             return Kept.decode(self.job.storage.read(key), attempt=record.entry.attempt, file=key)
         except (FileMissing, CheckpointDamaged):

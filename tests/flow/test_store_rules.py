@@ -26,7 +26,7 @@ from ckptstore import (
 )
 from ckptstore.events import CheckpointSkipped, CheckpointsPruned, Event, listening
 from ckptstore.interchange.copying import copy_checkpoint, copy_store, open_target
-from ckptstore.loading.story import CheckpointFiles, attempt_prefix
+from ckptstore.loading.story import CheckpointFiles
 
 
 def save(store: CheckpointStore, tmp_path: Path, step: int, loss: float = 1.0, data: bytes = b"x") -> Checkpoint:
@@ -336,7 +336,7 @@ def copy(store: CheckpointStore, uri: str) -> object:
             storage=job.storage,
             transfer=job.transfer,
             config=job.config,
-            prefix=attempt_prefix(record),  # type: ignore[arg-type]
+            prefix=record.entry.prefix,  # type: ignore[attr-defined]
             record=record,  # type: ignore[arg-type]
         )
 
