@@ -14,7 +14,7 @@ from ckptstore.state.index import items
 from ckptstore.state.read.stored import StoredState
 from ckptstore.state.tensors.boxes import boxes_of_range
 from ckptstore.state.tensors.placement import Piece
-from ckptstore.state.write.describe import view_of
+from ckptstore.state.tensors.tensor_memory import view_of
 
 BATCH_BYTES = 64 << 20
 """The most that is held at once."""

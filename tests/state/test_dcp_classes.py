@@ -19,7 +19,7 @@ from ckptstore.dcp import StoreReader, StoreWriter, translated
 from ckptstore.dcp.target import DirectoryTarget
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidInput, InvalidState, RankFailed, StorageError
 from ckptstore.state.read.stock_pickles import load_metadata
-from ckptstore.state.write.describe import view_of
+from ckptstore.state.tensors.tensor_memory import view_of
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import FailAt, wrap
 from ckptstore.testing.ranks import run_ranks

@@ -22,7 +22,7 @@ from ckptstore.state.index.tensor_index import Chunk, TensorIndex
 from ckptstore.state.tensors.boxes import Box, inside, is_range, overlap, runs, span, strides_of, whole
 from ckptstore.state.tensors.placement import Piece
 from ckptstore.state.tensors.segments import narrowed
-from ckptstore.state.write.describe import is_plain_memory, view_of
+from ckptstore.state.tensors.tensor_memory import is_plain_memory, view_of
 from ckptstore.transfer import RangeRead
 
 MAX_SKIP_BYTES = 2 << 20

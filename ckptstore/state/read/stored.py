@@ -17,7 +17,7 @@ from ckptstore.state.live.values import Decoder, references
 from ckptstore.state.read.read_plan import ReadPlan, RunSteps, run_steps
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.placement import Piece, dtype_and_shape, pieces_of
-from ckptstore.state.write.describe import check_memory
+from ckptstore.state.tensors.tensor_memory import check_memory
 from ckptstore.transfer import RangeRead
 
 PerRank = Literal["error", "first", "skip"]

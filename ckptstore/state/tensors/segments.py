@@ -19,7 +19,7 @@ import torch
 
 from ckptstore.state.tensors.boxes import Box, boxes_of_range
 from ckptstore.state.tensors.frames import Template
-from ckptstore.state.write.describe import is_plain_memory, view_of
+from ckptstore.state.tensors.tensor_memory import is_plain_memory, view_of
 from ckptstore.transfer.sources import Read
 
 

@@ -9,9 +9,10 @@ import torch
 import xxhash
 
 from ckptstore.errors import InvalidState
+from ckptstore.state.tensors.tensor_memory import bytes_of
 from ckptstore.state.write.agree import Agreement
 from ckptstore.state.write.assignment import is_stored_elsewhere
-from ckptstore.state.write.describe import Described, bytes_of
+from ckptstore.state.write.describe import Described
 
 _LOOKED_AT_BYTES = 1 << 20
 """Of a larger part so many bytes are looked at, as training waits for it, and as copies that differ do so all over."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from ckptstore.state.tensors.placement import (
     pieces_of,
     sharers_of,
 )
+from ckptstore.state.tensors.tensor_memory import bytes_of, check_memory
 
 COMPARE_BYTES = 8 << 20
 """Plain tensors up to this size are compared between ranks by digest."""
@@ -162,31 +162,6 @@ def _checked(tensor: torch.Tensor, key: str) -> torch.Tensor:
     return tensor
 
 
-def check_memory(tensor: torch.Tensor, key: str) -> None:
-    """Raise InvalidState unless a tensor that is read or written by its address has memory there for all its elements.
-
-    Those of some subclasses lie elsewhere, and a tensor may have had its memory taken away.
-    """
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise InvalidState(f"{key} has the layout {tensor.layout}", hint="Store a dense tensor")
-    if not tensor.numel():
-        return
-    try:
-        if type(tensor) in PLAIN_TYPES:
-            has_memory = bool(tensor.data_ptr())
-        else:
-            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            end_bytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
-            has_memory = bool(tensor.data_ptr()) and tensor.untyped_storage().nbytes() >= end_bytes
-    except (RuntimeError, NotImplementedError):  # torch says of some that they have no storage
-        has_memory = False
-    if not has_memory:
-        raise InvalidState(
-            f"{key} is a {type(tensor).__name__} that has no memory of its own for its numbers",
-            hint="Store the tensors that have them, or give the class __tensor_flatten__",
-        )
-
-
 def dtype_name(tensor: torch.Tensor, key: str) -> str:
     """torch's name of a dtype, without the module; raises InvalidState for one that the format does not know."""
     name = _name_of(dtype_and_shape(tensor)[0])
@@ -198,29 +173,3 @@ def dtype_name(tensor: torch.Tensor, key: str) -> str:
 @cache
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor lie in this process's memory, one after another, as they are to be stored."""
-    if type(tensor) not in PLAIN_TYPES and not tensor.data_ptr():
-        return False  # a subclass that keeps them elsewhere
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def view_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor for which `is_plain_memory` holds. It does not keep the tensor alive."""
-    size_bytes = tensor.numel() * tensor.element_size()
-    if not size_bytes:
-        return memoryview(b"")
-    storage = tensor.untyped_storage()
-    if storage.data_ptr() == 0 or tensor.storage_offset() * tensor.element_size() + size_bytes > storage.nbytes():
-        raise InvalidState("a tensor's memory has been given back, or is smaller than the tensor")
-    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview | bytes:
-    """The bytes of any small tensor: its memory, or a copy of it."""
-    if is_plain_memory(tensor):
-        return view_of(tensor)
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return bytes(view_of(plain))

@@ -20,7 +20,7 @@ from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.encoding import FORMAT_VERSION, load_object, shortened
 from ckptstore.format.layout import check_name
 from ckptstore.state.tensors.boxes import Box
-from ckptstore.state.write.describe import is_plain_memory, view_of
+from ckptstore.state.tensors.tensor_memory import is_plain_memory, view_of
 
 LEAST_CURRENT = 0.75
 """A file is taken over while at least this share of it is still current; below, what holds is written anew."""
