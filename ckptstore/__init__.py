@@ -108,7 +108,7 @@ _HOMES = {
 }
 """Where a name is defined; every other public name is an error."""
 
-_SUBMODULES = {"ray": "ckptstore.integrations.ray", "state": "ckptstore.state"}
+_SUBMODULES = {"dcp": "ckptstore.dcp", "ray": "ckptstore.integrations.ray", "state": "ckptstore.state"}
 """Loaded on first use, and not part of `from ckptstore import *`: they need torch, or Ray."""
 
 

@@ -55,7 +55,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_dir_lists_the_surface() -> None:
-    assert set(ckptstore.__all__) | {"ray", "state"} == set(dir(ckptstore))
+    assert set(ckptstore.__all__) | {"dcp", "ray", "state"} == set(dir(ckptstore))
 
 
 def test_the_version_is_that_of_the_package() -> None:
