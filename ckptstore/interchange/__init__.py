@@ -1,4 +1,19 @@
 """Copies of checkpoints to other places, and states from and to files of other tools.
 
-It may know stores, checkpoints and states. It gives `copying`, `exporting` and `importing`.
+It may know stores, checkpoints and states. It gives users `export` and `import_state`, and the command line copies of
+checkpoints and stores too.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptstore.runtime.lazy import exports
+
+if TYPE_CHECKING:
+    from ckptstore.interchange.exporting import export
+    from ckptstore.interchange.importing import import_state
+
+__all__ = ["export", "import_state"]
+
+__getattr__ = exports(__name__, {"export": "exporting", "import_state": "importing"})
