@@ -219,5 +219,5 @@ def test_run_names_are_taken_literally(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(ray_store, "handed_back", lambda: handed)
     found = ckptstore.ray.store().resume()
     assert found is not None
-    assert found.uri == f"{path}/checkpoint_1"
+    assert found.uri == handed.path
     assert [item.name for item in (tmp_path / "runs").iterdir()] == [name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -50,13 +51,14 @@ def test_all_ranks_fill_one_directory_and_nothing_else_is_left(run: Path, tmp_pa
     sources = [tree(tmp_path / str(rank), model__pt=f"of {rank}") for rank in range(3)]
     (sources[1] / "only.txt").write_text("one")
     checkpoint = stored(str(run), [*sources, None])
+    directory = Path(checkpoint.path).name
     assert names(run) == [
         ".validate_storage_marker",
-        "checkpoint_1/ckptstore.json",
-        "checkpoint_1/model-rank=00000.pt",
-        "checkpoint_1/model-rank=00001.pt",
-        "checkpoint_1/model-rank=00002.pt",
-        "checkpoint_1/only.txt",
+        f"{directory}/ckptstore.json",
+        f"{directory}/model-rank=00000.pt",
+        f"{directory}/model-rank=00001.pt",
+        f"{directory}/model-rank=00002.pt",
+        f"{directory}/only.txt",
         "store.json",
     ]
     ours = ckptstore.ray.wrap(checkpoint)
@@ -68,7 +70,7 @@ def test_all_ranks_fill_one_directory_and_nothing_else_is_left(run: Path, tmp_pa
     )
     assert ours.verify().ok
     with ours.as_directory() as path:
-        assert path == run / "checkpoint_1", "on a disk it is the real one"
+        assert path == run / directory, "on a disk it is the real one"
     identity = read_store_json(LocalStorage(str(run)))
     assert identity is not None
     assert identity.kept_by == "ray"
@@ -97,13 +99,11 @@ def test_a_directory_in_the_run_is_the_same_on_all_nodes(run: Path) -> None:
     assert {file.name: file.rank for file in ckptstore.ray.wrap(checkpoint).files} == {"model.pt": 0}
 
 
-def test_a_name_that_is_taken_gets_a_mark_and_its_files_stay(run: Path, tmp_path: Path) -> None:
-    first = stored(str(run), [tree(tmp_path / "a", model__pt="first")], name="latest")
-    second = stored(str(run), [tree(tmp_path / "b", model__pt="second")], name="latest")
-    assert first.path == str(run / "latest")
-    assert second.path.startswith(f"{run}/latest-")
-    assert (run / "latest/model.pt").read_text() == "first"
-    assert (Path(second.path) / "model.pt").read_text() == "second"
+def test_attempts_of_one_name_share_no_directory(run: Path, tmp_path: Path) -> None:
+    attempts = [stored(str(run), [tree(tmp_path / text, model__pt=text)], name="latest") for text in ("a", "b")]
+    directories = [Path(attempt.path) for attempt in attempts]
+    assert [(path / "model.pt").read_text() for path in directories] == ["a", "b"]
+    assert all(re.fullmatch("latest-[0-9a-f]{16}", path.name) for path in directories)
 
 
 def test_what_lies_in_the_run_is_copied_and_may_be_deleted(run: Path) -> None:
@@ -150,11 +150,14 @@ def test_a_rank_that_fails_half_way_leaves_no_directory(
     errors = store(str(run), sources)
     assert [type(error) for error in errors] == [StorageFull] * 2
     assert names(run) == [".validate_storage_marker", "store.json"]
-    assert not (run / "checkpoint_1").exists()
+    assert not [*run.glob("checkpoint_1*")]
 
 
-def test_names_that_lead_out_of_the_run_are_refused(run: Path, tmp_path: Path) -> None:
-    (error,) = store(str(run), [tree(tmp_path / "a", model__pt="bytes")], name="../other")
+@pytest.mark.parametrize("name", ["../other", "x" * 240])
+def test_names_that_lead_out_of_the_run_or_leave_no_room_for_a_mark_are_refused(
+    run: Path, tmp_path: Path, name: str
+) -> None:
+    (error,) = store(str(run), [tree(tmp_path / "a", model__pt="bytes")], name=name)
     assert isinstance(error, InvalidName)
 
 
@@ -202,14 +205,14 @@ class TestIncomplete:
     def test_without_a_shard(self, run: Path, tmp_path: Path) -> None:
         sources = [tree(tmp_path / str(rank), model__pt=f"of {rank}") for rank in range(2)]
         checkpoint = stored(str(run), sources)
-        (run / "checkpoint_1/model-rank=00001.pt").unlink()
+        Path(checkpoint.path, "model-rank=00001.pt").unlink()
         with pytest.raises(CheckpointDamaged, match=r"model-rank=00001.pt: missing") as caught:
             ckptstore.ray.wrap(checkpoint)
         assert caught.value.rank == 1
 
     def test_merged_with_another_attempt(self, run: Path, tmp_path: Path) -> None:
         checkpoint = stored(str(run), [tree(tmp_path / "a", model__pt="bytes")])
-        (run / "checkpoint_1/stale.pt").write_text("of another attempt")
+        Path(checkpoint.path, "stale.pt").write_text("of another attempt")
         with pytest.raises(CheckpointDamaged, match=r"stale.pt: extra"):
             ckptstore.ray.wrap(checkpoint)
 

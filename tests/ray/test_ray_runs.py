@@ -43,7 +43,7 @@ def test_an_upload_never_deletes_what_it_saved(cluster: RayCluster, tmp_path: Pa
     result = fit(reporting.upload_into_the_run, storage_path=tmp_path, name="run")
     (by_ray, _), (by_us, _) = result.best_checkpoints
     assert not Path(by_ray.path).exists(), "Ray alone has registered a checkpoint, and deleted it"
-    assert by_us.path.startswith(f"{tmp_path}/run/written-1-"), "the name was taken by what was to be uploaded"
+    assert by_us.path.startswith(f"{tmp_path}/run/written-1-"), "never the directory that was to be uploaded"
     ours = ckptstore.ray.wrap(by_us)
     assert [file.name for file in ours.files] == ["model-0.pt", "model-1.pt"]
     assert ours.verify().ok

@@ -44,7 +44,7 @@ def all_store(
         transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=rank)
         opened = Run(worker=worker, config=config, storage=storage, transfer=transfer, board=storage)
         source = tmp_path / f"source-{rank}"
-        source.mkdir()
+        source.mkdir(exist_ok=True)
         (source / "model.bin").write_bytes(os.urandom(1000))
         shard = RayDirectoryShard(opened, source, ranks=range(2), step=7, metrics={}, metadata=None)
         group = StorageGroup(rank, 2, "start").open(storage, rank_timeout_seconds=30, retry=RETRY)
@@ -61,18 +61,16 @@ def all_store(
 
 
 def test_a_rank_that_hears_nothing_finds_the_manifest(tmp_path: Path) -> None:
-    manifest = tmp_path / "run" / "checkpoint_7" / "ckptstore.json"
-
     def hook_of(rank: int) -> Hook:
         is_cut_off = False
 
         def hook(call: Call) -> None:
             nonlocal is_cut_off
-            is_receipt = call.verb == "create" and "checkpoint_7." in call.key and call.key.endswith(".00001")
+            is_receipt = call.verb == "create" and "checkpoint_7-" in call.key and call.key.endswith(".00001")
             is_cut_off |= rank == 1 and is_receipt and call.phase == "after"
             if is_cut_off and call.key.startswith("group/"):
                 until = time.monotonic() + 60  # the leader needs nothing more of this rank
-                while not manifest.exists() and time.monotonic() < until:
+                while not [*tmp_path.glob("run/*/ckptstore.json")] and time.monotonic() < until:
                     time.sleep(0.01)
                 raise StorageUnavailable("the network is gone")
             assert not (rank == 1 and call.verb == "delete"), f"a follower deletes {call.key}"
@@ -82,7 +80,7 @@ def test_a_rank_that_hears_nothing_finds_the_manifest(tmp_path: Path) -> None:
     leader, follower = all_store(tmp_path, hook_of)
     assert isinstance(leader, RayAttempt)
     assert follower == leader
-    assert Checkpoint.from_directory(manifest.parent).verify().ok
+    assert Checkpoint.from_directory(tmp_path / "run" / leader.directory).verify().ok
 
 
 @pytest.mark.parametrize("effect", ["after", "before"])
@@ -90,7 +88,7 @@ def test_a_manifest_whose_reply_is_lost_is_looked_for(tmp_path: Path, effect: st
     failed: list[str] = []
 
     def hook(call: Call) -> None:
-        if call.verb == "create" and call.key.endswith("checkpoint_7/ckptstore.json") and call.phase == effect:
+        if call.verb == "create" and call.key.endswith("/ckptstore.json") and call.phase == effect:
             failed.append(call.key)
             raise StorageUnavailable("lost")
 
@@ -99,10 +97,10 @@ def test_a_manifest_whose_reply_is_lost_is_looked_for(tmp_path: Path, effect: st
     if effect == "after":
         assert isinstance(ends[0], RayAttempt)
         assert ends[1] == ends[0]
-        assert Checkpoint.from_directory(tmp_path / "run" / "checkpoint_7").verify().ok
+        assert Checkpoint.from_directory(tmp_path / "run" / ends[0].directory).verify().ok
     else:  # it may still arrive: nothing is deleted
         assert [end.committed for end in ends if isinstance(end, CkptstoreError)] == [None, None]
-        assert len(list((tmp_path / "run" / "checkpoint_7").iterdir())) == 2
+        assert len([*tmp_path.glob("run/checkpoint_7-*/*")]) == 2
 
 
 def test_what_lies_beside_is_there_before_the_manifest(tmp_path: Path) -> None:
@@ -120,4 +118,26 @@ def test_what_lies_beside_is_there_before_the_manifest(tmp_path: Path) -> None:
     ends: list[Any] = all_store(tmp_path, hook_of, beside=lambda: {".metadata.json": b"{}"})
     assert [(type(end), end.committed) for end in ends] == [(StorageFull, False)] * 2
     assert set(deleted) == {0}
-    assert not (tmp_path / "run" / "checkpoint_7").exists()
+    assert not [*tmp_path.glob("run/checkpoint_7*")]
+
+
+def test_what_a_failed_attempt_writes_late_changes_no_checkpoint_of_its_name(tmp_path: Path) -> None:
+    late: list[str] = []
+
+    def hook_of(rank: int) -> Hook:
+        def hook(call: Call) -> None:
+            if rank == 1 and call.key.endswith(".bin") and call.phase == "before":
+                late.append(call.key)
+                raise StorageUnavailable("no answer")
+
+        return hook
+
+    failed = all_store(tmp_path, hook_of)
+    assert [end.committed for end in failed if isinstance(end, CkptstoreError)] == [False, False]
+    leader, _ = all_store(tmp_path, lambda rank: lambda call: None)
+    assert isinstance(leader, RayAttempt)
+    for key in {*late}:
+        (tmp_path / "run" / key).parent.mkdir(exist_ok=True)
+        (tmp_path / "run" / key).write_bytes(b"late")
+    assert late
+    assert Checkpoint.from_directory(tmp_path / "run" / leader.directory).verify().ok

@@ -115,10 +115,11 @@ def store_checkpoint(
 ) -> RayAttempt:
     """Store the shards of all ranks in one new directory of the run, the manifest last. Collective in `group`.
 
-    The directory is called `directory` if that name is free, else a mark is added to it: no two attempts share one. An
-    error on any rank is raised on all ranks; where its `committed` is False, the leader removes what was written. A
-    rank that does not hear the leader looks for the manifest; where that is not there, `error.committed` is None.
-    The leader writes what `beside` gives too; it is not in the manifest.
+    The name of the directory is `directory`, that of the leader, and a mark that it draws: no two attempts share one,
+    so nothing that an earlier attempt or another job still writes gets into this one. An error on any rank is raised
+    on all ranks; where its `committed` is False, the leader removes what was written. A rank that does not hear the
+    leader looks for the manifest; where that is not there, `error.committed` is None. The leader writes what `beside`
+    gives too; it is not in the manifest.
     """
     request, attempt, told = _agree(run, group, shard, directory)
 
@@ -183,17 +184,16 @@ def _agree(run: Run, group: Group, shard: Shard, directory: str) -> tuple[Reques
         run.store_id()
         agreed = shard.agree(descriptions)
         _check_room(run.storage, agreed.size_bytes)
-        free = _free_name(run.storage, heads[0]["directory"])
-        return json.dumps({"directory": free}).encode() + b"\n" + agreed.told
+        return json.dumps({"directory": _marked(heads[0]["directory"])}).encode() + b"\n" + agreed.told
 
     head, told = _unpacked(group.exchange("agree for Ray", describe, agree, step=known_step(shard.step)))
     return asked[0], RayAttempt(asked[0].step, 0, "", head["directory"]), told
 
 
-def _free_name(storage: Storage, directory: str) -> str:
-    """The name itself where nothing lies yet. Files of two attempts in one directory would be taken for one."""
-    is_taken = any(True for _ in storage.list(f"{directory}/"))
-    return f"{directory}-{secrets.token_hex(4)}" if is_taken else directory
+def _marked(directory: str) -> str:
+    """The name of a new attempt. A name that looks free is none: an attempt that failed may write into it later, and
+    who keeps no log has nothing that would refuse it. Raises InvalidName where the mark makes the name too long."""
+    return check_name(f"{directory}-{secrets.token_hex(8)}")
 
 
 def _check_room(storage: Storage, needed_bytes: int) -> None:
@@ -210,5 +210,5 @@ def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def default_directory(step: int) -> str:
-    """A name that no other attempt has."""
-    return f"checkpoint_step-{step:010d}-{secrets.token_hex(4)}"
+    """How the directory of a step begins where nobody has given it a name."""
+    return f"checkpoint_step-{step:010d}"

@@ -42,8 +42,9 @@ def upload_fn(
 
     It stores the files of all ranks in Ray's directory for the checkpoint, in parallel and every byte hashed, and
     returns on each rank when the manifest is there. So a checkpoint that Ray has registered is whole, and opens with
-    `ckptstore.ray.wrap`. The directory has the name that Ray gives, with a mark added where something lies there
-    already. It is never the directory that is reported, so Ray may delete that one afterwards.
+    `ckptstore.ray.wrap`. The name of the directory begins with the one that Ray gives; a mark follows, so that no two
+    attempts share a directory, under one name too. It is never the directory that is reported, so Ray may delete that
+    one afterwards.
 
     Args:
         storage_options: credentials and the like for the run's storage, in fsspec's names; Ray's own by default.
