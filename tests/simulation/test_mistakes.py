@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ def the_log_does_not_answer(seed: int) -> Plan:
 
 def two_jobs_at_once(seed: int) -> Plan:
     return Plan(seed, storage="disk", actors=(Actor("job1", SAVES), Actor("job2", SAVES)))
+
+
+def two_jobs_name_their_uploads_alike(seed: int) -> Plan:
+    uploads = tuple(Action("report", step=step, option=f"{step}") for step in range(8))
+    return Plan(seed, board="ray", keeper="ray", actors=(Actor("job1", uploads), Actor("job2", uploads)))
 
 
 def garbage_is_collected_beside_saves(seed: int) -> Plan:
@@ -135,11 +141,22 @@ def a_follower_deletes_where_ray_keeps(patch: pytest.MonkeyPatch) -> None:
     def store(run: Any, group: Any, shard: Any, *, directory: str, **keywords: Any) -> Any:
         try:
             return real(run, group, shard, directory=directory, **keywords)
-        except CkptstoreError as error:
-            run.storage.delete([file.key for file in run.storage.list(f"checkpoint_step-{error.step or 0:010d}")])
+        except CkptstoreError:
+            run.storage.delete([file.key for file in run.storage.list(f"{directory}-")])
             raise
 
     patch.setattr(ray_jobs, "store_checkpoint", store)
+
+
+def a_name_that_looks_free_is_taken_where_ray_keeps(patch: pytest.MonkeyPatch) -> None:
+    real, marked, looks_free = ray_keeps.store_checkpoint, ray_keeps._marked, threading.local()
+
+    def store(run: Any, group: Any, shard: Any, *, directory: str, **keywords: Any) -> Any:
+        looks_free.is_so = not any(True for _ in run.storage.list(f"{directory}/"))
+        return real(run, group, shard, directory=directory, **keywords)
+
+    patch.setattr(ray_jobs, "store_checkpoint", store)
+    patch.setattr(ray_keeps, "_marked", lambda name: name if looks_free.is_so else marked(name))
 
 
 NOTHING_LOST = "nothing committed loses a byte"
@@ -173,6 +190,11 @@ CALLS_SUCCEED = "a call that nothing disturbs succeeds"
             a_follower_deletes_where_ray_keeps,
             any_plan(keeper="ray", error_rate=0.05),
             {NOTHING_LOST, "only the leader deletes what others wrote"},
+        ),
+        (
+            a_name_that_looks_free_is_taken_where_ray_keeps,
+            two_jobs_name_their_uploads_alike,
+            {NOTHING_LOST, "what is committed is whole"},
         ),
         (a_disk_is_not_made_durable, any_plan(storage="disk"), {"what is committed is durable"}),
     ],

@@ -170,21 +170,22 @@ def _cut_off(plan: Plan, jobs: list[Actor]) -> list[Trouble]:
 
 
 def _kept_by_ray(plan: Plan) -> Plan:
-    """The same jobs alone, with a report to Ray for each save. Directories are given names, as uploads are, where
-    nothing of an earlier attempt can arrive late: a name may come twice, and no log refuses who is too late."""
+    """The same jobs alone, with a report to Ray for each save. Half of the jobs name their directories, as uploads are
+    named: one name for all, or one for each two, which other jobs have too. No log refuses who is too late."""
     jobs = []
-    is_alone = sum(actor.ranks > 0 for actor in plan.actors) == 1 and not plan.late_rate and not plan.slow_rate
+    has_one_name = plan.chance("one name") < 0.5
     for actor in plan.actors:
         if actor.ranks:
+            is_named = plan.chance("named", actor.name) < 0.5
             saves = [action for action in actor.actions if action.kind in ("directory", "state", "async")]
             reports = [
                 replace(
                     action,
                     kind="report",
                     after_seconds=min(action.after_seconds, 100.0),
-                    option="named" if is_alone and plan.chance("named", actor.name) < 0.5 else "",
+                    option=("latest" if has_one_name else f"{number // 2}") if is_named else "",
                 )
-                for action in saves
+                for number, action in enumerate(saves)
             ]
             jobs.append(replace(actor, actions=(*reports, Action("close"))))
     troubles = [

@@ -80,9 +80,7 @@ class RunOfRay:
     def report(self, index: int, action: Action) -> RayAttempt:
         """`ckptstore.ray.report`, but that nobody hears of it: the ranks meet anew for each."""
         run = self.run
-        name = default_directory(action.step)
-        if action.option == "named":  # as a function for uploads is given names
-            name = f"{DIRECTORY_PREFIX}{action.step}"
+        name = f"{DIRECTORY_PREFIX}{action.option}" if action.option else default_directory(action.step)
         group = RayWorkers(run.worker).open_group(run.board, run.config)
         try:
             if self._world.plan.contents == "state":
