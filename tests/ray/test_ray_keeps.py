@@ -153,6 +153,13 @@ def test_a_rank_that_fails_half_way_leaves_no_directory(
     assert not [*run.glob("checkpoint_1*")]
 
 
+def test_a_name_may_be_long_and_have_slashes(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sources = [tree(tmp_path / str(rank), model__pt=f"of {rank}") for rank in range(2)]
+    checkpoint = stored(str(run), sources, name=f"best/{'x' * 230}")
+    assert ckptstore.ray.wrap(checkpoint).verify().ok
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("name", ["../other", "x" * 240])
 def test_names_that_lead_out_of_the_run_or_leave_no_room_for_a_mark_are_refused(
     run: Path, tmp_path: Path, name: str

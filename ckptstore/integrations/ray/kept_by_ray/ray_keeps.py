@@ -57,6 +57,11 @@ class RayAttempt(Attempt):
         return self.directory
 
     @property
+    def mark(self) -> str:
+        """What no other attempt has in its name."""
+        return self.directory.rpartition("-")[2]
+
+    @property
     def prefix(self) -> str:
         """See `Attempt.prefix`."""
         return f"{self.directory}/"
@@ -140,7 +145,7 @@ def store_checkpoint(
                 raise
         return b""
 
-    lane = group.lane(attempt.directory)
+    lane = group.lane(attempt.mark)  # a name that a caller gave is too long for messages, or has slashes
     try:
         lane.exchange("store for Ray", lambda beat: shard.store(attempt, told, beat), join)
     except CkptstoreError as error:
