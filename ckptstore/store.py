@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -23,7 +24,7 @@ from ckptstore.retention import Mode, ranked
 from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, install_sigterm
 from ckptstore.saving.directories import scan
 from ckptstore.saving.directory_shard import DirectoryShard
-from ckptstore.saving.story import save
+from ckptstore.saving.story import agree_on_save, finish_save, save
 from ckptstore.upkeep.garbage import Garbage, collect_garbage
 from ckptstore.upkeep.prune import Trashed, prune, trash
 
@@ -260,19 +261,8 @@ class CheckpointStore:
         RankTimeout, StoreFenced.
         """
         job = self._in_turn(max_failures=0)
-        shard = DirectoryShard(
-            step,
-            lambda: scan(path),
-            rank=job.group.rank,
-            storage=job.storage,
-            transfer=job.transfer,
-            metrics=metrics,
-            metadata=metadata,
-            exists=exists,
-            suffix=suffix,
-            shared=shared,
-            link=link,
-        )
+        asked = {"metrics": metrics, "metadata": metadata, "exists": exists}
+        shard = _directory_shard(job, step, path, suffix=suffix, shared=shared, link=link, **asked)
         return self._checkpoint(save(job, shard))
 
     def resume(
@@ -408,6 +398,48 @@ class CheckpointStore:
     def __repr__(self) -> str:
         return f"CheckpointStore({self.uri!r})"
 
+    def _settle_saves(self, *, max_failures: int = 0) -> None:
+        """Wait for the save in flight, and raise here what it failed with, unless somebody has seen it already."""
+        self._background.wait()
+        self._background.raise_failure(max_failures=max_failures)
+
+    def _start_directory(
+        self,
+        step: int,
+        path: str | os.PathLike[str] | None,
+        *,
+        ended: Callable[[], object],
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        exists: str = "replace",
+        suffix: str = "auto",
+        shared: Collection[str] = (),
+        link: bool = False,
+    ) -> PendingSave:
+        """`save_directory`, but what follows the agreement of the ranks goes on in the background. Collective.
+
+        The files stay until `ended` is called, on some thread: they are stored then, or never will be.
+        """
+        started = time.monotonic()
+        with ExitStack() as not_started:
+            not_started.callback(ended)
+            job = self._in_turn(max_failures=0)
+            asked = {"metrics": metrics, "metadata": metadata, "exists": exists}
+            shard = _directory_shard(job, step, path, suffix=suffix, shared=shared, link=link, **asked)
+            agreed = agree_on_save(job, shard)
+            not_started.callback(agreed.lane.close)
+
+            def finish() -> Checkpoint:
+                try:
+                    return self._checkpoint(finish_save(job, shard, agreed))
+                finally:
+                    ended()
+
+            pending = PendingSave(agreed.request.step, stalled_seconds=time.monotonic() - started)
+            self._background.start(pending, finish)
+            not_started.pop_all()
+        return pending
+
     @cached_property
     def _state_saver(self) -> StateSaver:
         from ckptstore.saving.save_state import StateSaver
@@ -430,6 +462,11 @@ class CheckpointStore:
 
     def _checkpoint(self, record: Record) -> Checkpoint:
         return Checkpoint(files_of(self._job, record))
+
+
+def _directory_shard(job: Job, step: int, path: str | os.PathLike[str] | None, **options: Any) -> DirectoryShard:
+    rank, storage, transfer = job.group.rank, job.storage, job.transfer
+    return DirectoryShard(step, lambda: scan(path), rank=rank, storage=storage, transfer=transfer, **options)
 
 
 def _check_uploader(uploader: str) -> None:

@@ -71,6 +71,13 @@ def test_what_cannot_be_saved_or_resumed_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_saves_of_a_user_beside_it_have_their_turn(tmp_path: Path) -> None:
+    for steps, raised in run_ranks(2, call, "saves_beside", str(tmp_path)):
+        assert steps == [3, 1003, 7]
+        assert raised == ["StorageFull 6 1"], "by the next save, and never again"
+
+
+@pytest.mark.slow
 def test_an_evaluation_counts_for_its_own_step(tmp_path: Path) -> None:
     (found,) = run_ranks(1, call, "evaluated_seldom", str(tmp_path))
     assert {step: "eval_loss" in names for step, names in found.items()} == {3: False, 6: True, 9: False, 12: True}

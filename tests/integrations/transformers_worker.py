@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from ckptstore import open_store
-from ckptstore.errors import CkptstoreError
+from ckptstore import CheckpointStore, open_store
+from ckptstore.errors import CkptstoreError, StorageFull
 from ckptstore.integrations.transformers import CheckpointStoreCallback
 from ckptstore.retention import KeepBest, KeepLatest
+from ckptstore.testing import Call, with_faults
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -156,6 +158,37 @@ def damaged(root: str) -> list[str]:
         store.save(3, {"epoch": 1})
     refused(lambda: fit(f"{root}/c", f"{root}/out"))
     return found
+
+
+def saves_beside(root: str) -> tuple[list[int], list[str]]:
+    """The steps in the order of their commits, and what was raised, when a user saves in the store of an asynchronous
+    callback too: a state while the files of step 3 are stored, and one while those of step 6 fail on rank 1."""
+    stores: list[CheckpointStore] = []
+    overtaken, is_held, raised = threading.Event(), threading.Event(), list[str]()
+
+    def hook(call: Call) -> None:
+        if call.key.startswith("checkpoints/step-0000001003"):
+            overtaken.set()
+        if call.key.startswith("checkpoints/step-0000000003") and not is_held.is_set():
+            is_held.set()
+            overtaken.wait(1.0)  # a save that does not wait for this one takes less
+        if call.key.startswith("checkpoints/step-0000000006") and os.environ["RANK"] == "1":
+            raise StorageFull("no room")
+
+    def opened() -> CheckpointStore:
+        stores.append(with_faults(open_store(f"{root}/store", retention=KeepLatest(9)), hook))
+        return stores[-1]
+
+    class Beside(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step in (3, 6):
+                try:
+                    stores[-1].save(1000 + state.global_step, {"epoch": state.global_step})
+                except CkptstoreError as error:
+                    raised.append(f"{type(error).__name__} {error.step} {error.rank}")
+
+    found = fit(opened, f"{root}/out", callbacks=[Beside()], arguments={"max_steps": 7}, asynchronous=True)
+    return list(found["live"]), raised
 
 
 def evaluated_seldom(root: str) -> dict[int, list[str]]:

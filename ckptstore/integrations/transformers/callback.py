@@ -12,8 +12,7 @@ from transformers import TrainerCallback
 
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_wire, to_wire
 from ckptstore.integrations.given_store import GivenStore, StoreGiven
-from ckptstore.integrations.transformers.shares import Links, divide, seen_in
-from ckptstore.saving.background import Background, PendingSave
+from ckptstore.integrations.transformers.shares import Links, Seen, divide, seen_in
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint import Checkpoint
@@ -35,7 +34,8 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
     Args:
         store: an open store, or, for each process to open its own, a URI or a function such as `ckptstore.ray.store`.
         asynchronous: go on training while the files are stored. They keep a second name in `output_dir` for so long,
-            which takes a disk with hard links. One save is in flight; the next one waits for it.
+            which takes a disk with hard links. One save of the store is in flight; the next one waits for it, also
+            one that you make beside Trainer.
         max_failures: how many asynchronous saves in a row may fail before the next one raises what the last did.
         save_options: keywords of `save_directory`, such as `{"link": True}`.
         open_keywords: those of `open_store`, for a URI.
@@ -58,7 +58,8 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         self._asynchronous = asynchronous
         self._max_failures = max_failures
         self._save_options = {"suffix": "never", **(save_options or {})}
-        self._background = Background()
+        self._saves_in: CheckpointStore | None = None
+        """The store that saves of this training are made in, in the background."""
         self._resumed_directory = ExitStack()
         self.resumed: Checkpoint | None = None
         """What `resume` found last."""
@@ -97,24 +98,19 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Store what all ranks have just written."""
-        self._background.wait()
-        self._background.raise_failure(max_failures=self._max_failures)
         step = state.global_step
         directory = Path(args.output_dir) / f"checkpoint-{step}"
         links = Links(Path(args.output_dir) / f".ckptstore-upload-{_rank():05d}")
         path = self._share(directory, links, step)
         asked = {"metrics": metrics_of(state), "metadata": {"epoch": state.epoch}, **self._save_options}
-
-        def save() -> Checkpoint:
-            try:
-                return self.store.save_directory(step, path, **asked)
-            finally:
-                links.remove()
-
         if self._asynchronous:
-            self._background.start(PendingSave(step), save)
-        else:
-            save()
+            self._saves_in = self.store
+            self.store._start_directory(step, path, ended=links.remove, **asked)
+            return
+        try:
+            self.store.save_directory(step, path, **asked)
+        finally:
+            links.remove()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the save in flight and close what was opened here."""
@@ -125,18 +121,23 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
 
         Raises what the last asynchronous save failed with, unless that was raised already.
         """
-        self._background.wait()
-        self._resumed_directory.close()
+        store, self._saves_in = self._saves_in, None
         try:
-            self._background.raise_failure()
-        except CkptstoreError:
+            if store is not None:
+                store._settle_saves()
+        finally:
+            self._resumed_directory.close()
             self._given.close()
-            raise
-        self._given.close()
 
     def _share(self, directory: Path, links: Links, step: int) -> Path | None:
         """The directory with the files that this rank stores; None if it has none. Collective."""
-        seen = _exchanged(lambda: seen_in(directory))
+
+        def look() -> Seen:
+            if self._asynchronous:  # the save in flight has the second names, and the store stores one at a time
+                self.store._settle_saves(max_failures=self._max_failures)
+            return seen_in(directory)
+
+        seen = _exchanged(look)
         if not any(seen):
             raise InvalidSource(
                 f"No rank has files in {directory}",
