@@ -99,9 +99,7 @@ class Connection:
         if names.get("anon"):
             return None
         if names.get("client_secret"):
-            from azure.identity import ClientSecretCredential
-
-            return ClientSecretCredential(names["tenant_id"], names["client_id"], names["client_secret"])
+            return chains.AzureSecret(names["tenant_id"], names["client_id"], names["client_secret"])
         return chains.AzureChain()
 
     def seam(self, what: str, key: str) -> AbstractContextManager[None]:

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import http.client
 import importlib.util
+import logging
 import os
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -223,13 +226,14 @@ class AzureChain:
 
         self._heard = threading.local()
         self._chain = DefaultAzureCredential()
-        self._chain.credentials = tuple(_Member(member, self._heard) for member in self._chain.credentials)
+        self._chain.credentials = tuple(_Member.of(member, self._heard) for member in self._chain.credentials)
 
     def get_token(self, *scopes: str, **options: Any) -> Any:
         """See `azure.core.credentials.TokenCredential`."""
         self._heard.errors = []
         try:
-            return self._chain.get_token(*scopes, **options)
+            with _without_warnings():
+                return self._chain.get_token(*scopes, **options)
         except Exception as error:
             error.args = (*error.args, *self._heard.errors)
             raise
@@ -244,12 +248,56 @@ class _Member:
         self._inner = inner
         self._heard = heard
 
+    @staticmethod
+    def of(inner: Any, heard: threading.local) -> _Member:
+        """A member with the name of its class, by which the chain tells of it."""
+        made: type[_Member] = type(type(inner).__name__, (_Member,), {})
+        return made(inner, heard)
+
     def get_token(self, *scopes: str, **options: Any) -> Any:
         try:
             return self._inner.get_token(*scopes, **options)
         except Exception as error:
             self._heard.errors.append(error)
             raise
+
+
+class AzureSecret:
+    """A service principal with its secret."""
+
+    def __init__(self, tenant_id: str, client_id: str, client_secret: str) -> None:
+        from azure.identity import ClientSecretCredential
+
+        # There is one layer of retries, above.
+        self._inner = ClientSecretCredential(tenant_id, client_id, client_secret, retry_total=0)
+
+    def get_token(self, *scopes: str, **options: Any) -> Any:
+        """See `azure.core.credentials.TokenCredential`."""
+        with _without_warnings():
+            return self._inner.get_token(*scopes, **options)
+
+
+_AZURE_LOGGERS = ("azure.identity", "msal")
+_is_asking = ContextVar("_is_asking", default=False)
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.WARNING or not _is_asking.get()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Drop the warnings of azure-identity and msal here, on this thread: with a traceback for each try, they quote what
+    a service of credentials answered, which may be what it was sent. The error that is raised says what happened. Who
+    asks these loggers for more than warnings is still given it."""
+    for name, logger in [*logging.root.manager.loggerDict.items()]:  # a filter does not hold for the loggers below
+        if name.startswith(_AZURE_LOGGERS) and isinstance(logger, logging.Logger):
+            logger.addFilter(_is_wanted)
+    token = _is_asking.set(True)
+    try:
+        yield
+    finally:
+        _is_asking.reset(token)
 
 
 def azure_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
