@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
@@ -115,7 +115,7 @@ class Job:
         """What the leader tells the other ranks after `claim`."""
         return {"epoch": self.epoch, "resume_from": self.resume_from}
 
-    def join_claim(self, told: dict[str, Any]) -> None:
+    def join_claim(self, told: Mapping[str, Any]) -> None:
         """Any rank: take over what the leader told."""
         self.epoch, self.resume_from = told["epoch"], told["resume_from"]
 

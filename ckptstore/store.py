@@ -21,10 +21,12 @@ from ckptstore.loading.newest import resume
 from ckptstore.loading.story import files_of
 from ckptstore.log.identity import read_identity
 from ckptstore.retention import Mode, ranked
+from ckptstore.saving import story
 from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, install_sigterm
 from ckptstore.saving.directories import scan
 from ckptstore.saving.directory_shard import DirectoryShard
-from ckptstore.saving.story import agree_on_save, finish_save, save
+from ckptstore.saving.log_keeper import LogKeeper
+from ckptstore.saving.request import Request
 from ckptstore.upkeep.garbage import Garbage, collect_garbage
 from ckptstore.upkeep.prune import Trashed, prune, trash
 
@@ -108,10 +110,10 @@ class CheckpointStore:
         """
         from ckptstore.saving.state_shard import StateOptions
 
-        self._in_turn(max_failures=0)
-        asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
+        job = self._in_turn(max_failures=0)
+        request = story.checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
         options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
-        return self._checkpoint(self._state_saver.save(state, options=options, **asked))
+        return self._checkpoint(self._state_saver.save(state, request, options=options))
 
     def save_async(
         self,
@@ -147,11 +149,11 @@ class CheckpointStore:
         _check_uploader(uploader)
         if not self._background.is_free(self._job, on_busy, step=step):
             return PendingSave(step, skipped=True, stalled_seconds=time.monotonic() - started)
-        self._in_turn(max_failures=max_failures)
-        asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
+        job = self._in_turn(max_failures=max_failures)
+        request = story.checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
         options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
         return self._state_saver.save_async(
-            state, self._checkpoint, options=options, uploader=uploader, started=started, **asked
+            state, request, self._checkpoint, options=options, uploader=uploader, started=started
         )
 
     def dcp_target(
@@ -261,9 +263,9 @@ class CheckpointStore:
         RankTimeout, StoreFenced.
         """
         job = self._in_turn(max_failures=0)
-        asked = {"metrics": metrics, "metadata": metadata, "exists": exists}
-        shard = _directory_shard(job, step, path, suffix=suffix, shared=shared, link=link, **asked)
-        return self._checkpoint(save(job, shard))
+        asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
+        request, shard = _directory(job, path, asked, suffix=suffix, shared=shared, link=link)
+        return self._checkpoint(story.save(job.group, LogKeeper(job), shard, request))
 
     def resume(
         self,
@@ -424,18 +426,19 @@ class CheckpointStore:
         with ExitStack() as not_started:
             not_started.callback(ended)
             job = self._in_turn(max_failures=0)
-            asked = {"metrics": metrics, "metadata": metadata, "exists": exists}
-            shard = _directory_shard(job, step, path, suffix=suffix, shared=shared, link=link, **asked)
-            agreed = agree_on_save(job, shard)
-            not_started.callback(agreed.lane.close)
+            asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
+            request, shard = _directory(job, path, asked, suffix=suffix, shared=shared, link=link)
+            keeper = LogKeeper(job)
+            begun = story.begin(job.group, keeper, shard, request)
+            not_started.callback(begun.lane.close)
 
             def finish() -> Checkpoint:
                 try:
-                    return self._checkpoint(finish_save(job, shard, agreed))
+                    return self._checkpoint(story.finish(keeper, shard, begun))
                 finally:
                     ended()
 
-            pending = PendingSave(agreed.request.step, stalled_seconds=time.monotonic() - started)
+            pending = PendingSave(request.step, stalled_seconds=time.monotonic() - started)
             self._background.start(pending, finish)
             not_started.pop_all()
         return pending
@@ -464,9 +467,23 @@ class CheckpointStore:
         return Checkpoint(files_of(self._job, record))
 
 
-def _directory_shard(job: Job, step: int, path: str | os.PathLike[str] | None, **options: Any) -> DirectoryShard:
+def _directory(
+    job: Job,
+    path: str | os.PathLike[str] | None,
+    asked: Mapping[str, Any],
+    *,
+    suffix: str,
+    shared: Collection[str],
+    link: bool,
+) -> tuple[Request, DirectoryShard]:
+    """What is asked for, and what this rank's directory brings to it. Collective."""
+    options = {"suffix": suffix, "shared": sorted(shared), "link": link}
     rank, storage, transfer = job.group.rank, job.storage, job.transfer
-    return DirectoryShard(step, lambda: scan(path), rank=rank, storage=storage, transfer=transfer, **options)
+    request = story.checked(job.group, kind="directory", **asked, **options)
+    shard = DirectoryShard(
+        lambda: scan(path), rank=rank, storage=storage, transfer=transfer, suffix=suffix, shared=shared, link=link
+    )
+    return request, shard
 
 
 def _check_uploader(uploader: str) -> None:

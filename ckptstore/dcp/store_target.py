@@ -19,8 +19,9 @@ from ckptstore.format.manifest import Receipt
 from ckptstore.group import SoloGroup
 from ckptstore.job import Job
 from ckptstore.log import Log
-from ckptstore.retention import Policy, check_required
+from ckptstore.retention import Policy
 from ckptstore.saving.commit import commit
+from ckptstore.saving.log_keeper import LogKeeper
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
 from ckptstore.storage.base import Storage
@@ -98,11 +99,10 @@ class StoreTarget:
         request = Request.of(
             step=check_step(step), kind="state", metrics=self.metrics, metadata=self.metadata, exists="replace"
         )
-        check_required(self.policy, request.metrics, missing=self.missing)
         if self.in_turn is not None:
             self.in_turn()
         job = self._alone(world_size=1)
-        self._begun_at = job.claim(job.log.newest() if job.epoch is not None else None).number
+        self._begun_at = LogKeeper(job).claim(request).number
         self.epoch, self.resume_from = job.epoch, job.resume_from
         if self.job is not None:
             self.job.join_claim(job.claimed())

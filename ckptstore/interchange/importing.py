@@ -14,8 +14,9 @@ from ckptstore.errors import FileMissing, InvalidInput, InvalidSource
 from ckptstore.format.layout import DCP_METADATA_NAME, check_step
 from ckptstore.interchange.from_files import read_dcp, read_safetensors, read_torch_file
 from ckptstore.interchange.selection import KINDS, Kind
+from ckptstore.saving.log_keeper import LogKeeper
 from ckptstore.saving.request import Request
-from ckptstore.saving.state_shard import StateOptions, StateShard
+from ckptstore.saving.state_shard import StateShard
 from ckptstore.saving.story import save
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.write.agree import Negotiator
@@ -64,18 +65,11 @@ def import_state(
     job = store._in_turn(max_failures=0)
     if job.group.world_size != 1:
         raise InvalidInput(f"An import is for one process, and there are {job.group.world_size}")
-    asked: dict[str, Any] = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
+    request = Request.of(kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
     shard = StateShard(
-        lambda: flat,
-        step=step,
-        request=lambda: Request.of(kind="state", **asked),
-        group=job.group,
-        storage=job.storage,
-        upload=job.transfer.upload,
-        options=StateOptions(),
+        lambda: flat, rank=0, world_size=1, negotiator=Negotiator(), storage=job.storage, upload=job.transfer.upload
     )
-    shard.prepare(Negotiator())
-    return store._checkpoint(save(job, shard))
+    return store._checkpoint(save(job.group, LogKeeper(job), shard, request))
 
 
 def _read_dcp(uri: str, storage_options: Mapping[str, Any] | None) -> FlatState:

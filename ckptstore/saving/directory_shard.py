@@ -12,8 +12,7 @@ from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import Agreement, Offer, agree
 from ckptstore.group import Beat
 from ckptstore.saving.directories import Directory, sha256_of_files
-from ckptstore.saving.request import Request
-from ckptstore.saving.shard import Agreed, Contents
+from ckptstore.saving.shard import Contents, Decision
 from ckptstore.storage.base import HasLocalFiles, Persists, Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.planned import PlannedFile
@@ -24,45 +23,45 @@ class DirectoryShard:
 
     def __init__(
         self,
-        step: Any,
         find: Callable[[], Directory],
         *,
         rank: int,
         storage: Storage,
         transfer: Transfer,
-        suffix: str,
+        suffix: Any,
         shared: Collection[str],
         link: bool,
-        **asked: Any,
     ) -> None:
         """`find` looks what this rank's directory holds; nothing is looked at yet."""
-        self.step = step
         self._rank = rank
         self._storage = storage
         self._transfer = transfer
         self._find = find
-        self._asked = {"step": step, "suffix": suffix, "shared": sorted(shared), "link": link, **asked}
+        self._suffix, self._shared, self._link = suffix, shared, link
         self._found = Directory()
         self._agreement: Agreement | None = None
 
-    def describe(self) -> tuple[Request, bytes]:
-        request = Request.of(kind="directory", **self._asked)
+    def describe(self) -> bytes:
         found = self._found = self._find()
-        digests = sha256_of_files(found, self._asked["shared"])
-        size_bytes = 0 if self._asked["link"] else found.size_bytes
-        offer = Offer(self._asked["suffix"], list(found.files), found.empty, digests, size_bytes)
-        return request, json.dumps(offer.to_json()).encode()
+        digests = sha256_of_files(found, sorted(self._shared))
+        size_bytes = 0 if self._link else found.size_bytes
+        offer = Offer(self._suffix, list(found.files), found.empty, digests, size_bytes)
+        return json.dumps(offer.to_json()).encode()
 
-    def agree(self, descriptions: Sequence[bytes]) -> Agreed:
-        self._agreement = agree([Offer.from_json(json.loads(text)) for text in descriptions])
-        return Agreed(json.dumps(self._agreement.to_json()).encode(), self._agreement.size_bytes)
+    def decide(self, descriptions: Sequence[bytes]) -> Decision:
+        agreement = agree([Offer.from_json(json.loads(text)) for text in descriptions])
+        return Decision(json.dumps(agreement.to_json()).encode(), agreement.size_bytes)
 
-    def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
-        agreement, rank = Agreement.from_json(json.loads(told)), self._rank
+    def hear(self, told: bytes) -> None:
+        self._agreement = Agreement.from_json(json.loads(told))
+
+    def store(self, attempt: Attempt, beat: Beat) -> bytes:
+        agreement, rank = self._agreement, self._rank
+        assert agreement is not None  # the ranks have met
         names = {
             name: stored for name in self._found.files if (stored := agreement.stored_name(name, rank)) is not None
         }
-        receipts = self._link(attempt, names) if self._asked["link"] else []
+        receipts = self._link_files(attempt, names) if self._link else []
         for receipt in receipts:
             del names[receipt.original_name or receipt.name]
         receipts += self._upload(attempt, names, beat)
@@ -74,7 +73,7 @@ class DirectoryShard:
         beat()
         return Contents(receipts, self._agreement.directories)
 
-    def _link(self, attempt: Attempt, names: dict[str, str]) -> list[Receipt]:
+    def _link_files(self, attempt: Attempt, names: dict[str, str]) -> list[Receipt]:
         """Other names for the files of this rank, as far as the disk can; nothing of them is read."""
         storage = self._storage
         if not isinstance(storage, HasLocalFiles):

@@ -14,11 +14,12 @@ from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
+from ckptstore.saving import story
 from ckptstore.saving.background import Background, PendingSave
+from ckptstore.saving.log_keeper import LogKeeper
 from ckptstore.saving.request import Request
 from ckptstore.saving.staging import Staging
 from ckptstore.saving.state_shard import StateOptions, StateShard
-from ckptstore.saving.story import agree_on_save, finish_save, save
 from ckptstore.saving.upload_process import Uploader
 from ckptstore.state.live.apply import collect
 from ckptstore.state.tensors import device
@@ -40,23 +41,22 @@ class StateSaver:
     _kept: Kept | None = None
     """What this rank has in the checkpoint that this job committed last, if that save was incremental."""
 
-    def save(self, state: Mapping[str, Any], *, options: StateOptions, **asked: Any) -> Record:
+    def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions) -> Record:
         """Save a state; returns when it is committed. Collective."""
-        shard = self._shard(state, options, asked, upload=self.job.transfer.upload)
-        shard.prepare(self._negotiator)
-        record = save(self.job, shard)
+        shard = self._shard(state, options, upload=self.job.transfer.upload)
+        record = story.save(self.job.group, LogKeeper(self.job), shard, request)
         self._kept = shard.kept
         return record
 
     def save_async(
         self,
         state: Mapping[str, Any],
+        request: Request,
         done: Callable[[Record], Any],
         *,
         options: StateOptions,
         uploader: str,
         started: float,
-        **asked: Any,
     ) -> PendingSave:
         """Save a copy of a state in the background, where no other save is; returns when the copy is made. Collective.
 
@@ -67,32 +67,32 @@ class StateSaver:
             with contextlib.suppress(RankFailed):  # tried again where all ranks hear of it
                 self.upload_process()
         upload = _StagedUpload(self, in_process=in_process)
-        shard = self._shard(state, options, asked, upload=upload)
-        shard.prepare(self._negotiator)
-        agreed = agree_on_save(self.job, shard)
+        shard, keeper = self._shard(state, options, upload=upload), LogKeeper(self.job)
+        begun = story.begin(self.job.group, keeper, shard, request)
         staged = _Staged(shard)
 
         def finish() -> Any:
-            record = finish_save(self.job, staged, agreed)
+            record = story.finish(keeper, staged, begun)
             self._kept = shard.kept
             return done(record)
 
         try:
             staged.stage(lambda: self._staging_for(shared=in_process))
             size_bytes = sum(source.size_bytes for _, source in shard.sources)
-            pending = PendingSave(agreed.request.step, stalled_seconds=time.monotonic() - started)
+            pending = PendingSave(request.step, stalled_seconds=time.monotonic() - started)
             rank = self.job.group.rank
             emit(StateStaged(step=pending.step, rank=rank, size_bytes=size_bytes, seconds=pending.stalled_seconds))
             return self.background.start(pending, finish)
         except BaseException:
-            agreed.lane.close()
+            begun.lane.close()
             raise
 
     def warm_up(self, state: Mapping[str, Any], *, options: StateOptions, uploader: str) -> None:
         """Do now what only a first asynchronous save would do. Collective; nothing is written."""
-        asked = {"step": 0, "metrics": None, "metadata": None, "exists": "replace"}
-        shard = self._shard(state, options, asked, upload=self.job.transfer.upload)
-        shard.prepare(self._negotiator)
+        shard = self._shard(state, options, upload=self.job.transfer.upload)
+        request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace")
+        story.meet(self.job.group, "warm up", shard, request, lambda _decision, _beat: {})
+        shard.plan()
         sizes = [source.size_bytes for _, source in shard.sources]
         self._staging_for(shared=uploader == "process").reserve(sizes)
         if uploader == "process":
@@ -123,9 +123,7 @@ class StateSaver:
         """The shared buffers, in the order of the files."""
         return self._staging[True].buffers
 
-    def _shard(
-        self, state: Mapping[str, Any], options: StateOptions, asked: Mapping[str, Any], *, upload: Any
-    ) -> StateShard:
+    def _shard(self, state: Mapping[str, Any], options: StateOptions, *, upload: Any) -> StateShard:
         if options.incremental not in (False, True, "reference"):
             raise InvalidInput(f"incremental is {options.incremental!r}, it is True, False or 'reference'")
         if options.incremental == "reference":  # stock readers look in one directory
@@ -133,9 +131,9 @@ class StateSaver:
         job = self.job
         return StateShard(
             lambda: collect(state),
-            step=asked["step"],
-            request=lambda: Request.of(kind="state", **asked),
-            group=job.group,
+            rank=job.group.rank,
+            world_size=job.group.world_size,
+            negotiator=self._negotiator,
             storage=job.storage,
             upload=upload,
             options=replace(options, num_prefixes=self.job.config.num_prefixes),
@@ -179,22 +177,22 @@ class _Staged:
     def __init__(self, shard: StateShard) -> None:
         self._shard = shard
         self._error: Exception | None = None
-        self.step = shard.step
-        self.describe, self.agree, self.join = shard.describe, shard.agree, shard.join
+        self.describe, self.decide, self.hear, self.join = shard.describe, shard.decide, shard.hear, shard.join
 
     def stage(self, staging: Callable[[], Staging]) -> None:
         """Copy everything that this rank will write."""
         try:
+            self._shard.plan()
             files = [PlannedFile(name, source) for name, source in self._shard.sources]
             staged = staging().stage(files, self._shard.launched)
             self._shard.sources = [(file.key, file.source) for file in staged]
         except Exception as error:  # no memory, for instance
             self._error = error
 
-    def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
+    def store(self, attempt: Attempt, beat: Beat) -> bytes:
         if self._error is not None:
             raise self._error
-        return self._shard.store(attempt, told, beat)
+        return self._shard.store(attempt, beat)
 
 
 class _StagedUpload:

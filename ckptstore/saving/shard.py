@@ -6,21 +6,22 @@ The save story (`ckptstore.saving.story`) is the same for every kind of checkpoi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.group import Beat
-from ckptstore.saving.request import Request
 
 
-class Agreed(NamedTuple):
+class Decision(NamedTuple):
     """What the leader makes of all descriptions."""
 
     told: bytes
-    """What every rank needs to know to store its shard."""
-    size_bytes: int
-    """What all ranks together will write."""
+    """What every rank has to hear of it."""
+    size_bytes: int | None
+    """About what all ranks together will write; None while the leader has to know more: all ranks describe again."""
+    may_be_less: bool = False
+    """Whether some of that may be taken over from the checkpoint before, and not be written."""
 
 
 class Contents(NamedTuple):
@@ -36,16 +37,16 @@ class Contents(NamedTuple):
 class Shard(Protocol):
     """One rank's shard. The story calls the methods in this order; those of the leader on the leader alone."""
 
-    step: Any
-    """What the caller gave as the step, not checked yet."""
+    def describe(self) -> bytes:
+        """What this rank has, or what the leader wants to know besides. Nothing is written yet; may raise."""
 
-    def describe(self) -> tuple[Request, bytes]:
-        """What the caller asked for, checked, and what this rank has. Nothing is written yet; may raise."""
-
-    def agree(self, descriptions: Sequence[bytes]) -> Agreed:
+    def decide(self, descriptions: Sequence[bytes]) -> Decision:
         """Leader: who writes what, from the descriptions of all ranks in their order. May raise."""
 
-    def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
+    def hear(self, told: bytes) -> None:
+        """What the leader has decided. Does not raise: the others go on."""
+
+    def store(self, attempt: Attempt, beat: Beat) -> bytes:
         """Write this rank's files, and return what the leader needs to know of them."""
 
     def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:

@@ -11,18 +11,17 @@ from typing import Any, Literal, Protocol
 
 from ckptstore.errors import StorageError
 from ckptstore.format.digest import crc32c
-from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt, known_step
+from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Receipt
-from ckptstore.group import Beat, Group
+from ckptstore.group import Beat
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.saving.request import Request
-from ckptstore.saving.shard import Agreed, Contents
+from ckptstore.saving.shard import Contents, Decision
 from ckptstore.state.index.index_file import INDEX_NAME, join_parts
-from ckptstore.state.index.items import Item, Structure
+from ckptstore.state.index.items import Structure
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.device import Launched
-from ckptstore.state.write.agree import Agreement, Negotiator, agreement_of_one
+from ckptstore.state.write.agree import Agreement, Negotiator, agreement_of_one, is_settled
 from ckptstore.state.write.assignment import plan_rank
 from ckptstore.state.write.copies import boxes_of, check_equal
 from ckptstore.state.write.coverage import Expected
@@ -65,29 +64,28 @@ class StateOptions:
 
 
 class StateShard:
-    """See `ckptstore.saving.shard.Shard`. `prepare` comes before the story."""
+    """See `ckptstore.saving.shard.Shard`."""
 
     def __init__(
         self,
         collect: Callable[[], FlatState],
         *,
-        step: Any,
-        request: Callable[[], Request],
-        group: Group,
+        rank: int,
+        world_size: int,
+        negotiator: Negotiator,
         storage: Storage,
         upload: Upload,
         options: StateOptions | None = None,
         before: Callable[[], Kept | None] = lambda: None,
     ) -> None:
-        """`collect` takes the state apart, `request` checks what the caller asked for. Nothing is looked at yet.
+        """`collect` takes the state apart. Nothing is looked at yet. The negotiator belongs to the saves of one store.
 
         `before` finds out what this rank has in the checkpoint before, for an incremental save.
         """
-        self.step = step
         self._collect = collect
         self._flat = FlatState()
-        self._request = request
-        self._group = group
+        self._rank, self._world_size = rank, world_size
+        self._negotiator = negotiator
         self._storage = storage
         self._upload = upload
         self._options = options or StateOptions()
@@ -95,48 +93,68 @@ class StateShard:
         self._before: Kept | None = None
         self.kept: Kept | None = None
         """What a next incremental save may take over, once this one is committed."""
+        self._found: Described | None = None
+        self._agreement: Agreement | None = None
         self._paths: dict[str, tuple[str | int, ...]] = {}
         self._files: ShardFiles | None = None
         self._expected = Expected()
         self.launched = Launched(())
         """What the devices have to finish before the bytes of the state are final."""
         self.sources: list[tuple[str, Source]] = []
-        """Name and source of each file that this rank will write. A staged copy may take a source's place until the
-        story stores them."""
+        """Name and source of each file that this rank will write, after `plan`. A staged copy may take a source's place
+        until the story stores them."""
 
-    def prepare(self, negotiator: Negotiator) -> None:
-        """Look at the state and agree with the other ranks on who writes what. Collective; nothing is written.
+    def describe(self) -> bytes:
+        """What this rank has: first its digests, then what the leader asks for. Raises InvalidState, with the key."""
+        if self._found is None:
+            self._found = self._look()
+            self._negotiator.begin(self._found.items)
+        if self._agreement is not None:  # and the leader has to compare copies
+            return boxes_of(self._found, self._agreement)
+        return self._negotiator.describe() if self._world_size > 1 else b""
 
-        Raises InvalidState, the same on all ranks.
-        """
-        group, options, step = self._group, self._options, known_step(self.step)
-        found = Described()
+    def _look(self) -> Described:
+        options = self._options
+        self._flat = self._collect()
+        can = options.incremental == "reference" or isinstance(self._storage, HasLocalFiles | CopiesInside)
+        self._before = self._find_before() if options.incremental and can else None
+        return describe(self._flat, compare=self._world_size > 1, allow_pickle=options.allow_pickle)
 
-        def look() -> Sequence[Item]:
-            nonlocal found
-            self._flat = self._collect()
-            can = options.incremental == "reference" or isinstance(self._storage, HasLocalFiles | CopiesInside)
-            self._before = self._find_before() if options.incremental and can else None
-            found = describe(self._flat, compare=group.world_size > 1, allow_pickle=options.allow_pickle)
-            return found.items
+    def decide(self, descriptions: Sequence[bytes]) -> Decision:
+        """Leader: whether the ranks agree. Raises InvalidState when a key is something else on another rank."""
+        may_be_less = bool(self._options.incremental)
+        if self._world_size == 1:
+            assert self._found is not None  # described before
+            items = self._found.items
+            self._expected = Expected.of([Structure.of(items)], [0])
+            return Decision(b"", sum(item.size_bytes for item in items if not item.tied_to), may_be_less)
+        if self._agreement is not None:
+            check_equal(descriptions)
+            return Decision(b"", self._negotiator.size_bytes, may_be_less)
+        told = self._negotiator.join(descriptions)
+        self._expected = self._negotiator.expected
+        return Decision(told, self._negotiator.size_bytes if is_settled(told) else None, may_be_less)
 
-        def exchange(tag: str, work: Callable[[], bytes], join: Callable[[list[bytes]], bytes]) -> bytes:
-            return group.exchange(tag, lambda _beat: work(), lambda posts, _beat: join(posts), step=step)
+    def hear(self, told: bytes) -> None:
+        """The agreement, or that there is more to be said."""
+        if self._world_size == 1:
+            self._agreement = agreement_of_one()
+        elif self._agreement is None:
+            self._agreement = self._negotiator.hear(told)
 
-        if group.world_size == 1:
-            agreement = agreement_of_one()
-            self._expected = Expected.of([Structure.of(look())], [0])
-        else:
-            agreement = negotiator.agree(look, exchange)
-            self._expected = negotiator.expected
-        if agreement.copies:
-            exchange("state-copies", lambda: boxes_of(found, agreement), check_equal)
+    def plan(self) -> None:
+        """Find out what this rank writes, by what was agreed: `sources` and `launched`."""
+        if self._files is not None:
+            return
+        found, agreement, options = self._found, self._agreement, self._options
+        assert found is not None  # the ranks have met
+        assert agreement is not None
         self.launched = Launched({tensor.device for boxes in found.memory.values() for tensor in boxes})
-        plan = plan_rank(found.items, agreement, group.rank)
+        plan = plan_rank(found.items, agreement, self._rank)
         self._files = ShardFiles(
             found,
             plan,
-            rank=group.rank,
+            rank=self._rank,
             num_files=options.num_files,
             incremental=bool(options.incremental),
             before=self._before,
@@ -150,7 +168,7 @@ class StateShard:
     def _add_stock_values(self, agreement: Agreement, keys: Sequence[str]) -> None:
         """Stock readers know one value for each key: the lowest rank's."""
         assert self._files is not None
-        rank = self._group.rank
+        rank = self._rank
         mine = [key for key in keys if agreement.holders(key)[0] == rank]
         frames, paths = stock_frames(self._flat, mine)
         self._files.add_stock_values(frames)
@@ -158,29 +176,22 @@ class StateShard:
         if rank == 0 or (agreement.classes and agreement.classes.index(agreement.classes[rank]) == rank):
             self._paths.update(self._flat.paths)
 
-    def describe(self) -> tuple[Request, bytes]:
-        """What the caller asked for, and the size of what this rank will write."""
-        return self._request(), str(sum(source.size_bytes for _, source in self.sources)).encode()
-
-    def agree(self, descriptions: Sequence[bytes]) -> Agreed:
-        """Leader: who writes what is settled; only the sizes count."""
-        return Agreed(b"", sum(map(int, descriptions)))
-
-    def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
+    def store(self, attempt: Attempt, beat: Beat) -> bytes:
         """Write this rank's files, and give the leader the receipts and this rank's part of the index."""
+        self.plan()
         assert self._files is not None
         self.launched.wait()  # threads of the upload copy beside the stream of the caller
         receipts = self._take_over(attempt, self._files.kept)
         files = [PlannedFile(attempt.key(name), source) for name, source in self.sources]
         stored = self._upload(files, beat=beat)
         receipts += [
-            Receipt(name, one.size_bytes, one.crc32c, self._group.rank, version=one.version)
+            Receipt(name, one.size_bytes, one.crc32c, self._rank, version=one.version)
             for (name, _), one in zip(self.sources, stored, strict=True)
         ]
         if self._options.incremental:
             linked = self._options.incremental != "reference"
             self.kept = self._files.kept_after(str(attempt), stored, linked=linked)
-            receipts += self._add({kept_file_name(self._group.rank): self.kept.encode()}, attempt, beat)
+            receipts += self._add({kept_file_name(self._rank): self.kept.encode()}, attempt, beat)
         with collector_paused():
             part = self._files.index_part([one.block_crcs for one in stored])
             head = {
@@ -210,12 +221,12 @@ class StateShard:
             return Contents([*receipts, *self._add(written, attempt, beat)])
         for name, data in written.items():
             self._storage.write(attempt.key(name), [memoryview(data)])
-            receipts.append(Receipt(name, len(data), crc32c(data), self._group.rank))
+            receipts.append(Receipt(name, len(data), crc32c(data), self._rank))
         return Contents(receipts, pending=list(written))
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
         """Files of the checkpoint before, under a second name or copied inside the storage. Nothing is read here."""
-        storage, rank = self._storage, self._group.rank
+        storage, rank = self._storage, self._rank
         if self._options.incremental == "reference":
             return [Receipt(file.name, file.size_bytes, file.crc32c, rank, attempt=file.attempt) for file in kept]
         for file in kept:
@@ -233,7 +244,7 @@ class StateShard:
         """Write some small files."""
         files = [PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in written.items()]
         return [
-            Receipt(name, one.size_bytes, one.crc32c, self._group.rank, version=one.version)
+            Receipt(name, one.size_bytes, one.crc32c, self._rank, version=one.version)
             for name, one in zip(written, self._upload(files, beat=beat), strict=True)
         ]
 

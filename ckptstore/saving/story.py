@@ -1,108 +1,166 @@
-"""The save story, top to bottom: agree on what moves where, move the bytes, commit in one atomic step."""
+"""The story of a save, top to bottom: whatever is saved, and whoever keeps it.
+
+what each rank has → the leader decides → each rank stores → the leader publishes → all hear
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from ckptstore.errors import CkptstoreError, InvalidInput, InvalidStep, StepExists, StorageFull
-from ckptstore.events import CheckpointCommitted, SaveFailed, emit
+from ckptstore.errors import CkptstoreError, InvalidInput, InvalidStep
+from ckptstore.events import SaveFailed, emit
 from ckptstore.format.layout import Attempt, known_step
-from ckptstore.format.record import Record
+from ckptstore.format.manifest import Kind
 from ckptstore.group import Beat, Group
-from ckptstore.job import Job
-from ckptstore.retention import check_required
-from ckptstore.saving.commit import commit, committed_record
+from ckptstore.group.base import LEADER
 from ckptstore.saving.request import Request
-from ckptstore.saving.shard import Shard
-from ckptstore.storage.base import HasLocalFiles, Persists, Storage
-from ckptstore.upkeep.prune import empty_trash, prune
+from ckptstore.saving.shard import Contents, Decision, Shard
+from ckptstore.storage.base import HasLocalFiles, Storage
 
 logger = logging.getLogger("ckptstore")
 
+Kept = TypeVar("Kept")
+"""What a keeper returns of a checkpoint that it keeps."""
+
+
+class Keeper(Protocol[Kept]):
+    """Who keeps checkpoints: the log of a store (`log_keeper`), or Ray."""
+
+    @property
+    def storage(self) -> Storage:
+        """Where the checkpoints lie."""
+
+    @property
+    def rank(self) -> int:
+        """What events call this process."""
+
+    def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
+        """Leader: own the place, make sure that there is room, name the attempt. What all ranks hear of it, as JSON."""
+
+    def attempt(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
+        """Any rank: the attempt that the leader has begun."""
+
+    def lane(self, attempt: Attempt) -> str:
+        """The name of the lane in which the ranks of this attempt meet. No other attempt has it."""
+
+    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
+        """Leader: make the checkpoint visible, whole. An error says by `committed` whether it is."""
+
+    def outcome(self, attempt: Attempt, published: bytes) -> Kept:
+        """Any rank: what `publish` returned, read."""
+
+    def find(self, attempt: Attempt) -> Kept | None:
+        """The checkpoint, for a rank that did not hear the leader; None if it is not there (yet), or cannot be read."""
+
+    def committed(self, kept: Kept, *, seconds: float) -> None:
+        """Any rank: the save has ended well."""
+
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class Begun:
     """A save on which all ranks have agreed, before any byte has moved."""
 
     request: Request
     attempt: Attempt
-    told: bytes
-    """What the shard needs to know."""
     lane: Group
     """Where the ranks meet for this attempt and no other: who missed the agreement cannot be mistaken there."""
     started: float
 
 
-def save(job: Job, shard: Shard) -> Record:
-    """Save the shards of all ranks as one checkpoint. Collective; returns the record of the commit.
+def save(group: Group, keeper: Keeper[Kept], shard: Shard, request: Request) -> Kept:
+    """Save the shards of all ranks as one checkpoint. Collective.
 
     Any error on any rank before the commit is raised on all ranks, and the leader removes what was written.
     """
-    return finish_save(job, shard, agree_on_save(job, shard))
+    return finish(keeper, shard, begin(group, keeper, shard, request))
 
 
-def finish_save(job: Job, shard: Shard, agreed: Agreed) -> Record:
-    """All of a save after the agreement. Collective, on any thread."""
-    request, rank = agreed.request, agreed.lane.rank
-    try:
-        record = _store_and_commit(job, shard, agreed)
-    except CkptstoreError as error:
-        error.at(step=request.step)
-        emit(SaveFailed(step=request.step, rank=rank, error=str(error)))
-        if job.is_leader and error.committed is False:  # its own verdict; what others still write is garbage
-            remove_files(job.storage, agreed.attempt)
-        raise
-    finally:
-        agreed.lane.close()
-    emit(
-        CheckpointCommitted(
-            step=request.step,
-            number=record.number,
-            rank=rank,
-            size_bytes=record.entry.size_bytes,
-            seconds=time.monotonic() - agreed.started,
-        )
-    )
-    if job.is_leader:
-        job.prune_in_background(lambda: prune(job.log, job.storage, job.config, epoch=job.epoch))
-    return record
-
-
-def agree_on_save(job: Job, shard: Shard) -> Agreed:
-    """One exchange before any byte moves: who has what, who owns the store, is there room. Collective."""
+def begin(group: Group, keeper: Keeper[Any], shard: Shard, request: Request) -> Begun:
+    """The first meeting, before any byte moves. Collective."""
     started = time.monotonic()
-    asked: list[Request] = []
+    begun = meet(group, "save", shard, request, lambda decision, beat: keeper.begin(request, decision, beat))
+    attempt = keeper.attempt(request, begun)
+    return Begun(request, attempt, group.lane(keeper.lane(attempt)), started)
+
+
+def finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
+    """All of a save after the first meeting. Collective, on any thread.
+
+    Every rank stores its files; when all have, the leader publishes. A rank that does not hear what became of it looks
+    once. Only the leader removes files, and only after its own verdict.
+    """
+    request, attempt, lane = begun.request, begun.attempt, begun.lane
+
+    def publish(stored: list[bytes], beat: Beat) -> bytes:
+        return keeper.publish(request, attempt, shard.join(attempt, stored, beat), beat)
+
+    try:
+        kept = keeper.outcome(attempt, lane.exchange("receipts", lambda beat: shard.store(attempt, beat), publish))
+    except CkptstoreError as error:
+        found = keeper.find(attempt) if error.committed is None else None
+        if found is None:
+            error.at(step=request.step)
+            emit(SaveFailed(step=request.step, rank=keeper.rank, error=str(error)))
+            if lane.rank == LEADER and error.committed is False:  # what others still write is garbage
+                remove_files(keeper.storage, attempt)
+            raise
+        logger.warning("step %d is committed, though this rank did not hear of it: %s", request.step, error)
+        kept = found
+    finally:
+        lane.close()
+    keeper.committed(kept, seconds=time.monotonic() - begun.started)
+    return kept
+
+
+def meet(
+    group: Group,
+    tag: str,
+    shard: Shard,
+    request: Request,
+    agree: Callable[[Decision, Beat], Mapping[str, Any]],
+) -> Mapping[str, Any]:
+    """Who has what, and who writes what: one exchange, more when the leader has to know more. Collective.
+
+    The leader calls `agree` with what the shards have decided; all ranks get what it returns.
+    """
 
     def describe(_beat: Beat) -> bytes:
-        request, description = shard.describe()
-        asked.append(request)
-        return _packed({"step": request.step, "options": dict(request.options)}, description)
+        return _packed({"step": request.step, "options": dict(request.options)}, shard.describe())
 
-    def agree(parts: list[bytes], beat: Beat) -> bytes:
+    def decide(parts: list[bytes], beat: Beat) -> bytes:
         heads, descriptions = zip(*(_unpacked(part) for part in parts), strict=True)
-        check_same_request(heads)
-        agreed = shard.agree(descriptions)
-        check_required(job.policy, asked[0].metrics, missing=job.missing)
-        newest = job.claim(job.log.newest() if job.epoch is not None else None)
-        if asked[0].options["exists"] == "error":
-            _refuse_existing(job, newest, asked[0].step)
-        _check_room(job, agreed.size_bytes, beat)
-        return _packed({**job.claimed(), "attempt": str(job.new_attempt(asked[0].step))}, agreed.told)
+        _check_same_request(heads)
+        decision = shard.decide(descriptions)
+        return _packed(None if decision.size_bytes is None else dict(agree(decision, beat)), decision.told)
 
-    head, told = _unpacked(job.group.exchange("save", describe, agree, step=known_step(shard.step)))
-    job.join_claim(head)
-    attempt = Attempt.parse(head["attempt"])
-    assert attempt is not None  # the leader has just made it up
-    return Agreed(asked[0], attempt, told, job.group.lane(str(attempt)), started)
+    while True:
+        agreed, told = _unpacked(group.exchange(tag, describe, decide, step=request.step))
+        shard.hear(told)
+        if agreed is not None:
+            return dict(agreed)
 
 
-def check_same_request(heads: Sequence[Mapping[str, object]]) -> None:
-    """Raise InvalidStep or InvalidInput unless all ranks ask for the same; `heads` have "step" and "options"."""
+def checked(group: Group, *, kind: Kind, step: Any, **asked: Any) -> Request:
+    """What the caller of a save asks for, checked. Raises what is wrong with it, on all ranks. Collective where so."""
+    try:
+        return Request.of(kind=kind, step=step, **asked)
+    except Exception as error:
+        wrong = error
+
+    def fail(_beat: Beat) -> bytes:
+        raise wrong
+
+    group.exchange("save", fail, lambda _parts, _beat: b"", step=known_step(step))
+    raise wrong
+
+
+def _check_same_request(heads: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidStep or InvalidInput unless all ranks ask for the same."""
     first = heads[0]
     for rank, head in enumerate(heads):
         if head["step"] != first["step"]:
@@ -111,45 +169,6 @@ def check_same_request(heads: Sequence[Mapping[str, object]]) -> None:
             raise InvalidInput(
                 f"rank {rank} asks for {head['options']}, rank 0 for {first['options']}", ranks=(0, rank)
             )
-
-
-def _refuse_existing(job: Job, newest: Record, step: int) -> None:
-    if any(candidate.step == step for candidate in job.candidates(newest)):
-        raise StepExists(f"Step {step} is committed already", step=step, hint='Use exists="replace" to replace it')
-
-
-def _check_room(job: Job, needed_bytes: int, beat: Beat) -> None:
-    if not isinstance(job.storage, Persists):
-        return
-    if needed_bytes > job.storage.free_bytes():
-        empty_trash(job.log, job.storage, epoch=job.epoch, beat=beat)
-    free_bytes = job.storage.free_bytes()
-    if needed_bytes > free_bytes:
-        raise StorageFull(
-            f"The checkpoint needs {needed_bytes} bytes, and {free_bytes} bytes are free at {job.storage.uri}",
-            hint="Make room, or keep fewer checkpoints",
-        )
-
-
-def _store_and_commit(job: Job, shard: Shard, agreed: Agreed) -> Record:
-    """The second exchange: every rank stores its files; when all have, the leader commits. A rank that does not hear
-    what became of it looks into the log, once."""
-    attempt = agreed.attempt
-
-    def publish(stored: list[bytes], beat: Beat) -> bytes:
-        record = commit(job, agreed.request, attempt, shard.join(attempt, stored, beat), beat)
-        return _packed({"number": record.number}, record.encode())
-
-    try:
-        answer = agreed.lane.exchange("receipts", lambda beat: shard.store(attempt, agreed.told, beat), publish)
-    except CkptstoreError as error:
-        record = committed_record(job.log, attempt) if error.committed is None else None
-        if record is None:
-            raise
-        logger.warning("step %d is committed, though this rank did not hear of it: %s", agreed.request.step, error)
-        return record
-    head, data = _unpacked(answer)
-    return Record.decode(data, head["number"])
 
 
 def remove_files(storage: Storage, attempt: Attempt) -> None:
@@ -162,10 +181,10 @@ def remove_files(storage: Storage, attempt: Attempt) -> None:
         logger.warning("what step %d left could not be removed: %s", attempt.step, error)
 
 
-def _packed(head: object, body: bytes) -> bytes:
+def _packed(head: Any, body: bytes) -> bytes:
     return json.dumps(head).encode() + b"\n" + body
 
 
-def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
+def _unpacked(data: bytes) -> tuple[Any, bytes]:
     head, _, body = data.partition(b"\n")
     return json.loads(head), body

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from ray.train import Checkpoint
 
 from ckptstore import StorageGroup
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, Run, store_checkpoint
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeeper, Run
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
+from ckptstore.saving import story
 from ckptstore.testing.s3_server import S3Server
 
 
@@ -57,7 +58,8 @@ def store(
     filesystem: FileSystem | None = None,
     ranks: Sequence[int] | None = None,
     world_size: int | None = None,
-    asked: Mapping[str, Any] = {},
+    step: int = 7,
+    shared: Collection[str] = (),
 ) -> list[RayAttempt | Exception]:
     """Store one directory for each rank; what a rank raises is its result."""
     ranks = list(range(len(directories))) if ranks is None else ranks
@@ -69,10 +71,12 @@ def store(
             run = Run.open(worker, rank_timeout_seconds=30)
             seat = StorageGroup(index, len(ranks), token, worker.node_id)
             group = seat.open(run.board, rank_timeout_seconds=30, retry=run.config.retry)
-            options = {"step": 7, "metrics": {"loss": 0.5}, "metadata": None, **asked}
-            shard = RayDirectoryShard(run, directories[index], ranks=ranks, **options)
+            shard = RayDirectoryShard(run, directories[index], ranks=ranks, shared=shared)
             try:
-                return store_checkpoint(run, group, shard, directory=name, beside=lambda: shard.beside)
+                request = story.checked(
+                    group, kind="directory", step=step, metrics={"loss": 0.5}, metadata=None, exists="replace"
+                )
+                return story.save(group, RayKeeper(run, name, lambda: shard.beside), shard, request)
             finally:
                 group.close()
         except Exception as error:

@@ -59,7 +59,7 @@ def pointer_to(run: Path, checkpoint: ckptstore.Checkpoint, root: str = "_ckptst
 
 def reported(run: Path, step: int) -> Checkpoint:
     """What `ckptstore.ray.report` stored."""
-    return stored(str(run), [run.parent / "source"], name=f"step-{step}", asked={"step": step})
+    return stored(str(run), [run.parent / "source"], name=f"step-{step}", step=step)
 
 
 def of_ray_itself(run: Path) -> Checkpoint:

@@ -17,8 +17,10 @@ from ckptstore import Checkpoint, StorageGroup
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CkptstoreError, StorageFull, StorageUnavailable
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, Run, store_checkpoint
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeeper, Run
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
+from ckptstore.saving import story
+from ckptstore.saving.request import Request
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import Call, Hook, wrap
 from ckptstore.transfer import Transfer
@@ -47,10 +49,11 @@ def all_store(
         source = tmp_path / f"source-{rank}"
         source.mkdir(exist_ok=True)
         (source / "model.bin").write_bytes(os.urandom(1000))
-        shard = RayDirectoryShard(opened, source, ranks=range(2), step=7, metrics={}, metadata=None)
+        shard = RayDirectoryShard(opened, source, ranks=range(2))
+        request = Request.of(kind="directory", step=7, metrics={}, metadata=None, exists="replace")
         group = StorageGroup(rank, 2, "start").open(storage, rank_timeout_seconds=30, retry=RETRY)
         try:
-            return store_checkpoint(opened, group, shard, directory="checkpoint_7", beside=beside)
+            return story.save(group, RayKeeper(opened, "checkpoint_7", beside), shard, request)
         except CkptstoreError as error:
             return error
         finally:

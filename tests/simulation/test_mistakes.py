@@ -16,9 +16,10 @@ from ckptstore.integrations.ray.kept_by_ray import ray_keeps
 from ckptstore.loading import story
 from ckptstore.loading.story import CheckpointFiles
 from ckptstore.log import Log
+from ckptstore.saving import story as saving_story
 from ckptstore.saving.commit import decide as decide_in_commit
 from ckptstore.store import CheckpointStore
-from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw, ray_jobs
+from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw
 from ckptstore.testing.simulation.virtual import storages
 from ckptstore.upkeep import garbage
 
@@ -136,26 +137,26 @@ def a_reader_keeps_files_open(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_follower_deletes_where_ray_keeps(patch: pytest.MonkeyPatch) -> None:
-    real = ray_keeps.store_checkpoint
+    real = saving_story.save
 
-    def store(run: Any, group: Any, shard: Any, *, directory: str, **keywords: Any) -> Any:
+    def save(group: Any, keeper: Any, shard: Any, request: Any) -> Any:
         try:
-            return real(run, group, shard, directory=directory, **keywords)
+            return real(group, keeper, shard, request)
         except CkptstoreError:
-            run.storage.delete([file.key for file in run.storage.list(f"{directory}-")])
+            keeper.storage.delete([file.key for file in keeper.storage.list(f"{keeper.directory}-")])
             raise
 
-    patch.setattr(ray_jobs, "store_checkpoint", store)
+    patch.setattr(saving_story, "save", save)
 
 
 def a_name_that_looks_free_is_taken_where_ray_keeps(patch: pytest.MonkeyPatch) -> None:
-    real, marked, looks_free = ray_keeps.store_checkpoint, ray_keeps._marked, threading.local()
+    real, marked, looks_free = ray_keeps.RayKeeper.begin, ray_keeps._marked, threading.local()
 
-    def store(run: Any, group: Any, shard: Any, *, directory: str, **keywords: Any) -> Any:
-        looks_free.is_so = not any(True for _ in run.storage.list(f"{directory}/"))
-        return real(run, group, shard, directory=directory, **keywords)
+    def begin(self: Any, *arguments: Any) -> Any:
+        looks_free.is_so = not any(True for _ in self.storage.list(f"{self.directory}/"))
+        return real(self, *arguments)
 
-    patch.setattr(ray_jobs, "store_checkpoint", store)
+    patch.setattr(ray_keeps.RayKeeper, "begin", begin)
     patch.setattr(ray_keeps, "_marked", lambda name: name if looks_free.is_so else marked(name))
 
 

@@ -9,6 +9,7 @@ from ckptstore.format.layout import Attempt
 from ckptstore.group import SoloGroup
 from ckptstore.saving.request import Request
 from ckptstore.saving.state_shard import StateOptions, StateShard
+from ckptstore.saving.story import meet
 from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.read.stored import StoredState
@@ -31,21 +32,22 @@ def save_flat(root, flat, *, group=None, negotiator=None, attempt=ATTEMPT, trans
     moved = transfer or make_transfer(root)
     shard = StateShard(
         lambda: flat,
-        step=7,
-        request=lambda: Request.of(step=7, kind="state", metrics=None, metadata=None, exists="replace"),
-        group=group,
+        rank=group.rank,
+        world_size=group.world_size,
+        negotiator=negotiator or Negotiator(),
         storage=LocalStorage(root, durable=False),
         upload=moved.upload,
         options=StateOptions(**options),
     )
-    shard.prepare(negotiator or Negotiator())
+    request = Request.of(step=7, kind="state", metrics=None, metadata=None, exists="replace")
+    meet(group, "save", shard, request, lambda decision, beat: {})
     receipts = []
 
     def join(stored, beat):
         receipts.extend(shard.join(attempt, stored, beat).receipts)
         return json.dumps([receipt.name for receipt in receipts]).encode()
 
-    group.exchange("store", lambda beat: shard.store(attempt, b"", beat), join)
+    group.exchange("store", lambda beat: shard.store(attempt, beat), join)
     if transfer is None:
         moved.close()
     return receipts

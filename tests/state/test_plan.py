@@ -27,37 +27,16 @@ class Exchanges:
         self.sizes = []
 
     def agree(self, states):
-        """The agreements of all ranks. A rank's work must not depend on another's place in the order of calls."""
-        results = {}
-
-        def run(rank, found):
-            def exchange(tag, work, join):
-                step = len(found)
-                if step < len(results):
-                    work()
-                    found.append(tag)
-                    return results[step]
-                raise _Waiting(work, join)
-
-            return self.negotiators[rank].agree(lambda: states[rank], exchange)
-
+        """The agreements of all ranks."""
+        for negotiator, state in zip(self.negotiators, states, strict=True):
+            negotiator.begin(state)
         while True:
-            agreements, waiting = [], []
-            for rank in range(len(states)):
-                try:
-                    agreements.append(run(rank, []))
-                except _Waiting as stop:
-                    waiting.append(stop)
-            if not waiting:
-                return agreements
-            posts = [stop.work() for stop in waiting]
+            posts = [negotiator.describe() for negotiator in self.negotiators]
             self.sizes.append(max(map(len, posts)))
-            results[len(results)] = waiting[0].join(posts)
-
-
-class _Waiting(Exception):
-    def __init__(self, work, join):
-        self.work, self.join = work, join
+            told = self.negotiators[0].join(posts)
+            agreements = [negotiator.hear(told) for negotiator in self.negotiators]
+            if None not in agreements:
+                return agreements
 
 
 def plain(key, mode, *, shape=(4, 3), dtype="float32", content=b"", **more):

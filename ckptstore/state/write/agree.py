@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,8 @@ import numpy as np
 import xxhash
 
 from ckptstore.errors import InvalidState
-from ckptstore.state.index.items import DIGEST_BYTES, WHOLE_MODES, Item, Mode, Structure
+from ckptstore.state.index.items import DIGEST_BYTES, WHOLE_MODES, Item, Mode, Structure, total_bytes
 from ckptstore.state.write.coverage import Expected
-
-Exchange = Callable[[str, Callable[[], bytes], Callable[[list[bytes]], bytes]], bytes]
-"""`exchange(tag, work, join)`: all ranks' `work()`, joined by the leader, and the result for all."""
 
 _AGAIN = b"again"
 _HEAD_BYTES = 2 * DIGEST_BYTES
@@ -71,14 +68,33 @@ class Agreement:
         return Agreement(world_size, *whole, tuple(members))
 
 
+def is_settled(reply: bytes) -> bool:
+    """Whether the ranks, when they have heard this, need to say no more."""
+    return reply != _AGAIN and not Agreement.decode(reply).copies
+
+
 def agreement_of_one() -> Agreement:
     """What a rank alone agrees on with itself."""
     return Agreement(1, (), {}, frozenset(), frozenset())
 
 
 @dataclass(slots=True)
+class _Mine:
+    """What this rank has to say in one agreement."""
+
+    structure: bytes
+    identity: bytes
+    digests: Mapping[str, bytes]
+    member: int
+
+
+@dataclass(slots=True)
 class Negotiator:
-    """One process's side of the agreements of a store. Keeps what the last one found; not safe for threads."""
+    """One process's side of the agreements of a store. Keeps what the last one found; not safe for threads.
+
+    For an agreement every rank calls `begin`. Then the leader joins what all ranks describe, and all hear its reply,
+    until `hear` returns the agreement.
+    """
 
     _differed: frozenset[str] = frozenset()
     _identity: bytes = b""
@@ -87,37 +103,44 @@ class Negotiator:
     _members: tuple[int, ...] = ()
     expected: Expected = field(default_factory=Expected)
     """On the leader: what all ranks have, as they said in the last agreement."""
+    size_bytes: int = 0
+    """On the leader: the size of the tensors that all ranks together have to write."""
+    _mine: _Mine = field(default_factory=lambda: _Mine(b"", b"", {}, _NOBODY))
+    _in_full: bool = False
 
-    def agree(self, look: Callable[[], Sequence[Item]], exchange: Exchange) -> Agreement:
-        """Agree on the items that `look` gives, sorted by key. Collective.
+    def begin(self, items: Sequence[Item]) -> None:
+        """This rank has these items, sorted by key."""
+        structure = Structure.of(items).encode()
+        digests = {item.key: item.digest for item in items if item.mode in (Mode.COMPARE, Mode.VALUE)}
+        member = next((item.sharers[item.position] for item in items if item.sharers), _NOBODY)
+        self._mine = _Mine(structure, xxhash.xxh3_128_digest(structure), digests, member)
+        self._in_full = False
 
-        Raises, the same on all ranks, what `look` raises on any of them, and InvalidState when a key is something else
-        on another rank.
-        """
-        structure, identity, digests, member = b"", b"", dict[str, bytes](), _NOBODY
+    def describe(self) -> bytes:
+        """What the leader has to know: digests, and the structure itself when it has asked for it."""
+        mine = self._mine
+        if self._in_full:
+            deflated = zlib.compress(mine.structure, 1)
+            return b"".join([mine.identity, _FULL.pack(mine.member, len(deflated)), deflated, *mine.digests.values()])
+        stable = xxhash.xxh3_128(b"".join(mine.digests[key] for key in mine.digests if key not in self._differed))
+        apart = [mine.digests[key] for key in mine.digests if key in self._differed]
+        return b"".join([mine.identity, stable.digest(), *apart])
 
-        def brief() -> bytes:
-            nonlocal structure, identity, member
-            items = look()
-            member = next((item.sharers[item.position] for item in items if item.sharers), _NOBODY)
-            structure = Structure.of(items).encode()
-            identity = xxhash.xxh3_128_digest(structure)
-            digests.update((item.key, item.digest) for item in items if item.mode in (Mode.COMPARE, Mode.VALUE))
-            stable = xxhash.xxh3_128(b"".join(digest for key, digest in digests.items() if key not in self._differed))
-            return b"".join([identity, stable.digest(), *(digests[key] for key in digests if key in self._differed)])
+    def join(self, posts: Sequence[bytes]) -> bytes:
+        """Leader: the reply to what all ranks described. Raises InvalidState when a key is something else on another
+        rank."""
+        return self._compare(posts) if self._in_full else self._compare_roughly(posts)
 
-        def full() -> bytes:
-            deflated = zlib.compress(structure, 1)
-            return b"".join([identity, _FULL.pack(member, len(deflated)), deflated, *digests.values()])
-
-        reply = exchange("state", brief, self._compare_roughly)
+    def hear(self, reply: bytes) -> Agreement | None:
+        """What all ranks have agreed on; None when the leader asks again."""
         if reply == _AGAIN:
-            reply = exchange("state-digests", full, self._compare)
+            self._in_full = True
+            return None
         agreement = Agreement.decode(reply)
         self._differed = agreement.differs
         return agreement
 
-    def _compare_roughly(self, posts: list[bytes]) -> bytes:
+    def _compare_roughly(self, posts: Sequence[bytes]) -> bytes:
         """The agreement, if all ranks have the structure of the last save and only differ where they did then."""
         if len({(len(post), post[:_HEAD_BYTES]) for post in posts}) > 1 or posts[0][:DIGEST_BYTES] != self._identity:
             return _AGAIN
@@ -125,7 +148,7 @@ class Negotiator:
         differs = frozenset(apart[index] for index in _differing([post[_HEAD_BYTES:] for post in posts]))
         return Agreement(len(posts), (), {}, differs, frozenset(), members=self._members).encode()
 
-    def _compare(self, posts: list[bytes]) -> bytes:
+    def _compare(self, posts: Sequence[bytes]) -> bytes:
         numbers: dict[bytes, int] = {}
         classes = tuple(numbers.setdefault(post[:DIGEST_BYTES], len(numbers)) for post in posts)
         examples = [posts[classes.index(number)] for number in range(len(numbers))]
@@ -146,9 +169,24 @@ class Negotiator:
         self._compared = structures[0].compared() if is_one else []
         self._members = members if max(members) > _NOBODY else ()
         self.expected = Expected.of(structures, classes)
+        self.size_bytes = _size_bytes(structures, classes, differs)
         shared = (() if is_one else classes), _partial(structures)
         untied, copies = frozenset(_untied(structures)), _copies(structures)
         return Agreement(len(posts), *shared, frozenset(differs), untied, copies, self._members).encode()
+
+
+def _size_bytes(structures: Sequence[Structure], classes: Sequence[int], differs: Collection[str]) -> int:
+    """The size of all tensors: each once, or once for each rank that keeps its own."""
+    apart, once = 0, dict[str, int]()
+    for number, structure in enumerate(structures):
+        for row in structure.rows:
+            if row.dtype and not row.tied_to:
+                size_bytes = total_bytes(row.dtype, row.shape)
+                if row.key in differs or row.owner in differs:
+                    apart += size_bytes * classes.count(number)
+                else:
+                    once[row.key] = size_bytes
+    return apart + sum(once.values())
 
 
 def _full_post(post: bytes) -> tuple[bytes, bytes]:

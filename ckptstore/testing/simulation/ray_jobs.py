@@ -10,11 +10,11 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import StoreConfig
 from ckptstore.group import Group
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, Run, default_directory, store_checkpoint
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeeper, Run, default_directory
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at
 from ckptstore.integrations.ray.worker_group import RayWorkers
-from ckptstore.saving.request import Request
+from ckptstore.saving import story
 from ckptstore.saving.shard import Shard
 from ckptstore.storage.retried import with_retries
 from ckptstore.testing.simulation.model import payload
@@ -83,10 +83,13 @@ class RunOfRay:
         name = f"{DIRECTORY_PREFIX}{action.option}" if action.option else default_directory(action.step)
         group = RayWorkers(run.worker).open_group(run.board, run.config)
         try:
-            if self._world.plan.contents == "state":
-                return store_checkpoint(run, group, self._state(group, index, action), directory=name)
+            is_state = self._world.plan.contents == "state"
+            asked = {"step": action.step, "metrics": None, "metadata": None, "exists": "replace"}
+            request = story.checked(group, kind="state" if is_state else "directory", **asked)
+            if is_state:
+                return story.save(group, RayKeeper(run, name), self._state(group, index, action), request)
             shard = self._directory(index, action)
-            return store_checkpoint(run, group, shard, directory=name, beside=lambda: shard.beside)
+            return story.save(group, RayKeeper(run, name, lambda: shard.beside), shard, request)
         finally:
             group.close()
 
@@ -95,7 +98,7 @@ class RunOfRay:
         contents = lambda name: payload((job, index), rank, name, action.size_bytes)  # noqa: E731
         path = world.source(job, index, rank, action, contents)
         ranks = range(self.run.worker.world_size)
-        return RayDirectoryShard(self.run, path, ranks=ranks, step=action.step, metrics={}, metadata=None)
+        return RayDirectoryShard(self.run, path, ranks=ranks)
 
     def _state(self, group: Group, index: int, action: Action) -> Shard:
         from ckptstore.saving.state_shard import StateShard
@@ -104,16 +107,14 @@ class RunOfRay:
         from ckptstore.testing.simulation.states import state_of
 
         state = state_of((self._member.actor.name, index), self._member.rank)
-        shard = StateShard(
+        return StateShard(
             lambda: collect(state),
-            step=action.step,
-            request=lambda: Request.of(step=action.step, kind="state", metrics=None, metadata=None, exists="replace"),
-            group=group,
+            rank=group.rank,
+            world_size=group.world_size,
+            negotiator=Negotiator(),
             storage=self.run.storage,
             upload=self.run.transfer.upload,
         )
-        shard.prepare(Negotiator())
-        return shard
 
     def check_all(self) -> None:
         """Every checkpoint that ever was visible can be read, and has its bytes."""

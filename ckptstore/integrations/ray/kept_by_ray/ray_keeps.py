@@ -8,7 +8,6 @@ that is not: by the leader, which alone knows.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -25,18 +24,15 @@ from ckptstore.errors import (
     StorageFull,
     StoreNotShared,
 )
-from ckptstore.events import SaveFailed, emit
-from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_name, known_step
+from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_name
 from ckptstore.format.manifest import Manifest
-from ckptstore.group import Beat, Group
-from ckptstore.group.base import LEADER
+from ckptstore.group import Beat
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.log.identity import KEPT_BY_RAY, read_or_create_store_json
 from ckptstore.saving.commit import check_stored, manifest_of, write_manifest
 from ckptstore.saving.request import Request
-from ckptstore.saving.shard import Shard
-from ckptstore.saving.story import check_same_request, remove_files
+from ckptstore.saving.shard import Contents, Decision
 from ckptstore.storage.base import Persists, Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.transfer import Transfer
@@ -55,11 +51,6 @@ class RayAttempt(Attempt):
 
     def __str__(self) -> str:
         return self.directory
-
-    @property
-    def mark(self) -> str:
-        """What no other attempt has in its name."""
-        return self.directory.rpartition("-")[2]
 
     @property
     def prefix(self) -> str:
@@ -115,84 +106,77 @@ class Run:
         return self._identity[0]
 
 
-def store_checkpoint(
-    run: Run, group: Group, shard: Shard, *, directory: str, beside: Callable[[], Mapping[str, bytes]] = dict
-) -> RayAttempt:
-    """Store the shards of all ranks in one new directory of the run, the manifest last. Collective in `group`.
+@dataclass(frozen=True, slots=True)
+class RayKeeper:
+    """See `ckptstore.saving.story.Keeper`; it keeps directories of the run, whose names the attempts are.
 
-    The name of the directory is `directory`, that of the leader, and a mark that it draws: no two attempts share one,
-    so nothing that an earlier attempt or another job still writes gets into this one. An error on any rank is raised
-    on all ranks; where its `committed` is False, the leader removes what was written. A rank that does not hear the
-    leader looks for the manifest; where that is not there, `error.committed` is None. The leader writes what `beside`
+    The name of a directory is `directory`, that of the leader, and a mark that it draws: no two attempts share one, so
+    nothing that an earlier attempt or another job still writes gets into this one. The leader writes what `beside`
     gives too; it is not in the manifest.
     """
-    request, attempt, told = _agree(run, group, shard, directory)
 
-    def join(stored: list[bytes], beat: Beat) -> bytes:
-        contents = shard.join(attempt, stored, beat)
-        world_size = run.worker.world_size
-        manifest = manifest_of(request, attempt, contents, store_id=run.store_id(), world_size=world_size)
+    run: Run
+    directory: str
+    beside: Callable[[], Mapping[str, bytes]] = dict
+
+    @property
+    def storage(self) -> Storage:
+        """The directory of the run."""
+        return self.run.storage
+
+    @property
+    def rank(self) -> int:
+        """This worker in the run."""
+        return self.run.worker.rank
+
+    def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
+        """See `Keeper.begin`. Raises InvalidName, InvalidInput where a log keeps the checkpoints, StorageFull."""
+        self.run.store_id()
+        _check_room(self.storage, decision)
+        return {"directory": _marked(self.directory)}
+
+    def attempt(self, request: Request, begun: Mapping[str, Any]) -> RayAttempt:
+        """See `Keeper.attempt`."""
+        return RayAttempt(request.step, 0, "", begun["directory"])
+
+    def lane(self, attempt: Attempt) -> str:
+        """See `Keeper.lane`. A name that a caller gave is too long for messages, or has slashes."""
+        return str(attempt).rpartition("-")[2]
+
+    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
+        """See `Keeper.publish`: the manifest, last."""
+        run = self.run
+        manifest = manifest_of(request, attempt, contents, store_id=run.store_id(), world_size=run.worker.world_size)
         check_stored(run.storage, attempt, contents.receipts)
         beat()
-        for name, data in beside().items():
+        for name, data in self.beside().items():
             run.storage.write(attempt.key(name), [memoryview(data)])
         try:
             write_manifest(run.storage, run.config, attempt, contents, manifest)
         except StorageError as error:
             if not isinstance(error, AccessDenied | StorageFull):  # these are answers; else it may be there, or come
                 error.committed = None
-            if error.committed is False or not _is_committed(run, attempt):
+            if error.committed is False or self.find(attempt) is None:
                 raise
-        return b""
+        return str(attempt).encode()
 
-    lane = group.lane(attempt.mark)  # a name that a caller gave is too long for messages, or has slashes
-    try:
-        lane.exchange("store for Ray", lambda beat: shard.store(attempt, told, beat), join)
-    except CkptstoreError as error:
-        error.at(step=attempt.step)
-        if error.committed is None and _is_committed(run, attempt):
-            logger.warning("step %d is stored, though this rank did not hear of it: %s", attempt.step, error)
-            return attempt
-        emit(SaveFailed(step=attempt.step, rank=run.worker.rank, error=str(error)))
-        if group.rank == LEADER and error.committed is False:
-            remove_files(run.storage, attempt)
-        raise
-    finally:
-        lane.close()
-    return attempt
+    def outcome(self, attempt: Attempt, published: bytes) -> RayAttempt:
+        """See `Keeper.outcome`."""
+        return RayAttempt(attempt.step, 0, "", published.decode())
 
+    def find(self, attempt: Attempt) -> RayAttempt | None:
+        """See `Keeper.find`: the attempt is committed when its manifest is there."""
+        key = attempt.key(MANIFEST_NAME)
+        try:
+            data = retrying(self.run.config.retry, f"read {key}", lambda: self.storage.read(key))
+            found = Manifest.decode(data, file=key)
+        except CkptstoreError:
+            return None
+        is_it = found.attempt == str(attempt) and found.step == attempt.step
+        return RayAttempt(attempt.step, 0, "", found.attempt) if is_it else None
 
-def _is_committed(run: Run, attempt: RayAttempt) -> bool:
-    """Whether the manifest of this attempt is there, for who does not know."""
-    key = attempt.key(MANIFEST_NAME)
-    try:
-        data = retrying(run.config.retry, f"read {key}", lambda: run.storage.read(key))
-        found = Manifest.decode(data, file=key)
-    except CkptstoreError:
-        return False
-    return found.attempt == attempt.directory and found.step == attempt.step
-
-
-def _agree(run: Run, group: Group, shard: Shard, directory: str) -> tuple[Request, RayAttempt, bytes]:
-    """One exchange before any byte moves: who has what, is there room, and where does it go."""
-    asked: list[Request] = []
-
-    def describe(_beat: Beat) -> bytes:
-        request, description = shard.describe()
-        asked.append(request)
-        head = {"step": request.step, "options": dict(request.options), "directory": check_name(directory)}
-        return json.dumps(head).encode() + b"\n" + description
-
-    def agree(parts: list[bytes], _beat: Beat) -> bytes:
-        heads, descriptions = zip(*(_unpacked(part) for part in parts), strict=True)
-        check_same_request(heads)
-        run.store_id()
-        agreed = shard.agree(descriptions)
-        _check_room(run.storage, agreed.size_bytes)
-        return json.dumps({"directory": _marked(heads[0]["directory"])}).encode() + b"\n" + agreed.told
-
-    head, told = _unpacked(group.exchange("agree for Ray", describe, agree, step=known_step(shard.step)))
-    return asked[0], RayAttempt(asked[0].step, 0, "", head["directory"]), told
+    def committed(self, kept: RayAttempt, *, seconds: float) -> None:
+        """See `Keeper.committed`. Ray has not heard of it yet, so nobody is told."""
 
 
 def _marked(directory: str) -> str:
@@ -201,17 +185,13 @@ def _marked(directory: str) -> str:
     return check_name(f"{directory}-{secrets.token_hex(8)}")
 
 
-def _check_room(storage: Storage, needed_bytes: int) -> None:
+def _check_room(storage: Storage, decision: Decision) -> None:
+    needed_bytes = decision.size_bytes or 0
     if isinstance(storage, Persists) and needed_bytes > (free_bytes := storage.free_bytes()):
         raise StorageFull(
             f"The checkpoint needs {needed_bytes} bytes, and {free_bytes} bytes are free at {storage.uri}",
             hint="Make room, or give CheckpointConfig a smaller num_to_keep",
         )
-
-
-def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
-    head, _, body = data.partition(b"\n")
-    return json.loads(head), body
 
 
 def default_directory(step: int) -> str:

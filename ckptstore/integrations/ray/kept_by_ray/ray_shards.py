@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,7 @@ from ckptstore.format.naming import Offer
 from ckptstore.group import Beat
 from ckptstore.saving.directories import Directory, scan
 from ckptstore.saving.directory_shard import DirectoryShard
-from ckptstore.saving.request import Request
-from ckptstore.saving.shard import Agreed, Contents
+from ckptstore.saving.shard import Contents, Decision
 from ckptstore.storage.base import HasLocalFiles
 
 if TYPE_CHECKING:
@@ -29,22 +28,29 @@ class RayDirectoryShard:
     """
 
     def __init__(
-        self, run: Run, directory: str | os.PathLike[str] | None, *, ranks: Sequence[int], **asked: Any
+        self,
+        run: Run,
+        directory: str | os.PathLike[str] | None,
+        *,
+        ranks: Sequence[int],
+        shared: Collection[str] = (),
     ) -> None:
         """`ranks` are those that take part, in the order of the group."""
-        self.step = asked["step"]
         self._run = run
         self._directory = directory
         self._ranks = ranks
         self._metadata: str | None = None
+        self._is_muted = False
+        """Whether another rank brings the same directory."""
         self.beside: Mapping[str, bytes] = {}
         self._inner = DirectoryShard(
             find=self._find,
             rank=run.worker.rank,
             storage=run.storage,
             transfer=run.transfer,
+            suffix="auto",
+            shared=shared,
             link=False,
-            **{"suffix": "auto", "shared": (), "exists": "replace", **asked},
         )
 
     def _find(self) -> Directory:
@@ -54,11 +60,11 @@ class RayDirectoryShard:
             self._metadata = Path(source.path).read_text()
         return found
 
-    def describe(self) -> tuple[Request, bytes]:
+    def describe(self) -> bytes:
         """See `Shard.describe`."""
-        request, description = self._inner.describe()
+        description = self._inner.describe()
         head = {"where": self._where(), "metadata": self._metadata}
-        return request, json.dumps(head).encode() + b"\n" + description
+        return json.dumps(head).encode() + b"\n" + description
 
     def _where(self) -> list[Any] | None:
         """Which directory of which node it is; what lies in the directory of the run is the same on all nodes."""
@@ -70,8 +76,8 @@ class RayDirectoryShard:
         status = os.stat(self._directory)
         return [worker.node_id, status.st_dev, status.st_ino]
 
-    def agree(self, descriptions: Sequence[bytes]) -> Agreed:
-        """See `Shard.agree`. Names follow from Ray's ranks, also of those that take no part."""
+    def decide(self, descriptions: Sequence[bytes]) -> Decision:
+        """See `Shard.decide`. Names follow from Ray's ranks, also of those that take no part."""
         nothing = json.dumps(Offer("auto").to_json()).encode()
         offers = dict.fromkeys(range(self._run.worker.world_size), nothing)
         muted, seen = [], set()
@@ -84,13 +90,18 @@ class RayDirectoryShard:
             offers[rank] = offer
             if head["metadata"] is not None and not self.beside:
                 self.beside = {RAY_METADATA_NAME: head["metadata"].encode()}
-        agreed = self._inner.agree([offers[rank] for rank in sorted(offers)])
-        return agreed._replace(told=json.dumps({"muted": muted}).encode() + b"\n" + agreed.told)
+        decision = self._inner.decide([offers[rank] for rank in sorted(offers)])
+        return decision._replace(told=json.dumps({"muted": muted}).encode() + b"\n" + decision.told)
 
-    def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
-        """See `Shard.store`."""
+    def hear(self, told: bytes) -> None:
+        """See `Shard.hear`."""
         head, told = _unpacked(told)
-        return b"[]" if self._run.worker.rank in head["muted"] else self._inner.store(attempt, told, beat)
+        self._is_muted = self._run.worker.rank in head["muted"]
+        self._inner.hear(told)
+
+    def store(self, attempt: Attempt, beat: Beat) -> bytes:
+        """See `Shard.store`."""
+        return b"[]" if self._is_muted else self._inner.store(attempt, beat)
 
     def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
         """See `Shard.join`."""

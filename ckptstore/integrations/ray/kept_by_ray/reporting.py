@@ -16,13 +16,14 @@ from ckptstore.format.layout import check_step
 from ckptstore.group import Beat, Group
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import local_path_of
-from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, Run, default_directory, store_checkpoint
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeeper, Run, default_directory
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
 from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at
 from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics
 from ckptstore.integrations.ray.worker_group import RayWorkers
-from ckptstore.saving.request import Request
+from ckptstore.saving import story
+from ckptstore.saving.shard import Shard
 
 if TYPE_CHECKING:
     from ckptstore.state.write.agree import Negotiator
@@ -172,21 +173,17 @@ class _Reporter:
         if kind == "nothing":
             return None
         step = number_of_report(is_next=True) if brought.step is None else check_step(brought.step)
-        asked = {
-            "step": step,
-            "metrics": numbers_of(plain_metrics(brought.metrics)),
-            "metadata": brought.metadata,
-        }
-        store = self._store_state if kind == "state" else self._store_directory
-        return store(group, brought, asked)
+        metrics = numbers_of(plain_metrics(brought.metrics))
+        asked = {"step": step, "metrics": metrics, "metadata": brought.metadata, "exists": "replace"}
+        if kind == "state":
+            request = story.checked(group, kind="state", **asked)
+            return story.save(group, RayKeeper(self.run, default_directory(step)), self._state(group, brought), request)
+        shard = RayDirectoryShard(self.run, brought.path(), ranks=range(group.world_size))
+        request = story.checked(group, kind="directory", **asked)
+        keeper = RayKeeper(self.run, default_directory(step), lambda: shard.beside)
+        return story.save(group, keeper, shard, request)
 
-    def _store_directory(self, group: Group, brought: _Brought, asked: Mapping[str, Any]) -> RayAttempt:
-        ranks = range(group.world_size)
-        shard = RayDirectoryShard(self.run, brought.path(), ranks=ranks, **asked)
-        name = default_directory(asked["step"])  # the leader's counts
-        return store_checkpoint(self.run, group, shard, directory=name, beside=lambda: shard.beside)
-
-    def _store_state(self, group: Group, brought: _Brought, asked: Mapping[str, Any]) -> RayAttempt:
+    def _state(self, group: Group, brought: _Brought) -> Shard:
         from ckptstore.saving.state_shard import StateShard
         from ckptstore.state.live.apply import collect
         from ckptstore.state.write.agree import Negotiator
@@ -194,16 +191,14 @@ class _Reporter:
         if self._negotiator is None:
             self._negotiator = Negotiator()
         state = brought.state or {}
-        shard = StateShard(
+        return StateShard(
             lambda: collect(state),
-            step=asked["step"],
-            request=lambda: Request.of(kind="state", exists="replace", **asked),
-            group=group,
+            rank=group.rank,
+            world_size=group.world_size,
+            negotiator=self._negotiator,
             storage=self.run.storage,
             upload=self.run.transfer.upload,
         )
-        shard.prepare(self._negotiator)
-        return store_checkpoint(self.run, group, shard, directory=default_directory(asked["step"]))
 
 
 _reporters: list[_Reporter] = []

@@ -17,10 +17,11 @@ from ckptstore.errors import CkptstoreError, InvalidInput, RankTimeout
 from ckptstore.group import Group, SoloGroup, StorageGroup
 from ckptstore.integrations.ray.context import Worker, current_worker, require_worker
 from ckptstore.integrations.ray.filesystem import local_path_of
-from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run, store_checkpoint
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayKeeper, Run
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
 from ckptstore.integrations.ray.metrics import safe_metrics as made_safe
+from ckptstore.saving import story
 
 Ranks = Literal["all"] | Collection[int]
 
@@ -87,18 +88,13 @@ class UploadFunction:
         directory = local_path_of(checkpoint)
         run = self._run(worker)
         ranks = self._ranks_of(worker)
-        shard = RayDirectoryShard(
-            run,
-            directory,
-            ranks=ranks,
-            step=number_of_report() if self.step is None else self.step,
-            metrics=self.metrics,
-            metadata=None,
-            shared=self.shared,
-        )
+        shard = RayDirectoryShard(run, directory, ranks=ranks, shared=self.shared)
+        asked = {"metrics": self.metrics, "metadata": None, "exists": "replace", "shared": sorted(self.shared)}
         group = _meet(run, ranks, checkpoint_dir_name)
         try:
-            attempt = store_checkpoint(run, group, shard, directory=checkpoint_dir_name, beside=lambda: shard.beside)
+            step = number_of_report() if self.step is None else self.step
+            request = story.checked(group, kind="directory", step=step, **asked)
+            attempt = story.save(group, RayKeeper(run, checkpoint_dir_name, lambda: shard.beside), shard, request)
         except CkptstoreError as error:
             if isinstance(error, RankTimeout) and self.ranks == "all":
                 error.hint = "If it reported checkpoint=None, give upload_fn(ranks=[...]) without it"

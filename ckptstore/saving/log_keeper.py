@@ -1,0 +1,107 @@
+"""The keeper whose checkpoints a log has: the job claims the store, and a record makes a checkpoint visible."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore.errors import StepExists, StorageFull
+from ckptstore.events import CheckpointCommitted, emit
+from ckptstore.format.layout import Attempt
+from ckptstore.format.record import Record
+from ckptstore.group import Beat
+from ckptstore.job import Job
+from ckptstore.retention import check_required
+from ckptstore.saving.commit import commit, committed_record
+from ckptstore.saving.request import Request
+from ckptstore.saving.shard import Contents, Decision
+from ckptstore.storage.base import Persists, Storage
+from ckptstore.upkeep.prune import empty_trash, prune
+
+
+@dataclass(frozen=True, slots=True)
+class LogKeeper:
+    """See `ckptstore.saving.story.Keeper`; it keeps records."""
+
+    job: Job
+
+    @property
+    def storage(self) -> Storage:
+        """Where the store is."""
+        return self.job.storage
+
+    @property
+    def rank(self) -> int:
+        """This process in its job."""
+        return self.job.group.rank
+
+    def claim(self, request: Request) -> Record:
+        """Leader: the newest record of the store, which this job owns from here on.
+
+        Raises InvalidMetric when a metric that retention needs is missing, StoreFenced.
+        """
+        job = self.job
+        check_required(job.policy, request.metrics, missing=job.missing)
+        return job.claim(job.log.newest() if job.epoch is not None else None)
+
+    def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
+        """See `Keeper.begin`. Raises StepExists, StorageFull, and what `claim` raises."""
+        newest = self.claim(request)
+        if request.options["exists"] == "error":
+            self._refuse_existing(newest, request.step)
+        self._check_room(decision, beat)
+        return {**self.job.claimed(), "attempt": str(self.job.new_attempt(request.step))}
+
+    def attempt(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
+        """See `Keeper.attempt`."""
+        self.job.join_claim(begun)
+        attempt = Attempt.parse(begun["attempt"])
+        assert attempt is not None  # the leader has just made it up
+        return attempt
+
+    def lane(self, attempt: Attempt) -> str:
+        """See `Keeper.lane`."""
+        return str(attempt)
+
+    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
+        """See `Keeper.publish`."""
+        record = commit(self.job, request, attempt, contents, beat)
+        return json.dumps({"number": record.number}).encode() + b"\n" + record.encode()
+
+    def outcome(self, attempt: Attempt, published: bytes) -> Record:
+        """See `Keeper.outcome`."""
+        head, _, data = published.partition(b"\n")
+        return Record.decode(data, json.loads(head)["number"])
+
+    def find(self, attempt: Attempt) -> Record | None:
+        """See `Keeper.find`."""
+        return committed_record(self.job.log, attempt)
+
+    def committed(self, kept: Record, *, seconds: float) -> None:
+        """See `Keeper.committed`. The leader deletes in the background what has been in the trash for long enough."""
+        entry, job = kept.entry, self.job
+        size_bytes, rank = entry.size_bytes, self.rank
+        emit(
+            CheckpointCommitted(step=entry.step, number=kept.number, rank=rank, size_bytes=size_bytes, seconds=seconds)
+        )
+        if job.is_leader:
+            job.prune_in_background(lambda: prune(job.log, job.storage, job.config, epoch=job.epoch))
+
+    def _refuse_existing(self, newest: Record, step: int) -> None:
+        if any(candidate.step == step for candidate in self.job.candidates(newest)):
+            raise StepExists(f"Step {step} is committed already", step=step, hint='Use exists="replace" to replace it')
+
+    def _check_room(self, decision: Decision, beat: Beat) -> None:
+        storage, needed_bytes = self.storage, decision.size_bytes or 0
+        if not isinstance(storage, Persists):
+            return
+        if needed_bytes > storage.free_bytes():
+            empty_trash(self.job.log, storage, epoch=self.job.epoch, beat=beat)
+        free_bytes = storage.free_bytes()
+        if needed_bytes > free_bytes and not decision.may_be_less:
+            raise StorageFull(
+                f"The checkpoint needs {needed_bytes} bytes, and {free_bytes} bytes are free at {storage.uri}",
+                hint="Make room, or keep fewer checkpoints",
+            )
