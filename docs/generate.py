@@ -11,7 +11,8 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,55 @@ def index(directory: str) -> str:
     return "\n".join(found)
 
 
+def performance_table(rows: Mapping[str, Any] | None = None) -> str:
+    """Recorded figures and those of reports, with a line for each machine; `rows` is as in `performance/rows.json`."""
+    rows = rows or json.loads((DOCS / "performance/rows.json").read_text())
+    machines, lines = dict(rows["machines"]), []
+    for row in rows["rows"]:
+        found = _row_of_report(row) if "report" in row else row
+        known = next((name for name, text in machines.items() if found["machine"] in (name, text)), None)
+        if known is None:
+            known = chr(ord("A") + len(machines))
+            machines[known] = found["machine"]
+        names = ("workload", "ours", "peer", "limit", "verdict")
+        page = f"reports/{row['report']}" if "report" in row else f"history/{found['date']}.md"
+        when = f"[{found['date']}](performance/{page}), {found['commit']}, {known}"
+        lines.append([*(found[name] for name in names), when])
+    heads = ["workload", "ckptstore", "best peer", "limit of the machine", "verdict", "date, commit, machine"]
+    return "\n\n".join(
+        (table(heads, lines), "\n".join(f"- Machine {name}: {text}." for name, text in machines.items()))
+    )
+
+
+def _row_of_report(row: Mapping[str, Any]) -> dict[str, str]:
+    """Fills a row from one workload of a report. `report` is a file in docs/performance/reports."""
+    report = json.loads((DOCS / "performance/reports" / row["report"]).read_text())
+    (workload,) = (item for item in report["workloads"] if item["title"] == row["title"])
+
+    def best(role: str) -> str:
+        found = [
+            (outcome["summary"][workload["figure"]]["median"], outcome["name"])
+            for outcome in workload["outcomes"]
+            if outcome["role"] == role and outcome["status"] == "measured"
+        ]
+        if not found:
+            return "not measured"
+        seconds, name = min(found)
+        return f"{seconds:.3g} s" if role == "ckptstore" else f"{name}: {seconds:.3g} s"
+
+    facts = {**report["machine"], **report["versions"]}
+    return {
+        "workload": row["workload"],
+        "ours": best("ckptstore"),
+        "peer": best("peer"),
+        "limit": best("limit"),
+        "verdict": row["verdict"],
+        "date": datetime.fromtimestamp(report["created_at"], UTC).date().isoformat(),
+        "commit": row["commit"],
+        "machine": ", ".join(f"{name} {value}" for name, value in facts.items() if name != "load_average"),
+    }
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "config": config_tables,
     "error tree": error_tree,
@@ -205,6 +255,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "ray": lambda: api(ckptstore.ray),
     "commands": commands,
     "json": json_tables,
+    "performance table": performance_table,
+    "performance pages": lambda: "\n".join((index("performance"), index("performance/history"))),
     "how to": lambda: index("how-to"),
     "explain": lambda: index("explain"),
     "reference": lambda: index("reference"),

@@ -195,9 +195,27 @@ def test_the_readme_begins_with_what_matters() -> None:
     assert "pip install" in head
     assert "`make demo`" in head
     assert "`make test`" in head
-    assert len(examples["python"]) <= 12
+    assert len(examples["python"]) <= 15
     assert len(examples["console"]) == 4
     assert examples["console"][-1] in head
+
+
+def test_the_loop_of_the_readme_trains(tmp_path: Path) -> None:
+    (loop,) = (block.text for block in blocks(ROOT / "README.md") if block.language == "python")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import torch; torch.manual_seed(0)\n{loop}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    with ckptstore.open_store(tmp_path / "runs/first") as store:
+        losses = {checkpoint.step: checkpoint.metrics["loss"] for checkpoint in store}
+    assert list(losses) == [2, 3]
+    assert losses[3] < losses[2]
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name in SCHEMA["$defs"]])
