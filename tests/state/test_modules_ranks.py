@@ -20,6 +20,7 @@ def special_cases(directory: Path) -> None:
         parameters_that_never_got_a_gradient,
         averages_of_sharded_weights,
         a_mismatch_leaves_everything,
+        wrapped_state_under_fsdp1_is_refused_on_all_ranks,
         stock_calls_of_torch_read_and_write_the_same_keys,
     ):
         place = directory / case.__name__
@@ -214,6 +215,27 @@ def a_mismatch_leaves_everything(directory: Path) -> None:
 
     unchanged_by(refused, *training(other.model, other.optimizer))
     assert not other.optimizer.state
+
+
+def wrapped_state_under_fsdp1_is_refused_on_all_ranks(directory: Path) -> None:
+    """Also on the rank whose parts are too small to be wrapped: torch would have it wait for the others."""
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from layouts import Run
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    from ckptstore.errors import InvalidState
+    from ckptstore.state.live.apply import collect
+
+    run = Run("fsdp1", lambda items: torch.optim.SGD(items, lr=0.1, momentum=0.9))
+    run.steps(1)
+    if dist.get_rank() == 0:
+        state = next(iter(run.optimizer.state.values()))
+        state["momentum_buffer"] = TwoTensor(state["momentum_buffer"], state["momentum_buffer"])
+    with pytest.raises(InvalidState, match=r"'optim' has state in tensors that wrap others \(TwoTensor\), under FSDP1"):
+        collect(run.state)
+    collect({"model": run.model})
 
 
 def stock_calls_of_torch_read_and_write_the_same_keys(directory: Path) -> None:
