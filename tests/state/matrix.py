@@ -175,6 +175,8 @@ def _go_on(
 ) -> str | float:
     """Load and train on; what was wrong, or how far the next step was off."""
     again = Trial(layout, optimizer)
+    for group in (group for item in again.optimizers for group in item.param_groups):
+        group["lr"] *= 3  # what is saved counts
     if layout == "ddp":
         again.step(9)  # DDP sums in another order once it has seen a backward pass
     store.load(again.state, per_rank="first" if "alone" in (source, layout) else "error")
