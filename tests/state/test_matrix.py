@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ OTHER_SUMS = 5e-7
 """By how much a step may be off where one of two layouts adds in another order; 1.6e-7 was measured."""
 OTHER_SUMS_BFLOAT16 = 5e-3
 """The same for Muon, which computes in bfloat16 and, with DTensors, part by part; 3.3e-3 was measured."""
+
+
+@pytest.fixture(autouse=True)
+def _as_in_the_ranks() -> Iterator[None]:
+    """The process of the test is one of the layouts: several threads would sum in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.compiler.set_stance("default")
 
 
 def expected(name: str) -> str:
