@@ -24,9 +24,9 @@ SIZES = (6, 8, 7)
 class Block(nn.Module):
     """Two layers with a norm, whose sizes do not divide by every number of ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: tuple[int, int, int] = SIZES) -> None:
         super().__init__()
-        first, hidden, last = SIZES
+        first, hidden, last = sizes
         self.up = nn.Linear(first, hidden)
         self.norm = nn.BatchNorm1d(hidden)
         self.down = nn.Linear(hidden, last)
@@ -40,11 +40,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A block and a layer tied to another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: tuple[int, int, int] = SIZES) -> None:
         super().__init__()
-        self.block = Block()
-        self.first = nn.Linear(SIZES[2], SIZES[2], bias=False)
-        self.last = nn.Linear(SIZES[2], SIZES[2], bias=False)
+        self.block = Block(sizes)
+        self.first = nn.Linear(sizes[2], sizes[2], bias=False)
+        self.last = nn.Linear(sizes[2], sizes[2], bias=False)
         self.last.weight = self.first.weight
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

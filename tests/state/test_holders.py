@@ -89,11 +89,22 @@ def test_copies_on_meshes_of_their_own_are_one_if_they_are_equal(full: torch.Ten
     assert save_and_load(4, state_of) == [[]] * 4
 
 
+def but_one(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, but for the last number."""
+    other = tensor.clone()
+    other[-1, -1] += 1
+    return other
+
+
 OTHERS = {
     "one number": (lambda rank: distributed(SMALL + (rank == 3), mesh_for(rank, halves(rank)), [Shard(0)]), "rank 1"),
     "large": (
         lambda rank: distributed(LARGE * (1 + rank // 2), mesh_for(rank, halves(rank)), [Shard(0)]),
         "rank 0",
+    ),
+    "one number of a large one": (
+        lambda rank: distributed(but_one(LARGE) if rank == 3 else LARGE, mesh_for(rank, halves(rank)), [Shard(0)]),
+        "rank 3 are not those of rank 1",
     ),
     "other parts": (lambda rank: distributed(SMALL, mesh_for(rank, halves(rank)), [Shard(rank // 2)]), "other parts"),
     "other meshes": (

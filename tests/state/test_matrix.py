@@ -1,40 +1,83 @@
-"""The matrix: layouts by layouts by optimizers. What was saved is what is loaded, and training goes on bit by bit."""
+"""The matrix: layouts by layouts by optimizers. What was saved is what is loaded, and the next step of training is that
+of the run that was not interrupted: bit by bit, but for what a layout itself changes in sums."""
 
 from __future__ import annotations
 
-import pickle
+import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import OPTIMIZERS, matrix
+import torch
+from carrier import bits
+from matrix import OPTIMIZERS, load_all, matrix, save_all
 
 from ckptstore.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import independent_reader as reader
 
-TWO_RANKS = ["plain", "ddp", "fsdp1", "fsdp2", "tensor-parallel"]
+TWO_RANKS = ["plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2", "tensor-parallel"]
 FOUR_RANKS = ["hsdp2", "fsdp1-hybrid", "tensor-parallel-fsdp2"]
+ALONE = "alone"
+"""One process without a group, which saves too, and loads what the others saved."""
+WITHOUT_PARTS = {ALONE, "plain", "ddp"}
 QUIET = {"PYTHONWARNINGS": "ignore"}
-NOT_IN_TORCH = {
-    "adafactor": {"fsdp2", "tensor-parallel", "hsdp2", "tensor-parallel-fsdp2"},
-    "rprop": {"fsdp2", "tensor-parallel", "hsdp2", "tensor-parallel-fsdp2"},
-    "several": {"fsdp1", "fsdp1-hybrid"},
-}
-"""Layouts in which torch cannot train with an optimizer: some do not know DTensors, and FSDP1 shows flat pieces of
-parameters, of which Muon takes none."""
-REFUSED = {("adafactor", layout) for layout in ("fsdp1", "fsdp1-hybrid")}
-"""Its statistics of flat pieces are not those of the parameters, and a step without gradients divides by zero."""
+FSDP1 = {"fsdp1", "fsdp1-flat", "fsdp1-hybrid"}
+DTENSORS = {"fsdp2", "tensor-parallel", "hsdp2", "tensor-parallel-fsdp2"}
+NOT_IN_TORCH = {"adafactor": DTENSORS, "rprop": DTENSORS, "several": FSDP1, "groups": {"fsdp1-flat"}}
+"""Layouts in which torch cannot train with an optimizer. Some do not know DTensors. FSDP1 shows flat pieces of
+parameters, of which Muon takes none, and a flat parameter cannot be frozen in part."""
+QUANTISED = {"adamw-8bit", "adamw-4bit", "adamw-fp8"}
+OTHER_SUMS = 5e-7
+"""By how much a step may be off where one of two layouts adds in another order; 1.6e-7 was measured."""
+OTHER_SUMS_BFLOAT16 = 5e-3
+"""The same for Muon, which computes in bfloat16 and, with DTensors, part by part; 3.3e-3 was measured."""
 
 
-def is_known(name: str, words: str) -> bool:
-    """Whether a case is one that torch does not support, or one that was refused by name."""
+@pytest.fixture(autouse=True)
+def _as_in_the_ranks() -> Iterator[None]:
+    """The process of the test is one of the layouts: several threads would sum in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.compiler.set_stance("default")
+
+
+def expected(name: str) -> str:
+    """How what is said of a case must begin, "" if it must work."""
     *layouts, optimizer = name.replace("->", "").split()
-    if len(layouts) == 1:
-        return words.startswith("torch: ") and layouts[0] in NOT_IN_TORCH.get(optimizer, ())
-    return words.startswith("StateMismatch: the ") and any((optimizer, layout) in REFUSED for layout in layouts)
+    if len(layouts) == 1 and layouts[0] in NOT_IN_TORCH.get(optimizer, ()):
+        return "torch: "
+    if optimizer in QUANTISED and FSDP1 & set(layouts):
+        return "InvalidState: the optimizer at 'optim0' has state in tensors that wrap others"
+    if optimizer == "adafactor" and len(layouts) == 2 and FSDP1 & set(layouts):
+        # Its statistics of flat pieces are not those of parameters, and of an empty piece it cannot make any.
+        return "" if set(layouts) <= FSDP1 and layouts[1] == "fsdp1-flat" else "StateMismatch: the "
+    if optimizer in QUANTISED and len(set(layouts)) > 1 and not set(layouts) <= WITHOUT_PARTS:
+        return "StateMismatch: the checkpoint does not fit the state"  # only torchao knows how to cut what it wraps
+    return ""
+
+
+def tolerance(name: str) -> float:
+    """How far the step after a load may be off; 0 where each rank computes whole layers with whole parameters."""
+    source, _, layout, optimizer = name.split()
+    if source == layout:
+        return 0.0
+    if optimizer == "adafactor" and FSDP1 & {source, layout}:
+        return float("inf")  # it scales by the norm of what it is shown, so that each kind of FSDP1 trains differently
+    if optimizer == "several":
+        return OTHER_SUMS_BFLOAT16
+    return OTHER_SUMS if any("tensor" in one for one in (source, layout)) else 0.0
+
+
+def is_right(name: str, said: str | float) -> bool:
+    if words := expected(name):
+        return isinstance(said, str) and said.startswith(words)
+    return isinstance(said, float) and said <= tolerance(name)
 
 
 def is_own(key: Any) -> bool:
@@ -42,36 +85,50 @@ def is_own(key: Any) -> bool:
     return isinstance(key, tuple)
 
 
-def check(found: list[dict[str, str]], directory: Path) -> None:
+def check(found: list[dict[str, Any]], directory: Path) -> None:
     """Nothing was wrong on any rank, and a program that knows the format page reads every checkpoint."""
     for told in found:
-        assert {name: words for name, words in told.items() if not is_known(name, words)} == {}
-    for path in sorted(directory.glob("*.saved")):
-        root, saved = path.with_suffix(""), pickle.loads(path.read_bytes())
+        assert {name: said for name, said in told.items() if not is_right(name, said)} == {}
+    for path in sorted(directory.glob("*.0")):
+        root, saved = path.with_suffix(""), torch.load(path)[0]
         tensors, values = reader.read_checkpoint(root, reader.read_log(root / "log")[-1])
         assert any(str(key).startswith("optim0.param_groups.") for key in values)
         compared = [key for key in saved if key in tensors]
         assert len(compared) >= 7
         for key in compared:
-            dtype, shape, content = saved[key]
+            dtype, shape, content = bits(saved[key])
             assert tensors[key] == (dtype.removeprefix("torch."), shape, content), (root.name, key)
         lost = saved.keys() - tensors.keys() - values.keys() - {key for key, *_ in filter(is_own, [*tensors, *values])}
         assert lost == set(), root.name
 
 
+def check_matrix(ranks: int, directory: Path, layouts: list[str], optimizers: list[str]) -> None:
+    """Every layout into every other, with one process without a group as one of them."""
+    saved_alone = save_all(directory, [ALONE], optimizers)
+    found = run_ranks(ranks, matrix, directory, layouts, layouts, optimizers, [ALONE], timeout_seconds=500, env=QUIET)
+    loaded_alone = load_all(directory, [ALONE, *layouts], [ALONE], optimizers)
+    cases = {name for told in (found[0], loaded_alone) for name in told if "->" in name}
+    trained = {path.stem for path in directory.glob("*.0")}
+    for source, layout, optimizer in itertools.product([ALONE, *layouts], [ALONE, *layouts], optimizers):
+        is_trained = layout not in NOT_IN_TORCH.get(optimizer, ())
+        assert (f"{source} -> {layout} {optimizer}" in cases) == (f"{source}-{optimizer}" in trained and is_trained)
+    check([{**saved_alone, **loaded_alone, **told} for told in found], directory)
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao's, of what it finds on this machine
 def test_a_sample(tmp_path: Path) -> None:
-    check(run_ranks(2, matrix, tmp_path, ["fsdp2", "ddp"], ["fsdp2", "ddp"], ["several"], env=QUIET), tmp_path)
+    check_matrix(2, tmp_path, ["fsdp2", "ddp"], ["several"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
 def test_every_layout_and_optimizer_on_two_ranks(tmp_path: Path) -> None:
-    layouts = run_ranks(2, matrix, tmp_path, TWO_RANKS, TWO_RANKS, list(OPTIMIZERS), timeout_seconds=500, env=QUIET)
-    check(layouts, tmp_path)
+    check_matrix(2, tmp_path, TWO_RANKS, list(OPTIMIZERS))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
 def test_every_layout_and_optimizer_on_four_ranks(tmp_path: Path) -> None:
-    layouts = run_ranks(4, matrix, tmp_path, FOUR_RANKS, FOUR_RANKS, list(OPTIMIZERS), timeout_seconds=500, env=QUIET)
-    check(layouts, tmp_path)
+    check_matrix(4, tmp_path, FOUR_RANKS, [name for name in OPTIMIZERS if name not in QUANTISED - {"adamw-8bit"}])

@@ -89,11 +89,17 @@ def across(directory: Path, sources: tuple[str, ...], layouts: tuple[str, ...]) 
     return seen
 
 
-def in_ranks(directory: Path, made: tuple[str, ...], sources: tuple[str, ...], loaded: tuple[str, ...]) -> Any:
+def in_ranks(
+    directory: Path, made: tuple[str, ...], sources: tuple[str, ...], loaded: tuple[str, ...], cases: bool = False
+) -> Any:
+    """All in one group of processes, as these take long to start; with the cases that only show with several ranks."""
     import layouts as given
+    import module_cases
 
     given.start()
     found = names_and_resumes(directory, made), across(directory, sources, loaded)
+    for case in module_cases.CASES if cases else ():
+        case(directory / case.__name__)
     given.finish()
     return found
 
@@ -131,8 +137,8 @@ def check_across(seen: list[dict[str, Any]], sources: list[dict[str, Any]]) -> N
                 assert any(torch.equal(tensor, one) for one in saved), (source, layout, key)
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    found = run_ranks(2, in_ranks, tmp_path, TWO_RANKS, TWO_RANKS, MAIN, timeout_seconds=240, env=QUIET)
+def test_two_ranks_and_their_special_cases(tmp_path: Path) -> None:
+    found = run_ranks(2, in_ranks, tmp_path, TWO_RANKS, TWO_RANKS, MAIN, True, timeout_seconds=240, env=QUIET)
     saved = [seen for seen, _ in found]
     check_names(saved, TWO_RANKS)
     check_across([loaded for _, loaded in found], saved)

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptstore.errors import InvalidState
-from ckptstore.runtime.torch_private import canonical_names, is_tensor_parallel_fsdp1
+from ckptstore.runtime.torch_private import canonical_names, is_tensor_parallel_fsdp1, is_wrapper
 from ckptstore.state.live.flatten import FlatState, Path, TensorEntry, join_path
 from ckptstore.state.live.modules import Sameness, blaming, quiet_torch
 
@@ -107,11 +109,31 @@ def read_optimizer(key: str, optimizer: torch.optim.Optimizer, scope: Scope) -> 
             f"the first tensor parallel rank for all of them",
             hint="Use FSDP2 (fully_shard) with tensor parallelism; the module alone can be saved",
         )
+    _refuse_wrapped_under_fsdp1(key, optimizer, scope.root)
     with as_it_is(optimizer), quiet_torch(), blaming(f"the optimizer at {key!r}"):
         if not optimizer.param_groups:
             return {}
         flat = get_optimizer_state_dict(scope.root, optimizer, options=OPTIONS)
     return {rename(name, scope.public): item for name, item in flat.items()}
+
+
+def _refuse_wrapped_under_fsdp1(key: str, optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> None:
+    """Raise InvalidState where torch raises on the ranks that have wrapped tensors, and the others wait for them for
+    minutes: parts below a size are not wrapped. All ranks raise alike. Collective under FSDP1."""
+    modules = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
+    groups = {id(module.process_group): module.process_group for module in modules}
+    states = optimizer.state.values() if groups else ()
+    kinds = {type(item).__name__ for state in states for item in state.values() if is_wrapper(item)}
+    for group in groups.values():
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, min(kinds, default=""), group=group)
+        kinds.update(filter(None, found))
+    if kinds:
+        raise InvalidState(
+            f"the optimizer at {key!r} has state in tensors that wrap others ({min(kinds)}), under FSDP1, which cannot "
+            f"put the parts of several ranks together",
+            hint="Use FSDP2 (fully_shard), or an optimizer with plain tensors; the module alone can be saved",
+        )
 
 
 def collect_optimizer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+import xxhash
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.tensors.placement import PLAIN_TYPES
@@ -59,3 +60,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview | bytes:
         return view_of(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return bytes(view_of(plain))
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """The XXH3-128 of a tensor's dtype, shape and bytes, as they are stored."""
+    if not is_plain_memory(tensor):
+        tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    hasher = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    hasher.update(view_of(tensor))
+    return hasher.hexdigest()

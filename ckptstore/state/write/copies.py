@@ -5,26 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-import torch
-import xxhash
-
 from ckptstore.errors import InvalidState
-from ckptstore.state.tensors.tensor_memory import bytes_of
+from ckptstore.state.tensors.tensor_memory import digest_of
 from ckptstore.state.write.agree import Agreement
 from ckptstore.state.write.assignment import is_stored_elsewhere
 from ckptstore.state.write.describe import Described
 
-_LOOKED_AT_BYTES = 1 << 20
-"""Of a larger part so many bytes are looked at, as training waits for it, and as copies that differ do so all over."""
-
 
 def boxes_of(found: Described, agreement: Agreement) -> bytes:
-    """The digests of all that this rank has of tensors of which there are several copies."""
+    """The digests of all bytes that this rank has of tensors of which there are several copies.
+
+    Training waits for it: nobody reads later what is not stored. Of a tensor on a device the host has a copy meanwhile.
+    """
     told = {}
     for item in found.items:
         if item.key in agreement.copies and not item.tied_to:
             boxes = {
-                json.dumps([box.offsets, box.sizes]): _digest(tensor)
+                json.dumps([box.offsets, box.sizes]): digest_of(tensor)
                 for box, tensor in zip(item.boxes, found.memory[item.key], strict=True)
             }
             told[item.key] = [is_stored_elsewhere(item, agreement), boxes]
@@ -58,11 +55,3 @@ def _refusal(key: str, rank: int, first: int | None) -> InvalidState:
 
 
 _HINT = "One copy is stored: give what differs keys of its own, or distribute it over one mesh of all its ranks"
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    """Of all of a small tensor, and of elements that are spread evenly over a large one."""
-    step = -(-tensor.numel() * tensor.element_size() // _LOOKED_AT_BYTES)
-    if step > 1:
-        tensor = tensor.detach().reshape(-1)[::step]
-    return xxhash.xxh3_128_hexdigest(bytes_of(tensor))

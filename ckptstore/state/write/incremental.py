@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import xxhash
 
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.encoding import FORMAT_VERSION, load_object, shortened
 from ckptstore.format.layout import check_name
 from ckptstore.state.tensors.boxes import Box
-from ckptstore.state.tensors.tensor_memory import is_plain_memory, view_of
+from ckptstore.state.tensors.tensor_memory import digest_of
 
 LEAST_CURRENT = 0.75
 """A file is taken over while at least this share of it is still current; below, what holds is written anew."""
@@ -154,15 +153,7 @@ def _number(value: Any) -> int:
 
 def digests_of(chunks: Iterable[tuple[str, Box, torch.Tensor]]) -> dict[Place, str]:
     """The XXH3-128 of each chunk's bytes, dtype and whole shape of the box."""
-    return {(key, box): _digest(tensor) for key, box, tensor in chunks}
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    if not is_plain_memory(tensor):
-        tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    hasher = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    hasher.update(view_of(tensor))
-    return hasher.hexdigest()
+    return {(key, box): digest_of(tensor) for key, box, tensor in chunks}
 
 
 def kept_file_name(rank: int) -> str:

@@ -5,27 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckptstore.testing.ranks import run_ranks
-
-
-def special_cases(directory: Path) -> None:
-    import layouts
-
-    layouts.start()
-    for case in (
-        what_ddp_keeps_the_same,
-        unsharded_to_meta_fsdp2,
-        an_empty_optimizer_resets,
-        one_optimizer_over_two_modules,
-        parameters_that_never_got_a_gradient,
-        averages_of_sharded_weights,
-        a_mismatch_leaves_everything,
-        stock_calls_of_torch_read_and_write_the_same_keys,
-    ):
-        place = directory / case.__name__
-        case(place)
-    layouts.finish()
-
 
 def what_ddp_keeps_the_same(directory: Path) -> None:
     """Only what all ranks of the job share, and not what DDP was told to ignore."""
@@ -216,6 +195,27 @@ def a_mismatch_leaves_everything(directory: Path) -> None:
     assert not other.optimizer.state
 
 
+def wrapped_state_under_fsdp1_is_refused_on_all_ranks(directory: Path) -> None:
+    """Also on the rank whose parts are too small to be wrapped: torch would have it wait for the others."""
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from layouts import Run
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    from ckptstore.errors import InvalidState
+    from ckptstore.state.live.apply import collect
+
+    run = Run("fsdp1", lambda items: torch.optim.SGD(items, lr=0.1, momentum=0.9))
+    run.steps(1)
+    if dist.get_rank() == 0:
+        state = next(iter(run.optimizer.state.values()))
+        state["momentum_buffer"] = TwoTensor(state["momentum_buffer"], state["momentum_buffer"])
+    with pytest.raises(InvalidState, match=r"'optim' has state in tensors that wrap others \(TwoTensor\), under FSDP1"):
+        collect(run.state)
+    collect({"model": run.model})
+
+
 def stock_calls_of_torch_read_and_write_the_same_keys(directory: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
@@ -292,5 +292,14 @@ def stock_calls_of_torch_read_and_write_the_same_keys(directory: Path) -> None:
     assert again.scheduler.last_epoch == 3
 
 
-def test_special_cases_of_two_ranks(tmp_path: Path) -> None:
-    run_ranks(2, special_cases, tmp_path, timeout_seconds=240, env={"PYTHONWARNINGS": "ignore"})
+CASES = (
+    what_ddp_keeps_the_same,
+    unsharded_to_meta_fsdp2,
+    an_empty_optimizer_resets,
+    one_optimizer_over_two_modules,
+    parameters_that_never_got_a_gradient,
+    averages_of_sharded_weights,
+    a_mismatch_leaves_everything,
+    wrapped_state_under_fsdp1_is_refused_on_all_ranks,
+    stock_calls_of_torch_read_and_write_the_same_keys,
+)
