@@ -1,4 +1,4 @@
-"""Storages that break one clause each; the contract suite must fail for every one. Run by test_contract_strict.py."""
+"""Storages that break one clause each, and the test of the contract that notices. Run by test_contract_strict.py."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class _OnMemory(StorageContract):
     travels = False
     num_listed_files = 1100
     broken: Callable[[str], Any] = MemoryStorage
+    caught_by = ""
+    """The test of the suite that must fail; it passes for the sound storage."""
 
     @pytest.fixture
     def storage(self) -> Any:
@@ -34,23 +36,31 @@ class _OnMemory(StorageContract):
 
 
 class TestSound(_OnMemory):
-    """The one that must pass."""
+    """The one for which the same tests must pass."""
 
 
 class TestLosesAPower(_OnMemory):
+    caught_by = "test_it_has_the_powers_that_are_declared"
+
     class broken(MemoryStorage):
         copy = None  # type: ignore[assignment]
 
 
 class TestHasAnUndeclaredPower(_OnMemory):
+    caught_by = "test_it_has_the_powers_that_are_declared"
+
     powers = frozenset({CreatesExclusively, WritesParts})
 
 
 class TestShowsASecret(_OnMemory):
+    caught_by = "test_it_shows_its_place_and_no_secret"
+
     secrets = frozenset({"memory"})
 
 
 class TestCreateOverwrites(_OnMemory):
+    caught_by = "test_create_changes_nothing_that_exists"
+
     class broken(MemoryStorage):
         def create(self, key: str, data: bytes) -> bool:
             created = super().create(key, data)
@@ -60,6 +70,8 @@ class TestCreateOverwrites(_OnMemory):
 
 
 class TestCreateLooksThenWrites(_OnMemory):
+    caught_by = "test_of_many_creators_one_wins_and_nobody_sees_a_part"
+
     class broken(MemoryStorage):
         def create(self, key: str, data: bytes) -> bool:
             try:
@@ -72,6 +84,8 @@ class TestCreateLooksThenWrites(_OnMemory):
 
 
 class TestCreateShowsAPart(_OnMemory):
+    caught_by = "test_of_many_creators_one_wins_and_nobody_sees_a_part"
+
     class broken(MemoryStorage):
         def create(self, key: str, data: bytes) -> bool:
             created = super().create(key, data[:10])
@@ -82,6 +96,8 @@ class TestCreateShowsAPart(_OnMemory):
 
 
 class TestAppends(_OnMemory):
+    caught_by = "test_writing_again_replaces_all"
+
     class broken(MemoryStorage):
         def write(self, key: str, views: Sequence[memoryview]) -> None:
             try:
@@ -92,6 +108,8 @@ class TestAppends(_OnMemory):
 
 
 class TestKeepsViews(_OnMemory):
+    caught_by = "test_views_are_not_kept"
+
     class broken(MemoryStorage):
         def write(self, key: str, views: Sequence[memoryview]) -> None:
             self.kept = list(views)
@@ -99,6 +117,8 @@ class TestKeepsViews(_OnMemory):
 
 
 class TestFillsHolesWithZeros(_OnMemory):
+    caught_by = "test_a_file_that_ends_early_is_damaged"
+
     class broken(MemoryStorage):
         def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
             self.stat(key)
@@ -110,12 +130,16 @@ class TestFillsHolesWithZeros(_OnMemory):
 
 
 class TestIgnoresVersions(_OnMemory):
+    caught_by = "test_a_version_stands_for_contents"
+
     class broken(MemoryStorage):
         def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
             super().read_into(key, offset, views)
 
 
 class TestListsDirectories(_OnMemory):
+    caught_by = "test_a_prefix_is_a_string_and_no_directory"
+
     class broken(MemoryStorage):
         def list(self, prefix: str) -> Iterator[StoredFile]:
             found = list(super().list(""))
@@ -123,18 +147,24 @@ class TestListsDirectories(_OnMemory):
 
 
 class TestListsOnePage(_OnMemory):
+    caught_by = "test_a_long_listing_is_complete"
+
     class broken(MemoryStorage):
         def list(self, prefix: str) -> Iterator[StoredFile]:
             return iter([*super().list(prefix)][:1000])
 
 
 class TestUnquotesNames(_OnMemory):
+    caught_by = "test_names_that_look_alike_are_different_files"
+
     class broken(MemoryStorage):
         def read(self, key: str) -> bytes:
             return super().read(key.replace("+", " "))
 
 
 class TestDeleteNeedsTheFile(_OnMemory):
+    caught_by = "test_delete_removes_these_files_and_no_other"
+
     class broken(MemoryStorage):
         def delete(self, keys: Sequence[str]) -> None:
             for key in keys:
@@ -143,18 +173,24 @@ class TestDeleteNeedsTheFile(_OnMemory):
 
 
 class TestDeletesOneBatch(_OnMemory):
+    caught_by = "test_delete_takes_thousands_of_keys"
+
     class broken(MemoryStorage):
         def delete(self, keys: Sequence[str]) -> None:
             super().delete(keys[:1000])
 
 
 class TestDeletesPrefixes(_OnMemory):
+    caught_by = "test_what_leads_to_a_file_is_not_deleted"
+
     class broken(MemoryStorage):
         def delete(self, keys: Sequence[str]) -> None:
             super().delete([file.key for key in set(keys) for file in [*self.list(key)]])
 
 
 class TestRaisesPlainErrors(_OnMemory):
+    caught_by = "test_what_is_missing_is_named"
+
     class broken(MemoryStorage):
         def stat(self, key: str) -> StoredFile:
             try:
@@ -164,6 +200,8 @@ class TestRaisesPlainErrors(_OnMemory):
 
 
 class TestAbortLeavesParts(_OnMemory):
+    caught_by = "test_aborted_parts_are_no_file"
+
     class broken(MemoryStorage):
         def open_parts(self, key: str, size_bytes: int) -> Any:
             writer = super().open_parts(key, size_bytes)
@@ -172,6 +210,8 @@ class TestAbortLeavesParts(_OnMemory):
 
 
 class TestCopyIsALink(_OnMemory):
+    caught_by = "test_copies"
+
     class broken(MemoryStorage):
         def copy(self, source_key: str, key: str) -> None:
             self.links = {**getattr(self, "links", {}), key: source_key}
@@ -185,6 +225,8 @@ class TestCopyIsALink(_OnMemory):
 
 
 class TestStartsClocksAnew(_OnMemory):
+    caught_by = "test_stat_and_list_say_the_same"
+
     class broken(MemoryStorage):
         def stat(self, key: str) -> StoredFile:
             found = super().stat(key)
@@ -192,6 +234,8 @@ class TestStartsClocksAnew(_OnMemory):
 
 
 class TestTravelsByAccident(_OnMemory):
+    caught_by = "test_it_opens_again_in_a_new_process"
+
     class broken(MemoryStorage):
         def __reduce__(self) -> Any:
             return MemoryStorage, (self.uri,)
