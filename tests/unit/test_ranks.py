@@ -1,4 +1,4 @@
-"""run_ranks: real processes, their environment, their ends."""
+"""run_ranks: real processes, their environment, their ends; the same for those that are forked from one with torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import forked_ranks
 import pytest
 
 from ckptstore.errors import StoreFenced
-from ckptstore.testing.ranks import RanksFailed, run_ranks
+from ckptstore.testing import ranks
+from ckptstore.testing.ranks import RanksFailed
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(params=[ranks.run_ranks, forked_ranks.run_ranks], ids=["started", "forked"])
+def run_ranks(request: pytest.FixtureRequest) -> Run:
+    return request.param if request.param is ranks.run_ranks else partial(request.param, modules=())
 
 
 @dataclass
@@ -81,7 +93,7 @@ def gone(process_ids: list[int]) -> bool:
     return True
 
 
-def test_each_rank_has_its_environment() -> None:
+def test_each_rank_has_its_environment(run_ranks: Run) -> None:
     ends = run_ranks(3, environment, Pair(1, "é"), env={"EXTRA": "x"})
     assert [pair for pair, _, _ in ends] == [Pair(1, "é")] * 3
     assert [values["RANK"] for _, values, _ in ends] == ["0", "1", "2"] == [env["LOCAL_RANK"] for _, env, _ in ends]
@@ -90,7 +102,7 @@ def test_each_rank_has_its_environment() -> None:
     assert len({process_id for *_, process_id in ends} | {os.getpid()}) == 4
 
 
-def test_an_error_comes_back_as_itself_and_as_text() -> None:
+def test_an_error_comes_back_as_itself_and_as_text(run_ranks: Run) -> None:
     with pytest.raises(RanksFailed, match="rank 1 raised") as caught:
         run_ranks(2, fail_at, 1)
     assert "about to fail" in str(caught.value)
@@ -101,13 +113,13 @@ def test_an_error_comes_back_as_itself_and_as_text() -> None:
     assert error.step == 3
 
 
-def test_an_error_that_cannot_be_pickled_comes_back_as_text() -> None:
+def test_an_error_that_cannot_be_pickled_comes_back_as_text(run_ranks: Run) -> None:
     with pytest.raises(RanksFailed, match="it has two arguments") as caught:
         run_ranks(1, raise_unpicklable)
     assert caught.value.errors == {}
 
 
-def test_a_death_names_rank_and_signal() -> None:
+def test_a_death_names_rank_and_signal(run_ranks: Run) -> None:
     with pytest.raises(RanksFailed, match="rank 1 died by SIGSEGV") as caught:
         run_ranks(2, die, signal.SIGSEGV, 1)
     assert caught.value.signals == {1: signal.SIGSEGV}
@@ -117,7 +129,7 @@ def test_a_death_names_rank_and_signal() -> None:
         run_ranks(1, leave, 0)
 
 
-def test_an_expected_death() -> None:
+def test_an_expected_death(run_ranks: Run) -> None:
     assert run_ranks(2, die, signal.SIGKILL, 1, expect_killed=[1]) == [1, None]
     with pytest.raises(RanksFailed, match="rank 0 was to be killed, and returned"):
         run_ranks(1, fail_at, 1, expect_killed=[0])
@@ -127,14 +139,14 @@ def test_an_expected_death() -> None:
         run_ranks(1, die, signal.SIGKILL, 0)
 
 
-def test_nothing_is_left_after_the_deadline(tmp_path: Path) -> None:
+def test_nothing_is_left_after_the_deadline(run_ranks: Run, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="rank 1 hung until the deadline") as caught:
         run_ranks(2, hang_with_child, tmp_path, timeout_seconds=6)
     assert "in hang_with_child" in str(caught.value), "the stacks of hanging ranks are shown"
     assert gone([int(word) for rank in "01" for word in (tmp_path / rank).read_text().split()])
 
 
-def test_a_child_that_a_rank_leaves_behind_is_ended(tmp_path: Path) -> None:
+def test_a_child_that_a_rank_leaves_behind_is_ended(run_ranks: Run, tmp_path: Path) -> None:
     run_ranks(2, leave_child, tmp_path)
     assert gone([int((tmp_path / rank).read_text()) for rank in "01"])
 
@@ -162,7 +174,7 @@ def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     assert gone([int((tmp_path / rank).read_text()) for rank in "01"])
 
 
-def test_functions_that_no_process_can_find_are_refused() -> None:
+def test_functions_that_no_process_can_find_are_refused(run_ranks: Run) -> None:
     def local() -> None: ...
 
     for function in (local, lambda: None):
