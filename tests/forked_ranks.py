@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,7 +122,11 @@ def _first(modules: tuple[str, ...], environment: Mapping[str, str]) -> _Parent:
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_AT_START) and name != "PYTHONWARNINGS"  # which a rank can still heed
+    }
 
 
 def _become_subreaper(is_one: bool) -> None:
@@ -138,6 +144,8 @@ def give_birth(fd: int, modules: tuple[str, ...]) -> None:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a process with {len(threads)} threads cannot be forked"
+    gc.collect()
+    gc.freeze()  # else each rank copies the pages of all modules when it collects or ends
     asked = socket.socket(fileno=fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test that waits ends first, and then this
     while request := asked.recv(1 << 20):
@@ -181,6 +189,8 @@ def _be_rank(birth: _Birth) -> None:
     os.chdir(birth.directory)
     os.environ.clear()
     os.environ.update(birth.environment)
+    for option in filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")):
+        warnings._setoption(option)  # type: ignore[attr-defined]
     with open(birth.job, "rb") as file:
         job = pickle.load(file)
     sys.path[:] = job["sys_path"]

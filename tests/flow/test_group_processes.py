@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
+
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageFull
 from ckptstore.group import Group, StorageGroup, check_shared, find_group
@@ -236,7 +238,7 @@ def in_a_pair(storage: LocalStorage, config: StoreConfig) -> Any:
 
 
 def test_ranks_agree_through_torch_and_dead_ones_are_named(tmp_path: Path) -> None:
-    ends = run_ranks(4, through_torch, tmp_path / "store", expect_killed=[0, 2])
+    ends = forked_ranks.run_ranks(4, through_torch, tmp_path / "store", expect_killed=[0, 2])
     everybody = ends[1][0]
     pairs = [seen.pop("pair") for seen, _ in everybody]
     check_scenes([seen for seen, _ in everybody])

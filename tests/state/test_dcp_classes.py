@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked_ranks import run_ranks
 from saving import bits, save_plain
 from test_stock_interop import VALUES, assert_same, blank, many_tensors
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
@@ -22,7 +23,6 @@ from ckptstore.state.read.stock_pickles import load_metadata
 from ckptstore.state.tensors.tensor_memory import view_of
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.faults import FailAt, wrap
-from ckptstore.testing.ranks import run_ranks
 from ckptstore.transfer import Transfer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from forked_ranks import run_ranks
 
 from ckptstore import InvalidMetric, InvalidStep, KeepBest, StoreFenced, open_store
 from ckptstore.dcp import StoreReader, StoreWriter, translated
-from ckptstore.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

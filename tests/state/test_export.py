@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from export_worker import save_sharded, sharded_tensors
+from forked_ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -26,7 +27,6 @@ from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, InvalidState,
 from ckptstore.interchange.exporting import KINDS, ExportReport, export
 from ckptstore.interchange.safetensors_file import NAMES, Entry, header, read_header
 from ckptstore.interchange.selection import Paths, nested
-from ckptstore.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
 MIB = 1 << 20

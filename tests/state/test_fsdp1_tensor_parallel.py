@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from ckptstore.testing import run_ranks
+from forked_ranks import run_ranks
 
 
 def save(directory: Path) -> list[str]:

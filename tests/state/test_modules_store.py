@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ckptstore.testing.ranks import run_ranks
+from forked_ranks import run_ranks
 
 LAYOUTS = ("ddp", "fsdp1", "fsdp1-flat", "fsdp2", "tensor-parallel")
 FOUR_RANKS = ("ddp", "fsdp1", "fsdp2", "fsdp1-hybrid", "hsdp2")
