@@ -58,8 +58,8 @@ def save_step(
     return "saved"
 
 
-def count_changes(root: str, token: str, source: str, step: int) -> int:
-    """The same save, counted."""
+def count_changes(root: str, token: str, source: str, step: int) -> list[str]:
+    """The keys that a rank of the same save changes, in their order."""
     rank = int(os.environ["RANK"])
     counted = CountCalls()
     group = StorageGroup(rank, int(os.environ["WORLD_SIZE"]), token)
@@ -69,7 +69,7 @@ def count_changes(root: str, token: str, source: str, step: int) -> int:
     )
     store.save_directory(step, Path(source) / f"rank{rank}")
     store.close()
-    return sum(changes_something(call) for call in counted.calls)
+    return [call.key for call in counted.calls if changes_something(call)]
 
 
 def prune_once(root: str, index: int, when: str) -> int:

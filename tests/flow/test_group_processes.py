@@ -140,7 +140,11 @@ def through_a_directory(root: Path) -> tuple[dict[str, Any], list[str]]:
     )
     check_shared(group, storage)
     seen = scenes(group)
+    others = [root.with_name(f"rank {other} has left") for other in (1, 2, 3)]
+    while rank == 0 and not all(path.exists() for path in others):
+        time.sleep(0.01)  # the leader leaves last: on a busy machine it does not wait long enough
     group.close()
+    root.with_name(f"rank {rank} has left").touch()
     return seen, [file.key for file in storage.list("")] if rank == 0 else []
 
 
@@ -173,8 +177,10 @@ def through_torch(root: Path) -> Any:
     seen["beside training"] = beside_training(group)
     seen["pair"] = in_a_pair(storage, patient)
     keys = [our_keys()]
-    dist.barrier()
-    group.close()
+    for leaving in (group.rank > 0, group.rank == 0):  # the leader last: on a busy machine it does not wait long enough
+        dist.barrier()
+        if leaving:
+            group.close()
     dist.barrier()
     keys.append(our_keys())
     everybody: list[Any] = [None] * 4
@@ -247,5 +253,5 @@ def test_ranks_agree_through_torch_and_dead_ones_are_named(tmp_path: Path) -> No
     assert pairs == [InvalidInput, (0, 2, b"1,3", 2), InvalidInput, (1, 2, b"1,3", 2)]
     for num_open, num_left in (keys for _, keys in everybody):
         assert 0 < num_open < 30  # the last call of each lane, signs of life and claims, not all of the calls
-        assert num_left <= 1  # a rank that takes leave late, on a busy machine, leaves its last sign
+        assert num_left == 0
     check_deaths([end and end[1] for end in ends])

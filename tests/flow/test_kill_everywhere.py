@@ -12,11 +12,12 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from forked_ranks import run_ranks
 from kill_worker import count_changes, download, prune_once, save_step
 from threaded_ranks import make_tree, read_tree, run_ranks_in_threads
 
 from ckptstore import Checkpoint, CheckpointStore, KeepLatest, open_store
-from ckptstore.testing import RanksFailed, run_ranks
+from ckptstore.testing import RanksFailed
 
 PARALLEL = 3
 PATIENT_SECONDS = 30.0
@@ -65,18 +66,31 @@ def check(root: Path, *, allowed: set[int]) -> int:
 
 
 def kill_in_save(
-    base: Path, source: Path, victim: int, index: int, when: str, *, rank_timeout_seconds: float = 0.5
-) -> tuple[int, str]:
+    base: Path,
+    source: Path,
+    victim: int,
+    index: int,
+    when: str,
+    *,
+    is_committed: bool = False,
+    rank_timeout_seconds: float = 0.5,
+) -> int:
+    """The step of the latest checkpoint after that kill; `is_committed` says that the save commits before it."""
     root = base.parent / f"run-{victim}-{index}-{when}-{rank_timeout_seconds}"
     shutil.copytree(base, root)
+
+    def kill_patiently() -> int:
+        """On a busy machine the other rank takes this one for dead before it comes to the change."""
+        patience = {"is_committed": is_committed, "rank_timeout_seconds": PATIENT_SECONDS}
+        return kill_in_save(base, source, victim, index, when, **patience)
+
     what = str(root), uuid4().hex, str(source), 2, victim, index, when, rank_timeout_seconds
     try:
         try:
             results = run_ranks(2, save_step, *what, expect_killed=[victim])
         except RanksFailed as error:
             if "was to be killed, and returned" in str(error) and rank_timeout_seconds < PATIENT_SECONDS:
-                # The other rank took this one for dead, on a busy machine, before it came to the change.
-                return kill_in_save(base, source, victim, index, when, rank_timeout_seconds=PATIENT_SECONDS)
+                return kill_patiently()
             raise AssertionError(f"rank {victim}, change {index}, {when}: {error}") from error
         survivor = results[1 - victim]
         step = check(root, allowed={1, 2})
@@ -84,7 +98,9 @@ def kill_in_save(
             assert step == 1, survivor
         if survivor == "saved":
             assert step == 2
-        return step, survivor
+        if is_committed and step == 1 and rank_timeout_seconds < PATIENT_SECONDS:
+            return kill_patiently()
+        return step
     finally:
         shutil.rmtree(root)
 
@@ -95,10 +111,17 @@ def test_a_save_killed_at_changes_spread_over_it(base: Path, tmp_path: Path, vic
     source = sources(tmp_path)
     counting = tmp_path / "counting"
     shutil.copytree(base, counting)
-    num_changes = run_ranks(2, count_changes, str(counting), uuid4().hex, str(source), 2)[victim]
+    changes = run_ranks(2, count_changes, str(counting), uuid4().hex, str(source), 2)[victim]
     assert check(counting, allowed={2}) == 2
-    assert num_changes > 10
-    points = [(index, ("before", "during", "after")[index % 3]) for index in range(0, num_changes - 2, SAMPLED[victim])]
+    assert len(changes) > 10
+    committed_at = max((index for index, key in enumerate(changes) if key.startswith("log/")), default=len(changes))
+    points = range(0, len(changes) - 2, SAMPLED[victim])
+    assert (committed_at < points[-1]) == (victim == 0)  # the leader dies on both sides of its commit
+
+    def kill(index: int) -> int:
+        when = ("before", "during", "after")[index % 3]
+        return kill_in_save(base, source, victim, index, when, is_committed=index > committed_at)
+
     with ThreadPoolExecutor(PARALLEL) as pool:
         outcomes = list(pool.map(lambda point: kill_in_save(base, source, victim, *point), points))
     seen = {step for step, _ in outcomes}
