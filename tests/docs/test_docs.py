@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,6 +15,8 @@ from typing import Any
 import click
 import jsonschema
 import pytest
+from forked_ranks import TORCH, run_ranks
+from page_runner import run_blocks
 
 import ckptstore
 from ckptstore.cli import COMMANDS, main
@@ -58,14 +57,6 @@ def blocks(page: Path) -> Iterator[Block]:
     assert head is None, f"{page} has a fence that is not closed"
 
 
-RUNNER = """
-import json, sys
-namespace = {"__name__": "page"}
-for line, text in json.load(sys.stdin):
-    exec(compile("\\n" * (line - 1) + text, sys.argv[1], "exec"), namespace)
-"""
-
-
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_python_block_runs(page: Path, tmp_path: Path) -> None:
     """The blocks of a page share a namespace, and run in an empty directory."""
@@ -77,18 +68,8 @@ def test_every_python_block_runs(page: Path, tmp_path: Path) -> None:
             assert block.rest == "", f"{page}:{block.line} has {block.rest!r} after its language"
             code.append((block.line, block.text))
     if code:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, "-c", RUNNER, str(page)],
-            input=json.dumps(code),
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        modules = TORCH if any("import torch" in text for _, text in code) else ()
+        run_ranks(1, run_blocks, str(page), code, tmp_path, modules=modules, timeout_seconds=240)
 
 
 def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:
