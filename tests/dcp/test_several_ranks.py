@@ -6,9 +6,8 @@ from pathlib import Path
 
 import cases_ranks  # noqa: F401 - enters its cases
 import pytest
+from forked_ranks import run_ranks
 from trials import CASES, problems, ranks_run
-
-from ckptstore.testing.ranks import run_ranks
 
 
 def check_all(ranks: int, root: Path) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from carrier import bits
+from forked_ranks import run_ranks
 from matrix import OPTIMIZERS, load_all, matrix, save_all
-
-from ckptstore.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import independent_reader as reader

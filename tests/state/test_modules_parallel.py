@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ckptstore.testing.ranks import run_ranks
+from forked_ranks import run_ranks
 
 TWO_RANKS = ("plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2", "fsdp2-wrapped", "tensor-parallel")
 MAIN = ("ddp", "fsdp1", "fsdp2")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import run_ranks
 from saving import ATTEMPT, make_transfer, open_index, open_stored, save_flat
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
@@ -22,7 +23,6 @@ from ckptstore.state.tensors.placement import pieces_of, shard_runs
 from ckptstore.state.write.agree import Negotiator
 from ckptstore.state.write.describe import describe, plain_state
 from ckptstore.storage.disk.local import LocalStorage
-from ckptstore.testing.ranks import run_ranks
 
 ATTEMPTS = {4: Attempt(4, 1, "44444444"), 2: Attempt(2, 1, "22222222")}
 SHAPES = {
