@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import jsonschema
 import pytest
 from click.testing import CliRunner, Result
@@ -29,6 +30,12 @@ from ckptstore.testing import run_ranks
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each workload is measured by processes of its own, which all need torch."""
+    monkeypatch.setattr("ckptstore.bench.run.run_ranks", forked_ranks.run_ranks)
 
 
 def bench(*arguments: object, code: int = 0) -> Result:
