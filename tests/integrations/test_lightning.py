@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import pytest
 
-from ckptstore.testing.ranks import run_ranks
-
+run_ranks = partial(forked_ranks.run_ranks, modules=forked_ranks.LIGHTNING)
 ELASTIC = {"TORCHELASTIC_RUN_ID": "tests", "GROUP_RANK": "0", "NODE_RANK": "0"}
 
 
@@ -133,7 +134,7 @@ def test_a_failed_asynchronous_save_is_raised_or_tolerated(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_other_name_of_lightning(tmp_path: Path) -> None:
-    ((names, step),) = run_ranks(1, call_alone, f"{tmp_path}/store")
+    ((names, step),) = forked_ranks.run_ranks(1, call_alone, f"{tmp_path}/store")
     assert "pytorch_lightning" in names
     assert "lightning" not in names
     assert step == 4

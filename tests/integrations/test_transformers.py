@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import pytest
 
-from ckptstore.testing.ranks import run_ranks
+run_ranks = partial(forked_ranks.run_ranks, modules=forked_ranks.TRANSFORMERS)
 
 
 def call(name: str, *args: Any) -> Any:
