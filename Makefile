@@ -9,8 +9,9 @@ STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --durations=20
 # A driver that waits for Ray hears no signal, so a test that takes too long ends the process.
 PYTEST_RAY := $(PYTEST) --timeout-method=thread
-# Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself.
-AT_ONCE := -n 3 --dist loadfile --ignore=tests/ray
+# Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself. In the order of their
+# names the many quick files of tests/unit are the last: by number of tests it would be the few that take long.
+AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/ray
 
 .PHONY: install demo demo-ray test test-slow simulate soak test-ceph check format docs bench bench-check servers clean
 
