@@ -19,7 +19,7 @@ from ckptstore.retention import check_required
 from ckptstore.saving.commit import commit, committed_record
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
-from ckptstore.storage.base import HasLocalFiles, Persists, Storage
+from ckptstore.storage.base import Disk, Storage
 from ckptstore.upkeep.prune import empty_trash, prune
 
 logger = logging.getLogger("ckptstore")
@@ -119,7 +119,7 @@ def _refuse_existing(job: Job, newest: Record, step: int) -> None:
 
 
 def _check_room(job: Job, needed_bytes: int, beat: Beat) -> None:
-    if not isinstance(job.storage, Persists):
+    if not isinstance(job.storage, Disk):
         return
     if needed_bytes > job.storage.free_bytes():
         empty_trash(job.log, job.storage, epoch=job.epoch, beat=beat)
@@ -156,7 +156,7 @@ def remove_files(storage: Storage, attempt: Attempt) -> None:
     """Leader, after its verdict "not committed": nothing will ever refer to the attempt. Best effort."""
     try:
         storage.delete([file.key for file in storage.list(attempt.prefix)])
-        if isinstance(storage, HasLocalFiles):
+        if isinstance(storage, Disk):
             storage.remove_directories(attempt.prefix.rstrip("/"))
     except CkptstoreError as error:
         logger.warning("what step %d left could not be removed: %s", attempt.step, error)

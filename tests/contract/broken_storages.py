@@ -46,6 +46,15 @@ class TestHasAnUndeclaredPower(_OnMemory):
     powers = frozenset({CreatesExclusively, WritesParts})
 
 
+class TestHasHalfOfAPower(_OnMemory):
+    class broken(MemoryStorage):
+        def persist(self, keys: Sequence[str]) -> None:
+            """Nothing is lost here."""
+
+        def free_bytes(self) -> int:
+            return 1 << 30
+
+
 class TestShowsASecret(_OnMemory):
     secrets = frozenset({"memory"})
 

@@ -37,7 +37,7 @@ from ckptstore.saving.commit import check_stored, manifest_of, write_manifest
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
 from ckptstore.saving.story import check_same_request, remove_files
-from ckptstore.storage.base import Persists, Storage
+from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.transfer import Transfer
 
@@ -202,7 +202,7 @@ def _marked(directory: str) -> str:
 
 
 def _check_room(storage: Storage, needed_bytes: int) -> None:
-    if isinstance(storage, Persists) and needed_bytes > (free_bytes := storage.free_bytes()):
+    if isinstance(storage, Disk) and needed_bytes > (free_bytes := storage.free_bytes()):
         raise StorageFull(
             f"The checkpoint needs {needed_bytes} bytes, and {free_bytes} bytes are free at {storage.uri}",
             hint="Make room, or give CheckpointConfig a smaller num_to_keep",
