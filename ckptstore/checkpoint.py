@@ -17,7 +17,7 @@ from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.group import find_group
 from ckptstore.loading.story import CheckpointFiles, copy_directory, open_directory
 from ckptstore.loading.verify import VerifyReport, verify
-from ckptstore.storage.base import Persists
+from ckptstore.storage.base import Disk
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.retried import with_retries
 from ckptstore.transfer import Transfer
@@ -140,7 +140,7 @@ class Checkpoint:
         self._require_there()
         storage, key = self._files.storage, self._files.prefix + USER_METADATA_NAME
         storage.write(key, [memoryview(data)])
-        if isinstance(storage, Persists):
+        if isinstance(storage, Disk):
             storage.persist([key])
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:

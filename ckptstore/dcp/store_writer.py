@@ -35,7 +35,7 @@ from ckptstore.state.index.part import PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.read.stock_pickles import load_metadata
 from ckptstore.state.write.stock_write import add_stock_bytes, add_stock_tensors
-from ckptstore.storage.base import HasLocalFiles
+from ckptstore.storage.base import Disk
 from ckptstore.storage.uri import parse_uri, redact
 from ckptstore.transfer import Stored
 from ckptstore.transfer.planned import PlannedFile
@@ -132,7 +132,7 @@ class StoreWriter(StorageWriter):
             raise InvalidState("the coordinator's answer did not reach this rank: no file can be named")
         deal_id = self._check_assignment(plan)
         storage, _ = self._target.open()
-        on_disk = isinstance(storage, HasLocalFiles)
+        on_disk = isinstance(storage, Disk)
         shard = DcpShard(
             plan,
             planner,

@@ -16,7 +16,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.state.index.index_file import INDEX_NAME
-from ckptstore.storage.base import Persists, Storage
+from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.retried import with_retries
 from ckptstore.transfer import Transfer
@@ -107,7 +107,7 @@ class DirectoryTarget:
             files=tuple(sorted_receipts(receipts)),
         )
         storage.write(prefix + MANIFEST_NAME, [memoryview(manifest.encode())])
-        if isinstance(storage, Persists) and self._config.durable:
+        if isinstance(storage, Disk) and self._config.durable:
             storage.persist([prefix + MANIFEST_NAME])
 
     def close(self) -> None:

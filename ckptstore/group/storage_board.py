@@ -24,7 +24,7 @@ from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, StorageE
 from ckptstore.format.layout import GROUP_PREFIX
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.life import LEFT
-from ckptstore.storage.base import CreatesExclusively, HasLocalFiles, Storage
+from ckptstore.storage.base import CreatesExclusively, Disk, Storage
 from ckptstore.storage.retry import retrying
 
 logger = logging.getLogger("ckptstore.group")
@@ -164,7 +164,7 @@ class StorageBoard:
             threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=True)
-        if emptied and isinstance(self._storage, HasLocalFiles):
+        if emptied and isinstance(self._storage, Disk):
             try:
                 self._storage.remove_directories(self._prefix.rstrip("/"))
             except (StorageError, OSError) as error:

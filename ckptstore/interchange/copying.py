@@ -29,7 +29,7 @@ from ckptstore.format.record import Record
 from ckptstore.loading.story import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, write_identity
-from ckptstore.storage.base import CopiesFrom, CopiesInside, HasLocalFiles, Persists, Storage
+from ckptstore.storage.base import CopiesFrom, CopiesInside, Disk, Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.retried import with_retries
 from ckptstore.transfer import Transfer
@@ -145,7 +145,7 @@ def _copy_checkpoint(
     founds = executor.run(share, manifest.files, size_bytes=lambda item: item.size_bytes, beat=_no_beat)
     found = set().union(*founds)
     missing = [receipt for receipt in manifest.files if receipt.name not in found]
-    if isinstance(target.storage, HasLocalFiles):
+    if isinstance(target.storage, Disk):
         for name in manifest.directories:
             target.storage.make_directory(prefix + name)
     last = {MANIFEST_NAME: data}
@@ -153,7 +153,7 @@ def _copy_checkpoint(
         last = {USER_METADATA_NAME: files.storage.read(files.prefix + USER_METADATA_NAME), **last}
     for name, contents in last.items():
         target.storage.write(prefix + name, [memoryview(contents)])
-        if isinstance(target.storage, Persists):
+        if isinstance(target.storage, Disk):
             target.storage.persist([prefix + name])
     return CopyReport(
         uri=target.storage.uri,
@@ -340,7 +340,7 @@ def _take_over(
             with contextlib.suppress(FileMissing):  # it is garbage, and may be collected meanwhile
                 storage.copy(key, prefix + receipt.name)
                 taken.append(receipt)
-    if taken and isinstance(storage, Persists) and target.config.transfer.durable:
+    if taken and isinstance(storage, Disk) and target.config.transfer.durable:
         storage.persist([prefix + receipt.name for receipt in taken])
     intact = _intact(target, prefix, taken)
     storage.delete([prefix + receipt.name for receipt in taken if receipt.name not in intact])
@@ -370,7 +370,7 @@ def _copy_inside(
         return set()
     with ThreadPoolExecutor(target.transfer.num_tasks) as pool:
         list(pool.map(copy, known[1:]))
-    if isinstance(storage, Persists) and target.config.transfer.durable:
+    if isinstance(storage, Disk) and target.config.transfer.durable:
         storage.persist([prefix + receipt.name for receipt in known])
     intact = _intact(target, prefix, known)
     storage.delete([prefix + receipt.name for receipt in known if receipt.name not in intact])

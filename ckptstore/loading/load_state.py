@@ -26,7 +26,7 @@ from ckptstore.state.live.matching import Matching, Mismatch, Saved
 from ckptstore.state.read.shared_reads import SharedSteps
 from ckptstore.state.read.stock_read import StockState, load_metadata
 from ckptstore.state.read.stored import PerRank, StoredState
-from ckptstore.storage.base import HasLocalFiles
+from ckptstore.storage.base import Disk
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.transfer import RangeRead, Transfer
 
@@ -140,7 +140,7 @@ class _Reader:
     def __init__(self, files: CheckpointFiles, options: LoadOptions, stack: ExitStack) -> None:
         self._files = files
         self._stack = stack
-        self._is_near = options.read_once == "node" and not isinstance(files.storage, HasLocalFiles)
+        self._is_near = options.read_once == "node" and not isinstance(files.storage, Disk)
         self._is_held = False
         self._copies: NodeCopies | None = None
         self._local: Transfer | None = None
@@ -160,7 +160,7 @@ class _Reader:
         """The index; every process of the node gets it from one download where `share` is set. With a `rank`, if the
         index is large, only the parts that it needs to load what it has saved."""
         files = self._files
-        if share and self._copies is None and not isinstance(files.storage, HasLocalFiles):
+        if share and self._copies is None and not isinstance(files.storage, Disk):
             self._copies = NodeCopies(files, manifest, self._stack)
             config = files.config
             disk = LocalStorage(self._copies.root, durable=False)

@@ -32,7 +32,7 @@ from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.node_cache import NodeCache
-from ckptstore.storage.base import HasLocalFiles, Storage
+from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.uri import local_path
 from ckptstore.transfer import RangeRead, Transfer, Wanted
 from ckptstore.upkeep import leases
@@ -94,7 +94,7 @@ class CheckpointFiles:
 
         Raises CheckpointGone when a prune was first. `is_handed_out` as for `leases.hold`.
         """
-        if self.record is None or not isinstance(self.storage, HasLocalFiles):
+        if self.record is None or not isinstance(self.storage, Disk):
             yield
             return
         with leases.hold(self.storage, self.record.number, is_handed_out=is_handed_out):
@@ -257,7 +257,7 @@ def open_directory(files: CheckpointFiles) -> Iterator[Path]:
     """
     with files.held(is_handed_out=True):
         manifest, data = files.read_manifest()
-        if isinstance(files.storage, HasLocalFiles) and not manifest.references:
+        if isinstance(files.storage, Disk) and not manifest.references:
             yield files.storage.local_path(files.prefix.rstrip("/"))
             return
 

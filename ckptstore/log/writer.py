@@ -25,7 +25,7 @@ from ckptstore.format.record import Record
 from ckptstore.log.chain import link_problem, record_problem
 from ckptstore.log.hint import Hint
 from ckptstore.log.reader import LogReader, Probed
-from ckptstore.storage.base import CreatesExclusively, Persists, Storage
+from ckptstore.storage.base import CreatesExclusively, Disk, Storage
 from ckptstore.storage.probe import has_exclusive_create, is_server
 
 _CHECKED_LINKS = 64
@@ -218,7 +218,7 @@ class Log(LogReader):
 
     def _confirm(self, record: Record) -> None:
         """A create failed and yet took effect: on a disk it may have failed at the very last, at becoming durable."""
-        if isinstance(self._storage, Persists):
+        if isinstance(self._storage, Disk):
             try:
                 self._storage.persist([record_key(record.number)])
             except StorageError as error:
@@ -235,12 +235,12 @@ class Log(LogReader):
 
         def write() -> Record:
             found = self._fetch(record.number)
-            on_disk = isinstance(storage, Persists)
+            on_disk = isinstance(storage, Disk)
             if isinstance(found, Record) and (found.write_id != record.write_id or not on_disk):
                 return found
             try:
                 storage.write(key, [view])
-                if isinstance(storage, Persists):  # after a failed fsync the file is written anew
+                if isinstance(storage, Disk):  # after a failed fsync the file is written anew
                     storage.persist([key])
             except StorageError as error:
                 failures.append(error)

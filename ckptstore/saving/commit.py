@@ -20,7 +20,7 @@ from ckptstore.log import Log
 from ckptstore.retention import Candidate, decide
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
-from ckptstore.storage.base import CreatesExclusively, HasLocalFiles, Persists, Storage
+from ckptstore.storage.base import CreatesExclusively, Disk, Storage
 from ckptstore.storage.retry import retrying
 
 logger = logging.getLogger("ckptstore")
@@ -181,10 +181,10 @@ def write_manifest(
     """Write the manifest, after what must be durable with it, and return its bytes. It may arrive after an error."""
     key, data = attempt.key(MANIFEST_NAME), manifest.encode()
     late = [attempt.key(name) for name in (*contents.directories, *contents.pending)]
-    if isinstance(storage, HasLocalFiles):
+    if isinstance(storage, Disk):
         for name in contents.directories:
             storage.make_directory(attempt.key(name))
-    if late and isinstance(storage, Persists) and config.transfer.durable:
+    if late and isinstance(storage, Disk) and config.transfer.durable:
         storage.persist(late)
     if not isinstance(storage, CreatesExclusively):
         storage.write(key, [memoryview(data)])

@@ -13,7 +13,7 @@ from ckptstore.format.naming import Agreement, Offer, agree
 from ckptstore.group import Beat
 from ckptstore.saving.directories import Directory, sha256_of_files
 from ckptstore.saving.shard import Contents, Decision
-from ckptstore.storage.base import HasLocalFiles, Persists, Storage
+from ckptstore.storage.base import Disk, Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.planned import PlannedFile
 
@@ -76,7 +76,7 @@ class DirectoryShard:
     def _link_files(self, attempt: Attempt, names: dict[str, str]) -> list[Receipt]:
         """Other names for the files of this rank, as far as the disk can; nothing of them is read."""
         storage = self._storage
-        if not isinstance(storage, HasLocalFiles):
+        if not isinstance(storage, Disk):
             return []
         prefix = attempt.prefix
         receipts = [
@@ -84,7 +84,7 @@ class DirectoryShard:
             for name, stored in names.items()
             if storage.link((source := self._found.files[name]).path, prefix + stored)
         ]
-        if isinstance(storage, Persists):
+        if isinstance(storage, Disk):
             storage.persist([prefix + receipt.name for receipt in receipts])
         return receipts
 

@@ -17,7 +17,7 @@ from ckptstore.retention import check_required
 from ckptstore.saving.commit import commit, committed_record
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
-from ckptstore.storage.base import Persists, Storage
+from ckptstore.storage.base import Disk, Storage
 from ckptstore.upkeep.prune import empty_trash, prune
 
 
@@ -95,7 +95,7 @@ class LogKeeper:
 
     def _check_room(self, decision: Decision, beat: Beat) -> None:
         storage, needed_bytes = self.storage, decision.size_bytes or 0
-        if not isinstance(storage, Persists):
+        if not isinstance(storage, Disk):
             return
         if needed_bytes > storage.free_bytes():
             empty_trash(self.job.log, storage, epoch=self.job.epoch, beat=beat)

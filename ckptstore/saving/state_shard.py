@@ -29,7 +29,7 @@ from ckptstore.state.write.describe import Described, describe
 from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
 from ckptstore.state.write.shard_files import ShardFiles
 from ckptstore.state.write.stock_write import MAX_CHUNKS, stock_frames, stock_metadata
-from ckptstore.storage.base import CopiesInside, HasLocalFiles, Persists, Storage
+from ckptstore.storage.base import CopiesInside, Disk, Storage
 from ckptstore.transfer import Stored
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import MemorySource, Source
@@ -116,7 +116,7 @@ class StateShard:
     def _look(self) -> Described:
         options = self._options
         self._flat = self._collect()
-        can = options.incremental == "reference" or isinstance(self._storage, HasLocalFiles | CopiesInside)
+        can = options.incremental == "reference" or isinstance(self._storage, Disk | CopiesInside)
         self._before = self._find_before() if options.incremental and can else None
         return describe(self._flat, compare=self._world_size > 1, allow_pickle=options.allow_pickle)
 
@@ -159,7 +159,7 @@ class StateShard:
             incremental=bool(options.incremental),
             before=self._before,
             num_prefixes=options.num_prefixes,
-            on_disk=isinstance(self._storage, HasLocalFiles),
+            on_disk=isinstance(self._storage, Disk),
         )
         if options.stock_readable:
             self._add_stock_values(agreement, [*plan.common, *plan.own])
@@ -217,7 +217,7 @@ class StateShard:
         written = {INDEX_NAME: joined}
         if self._options.stock_readable is True or (self._options.stock_readable and index.num_chunks <= MAX_CHUNKS):
             written[DCP_METADATA_NAME] = stock_metadata(index, *_stock_parts(heads))
-        if not isinstance(self._storage, Persists):
+        if not isinstance(self._storage, Disk):
             return Contents([*receipts, *self._add(written, attempt, beat)])
         for name, data in written.items():
             self._storage.write(attempt.key(name), [memoryview(data)])
@@ -231,12 +231,12 @@ class StateShard:
             return [Receipt(file.name, file.size_bytes, file.crc32c, rank, attempt=file.attempt) for file in kept]
         for file in kept:
             source, target = f"{CHECKPOINT_PREFIX}{file.attempt}/{file.name}", attempt.key(file.name)
-            is_linked = isinstance(storage, HasLocalFiles) and storage.link(storage.local_path(source), target)
+            is_linked = isinstance(storage, Disk) and storage.link(storage.local_path(source), target)
             if not is_linked and isinstance(storage, CopiesInside):
                 storage.copy(source, target)
             elif not is_linked:
                 raise StorageError(f"{source} cannot be linked to the next checkpoint", file=file.name)
-        if isinstance(storage, Persists):
+        if isinstance(storage, Disk):
             storage.persist([attempt.key(file.name) for file in kept])
         return [Receipt(file.name, file.size_bytes, file.crc32c, rank) for file in kept]
 

@@ -20,7 +20,7 @@ from ckptstore.group import Beat, Group
 from ckptstore.group.base import LEADER
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision, Shard
-from ckptstore.storage.base import HasLocalFiles, Storage
+from ckptstore.storage.base import Disk, Storage
 
 logger = logging.getLogger("ckptstore")
 
@@ -175,7 +175,7 @@ def remove_files(storage: Storage, attempt: Attempt) -> None:
     """Leader, after its verdict "not committed": nothing will ever refer to the attempt. Best effort."""
     try:
         storage.delete([file.key for file in storage.list(attempt.prefix)])
-        if isinstance(storage, HasLocalFiles):
+        if isinstance(storage, Disk):
             storage.remove_directories(attempt.prefix.rstrip("/"))
     except CkptstoreError as error:
         logger.warning("what step %d left could not be removed: %s", attempt.step, error)

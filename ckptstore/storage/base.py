@@ -1,4 +1,4 @@
-"""The contract of a storage: seven verbs over keys, and small protocols for the powers that only some have.
+"""The contract of a storage: seven verbs over keys, and six protocols for the powers that only some have.
 
 A key is a relative POSIX path below the storage's root ("log/0000000042.json"); `layout.check_key` says what is legal.
 A storage is safe to use from several threads and belongs to one process; it is pickled as URI and options and connects
@@ -46,7 +46,7 @@ class Storage(Protocol):
         """Make the file hold the views' bytes, one after another; whatever was there is replaced.
 
         The file may be visible, and torn, before this returns. It is durable when this returns, except on a storage
-        with `Persists`. The views are not kept.
+        which is a `Disk`. The views are not kept.
         """
 
     def read(self, key: str) -> bytes:
@@ -105,23 +105,6 @@ class CreatesExclusively(Protocol):
         """
 
 
-@runtime_checkable
-class ReadsInSteps(Protocol):
-    """Reads whose bytes can be looked at while they are in the processor's cache."""
-
-    def read_steps(
-        self,
-        key: str,
-        offset: int,
-        steps: Sequence[Sequence[memoryview]],
-        accept: Callable[[int], bool],
-        *,
-        version: str | None = None,
-    ) -> None:
-        """The same as `read_into` for the views of one step after another. `accept` is called with the number of each
-        step as it is filled; one that it does not accept is read again."""
-
-
 class PartWriter(Protocol):
     """A file that is being written in parts, from several threads, in any order."""
 
@@ -150,19 +133,9 @@ class WritesParts(Protocol):
 
 
 @runtime_checkable
-class WritesMany(Protocol):
-    """Small files by the thousand."""
-
-    def write_many(self, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
-        """The same as `write` for each key and its views, in less time. After an error any of them may be written."""
-
-    def useful_threads(self) -> int:
-        """How many threads that write small files at once are of use; more of them only wait for each other."""
-
-
-@runtime_checkable
-class Persists(Protocol):
-    """A disk, where written is not durable yet. What it writes is read-only from the start, for everybody."""
+class Disk(Protocol):
+    """A disk, or a file system that machines share. Its files have paths, are durable when `persist` has returned, and
+    are read-only from the start, for everybody."""
 
     def persist(self, keys: Sequence[str]) -> None:
         """Return when these files, and the directories that lead to them, would survive a loss of power.
@@ -172,11 +145,6 @@ class Persists(Protocol):
 
     def free_bytes(self) -> int:
         """How much can still be written."""
-
-
-@runtime_checkable
-class HasLocalFiles(Protocol):
-    """Files that other programs can open by path."""
 
     def local_path(self, key: str) -> Path:
         """The path of a key ("" is the root). Nothing is created."""
@@ -193,6 +161,25 @@ class HasLocalFiles(Protocol):
 
     def link(self, path: str | os.PathLike[str], key: str) -> bool:
         """Make the key another name of the same inode, or a reflink; False where neither is possible."""
+
+    def read_steps(
+        self,
+        key: str,
+        offset: int,
+        steps: Sequence[Sequence[memoryview]],
+        accept: Callable[[int], bool],
+        *,
+        version: str | None = None,
+    ) -> None:
+        """The same as `read_into` for the views of one step after another. `accept` is called with the number of each
+        step as it is filled, while its bytes are in the processor's cache. A step that it does not accept is read
+        again."""
+
+    def write_many(self, files: Sequence[tuple[str, Sequence[memoryview]]]) -> None:
+        """The same as `write` for each key and its views, in less time. After an error any of them may be written."""
+
+    def useful_threads(self) -> int:
+        """How many threads that write small files at once are of use; more of them only wait for each other."""
 
 
 @runtime_checkable
@@ -213,20 +200,25 @@ class CopiesFrom(Protocol):
 
 
 @runtime_checkable
-class TellsRules(Protocol):
-    """A bucket that says what it does with what is deleted, never finished, or damaged on its way."""
+class Bucket(Protocol):
+    """A bucket, which has rules of its own for what is deleted, never finished, or damaged on its way, and where
+    uploads in parts that were never finished keep costing money."""
 
     def rules(self) -> Mapping[str, str]:
         """Of "versioning", "soft delete", "object lock", "unfinished uploads" and "upload checksum" what there is, in
         words; "" for what there is not. What is left out is not known."""
 
-
-@runtime_checkable
-class FindsUnfinished(Protocol):
-    """Multipart uploads that were never finished keep costing money."""
-
     def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
-        """(key, upload id) of every unfinished upload below the prefix."""
+        """(key, upload id) of every unfinished upload below the prefix; nothing where uploads leave nothing behind."""
 
     def abort_unfinished(self, key: str, upload_id: str) -> None:
         """Drop one; no error if it is gone."""
+
+
+POWERS: tuple[type, ...] = (CreatesExclusively, WritesParts, Disk, CopiesInside, CopiesFrom, Bucket)
+"""Every optional power. A storage has a power when it has all its methods; some of them count for nothing."""
+
+
+def methods_of(protocol: type) -> frozenset[str]:
+    """The names of what a storage with this power has, or of the seven verbs and `uri` for `Storage`."""
+    return frozenset(name for name in vars(protocol) if not name.startswith("_"))

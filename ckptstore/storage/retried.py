@@ -11,30 +11,9 @@ from functools import partial
 from typing import Any, cast
 
 from ckptstore.config import RetryConfig
-from ckptstore.storage.base import (
-    CopiesFrom,
-    CopiesInside,
-    CreatesExclusively,
-    FindsUnfinished,
-    HasLocalFiles,
-    Persists,
-    Storage,
-    TellsRules,
-    WritesMany,
-    WritesParts,
-)
+from ckptstore.storage.base import POWERS, Disk, Storage, methods_of
 from ckptstore.storage.retry import retrying
 
-_POWERS = (
-    CopiesFrom,
-    CopiesInside,
-    CreatesExclusively,
-    FindsUnfinished,
-    Persists,
-    TellsRules,
-    WritesMany,
-    WritesParts,
-)
 _AGAIN = frozenset(
     ["abort_unfinished", "copy", "copy_from", "delete", "read", "read_into", "stat", "unfinished", "write"]
 )
@@ -43,11 +22,10 @@ _AGAIN = frozenset(
 
 def with_retries(storage: Storage, config: RetryConfig) -> Storage:
     """The same storage, with retries. A disk is given back as it is: what fails there fails for good."""
-    if isinstance(storage, HasLocalFiles) or config.retry_attempts == 1:
+    if isinstance(storage, Disk) or config.retry_attempts == 1:
         return storage
-    powers = [power for power in (Storage, *_POWERS) if isinstance(storage, power)]
-    names = {name for power in powers for name in vars(power) if not name.startswith("_") and name != "uri"}
-    methods = {name: _again(name) if name in _AGAIN else _once(name) for name in names - {"list"}}
+    names = frozenset().union(*(methods_of(power) for power in (Storage, *POWERS) if isinstance(storage, power)))
+    methods = {name: _again(name) if name in _AGAIN else _once(name) for name in names - {"list", "uri"}}
     retried = type(f"Retried{type(storage).__name__}", (_Retried,), methods)(storage, config)
     return cast(Storage, retried)
 

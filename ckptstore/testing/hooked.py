@@ -47,7 +47,7 @@ call has no effect; raised after, it has its effect and the reply is lost. A cal
 
 def wrap(storage: Storage, hook: Hook) -> Any:
     """A storage that calls `hook` around every call of `storage`, and has the same powers, no more and no fewer."""
-    powers = tuple(power for power in _WRAPPERS if isinstance(storage, power))
+    powers = tuple(power for power in base.POWERS if isinstance(storage, power))
     return _class_for(powers)(storage, hook)
 
 
@@ -122,26 +122,6 @@ class _WrappedCreate(_Wrapped):
         return self.run(_call("create", key, size_bytes=len(data)), lambda: bool(self.inner.create(key, data)))
 
 
-class _WrappedSteps(_Wrapped):
-    """Seen from outside it is one `read_into` of everything."""
-
-    def read_steps(
-        self,
-        key: str,
-        offset: int,
-        steps: Sequence[Views],
-        accept: Callable[[int], bool],
-        *,
-        version: str | None = None,
-    ) -> None:
-        views = [view for step in steps for view in step]
-        self.run(
-            _call("read_into", key, size_bytes=_size(views)),
-            lambda: self.inner.read_steps(key, offset, steps, accept, version=version),
-            lambda: self.inner.read_into(key, offset, _half(views), version=version),
-        )
-
-
 class _WrappedParts(_Wrapped):
     def part_bytes(self, size_bytes: int) -> int:
         return int(self.inner.part_bytes(size_bytes))
@@ -174,16 +154,6 @@ class _WrappedWriter:
         self._storage.run(_call("abort", self._key), self._inner.abort)
 
 
-class _WrappedMany(_Wrapped):
-    def write_many(self, files: Sequence[tuple[str, Views]]) -> None:
-        size_bytes = sum(_size(views) for _, views in files)
-        call = _call("write_many", files[0][0] if files else "", size_bytes=size_bytes, num_keys=len(files))
-        self.run(call, lambda: self.inner.write_many(files), lambda: self.inner.write_many(_half_of_files(files)))
-
-    def useful_threads(self) -> int:
-        return int(self.inner.useful_threads())
-
-
 class _WrappedDisk(_Wrapped):
     def persist(self, keys: Sequence[str]) -> None:
         self._over_keys("persist", keys)
@@ -191,8 +161,6 @@ class _WrappedDisk(_Wrapped):
     def free_bytes(self) -> int:
         return self.run(_call("free_bytes", ""), lambda: int(self.inner.free_bytes()))
 
-
-class _WrappedLocalFiles(_Wrapped):
     def local_path(self, key: str) -> Path:
         path: Path = self.inner.local_path(key)
         return path
@@ -212,6 +180,31 @@ class _WrappedLocalFiles(_Wrapped):
     def link(self, path: str | os.PathLike[str], key: str) -> bool:
         return self.run(_call("link", key), lambda: bool(self.inner.link(path, key)))
 
+    def read_steps(
+        self,
+        key: str,
+        offset: int,
+        steps: Sequence[Views],
+        accept: Callable[[int], bool],
+        *,
+        version: str | None = None,
+    ) -> None:
+        """Seen from outside it is one `read_into` of everything."""
+        views = [view for step in steps for view in step]
+        self.run(
+            _call("read_into", key, size_bytes=_size(views)),
+            lambda: self.inner.read_steps(key, offset, steps, accept, version=version),
+            lambda: self.inner.read_into(key, offset, _half(views), version=version),
+        )
+
+    def write_many(self, files: Sequence[tuple[str, Views]]) -> None:
+        size_bytes = sum(_size(views) for _, views in files)
+        call = _call("write_many", files[0][0] if files else "", size_bytes=size_bytes, num_keys=len(files))
+        self.run(call, lambda: self.inner.write_many(files), lambda: self.inner.write_many(_half_of_files(files)))
+
+    def useful_threads(self) -> int:
+        return int(self.inner.useful_threads())
+
 
 class _WrappedCopy(_Wrapped):
     def copy(self, source_key: str, key: str) -> None:
@@ -223,12 +216,10 @@ class _WrappedCopyFrom(_Wrapped):
         return self.run(_call("copy_from", key), lambda: bool(self.inner.copy_from(source, source_key, key)))
 
 
-class _WrappedRules(_Wrapped):
+class _WrappedBucket(_Wrapped):
     def rules(self) -> Mapping[str, str]:
         return self.run(_call("rules", ""), lambda: dict(self.inner.rules()))
 
-
-class _WrappedUnfinished(_Wrapped):
     def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
         return self.run(_call("unfinished", prefix), lambda: [*self.inner.unfinished(prefix)])
 
@@ -238,18 +229,12 @@ class _WrappedUnfinished(_Wrapped):
 
 _WRAPPERS: dict[Any, type[_Wrapped]] = {
     base.CreatesExclusively: _WrappedCreate,
-    base.ReadsInSteps: _WrappedSteps,
     base.WritesParts: _WrappedParts,
-    base.WritesMany: _WrappedMany,
-    base.Persists: _WrappedDisk,
-    base.HasLocalFiles: _WrappedLocalFiles,
+    base.Disk: _WrappedDisk,
     base.CopiesInside: _WrappedCopy,
     base.CopiesFrom: _WrappedCopyFrom,
-    base.FindsUnfinished: _WrappedUnfinished,
-    base.TellsRules: _WrappedRules,
+    base.Bucket: _WrappedBucket,
 }
-POWERS: tuple[Any, ...] = tuple(_WRAPPERS)
-"""Every optional power that a storage may have."""
 
 
 @cache

@@ -27,8 +27,7 @@ from typing import Any, ClassVar
 import pytest
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, StorageError
-from ckptstore.storage.base import Storage
-from ckptstore.testing.hooked import POWERS
+from ckptstore.storage.base import POWERS, Storage, methods_of
 from ckptstore.testing.ranks import run_ranks
 from ckptstore.testing.storage_powers import PowersContract
 
@@ -68,6 +67,8 @@ class StorageContract(PowersContract):
     """The protocols of `storage.base` that the storage must have, beside `Storage`. It must have no other."""
     travels: ClassVar[bool] = True
     """Whether the storage can be pickled and opened in a new process. If not, pickling must be refused with its URI."""
+    leaves_unfinished: ClassVar[bool] = True
+    """Of a `Bucket`: whether an upload in parts that never ends leaves something behind."""
     secrets: ClassVar[Collection[str]] = ()
     """What the storage was opened with and must never show."""
     num_listed_files: ClassVar[int] = 1100
@@ -90,6 +91,15 @@ class StorageContract(PowersContract):
         assert isinstance(storage, Storage)
         found = {power.__name__ for power in POWERS if isinstance(storage, power)}
         assert found == {power.__name__ for power in self.powers}
+
+    def test_it_has_no_half_of_a_power(self, storage: Any) -> None:
+        for power in POWERS:
+            found = {name for name in methods_of(power) if callable(getattr(storage, name, None))}
+            missing = methods_of(power) - found
+            assert not found or not missing, (
+                f"{type(storage).__name__} has {', '.join(sorted(found))} of {power.__name__}, and lacks "
+                f"{', '.join(sorted(missing))}. Half a power is never used: write the rest, or take it away"
+            )
 
     def test_it_shows_its_place_and_no_secret(self, storage: Any) -> None:
         assert isinstance(storage.uri, str)

@@ -25,54 +25,12 @@ def _need(storage: Any, power: type) -> None:
 
 
 class PowersContract:
-    """Create-if-absent, parts, a disk's durability, local files, copies, unfinished uploads."""
+    """Create-if-absent, parts, what a disk has, copies, unfinished uploads."""
 
     travels: ClassVar[bool]
+    leaves_unfinished: ClassVar[bool]
     raw_write: Callable[[str, bytes], None]
     raw_read: Callable[[str], bytes]
-
-    # ---- ReadsInSteps
-
-    def test_steps_are_looked_at_as_they_are_filled_and_read_again_if_refused(self, storage: Any) -> None:
-        _need(storage, base.ReadsInSteps)
-        data = bytes(range(250)) * 12_000
-        storage.write("f", [memoryview(data)])
-        sizes = [1, 1_000_000, 0, 70_000, 1_900_000]
-        found = [memoryview(bytearray(size)) for size in sizes]
-        steps = [[view[: len(view) // 3], view[len(view) // 3 :]] for view in found]
-        looked: list[int] = []
-
-        def accept(number: int) -> bool:
-            start = 7 + sum(sizes[:number])
-            assert found[number] == data[start : start + sizes[number]]
-            assert not any(map(any, found[number + 1 :]))
-            looked.append(number)
-            if looked.count(1) == 1 == number:
-                found[1][500] ^= 1
-                return False
-            return True
-
-        storage.read_steps("f", 7, steps, accept)
-        assert looked == [0, 1, 1, 2, 3, 4]
-
-    def test_steps_that_cannot_be_read_raise_what_a_read_raises(self, storage: Any) -> None:
-        _need(storage, base.ReadsInSteps)
-        storage.write("f", [memoryview(b"12345")])
-        version = storage.stat("f").version
-        steps = [[memoryview(bytearray(2))], [memoryview(bytearray(4))]]
-        looked: list[int] = []
-
-        def accept(number: int) -> bool:
-            looked.append(number)
-            return True
-
-        with pytest.raises(CheckpointDamaged, match="5 bytes at most, 6 were expected"):
-            storage.read_steps("f", 0, steps, accept, version=version)
-        assert looked == [0]
-        with pytest.raises(CheckpointDamaged):
-            storage.read_steps("f", 0, steps[:1], lambda _: True, version=f"{version}x")
-        with pytest.raises(FileMissing):
-            storage.read_steps("missing", 0, steps, lambda _: True)
 
     # ---- CreatesExclusively
 
@@ -214,10 +172,10 @@ class PowersContract:
         _write_parts(storage.open_parts("f", len(data)), data, part_bytes)
         assert storage.read("f") == data
 
-    # ---- WritesMany
+    # ---- Disk
 
     def test_many_files_are_written_as_one_by_one(self, storage: Any) -> None:
-        _need(storage, base.WritesMany)
+        _need(storage, base.Disk)
         files = {f"many/{index % 3}/é {index}": (bytes([index % 256]) * (index % 50)) for index in range(300)}
         storage.write("many/0/é 0", [memoryview(b"old, and longer than what replaces it")])
         pieces = [(key, [memoryview(data)[:10], memoryview(data)[10:]]) for key, data in files.items()]
@@ -228,14 +186,11 @@ class PowersContract:
         assert storage.useful_threads() >= 1
         storage.write_many([])
         storage.write_many(pieces[:1])
-        if isinstance(storage, base.Persists):
-            storage.persist([*files])
+        storage.persist([*files])
         assert {key: storage.read(key) for key in files} == files
 
-    # ---- Persists
-
     def test_persist(self, storage: Any) -> None:
-        _need(storage, base.Persists)
+        _need(storage, base.Disk)
         keys = [f"deep/er/{index}" for index in range(20)] + ["top"]
         for key in keys:
             storage.write(key, [memoryview(b"x")])
@@ -243,35 +198,32 @@ class PowersContract:
         storage.persist(keys[:1])
         storage.persist([])
         assert all(storage.read(key) == b"x" for key in keys)
-        if isinstance(storage, base.HasLocalFiles):
-            assert not any(storage.local_path(key).stat().st_mode & 0o222 for key in keys)
+        assert not any(storage.local_path(key).stat().st_mode & 0o222 for key in keys)
         storage.delete(keys)
         assert list(storage.list("")) == []
 
     def test_what_is_missing_cannot_be_made_durable(self, storage: Any) -> None:
-        _need(storage, base.Persists)
+        _need(storage, base.Disk)
         storage.write("there", [memoryview(b"x")])
         storage.persist(["there"])
         with pytest.raises(StorageError):
             storage.persist(["missing"])
 
     def test_free_bytes(self, storage: Any) -> None:
-        _need(storage, base.Persists)
+        _need(storage, base.Disk)
         assert storage.free_bytes() > 0
         storage.write("f", [memoryview(b"x")])
         assert isinstance(storage.free_bytes(), int)
 
-    # ---- HasLocalFiles
-
     def test_paths_lead_to_the_files(self, storage: Any) -> None:
-        _need(storage, base.HasLocalFiles)
+        _need(storage, base.Disk)
         storage.write("dir/a b", [memoryview(b"x")])
         assert storage.local_path("dir/a b").read_bytes() == b"x"
         assert storage.local_path("") / "dir/a b" == storage.local_path("dir/a b")
         assert not storage.local_path("new/file").parent.exists()
 
     def test_directories_are_made_and_not_listed(self, storage: Any) -> None:
-        _need(storage, base.HasLocalFiles)
+        _need(storage, base.Disk)
         for _ in range(2):
             storage.make_directory("one/two/three")
         assert storage.local_path("one/two/three").is_dir()
@@ -281,7 +233,7 @@ class PowersContract:
                 request("one/two")
 
     def test_only_empty_directories_are_removed(self, storage: Any) -> None:
-        _need(storage, base.HasLocalFiles)
+        _need(storage, base.Disk)
         storage.make_directory("one/two/three")
         storage.make_directory("one/four")
         storage.write("one/two/file", [memoryview(b"x")])
@@ -295,7 +247,7 @@ class PowersContract:
         assert not storage.local_path("one").exists()
 
     def test_a_link_is_the_same_file_or_is_refused(self, storage: Any, tmp_path_factory: Any) -> None:
-        _need(storage, base.HasLocalFiles)
+        _need(storage, base.Disk)
         source: Path = tmp_path_factory.mktemp("outside") / "source"
         source.write_bytes(b"linked")
         if storage.link(source, "some/where"):
@@ -304,6 +256,47 @@ class PowersContract:
             assert storage.read("some/where") == b"linked"
         else:
             assert list(storage.list("")) == []
+
+    def test_steps_are_looked_at_as_they_are_filled_and_read_again_if_refused(self, storage: Any) -> None:
+        _need(storage, base.Disk)
+        data = bytes(range(250)) * 12_000
+        storage.write("f", [memoryview(data)])
+        sizes = [1, 1_000_000, 0, 70_000, 1_900_000]
+        found = [memoryview(bytearray(size)) for size in sizes]
+        steps = [[view[: len(view) // 3], view[len(view) // 3 :]] for view in found]
+        looked: list[int] = []
+
+        def accept(number: int) -> bool:
+            start = 7 + sum(sizes[:number])
+            assert found[number] == data[start : start + sizes[number]]
+            assert not any(map(any, found[number + 1 :]))
+            looked.append(number)
+            if looked.count(1) == 1 == number:
+                found[1][500] ^= 1
+                return False
+            return True
+
+        storage.read_steps("f", 7, steps, accept)
+        assert looked == [0, 1, 1, 2, 3, 4]
+
+    def test_steps_that_cannot_be_read_raise_what_a_read_raises(self, storage: Any) -> None:
+        _need(storage, base.Disk)
+        storage.write("f", [memoryview(b"12345")])
+        version = storage.stat("f").version
+        steps = [[memoryview(bytearray(2))], [memoryview(bytearray(4))]]
+        looked: list[int] = []
+
+        def accept(number: int) -> bool:
+            looked.append(number)
+            return True
+
+        with pytest.raises(CheckpointDamaged, match="5 bytes at most, 6 were expected"):
+            storage.read_steps("f", 0, steps, accept, version=version)
+        assert looked == [0]
+        with pytest.raises(CheckpointDamaged):
+            storage.read_steps("f", 0, steps[:1], lambda _: True, version=f"{version}x")
+        with pytest.raises(FileMissing):
+            storage.read_steps("missing", 0, steps, lambda _: True)
 
     # ---- CopiesInside
 
@@ -324,15 +317,19 @@ class PowersContract:
             storage.copy("missing", "x")
         assert "x" not in [file.key for file in storage.list("")]
 
-    # ---- FindsUnfinished
+    # ---- Bucket
 
     def test_unfinished_uploads_are_found_and_dropped(self, storage: Any) -> None:
-        _need(storage, base.FindsUnfinished)
+        _need(storage, base.Bucket)
         _need(storage, base.WritesParts)
         data, part_bytes = _parts_of(storage, 1)
         for key in ("up/one", "up/two", "elsewhere"):
             storage.open_parts(key, len(data)).write_part(0, [memoryview(data)[:part_bytes]])
         found = storage.unfinished("up/")
+        if not self.leaves_unfinished:
+            assert list(found) == []
+            storage.abort_unfinished("up/one", "any")
+            return
         assert sorted(key for key, _ in found) == ["up/one", "up/two"]
         assert list(storage.list("up/")) == []
         for key, upload_id in found:
@@ -342,7 +339,7 @@ class PowersContract:
         assert [key for key, _ in storage.unfinished("")] == ["elsewhere"]
 
     def test_finished_uploads_are_not_found(self, storage: Any) -> None:
-        _need(storage, base.FindsUnfinished)
+        _need(storage, base.Bucket)
         _need(storage, base.WritesParts)
         data, part_bytes = _parts_of(storage, 1)
         _write_parts(storage.open_parts("f", len(data)), data, part_bytes)

@@ -48,8 +48,8 @@ def _read(file: PlannedFile, scratch: memoryview) -> tuple[Stored, Sequence[memo
 
 
 def _write(engine: Engine, ready: Sequence[tuple[str, Sequence[memoryview]]], run: Run) -> None:
-    if engine.many is not None and len(ready) > 1:
-        engine.request(run, f"write {len(ready)} files", partial(engine.many.write_many, ready))
+    if engine.disk is not None and len(ready) > 1:
+        engine.request(run, f"write {len(ready)} files", partial(engine.disk.write_many, ready))
         return
     for key, views in ready:
         try:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import AccessDenied, StorageError, StorageFull
-from ckptstore.storage.base import HasLocalFiles, ReadsInSteps, Storage, WritesMany, WritesParts
+from ckptstore.storage.base import Disk, Storage, WritesParts
 from ckptstore.storage.retry import retrying
 from ckptstore.transfer.flow import Flow
 from ckptstore.transfer.pool import Pool, Run
@@ -37,14 +37,10 @@ class Engine:
     rank: int
     pool: Pool
     scratch: Scratch
-    is_local: bool = field(init=False)
-    """Whether a request costs microseconds, not a round trip."""
-    steps: ReadsInSteps | None = field(init=False)
-    """The storage, where it reads in steps."""
+    disk: Disk | None = field(init=False)
+    """The storage, where it is a disk: a request costs microseconds there, not a round trip."""
     parts: WritesParts | None = field(init=False)
     """The storage, where it writes parts."""
-    many: WritesMany | None = field(init=False)
-    """The storage, where it writes many small files at once."""
     reading: threading.Semaphore = field(init=False)
     """Held while the bytes of a part are read and hashed, which keeps a processor or a disk busy. Whoever waits for it
     holds no buffer, so there are as many buffers as requests that wait for a server, and not as many as threads."""
@@ -52,17 +48,15 @@ class Engine:
     """How many requests may be in flight; None on a disk, which throttles nobody."""
 
     def __post_init__(self) -> None:  # once: to ask a protocol whether an object is an instance takes microseconds
-        object.__setattr__(self, "is_local", isinstance(self.storage, HasLocalFiles))
-        object.__setattr__(self, "steps", self.storage if isinstance(self.storage, ReadsInSteps) else None)
+        object.__setattr__(self, "disk", self.storage if isinstance(self.storage, Disk) else None)
         object.__setattr__(self, "parts", self.storage if isinstance(self.storage, WritesParts) else None)
-        object.__setattr__(self, "many", self.storage if isinstance(self.storage, WritesMany) else None)
         object.__setattr__(self, "reading", threading.Semaphore(self.config.num_threads))
-        object.__setattr__(self, "flow", None if self.is_local else Flow(self.pool.num_threads))
+        object.__setattr__(self, "flow", None if self.disk else Flow(self.pool.num_threads))
 
     @property
     def request_bytes(self) -> int:
         """The most that one read asks for."""
-        return TASK_BYTES if self.steps else _REQUEST_BYTES
+        return TASK_BYTES if self.disk else _REQUEST_BYTES
 
     def part_bytes(self, size_bytes: int) -> int | None:
         """The part size of a file of that size; None where it is written in one call."""
@@ -85,7 +79,7 @@ class Engine:
 
     def small_tasks(self) -> int:
         """How many tasks small files are dealt to: no more than are of use on a disk, else as many as come."""
-        if self.many is None or (useful := self.many.useful_threads()) >= self.pool.num_threads:
+        if self.disk is None or (useful := self.disk.useful_threads()) >= self.pool.num_threads:
             return sys.maxsize
         return useful
 

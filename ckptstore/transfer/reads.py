@@ -24,7 +24,7 @@ def read(engine: Engine, ranges: Sequence[RangeRead], beat: Callable[[], None]) 
         covered_bytes = sum(size for size, _ in item.checks)
         if item.checks and covered_bytes != size_bytes:
             raise ValueError(f"the checks of {item.key} cover {covered_bytes} bytes of {size_bytes}")
-    most = _MAX_BATCH_RANGES if engine.is_local else 1
+    most = _MAX_BATCH_RANGES if engine.disk else 1
     batches: list[list[RangeRead]] = []
     left, left_bytes = 0, 0
     for item, size_bytes in zip(ranges, sizes, strict=True):
@@ -104,8 +104,8 @@ def _read_checked(engine: Engine, piece: RangeRead, run: Run) -> None:
     what = f"read {piece.key}"
     views = _Cursor(piece.views)
     steps = [views.take(size_bytes) for size_bytes, _ in piece.checks] or [piece.views]
-    if engine.steps is not None:
-        read_steps = engine.steps.read_steps
+    if engine.disk is not None:
+        read_steps = engine.disk.read_steps
         engine.request(
             run,
             what,

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import BytesMoved, FileStored, emit, is_heard
 from ckptstore.format.digest import FileDigest
-from ckptstore.storage.base import PartWriter, Persists
+from ckptstore.storage.base import Disk, PartWriter
 from ckptstore.transfer.batch import read_hashed, write_batch
 from ckptstore.transfer.engine import TASK_BYTES, Engine, is_worth_writing_anew
 from ckptstore.transfer.moves import Stored
@@ -75,9 +75,7 @@ class _Upload:
                 small.append(index)
             else:
                 large.append(_InParts(self, index, part_bytes))
-        tasks = in_turns(
-            [file.tasks() for file in large], self._engine.pool.num_threads if self._engine.is_local else 1
-        )
+        tasks = in_turns([file.tasks() for file in large], self._engine.pool.num_threads if self._engine.disk else 1)
         batches = [small[batch] for batch in self._engine.batches([self._size_bytes(index) for index in small])]
         num_chains = min(self._engine.small_tasks(), len(batches))
         chains = [partial(self._write_chain, batches[first::num_chains]) for first in range(num_chains)]
@@ -101,7 +99,7 @@ class _Upload:
             raise error
         with self._lock:
             keys, self._written = self._written, []
-        if self._engine.config.durable and isinstance(storage, Persists) and keys:
+        if self._engine.config.durable and isinstance(storage, Disk) and keys:
             storage.persist(keys)
 
     def _write_chain(self, batches: Sequence[Sequence[int]], run: Run) -> None:

@@ -21,7 +21,7 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, PROBE_PREFIX
 from ckptstore.log import Log
 from ckptstore.log.identity import read_store_json
 from ckptstore.node_cache.place import filesystem_of, is_network, open_place
-from ckptstore.storage.base import FindsUnfinished, HasLocalFiles, Persists, Storage, TellsRules, WritesParts
+from ckptstore.storage.base import Bucket, Disk, Storage, WritesParts
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.probe import has_exclusive_create
 from ckptstore.storage.uri import parse_uri
@@ -115,7 +115,7 @@ def examine(
     with closing(open_storage(uri, storage_options=storage_options, engine=engine)) as storage:
         scheme = parse_uri(uri).scheme
         place = _Place(storage, config, _FAMILIES.get(scheme, scheme))
-        is_new = isinstance(storage, HasLocalFiles) and not os.path.lexists(storage.local_path(""))
+        is_new = isinstance(storage, Disk) and not os.path.lexists(storage.local_path(""))
         try:
             for name, check in _CHECKS.items():
                 findings.append(_finding(name, check, place))
@@ -222,7 +222,7 @@ def _throughput(place: _Place) -> Finding:
     key, sent = place.key("bulk"), os.urandom(_BULK_BYTES)
     began = time.monotonic()
     place.storage.write(key, [memoryview(sent)])
-    if isinstance(place.storage, Persists):
+    if isinstance(place.storage, Disk):
         place.storage.persist([key])
     wrote = time.monotonic()
     found = bytearray(_BULK_BYTES)
@@ -237,7 +237,7 @@ def _throughput(place: _Place) -> Finding:
 
 def _leftovers(place: _Place) -> Finding:
     name, storage = "unfinished uploads", place.storage
-    if not isinstance(storage, FindsUnfinished):
+    if not isinstance(storage, Bucket):
         return Finding(name=name, status="ok", detail="none can be left here")
     found = len(storage.unfinished(CHECKPOINT_PREFIX))
     if found:
@@ -247,12 +247,12 @@ def _leftovers(place: _Place) -> Finding:
 
 
 def _rules(place: _Place) -> Mapping[str, str]:
-    return place.storage.rules() if isinstance(place.storage, TellsRules) else {}
+    return place.storage.rules() if isinstance(place.storage, Bucket) else {}
 
 
 def _checksum(place: _Place) -> Finding:
     name = "upload checksum"
-    if isinstance(place.storage, HasLocalFiles) or place.scheme == "memory":
+    if isinstance(place.storage, Disk) or place.scheme == "memory":
         return Finding(name=name, status="ok", detail="not needed here: `ckptstore verify` compares digests")
     sent = _rules(place).get(name)
     if sent is None:
@@ -265,7 +265,7 @@ def _checksum(place: _Place) -> Finding:
 
 def _lifecycle(place: _Place) -> Finding:
     name, hint = "lifecycle", _LIFECYCLE.get(place.scheme, "")
-    if isinstance(place.storage, HasLocalFiles) or place.scheme == "memory":
+    if isinstance(place.storage, Disk) or place.scheme == "memory":
         return Finding(name=name, status="ok", detail="not needed here")
     rule = _rules(place).get("unfinished uploads")
     if rule is None:
@@ -277,7 +277,7 @@ def _lifecycle(place: _Place) -> Finding:
 
 def _deletion(place: _Place) -> Finding:
     name = "what deleting frees"
-    if isinstance(place.storage, HasLocalFiles) or place.scheme == "memory":
+    if isinstance(place.storage, Disk) or place.scheme == "memory":
         return Finding(name=name, status="ok", detail="all of it, at once")
     rules = {rule: text for rule, text in _rules(place).items() if rule in _KEEP}
     kept = {rule: text for rule, text in rules.items() if text}
@@ -309,7 +309,7 @@ def _durability(place: _Place) -> Finding:
     name, storage = "durability", place.storage
     if place.scheme == "memory":
         return Finding(name=name, status="warning", detail="in memory: lost when the process ends")
-    if not isinstance(storage, HasLocalFiles):
+    if not isinstance(storage, Disk):
         return Finding(name=name, status="ok", detail="durable when the storage has answered")
     kind = filesystem_of(Path(os.path.realpath(storage.local_path(""))))
     if kind in _IN_MEMORY:
@@ -339,7 +339,7 @@ def _clean_up(place: _Place, *, is_new: bool) -> Finding:
     try:
         if place.writes:
             storage.delete(place.used)
-        if isinstance(storage, HasLocalFiles):
+        if isinstance(storage, Disk):
             storage.remove_directories(PROBE_PREFIX.rstrip("/"))
             if is_new:
                 with suppress(OSError):

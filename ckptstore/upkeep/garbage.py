@@ -32,7 +32,7 @@ from ckptstore.format.manifest import Manifest
 from ckptstore.format.record import Record
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity
-from ckptstore.storage.base import CreatesExclusively, FindsUnfinished, HasLocalFiles, Storage
+from ckptstore.storage.base import Bucket, CreatesExclusively, Disk, Storage
 from ckptstore.upkeep import leases
 from ckptstore.upkeep.prune import attempt_directories, backwards, delete_attempts, dropped_attempts
 
@@ -79,9 +79,9 @@ def collect_garbage(log: Log, storage: Storage, *, claim: bool = False, dry_run:
             found.left[CHECKPOINT_PREFIX + attempt] = why
         for prefix in found.exchanges:
             storage.delete([file.key for file in storage.list(prefix)])
-            if isinstance(storage, HasLocalFiles):
+            if isinstance(storage, Disk):
                 storage.remove_directories(prefix.rstrip("/"))
-        if isinstance(storage, FindsUnfinished):
+        if isinstance(storage, Bucket):
             for key, upload_id in storage.unfinished(CHECKPOINT_PREFIX):
                 if key in found.unfinished:
                     storage.abort_unfinished(key, upload_id)
@@ -91,7 +91,7 @@ def collect_garbage(log: Log, storage: Storage, *, claim: bool = False, dry_run:
 
 def _collect_unfinished(log: Log, storage: Storage, found: Garbage, *, dry_run: bool) -> None:
     """On a disk: what killed writers left outside of attempts. A writer that is alive all the same fails, no more."""
-    if not isinstance(storage, HasLocalFiles):
+    if not isinstance(storage, Disk):
         return
     now_seconds = log.store_now_seconds()
     if not dry_run:
@@ -106,7 +106,7 @@ def _collect_unfinished(log: Log, storage: Storage, found: Garbage, *, dry_run: 
             found.left[prefix] = str(error)
 
 
-def _group_prefixes(storage: HasLocalFiles) -> list[str]:
+def _group_prefixes(storage: Disk) -> list[str]:
     """On a disk: of all groups that have a directory, empty ones too."""
     try:
         paths = list(storage.local_path(GROUP_PREFIX.rstrip("/")).iterdir())
@@ -139,7 +139,7 @@ def _find(log: Log, storage: Storage, newest: Record, store_id: str, *, claim: b
             found.attempts[directory] = sizes[directory]
         else:
             found.left[CHECKPOINT_PREFIX + directory] = reason
-    if isinstance(storage, FindsUnfinished):
+    if isinstance(storage, Bucket):
         for key, _ in storage.unfinished(CHECKPOINT_PREFIX):
             attempt = Attempt.parse(key.removeprefix(CHECKPOINT_PREFIX).partition("/")[0])
             if attempt is not None and attempt.epoch < below_epoch:
@@ -170,7 +170,7 @@ def _why_left(storage: Storage, directory: str, below_epoch: int, store_id: str,
 
 def _why_not_ours(storage: Storage, directory: str) -> str | None:
     """On a disk: that the directory is linked in from elsewhere. Deleting refuses that too; a dry run says it first."""
-    if not isinstance(storage, HasLocalFiles):
+    if not isinstance(storage, Disk):
         return None
     path = storage.local_path(CHECKPOINT_PREFIX + directory)
     linked = next((part for part in (path.parent, path) if part.is_symlink()), None)
@@ -184,7 +184,7 @@ def _find_exchanges(log: Log, storage: Storage, newest: Record, found: Garbage, 
         parts = file.key.split("/")
         prefix = "/".join(parts[:2]) + ("/" if len(parts) > 2 else "")
         last[prefix] = max(last.get(prefix, 0.0), file.modified_seconds)
-    if isinstance(storage, HasLocalFiles):
+    if isinstance(storage, Disk):
         for prefix in _group_prefixes(storage):
             with contextlib.suppress(OSError):  # its ranks are alive, and removed it
                 last.setdefault(prefix, storage.local_path(prefix.rstrip("/")).lstat().st_mtime)

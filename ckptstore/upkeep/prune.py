@@ -24,7 +24,7 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.log import Log
-from ckptstore.storage.base import HasLocalFiles, Storage
+from ckptstore.storage.base import Disk, Storage
 from ckptstore.upkeep import leases
 
 logger = logging.getLogger("ckptstore")
@@ -153,7 +153,7 @@ def _remove_left_over(log: Log, storage: Storage, *, epoch: int | None) -> None:
 
 def attempt_directories(storage: Storage) -> set[str]:
     """On a disk: the names below the root of checkpoints, those of empty directories too, which no listing shows."""
-    if not isinstance(storage, HasLocalFiles):
+    if not isinstance(storage, Disk):
         return set()
     try:
         return {path.name for path in storage.local_path(CHECKPOINT_PREFIX.rstrip("/")).iterdir() if path.is_dir()}
@@ -193,7 +193,7 @@ def delete_attempts(
     no directory that could keep its files: the storage fails.
     """
     left: dict[str, str] = {}
-    is_disk = isinstance(storage, HasLocalFiles)
+    is_disk = isinstance(storage, Disk)
     now_seconds = log.store_now_seconds() if is_disk and attempts else 0.0
     for attempt in attempts:
         beat()
@@ -225,7 +225,7 @@ def delete_attempt(storage: Storage, attempt: str) -> None:
     prefix = f"{CHECKPOINT_PREFIX}{attempt}/"
     storage.delete([prefix + MANIFEST_NAME])
     storage.delete([file.key for file in storage.list(prefix)])
-    if isinstance(storage, HasLocalFiles):
+    if isinstance(storage, Disk):
         storage.remove_directories(prefix.rstrip("/"))
         path = storage.local_path(prefix.rstrip("/"))
         if os.path.lexists(path):

@@ -52,6 +52,17 @@ class TestHasAnUndeclaredPower(_OnMemory):
     powers = frozenset({CreatesExclusively, WritesParts})
 
 
+class TestHasHalfOfAPower(_OnMemory):
+    caught_by = "test_it_has_no_half_of_a_power"
+
+    class broken(MemoryStorage):
+        def persist(self, keys: Sequence[str]) -> None:
+            """Nothing is lost here."""
+
+        def free_bytes(self) -> int:
+            return 1 << 30
+
+
 class TestShowsASecret(_OnMemory):
     caught_by = "test_it_shows_its_place_and_no_secret"
 

@@ -11,10 +11,7 @@ from ckptstore.storage.base import (
     CopiesFrom,
     CopiesInside,
     CreatesExclusively,
-    HasLocalFiles,
-    Persists,
-    ReadsInSteps,
-    WritesMany,
+    Disk,
     WritesParts,
 )
 from ckptstore.storage.disk.local import LocalStorage
@@ -23,9 +20,7 @@ from ckptstore.testing.storage_contract import StorageContract
 
 
 class TestLocal(StorageContract):
-    powers = frozenset(
-        {CreatesExclusively, ReadsInSteps, WritesParts, WritesMany, CopiesFrom, CopiesInside, Persists, HasLocalFiles}
-    )
+    powers = frozenset({CreatesExclusively, WritesParts, Disk, CopiesFrom, CopiesInside})
     durable = True
 
     @pytest.fixture

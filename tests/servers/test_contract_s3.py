@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 import pytest
 
 from ckptstore.storage.base import (
+    Bucket,
     CopiesFrom,
     CopiesInside,
     CreatesExclusively,
-    FindsUnfinished,
-    TellsRules,
     WritesParts,
 )
 from ckptstore.storage.open import open_storage
@@ -25,7 +24,7 @@ numbers = itertools.count()
 class S3Contract(StorageContract):
     """Raw access goes through boto3."""
 
-    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, FindsUnfinished, TellsRules)
+    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket)
     secrets = ("testsecret",)
     engine: ClassVar[str]
 

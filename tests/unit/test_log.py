@@ -6,6 +6,7 @@ import json
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,7 @@ from ckptstore.log.identity import (
     write_identity,
 )
 from ckptstore.storage.base import Storage, StoredFile
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import Call, CountCalls, FailAt, TearAt, combine, wrap
 
@@ -582,11 +584,11 @@ def test_an_interrupt_leaves_the_log_usable() -> None:
     assert Log(storage, retry=ONCE).verify_chain() == []
 
 
-class Disk(MemoryStorage):
-    """A storage with `Persists`, which says how often it was asked."""
+class CountingDisk(LocalStorage):
+    """A disk that says what it was asked to make durable, and fails at that as often as it is set to."""
 
-    def __init__(self, uri: str) -> None:
-        super().__init__(uri)
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
         self.persisted: list[str] = []
         self.failures = 0
 
@@ -594,15 +596,13 @@ class Disk(MemoryStorage):
         if self.failures:
             self.failures -= 1
             raise StorageError("fsync failed")
+        super().persist(keys)
         self.persisted += keys
-
-    def free_bytes(self) -> int:
-        return 1 << 30
 
 
 @pytest.mark.parametrize("failures", [0, 1])
-def test_on_a_disk_a_record_that_landed_with_an_error_is_made_durable(failures: int) -> None:
-    disk = Disk(new_storage().uri)
+def test_on_a_disk_a_record_that_landed_with_an_error_is_made_durable(failures: int, tmp_path: Path) -> None:
+    disk = CountingDisk(tmp_path)
     fill(disk, 2)
     disk.failures = failures
     log = Log(wrap(disk, FailAt("create log/*", effect="after")), retry=QUICK)
@@ -783,19 +783,19 @@ def test_a_single_writer_that_cannot_read_back_does_not_know() -> None:
     assert caught.value.committed is None
 
 
-def test_an_undurable_write_of_a_single_writer_is_written_anew() -> None:
-    disk = Disk(new_storage().uri)
-    fill(disk, 2)
+def test_an_undurable_write_of_a_single_writer_is_written_anew(tmp_path: Path) -> None:
+    fill(LocalStorage(tmp_path), 2)
 
-    class BareDisk(BareStorage):
-        persist, free_bytes = disk.persist, disk.free_bytes
+    class BareDisk(CountingDisk):
+        create = None  # type: ignore[assignment]
 
+    disk = BareDisk(tmp_path)
     disk.failures = 1
     with pytest.raises(StorageError, match="fsync failed") as caught:
-        Log(BareDisk(disk), retry=ONCE, single_writer=True).append(lambda _: commit(7))
+        Log(disk, retry=ONCE, single_writer=True).append(lambda _: commit(7))
     assert caught.value.committed is None
     counts = CountCalls()
-    assert Log(wrap(BareDisk(disk), counts), retry=ONCE, single_writer=True).append(lambda _: commit(8))
+    assert Log(wrap(disk, counts), retry=ONCE, single_writer=True).append(lambda _: commit(8))
     assert counts.counts["persist"] == 1
 
 

@@ -186,7 +186,7 @@ class S3Files(ProcessBound):
             self.call("abort_multipart_upload", file=key, Key=self.full(key), UploadId=upload_id)
 
     def rules(self) -> dict[str, str]:
-        """See `TellsRules`. Each of them needs a permission of its own; what may not be asked is left out."""
+        """See `Bucket`. Each of them needs a permission of its own; what may not be asked is left out."""
         found = {"upload checksum": "CRC32C" if self._connection.sends_checksum else ""}
         with suppress(AccessDenied):
             status = self.call("get_bucket_versioning", file="").get("Status", "")

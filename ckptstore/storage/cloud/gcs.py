@@ -144,7 +144,7 @@ class GcsFiles(ProcessBound):
         return self._connection.request(method, path, what=f"{what} {self.uri}", key=key, **options)
 
     def rules(self) -> dict[str, str]:
-        """See `TellsRules`. Uploads leave nothing unfinished."""
+        """See `Bucket`."""
         fields = "versioning,softDeletePolicy,retentionPolicy"
         try:
             answer = self.call("GET", self._bucket, what="rules", key="", params={"fields": fields})
@@ -159,6 +159,13 @@ class GcsFiles(ProcessBound):
             "unfinished uploads": "none are left",
             "upload checksum": "CRC32C",
         }
+
+    def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
+        """Nothing: an upload that is not finished costs nothing, and ends by itself."""
+        return ()
+
+    def abort_unfinished(self, key: str, upload_id: str) -> None:
+        """Nothing to drop."""
 
     def object(self, key: str) -> str:
         """The path of an object in the API."""

@@ -68,7 +68,7 @@ def open_fast(uri: str, storage_options: Mapping[str, Any] | None = None) -> Sto
     Raises CannotExpress, a ValueError, for options that obstore does not have.
     """
     config = for_obstore(uri, storage_options, os.environ)
-    classes = {"s3": FastS3Storage, "gcs": FastGcsStorage, "azure": FastStorage}
+    classes = {"s3": FastBucketStorage, "gcs": FastGcsStorage, "azure": FastStorage}
     return classes[config.location.kind or "s3"](uri, dict(storage_options or {}), config)
 
 
@@ -322,8 +322,8 @@ def _unanswered(text: str, what: str, key: str) -> CkptstoreError:
     return StorageUnavailable(f"{what}: {words or 'no answer'}", file=key)
 
 
-class FastS3Storage(FastStorage):
-    """S3, where unfinished uploads can be found."""
+class FastBucketStorage(FastStorage):
+    """S3, and what GCS has in common with it: rules, and uploads that were never finished."""
 
     def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
         """(key, upload id) of every unfinished upload below the prefix."""
@@ -335,12 +335,12 @@ class FastS3Storage(FastStorage):
         self._files.abort_unfinished(key, upload_id)
 
     def rules(self) -> Mapping[str, str]:
-        """See `TellsRules`."""
+        """See `Bucket`."""
         found: Mapping[str, str] = self._files.rules()
         return found
 
 
-class FastGcsStorage(FastStorage):
+class FastGcsStorage(FastBucketStorage):
     """GCS, where uploads and listings go over the JSON API: there an upload carries a CRC32C, and a listing versions.
     obstore speaks the XML API, and has neither."""
 
@@ -352,11 +352,6 @@ class FastGcsStorage(FastStorage):
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
         found: Iterator[StoredFile] = self._files.list(prefix)
-        return found
-
-    def rules(self) -> Mapping[str, str]:
-        """See `TellsRules`."""
-        found: Mapping[str, str] = self._files.rules()
         return found
 
 

@@ -118,7 +118,7 @@ class Network:
 
         `mirror` is made to hold what the storage does, after each change; a storage of the simulation needs none.
         """
-        powers = tuple(power for power in _POWERS if isinstance(storage, power))
+        powers = tuple(power for power in base.POWERS if isinstance(storage, power))
         return _class_for(powers)(self, storage, mirror)
 
     def request(self, verb: str, key: str, perform: Callable[[], Any], size_bytes: int = 0) -> Any:
@@ -265,20 +265,6 @@ def _error(fault: str, shown: str, key: str) -> StorageError:
     return StorageUnavailable(f"{shown} was not answered", file=key)
 
 
-_POWERS: tuple[Any, ...] = (
-    base.CreatesExclusively,
-    base.ReadsInSteps,
-    base.WritesParts,
-    base.WritesMany,
-    base.Persists,
-    base.HasLocalFiles,
-    base.CopiesInside,
-    base.CopiesFrom,
-    base.FindsUnfinished,
-    base.TellsRules,
-)
-
-
 class _Connected:
     def __init__(self, network: Network, inner: Any, mirror: Space | None) -> None:
         self.network = network
@@ -387,7 +373,6 @@ def _through(name: str) -> Callable[..., Any]:
 
 @cache
 def _class_for(powers: tuple[Any, ...]) -> type[_Connected]:
-    names = {name for power in (base.Storage, *powers) for name in vars(power) if not name.startswith("_")}
-    names -= vars(_Connected).keys()
+    names = frozenset().union(*map(base.methods_of, (base.Storage, *powers))) - vars(_Connected).keys()
     methods = {name: _OWN.get(name) or (_through if name in _NO_REQUEST else _request)(name) for name in names}
     return type("ConnectedStorage", (_Connected,), methods)

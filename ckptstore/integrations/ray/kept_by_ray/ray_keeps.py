@@ -33,7 +33,7 @@ from ckptstore.log.identity import KEPT_BY_RAY, read_or_create_store_json
 from ckptstore.saving.commit import check_stored, manifest_of, write_manifest
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
-from ckptstore.storage.base import Persists, Storage
+from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.transfer import Transfer
 
@@ -187,7 +187,7 @@ def _marked(directory: str) -> str:
 
 def _check_room(storage: Storage, decision: Decision) -> None:
     needed_bytes = decision.size_bytes or 0
-    if isinstance(storage, Persists) and needed_bytes > (free_bytes := storage.free_bytes()):
+    if isinstance(storage, Disk) and needed_bytes > (free_bytes := storage.free_bytes()):
         raise StorageFull(
             f"The checkpoint needs {needed_bytes} bytes, and {free_bytes} bytes are free at {storage.uri}",
             hint="Make room, or give CheckpointConfig a smaller num_to_keep",

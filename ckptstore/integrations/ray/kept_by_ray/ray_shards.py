@@ -14,7 +14,7 @@ from ckptstore.group import Beat
 from ckptstore.saving.directories import Directory, scan
 from ckptstore.saving.directory_shard import DirectoryShard
 from ckptstore.saving.shard import Contents, Decision
-from ckptstore.storage.base import HasLocalFiles
+from ckptstore.storage.base import Disk
 
 if TYPE_CHECKING:
     from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
@@ -71,7 +71,7 @@ class RayDirectoryShard:
         if self._directory is None:
             return None
         worker, path = self._run.worker, Path(os.path.realpath(self._directory))
-        if isinstance(self._run.storage, HasLocalFiles) and path.is_relative_to(os.path.realpath(worker.run_path)):
+        if isinstance(self._run.storage, Disk) and path.is_relative_to(os.path.realpath(worker.run_path)):
             return ["run", str(path)]
         status = os.stat(self._directory)
         return [worker.node_id, status.st_dev, status.st_ino]
