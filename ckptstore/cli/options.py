@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from ckptstore.errors import InvalidInput
+from ckptstore.storage.uri import parse_uri
 from ckptstore.transfer.executor import Executor, InProcess
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,6 +65,17 @@ def opened_executor(engine: str) -> Iterator[Executor]:
 
     with ray_executor() as executor:
         yield executor
+
+
+def options_by_place(options: dict[str, Any], *places: str) -> list[dict[str, Any]]:
+    """The storage options of a command with several places: for each that is no path of this machine, all of them.
+
+    Raises InvalidInput where there are options and no such place.
+    """
+    found = [options if parse_uri(place).scheme else {} for place in places]
+    if options and not any(found):
+        raise InvalidInput(f"--storage-option means nothing for {' and '.join(places)}", hint="Leave it out")
+    return found
 
 
 def parse_storage_options(texts: tuple[str, ...]) -> dict[str, Any]:
