@@ -50,7 +50,7 @@ def finish_save(job: Job, shard: Shard, agreed: Agreed) -> Record:
     """All of a save after the agreement. Collective, on any thread."""
     request, rank = agreed.request, agreed.lane.rank
     try:
-        record = _store_and_commit(job, shard, agreed)
+        record, slowest = _store_and_commit(job, shard, agreed)
     except CkptstoreError as error:
         error.at(step=request.step)
         emit(SaveFailed(step=request.step, rank=rank, error=str(error)))
@@ -66,6 +66,9 @@ def finish_save(job: Job, shard: Shard, agreed: Agreed) -> Record:
             rank=rank,
             size_bytes=record.entry.size_bytes,
             seconds=time.monotonic() - agreed.started,
+            world_size=record.entry.world_size,
+            slowest_rank=slowest[0] if slowest else None,
+            slowest_by_seconds=slowest[1] if slowest else 0.0,
         )
     )
     if job.is_leader:
@@ -131,25 +134,40 @@ def _check_room(job: Job, needed_bytes: int, beat: Beat) -> None:
         )
 
 
-def _store_and_commit(job: Job, shard: Shard, agreed: Agreed) -> Record:
+def _store_and_commit(job: Job, shard: Shard, agreed: Agreed) -> tuple[Record, Sequence[Any]]:
     """The second exchange: every rank stores its files; when all have, the leader commits. A rank that does not hear
-    what became of it looks into the log, once."""
+    what became of it looks into the log, once. The slowest rank, and by how much, comes along where that is known."""
     attempt = agreed.attempt
 
-    def publish(stored: list[bytes], beat: Beat) -> bytes:
+    def store(beat: Beat) -> bytes:
+        started = time.monotonic()
+        stored = shard.store(attempt, agreed.told, beat)
+        return _packed({"seconds": time.monotonic() - started}, stored)
+
+    def publish(answers: list[bytes], beat: Beat) -> bytes:
+        heads, stored = zip(*map(_unpacked, answers), strict=True)
         record = commit(job, agreed.request, attempt, shard.join(attempt, stored, beat), beat)
-        return _packed({"number": record.number}, record.encode())
+        slowest = _slowest([head["seconds"] for head in heads])
+        return _packed({"number": record.number, "slowest": slowest}, record.encode())
 
     try:
-        answer = agreed.lane.exchange("receipts", lambda beat: shard.store(attempt, agreed.told, beat), publish)
+        answer = agreed.lane.exchange("receipts", store, publish)
     except CkptstoreError as error:
         record = committed_record(job.log, attempt) if error.committed is None else None
         if record is None:
             raise
         logger.warning("step %d is committed, though this rank did not hear of it: %s", agreed.request.step, error)
-        return record
+        return record, ()
     head, data = _unpacked(answer)
-    return Record.decode(data, head["number"])
+    return Record.decode(data, head["number"]), head["slowest"]
+
+
+def _slowest(seconds: Sequence[float]) -> list[Any]:
+    """The rank that took longest, and how much longer than the one in the middle; nothing for one rank."""
+    if len(seconds) == 1:
+        return []
+    rank = max(range(len(seconds)), key=lambda number: seconds[number])
+    return [rank, seconds[rank] - sorted(seconds)[(len(seconds) - 1) // 2]]
 
 
 def remove_files(storage: Storage, attempt: Attempt) -> None:

@@ -10,8 +10,9 @@ import click
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.cli.options import as_json, storage_option
-from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_size
+from ckptstore.cli.output import checkpoint_json, echo_table, print_json
 from ckptstore.cli.targets import opened_checkpoint
+from ckptstore.runtime.shown import show_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from typing import Any, Literal
 import click
 
 from ckptstore.cli.options import as_json, engine_option, opened_executor, options_by_place, storage_option
-from ckptstore.cli.output import checkpoint_json, print_json, show_size
+from ckptstore.cli.output import checkpoint_json, print_json
 from ckptstore.cli.targets import opened_checkpoint, parse_target
 from ckptstore.cli.terminal import progress
 from ckptstore.errors import InvalidInput
+from ckptstore.runtime.shown import show_size
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")

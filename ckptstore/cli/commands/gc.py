@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from ckptstore.cli.options import as_json, dry_run, storage_option
-from ckptstore.cli.output import print_json, show_size
+from ckptstore.cli.output import print_json
 from ckptstore.cli.targets import opened_store
+from ckptstore.runtime.shown import show_size
 
 
 @click.command()

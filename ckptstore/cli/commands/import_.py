@@ -7,10 +7,11 @@ from typing import Any, Literal
 import click
 
 from ckptstore.cli.options import as_json, options_by_place, storage_option
-from ckptstore.cli.output import checkpoint_json, print_json, show_size
+from ckptstore.cli.output import checkpoint_json, print_json
 from ckptstore.cli.terminal import progress
 from ckptstore.errors import InvalidInput
 from ckptstore.opening import open_store
+from ckptstore.runtime.shown import show_size
 
 
 @click.command()

@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from ckptstore.cli.options import as_json, storage_option
-from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_metrics, show_size, show_time
+from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_metrics, show_time
 from ckptstore.cli.targets import opened_store
 from ckptstore.log import Log
+from ckptstore.runtime.shown import show_size
 from ckptstore.store import Entry
 
 HEADERS = ("number", "step", "created (UTC)", "ranks", "size", "metrics", "marks")

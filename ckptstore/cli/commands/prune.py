@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from ckptstore.cli.options import as_json, dry_run, storage_option
-from ckptstore.cli.output import print_json, show_duration, show_size
+from ckptstore.cli.output import print_json
 from ckptstore.cli.targets import opened_store
 from ckptstore.errors import InvalidInput
 from ckptstore.retention import KeepBest, KeepEvery, KeepLatest, KeepSince, Policy, Verdict
+from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.upkeep.prune import Trashed
 from ckptstore.upkeep.retain import retain
 

@@ -10,11 +10,12 @@ import click
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.cli.options import as_json, engine_option, opened_executor, storage_option
-from ckptstore.cli.output import print_json, show_size
+from ckptstore.cli.output import print_json
 from ckptstore.cli.targets import opened_checkpoint, opened_store
 from ckptstore.cli.terminal import progress
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.loading.verify import VerifyReport, parse_sample, verify
+from ckptstore.runtime.shown import show_size
 
 
 @click.command()
