@@ -149,3 +149,10 @@ def test_a_pipe_gets_neither(store: Path) -> None:
     done = subprocess.run([*COMMAND, "verify", str(store)], capture_output=True, text=True, check=True)
     assert "\x1b[" not in done.stdout + done.stderr
     assert done.stderr == ""
+
+
+def test_what_follows_an_at_is_explained(run: Any, store: Path) -> None:
+    for command in ("show", "verify", "ls"):
+        message = run(command, f"{store}@lates", code=10).stderr
+        assert f"{store} is a store; after its @ comes a step or latest" in message
+        assert "'lates' is neither" in message
