@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptstore.boundary import boundary
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput, InvalidState
 from ckptstore.format.layout import DCP_METADATA_NAME
@@ -52,6 +53,7 @@ class ExportReport:
     """What the files do not have, or have in another way, for people."""
 
 
+@boundary
 def export(
     checkpoint: Checkpoint,
     directory: str | os.PathLike[str],

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ckptstore.boundary import boundary
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import FileMissing, InvalidInput, InvalidSource
 from ckptstore.format.layout import DCP_METADATA_NAME, check_step
@@ -22,6 +23,7 @@ from ckptstore.state.write.agree import Negotiator
 from ckptstore.store import CheckpointStore
 
 
+@boundary
 def import_state(
     source: str | os.PathLike[str],
     store: CheckpointStore,

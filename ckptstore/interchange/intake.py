@@ -40,7 +40,7 @@ class Renaming:
     def __call__(self, key: str) -> str:
         """The new key. Raises InvalidInput when nothing is left of it."""
         new = self._renamed(key)
-        if not isinstance(new, str) or not new:
+        if not new:
             raise InvalidInput(f"rename makes {new!r} of the key {key!r}", hint="A key is text that is not empty")
         return new
 
