@@ -16,17 +16,10 @@ from ckptstore.transfer.executor import Executor, InProcess
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _remember(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
-    ctx.find_root().ensure_object(dict)["as_json"] = value  # errors are printed by the root
-    return value
-
-
 as_json = click.option(
     "--json",
     "as_json",
     is_flag=True,
-    is_eager=True,
-    callback=_remember,
     help="Print one JSON object, also for an error.",
 )
 dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be done.")

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ckptstore.cli.kinds import TARGET
 from ckptstore.cli.options import as_json, engine_option, opened_executor, parse_storage_options, storage_option
 from ckptstore.cli.output import print_json
 from ckptstore.cli.targets import find_target, is_checkpoint, opened_checkpoint, opened_store
@@ -17,7 +18,7 @@ from ckptstore.transfer.executor import Executor
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", type=TARGET)
 @click.argument("destination")
 @click.option(
     "--target-option",

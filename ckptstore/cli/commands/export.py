@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import click
 
+from ckptstore.cli.kinds import TARGET
 from ckptstore.cli.options import as_json, engine_option, opened_executor, options_by_place, storage_option
 from ckptstore.cli.output import checkpoint_json, print_json
 from ckptstore.cli.targets import opened_checkpoint, parse_target
@@ -19,7 +20,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")
 
 
 @click.command()
-@click.argument("target")
+@click.argument("target", type=TARGET)
 @click.argument("directory")
 @click.option(
     "--to", type=click.Choice(["safetensors", "torch", "dcp"]), default="safetensors", show_default=True, help="Format."
@@ -58,23 +59,21 @@ def command(
     max_file_bytes = parse_size(max_file_size)
     of_target, of_directory = options_by_place(storage_options, parse_target(target).uri, directory)
     shown = False if as_json else None
-    with (
-        opened_executor(engine) as executor,
-        opened_checkpoint(target, of_target) as checkpoint,
-        progress("export", shown=shown),
-    ):
-        report = export(
-            checkpoint,
-            directory,
-            to=to,
-            include=include or None,
-            strip_prefix=strip_prefix,
-            max_file_bytes=max_file_bytes,
-            overwrite=overwrite,
-            beside=beside,
-            storage_options=of_directory,
-            executor=executor,
-        )
+    with opened_executor(engine) as executor, opened_checkpoint(target, of_target) as checkpoint:
+        total_bytes = None if include else checkpoint.size_bytes
+        with progress("export", total_bytes=total_bytes, shown=shown):
+            report = export(
+                checkpoint,
+                directory,
+                to=to,
+                include=include or None,
+                strip_prefix=strip_prefix,
+                max_file_bytes=max_file_bytes,
+                overwrite=overwrite,
+                beside=beside,
+                storage_options=of_directory,
+                executor=executor,
+            )
     if as_json:
         print_json(
             checkpoint=checkpoint_json(checkpoint),

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import click
 
+from ckptstore.cli.kinds import STORE
 from ckptstore.cli.options import as_json, options_by_place, storage_option
 from ckptstore.cli.output import checkpoint_json, print_json
 from ckptstore.cli.terminal import progress
@@ -16,7 +17,7 @@ from ckptstore.runtime.shown import show_size
 
 @click.command()
 @click.argument("source")
-@click.argument("store")
+@click.argument("store", type=STORE)
 @click.option(
     "--from", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), required=True, help="What SOURCE is."
 )
