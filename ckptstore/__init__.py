@@ -42,11 +42,14 @@ if TYPE_CHECKING:
         StoreNotShared,
         UnsupportedVersion,
     )
+    from ckptstore.format.manifest import Receipt
     from ckptstore.group import StorageGroup
+    from ckptstore.loading.load_report import LoadReport
     from ckptstore.opening import open_store
     from ckptstore.retention import KeepAll, KeepBest, KeepEvery, KeepLatest, KeepSince
     from ckptstore.saving.background import PendingSave
-    from ckptstore.store import CheckpointStore
+    from ckptstore.store import CheckpointStore, Entry
+    from ckptstore.upkeep.prune import Trashed
 
 __version__ = "0.1.0"
 
@@ -58,6 +61,7 @@ __all__ = [
     "CheckpointGone",
     "CheckpointStore",
     "CkptstoreError",
+    "Entry",
     "FileMissing",
     "GroupMissing",
     "InvalidInput",
@@ -72,10 +76,12 @@ __all__ = [
     "KeepEvery",
     "KeepLatest",
     "KeepSince",
+    "LoadReport",
     "NoUsableCheckpoint",
     "PendingSave",
     "RankFailed",
     "RankTimeout",
+    "Receipt",
     "SaveBusy",
     "SourceChanged",
     "StateMismatch",
@@ -89,6 +95,7 @@ __all__ = [
     "StoreForked",
     "StoreMissing",
     "StoreNotShared",
+    "Trashed",
     "UnsupportedVersion",
     "__version__",
     "open_store",
@@ -97,18 +104,22 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "ckptstore.checkpoint",
     "CheckpointStore": "ckptstore.store",
+    "Entry": "ckptstore.store",
     "KeepAll": "ckptstore.retention",
     "KeepBest": "ckptstore.retention",
     "KeepEvery": "ckptstore.retention",
     "KeepLatest": "ckptstore.retention",
     "KeepSince": "ckptstore.retention",
+    "LoadReport": "ckptstore.loading.load_report",
     "PendingSave": "ckptstore.saving.background",
+    "Receipt": "ckptstore.format.manifest",
     "StorageGroup": "ckptstore.group",
+    "Trashed": "ckptstore.upkeep.prune",
     "open_store": "ckptstore.opening",
 }
 """Where a name is defined; every other public name is an error."""
 
-_SUBMODULES = {"dcp": "ckptstore.dcp", "ray": "ckptstore.integrations.ray", "state": "ckptstore.state"}
+_SUBMODULES = {"dcp": "ckptstore.dcp", "ray": "ckptstore.ray", "state": "ckptstore.state"}
 """Loaded on first use, and not part of `from ckptstore import *`: they need torch, or Ray."""
 
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptstore.boundary import bounded
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidMetadata
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CheckpointGone,
+    CkptstoreError,
+    FileMissing,
+    InvalidInput,
+    InvalidMetadata,
+)
 from ckptstore.format.encoding import dump_json, load_json
-from ckptstore.format.layout import USER_METADATA_NAME
+from ckptstore.format.layout import STORE_KEY, USER_METADATA_NAME
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.group import find_group
 from ckptstore.loading.story import CheckpointFiles, copy_directory, open_directory
@@ -20,13 +29,15 @@ from ckptstore.loading.verify import VerifyReport, verify
 from ckptstore.storage.base import Disk
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.retried import with_retries
+from ckptstore.storage.uri import redact
 from ckptstore.transfer import Transfer
 
 if TYPE_CHECKING:
-    from ckptstore.loading.load_state import LoadReport
+    from ckptstore.loading.load_report import LoadReport, ReadOnce
     from ckptstore.state.read.stored import PerRank
 
 
+@bounded
 class Checkpoint:
     """One checkpoint, immutable but for its user metadata.
 
@@ -38,18 +49,30 @@ class Checkpoint:
         self._files = files
 
     @classmethod
-    def from_uri(cls, uri: str, *, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
+    def from_uri(
+        cls, uri: str, *, storage_options: Mapping[str, Any] | None = None, group: object = None
+    ) -> Checkpoint:
         """Open a checkpoint directory that lies on its own, wherever it was copied to.
 
-        Raises CheckpointGone when there is no manifest, CheckpointDamaged unless every file that it lists is there with
-        its size: a copy made by other tools may be incomplete.
+        `group` says which ranks load a state together, as for `open_store`; "solo" is this process alone.
+
+        Raises InvalidInput for a store and for STORE@STEP, with what opens those, CheckpointGone when there is no
+        manifest, CheckpointDamaged unless every file that it lists is there with its size: a copy made by other tools
+        may be incomplete.
         """
         config = StoreConfig.from_env()
         storage = with_retries(open_storage(uri, storage_options=storage_options), config.retry)
         transfer = Transfer(storage, config=config.transfer, retry=config.retry)
-        files = CheckpointFiles(storage=storage, transfer=transfer, config=config, prefix="", record=None)
+        files = CheckpointFiles(
+            storage=storage, transfer=transfer, config=config, prefix="", record=None, given_group=group
+        )
         checkpoint = cls(files)
-        files.check_complete(checkpoint._manifest)
+        try:
+            manifest = checkpoint._manifest
+        except CheckpointGone:
+            _refuse_stores(uri, storage_options)
+            raise
+        files.check_complete(manifest)
         return checkpoint
 
     @classmethod
@@ -169,7 +192,7 @@ class Checkpoint:
         include: str | Sequence[str] | None = None,
         strict: bool = True,
         device: Any = None,
-        read_once: str = "rank",
+        read_once: ReadOnce = "rank",
         per_rank: PerRank = "error",
         allow_pickle: bool = False,
     ) -> LoadReport:
@@ -225,3 +248,21 @@ class Checkpoint:
     def __repr__(self) -> str:
         number = "" if self.number is None else f", number={self.number}"
         return f"Checkpoint(step={self.step}{number}, uri={self.uri!r})"
+
+
+def _refuse_stores(uri: str, storage_options: Mapping[str, Any] | None) -> None:
+    """Raise InvalidInput where a store is called so, or STORE@STEP, which the command line alone reads."""
+    if _is_store(uri, storage_options):
+        raise InvalidInput(f"{redact(uri)} is a store", hint=f"Write open_store({redact(uri)!r}).latest(), or [step]")
+    match = re.fullmatch(r"(.+)@(\d+|latest)", uri)
+    if match is not None and _is_store(match[1], storage_options):
+        opened = f"open_store({redact(match[1])!r})" + (".latest()" if match[2] == "latest" else f"[{match[2]}]")
+        raise InvalidInput(f"{redact(uri)} is how the command line names a checkpoint", hint=f"Write {opened}")
+
+
+def _is_store(uri: str, storage_options: Mapping[str, Any] | None) -> bool:
+    try:
+        with closing(open_storage(uri, storage_options=storage_options)) as storage:
+            return any(file.key == STORE_KEY for file in storage.list(STORE_KEY))
+    except CkptstoreError:  # it is no name of a store
+        return False

@@ -16,6 +16,11 @@ from typing import Any, Self
 from ckptstore.errors import InvalidInput
 
 
+def shows_full_tracebacks() -> bool:
+    """Whether `CKPTSTORE_TRACEBACKS=full` asks for the frames inside ckptstore in the tracebacks of its errors."""
+    return os.environ.get("CKPTSTORE_TRACEBACKS") == "full"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Config:
     @classmethod

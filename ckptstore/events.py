@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+from ckptstore.runtime.shown import show_seconds, show_size, show_speed
+
 logger = logging.getLogger("ckptstore")
 
 
@@ -22,11 +24,21 @@ class Event:
 
     level: ClassVar[int] = logging.INFO
 
+    def log_level(self) -> int:
+        """The level of its line in the log; 0 if it has none."""
+        return self.level
+
+    def line(self) -> str:
+        """What the log says of it."""
+        fields = asdict(self)
+        return f"{type(self).__name__} {' '.join(f'{name}={value}' for name, value in fields.items())}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStarted(Event):
-    """The ranks have agreed on what to write."""
+    """A rank begins to write what the ranks have agreed on."""
 
+    level: ClassVar[int] = logging.DEBUG
     step: int
     attempt: str
     rank: int
@@ -38,6 +50,7 @@ class SaveStarted(Event):
 class StateStaged(Event):
     """An asynchronous save holds a copy of the state; training goes on."""
 
+    level: ClassVar[int] = logging.DEBUG
     step: int
     rank: int
     size_bytes: int
@@ -68,13 +81,34 @@ class FileStored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCommitted(Event):
-    """A checkpoint is visible."""
+    """A checkpoint is visible. The log of rank 0 has its line at INFO, that of others at DEBUG."""
 
     step: int
     number: int
     rank: int
     size_bytes: int
+    """Of all ranks together."""
     seconds: float
+    """From the call of the save to its end, the wait for a copy in the background included."""
+    world_size: int = 1
+    slowest_rank: int | None = None
+    """The rank that took longest to store its files; None with one rank, and where it is not known."""
+    slowest_by_seconds: float = 0.0
+    """How much longer it took than the rank in the middle."""
+
+    def log_level(self) -> int:
+        return logging.DEBUG if self.rank else self.level
+
+    def line(self) -> str:
+        text = (
+            f"step {self.step} saved: {show_size(self.size_bytes)} in {show_seconds(self.seconds)} "
+            f"({show_speed(self.size_bytes, self.seconds)})"
+        )
+        if self.world_size > 1:
+            text += f", {self.world_size} ranks"
+        if self.slowest_rank is not None:
+            text += f", slowest rank {self.slowest_rank} by {show_seconds(self.slowest_by_seconds)}"
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +120,9 @@ class SaveFailed(Event):
     rank: int
     error: str
 
+    def line(self) -> str:
+        return f"step {self.step} was not saved: {self.error}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSkipped(Event):
@@ -96,15 +133,24 @@ class CheckpointSkipped(Event):
     number: int
     reason: str
 
+    def line(self) -> str:
+        return f"step {self.step} is passed over: {self.reason}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointResumed(Event):
-    """A job goes on from a checkpoint."""
+    """A job goes on from a checkpoint. The log of rank 0 has its line at INFO, that of others at DEBUG."""
 
     step: int
     number: int
     rank: int
     epoch: int
+
+    def line(self) -> str:
+        return f"resumed from step {self.step}"
+
+    def log_level(self) -> int:
+        return logging.DEBUG if self.rank else self.level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +161,12 @@ class CheckpointsPruned(Event):
     size_bytes: int
     seconds: float
 
+    def line(self) -> str:
+        return (
+            f"pruned {len(self.steps)} checkpoints ({_listed(self.steps)}): {show_size(self.size_bytes)} in "
+            f"{show_seconds(self.seconds)}"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneFailed(Event):
@@ -122,6 +174,9 @@ class PruneFailed(Event):
 
     level: ClassVar[int] = logging.WARNING
     error: str
+
+    def line(self) -> str:
+        return f"deleting from the trash failed, it is tried again after the next commit: {self.error}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +189,9 @@ class RequestRetried(Event):
     attempt: int
     wait_seconds: float
 
+    def line(self) -> str:
+        return f"{self.what} failed, try {self.attempt + 1} comes in {show_seconds(self.wait_seconds)}: {self.error}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcurrencyChanged(Event):
@@ -143,6 +201,9 @@ class ConcurrencyChanged(Event):
     """The most requests in flight from now on."""
     reason: str
 
+    def line(self) -> str:
+        return f"at most {self.limit} requests at once from now on: {self.reason}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadStarted(Event):
@@ -150,6 +211,9 @@ class DownloadStarted(Event):
 
     step: int
     size_bytes: int
+
+    def line(self) -> str:
+        return f"downloading step {self.step}, {show_size(self.size_bytes)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +224,9 @@ class DownloadWaited(Event):
     holder: str
     seconds: float
 
+    def line(self) -> str:
+        return f"waited {show_seconds(self.seconds)} for {self.holder} to download step {self.step}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadFinished(Event):
@@ -169,6 +236,17 @@ class DownloadFinished(Event):
     size_bytes: int
     seconds: float
 
+    def line(self) -> str:
+        return (
+            f"step {self.step} downloaded: {show_size(self.size_bytes)} in {show_seconds(self.seconds)} "
+            f"({show_speed(self.size_bytes, self.seconds)})"
+        )
+
+
+def _listed(steps: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, steps[:5]))
+    return f"steps {shown}, ..." if len(steps) > 5 else f"step {shown}" if len(steps) == 1 else f"steps {shown}"
+
 
 Listener = Callable[[Event], None]
 
@@ -176,11 +254,10 @@ _listeners: list[Listener] = []
 
 
 def log_event(event: Event) -> None:
-    """The default listener: one log line for each event, the fields in the record's `event` attribute."""
-    if event.level and logger.isEnabledFor(event.level):
-        fields = asdict(event)
-        text = " ".join(f"{name}={value}" for name, value in fields.items())
-        logger.log(event.level, "%s %s", type(event).__name__, text, extra={"event": event})
+    """The default listener: one log line for each event, for people; the record's `event` attribute is the event."""
+    level = event.log_level()
+    if level and logger.isEnabledFor(level):
+        logger.log(level, "%s", event.line(), extra={"event": event})
 
 
 def is_heard(event: type[Event]) -> bool:

@@ -64,6 +64,7 @@ class Job:
         """The ranks of this job. Collective on first use: the group is fixed then, and the root is checked."""
         if self._group is None:
             self._group = find_group(self.given_group, storage=self.storage, config=self.config)
+            self.transfer.set_rank(self._group.rank)
         if not self._is_checked:
             # Once, also where the ranks did not meet: those that did would not come to a second time. A commit checks
             # too that what all ranks have stored is seen.

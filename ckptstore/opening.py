@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ckptstore.boundary import boundary
 from ckptstore.config import StoreConfig, TransferConfig
 from ckptstore.errors import InvalidInput
 from ckptstore.job import Job
@@ -17,6 +18,7 @@ from ckptstore.store import CheckpointStore
 from ckptstore.transfer import Transfer
 
 
+@boundary
 def open_store(
     uri: str | os.PathLike[str],
     *,
@@ -43,7 +45,8 @@ def open_store(
         durable: whether a disk is told to make everything durable before a commit (True).
         engine: "fsspec" or "obstore", None for the faster one that fits.
         storage_options: credentials and the like in fsspec's names; never written anywhere, never logged.
-        group: a torch ProcessGroup or a `StorageGroup`; None for torch.distributed where it is initialised.
+        group: a torch ProcessGroup or a `StorageGroup`; None for torch.distributed where it is initialised, "solo" for
+            this process alone: an evaluation beside the job, or one rank that looks something up.
         rank_timeout_seconds: how long a rank may give no sign of life (600).
         memory_budget_bytes: the most memory that transfers of this process take for buffers (512 MiB).
         single_writer: promise that no other job ever writes, for storages without create-if-absent.

@@ -11,6 +11,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.dcp.store_target import StoreTarget
 from ckptstore.errors import InvalidInput, StoreMissing
@@ -22,7 +23,7 @@ from ckptstore.loading.story import files_of
 from ckptstore.log.identity import read_identity
 from ckptstore.retention import Mode, ranked
 from ckptstore.saving import story
-from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, install_sigterm
+from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, UploaderKind, install_sigterm
 from ckptstore.saving.directories import scan
 from ckptstore.saving.directory_shard import DirectoryShard
 from ckptstore.saving.log_keeper import LogKeeper
@@ -31,8 +32,12 @@ from ckptstore.upkeep.garbage import Garbage, collect_garbage
 from ckptstore.upkeep.prune import Trashed, prune, trash
 
 if TYPE_CHECKING:
+    from ckptstore.format.naming import Suffix
+    from ckptstore.loading.load_report import ReadOnce
+    from ckptstore.saving.request import Exists
     from ckptstore.saving.save_state import StateSaver
     from ckptstore.saving.state_shard import Incremental, StockReadable
+    from ckptstore.state.read.stored import PerRank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,7 @@ class Entry:
     is_resume_source: bool
 
 
+@bounded
 class CheckpointStore:
     """The checkpoints of one training run, at one URI.
 
@@ -89,7 +95,7 @@ class CheckpointStore:
         *,
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
-        exists: str = "replace",
+        exists: Exists = "replace",
         incremental: Incremental = False,
         allow_pickle: bool = False,
         stock_readable: StockReadable = "auto",
@@ -122,12 +128,12 @@ class CheckpointStore:
         *,
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
-        exists: str = "replace",
+        exists: Exists = "replace",
         incremental: Incremental = False,
         allow_pickle: bool = False,
         stock_readable: StockReadable = "auto",
         on_busy: OnBusy = "wait",
-        uploader: str = "thread",
+        uploader: UploaderKind = "thread",
         max_failures: int = 0,
     ) -> PendingSave:
         """Save a copy of a state in the background. Collective; returns once the copy is made.
@@ -167,7 +173,7 @@ class CheckpointStore:
         return StoreTarget.of(self._job, in_turn=self._in_turn, metrics=metrics, metadata=metadata)
 
     def warm_up(
-        self, state: Mapping[str, Any], *, stock_readable: StockReadable = "auto", uploader: str = "thread"
+        self, state: Mapping[str, Any], *, stock_readable: StockReadable = "auto", uploader: UploaderKind = "thread"
     ) -> None:
         """Make the memory, plans and processes that a first `save_async` needs. Collective."""
         from ckptstore.saving.state_shard import StateOptions
@@ -203,8 +209,8 @@ class CheckpointStore:
         include: str | Sequence[str] | None = None,
         strict: bool = True,
         device: Any = None,
-        read_once: str = "rank",
-        per_rank: str = "error",
+        read_once: ReadOnce = "rank",
+        per_rank: PerRank = "error",
         allow_pickle: bool = False,
     ) -> Checkpoint | None:
         """Load the newest checkpoint that verifies into `state`, in place, and return it. Collective, without a claim.
@@ -235,8 +241,8 @@ class CheckpointStore:
         *,
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
-        exists: str = "replace",
-        suffix: str = "auto",
+        exists: Exists = "replace",
+        suffix: Suffix = "auto",
         shared: Collection[str] = (),
         link: bool = False,
     ) -> Checkpoint:
@@ -274,8 +280,8 @@ class CheckpointStore:
         include: str | Sequence[str] | None = None,
         strict: bool = True,
         device: Any = None,
-        read_once: str = "rank",
-        per_rank: str = "error",
+        read_once: ReadOnce = "rank",
+        per_rank: PerRank = "error",
         allow_pickle: bool = False,
     ) -> Checkpoint | None:
         """Claim the store for this job, load the newest checkpoint that verifies, and return it. Collective.
@@ -486,6 +492,6 @@ def _directory(
     return request, shard
 
 
-def _check_uploader(uploader: str) -> None:
+def _check_uploader(uploader: UploaderKind) -> None:
     if uploader not in ("thread", "process"):
         raise InvalidInput(f"uploader is {uploader!r}, it is 'thread' or 'process'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import keyword
+import re
 from importlib import import_module
 from typing import Any
 
@@ -52,18 +53,63 @@ class Commands(click.Group):
         command: click.Command = import_module(f"ckptstore.cli.commands.{_module_name(cmd_name)}").command
         return command
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Remember whether errors are to be JSON, those of the words themselves included."""
+        as_json = ctx.ensure_object(dict)["as_json"] = "--json" in args
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if as_json:
+                _echo_error({"code": "usage", "message": error.format_message()})
+            raise
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that was asked for."""
+        as_json = ctx.ensure_object(dict).get("as_json")
         try:
             return super().invoke(ctx)
         except CkptstoreError as error:
-            if ctx.ensure_object(dict).get("as_json"):
-                click.echo(json.dumps({"version": 1, "error": error.to_wire()}, indent=2))
+            error = _with_flags(error, self.get_command(ctx, ctx.invoked_subcommand or ""))
+            if as_json:
+                _echo_error(error.to_wire())
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except click.UsageError as error:  # click says it on stderr, with the usage
+            if as_json:
+                _echo_error({"code": "usage", "message": error.format_message()})
+            raise
         except KeyboardInterrupt:
+            if as_json:
+                _echo_error({"code": "interrupted", "message": "interrupted", "committed": None})
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
+
+
+def _echo_error(error: dict[str, Any]) -> None:
+    click.echo(json.dumps({"version": 1, "error": {"committed": False, **error}}, indent=2))
+
+
+_FLAGS = {
+    r"exists=['\"]replace['\"]": "--replace",
+    r"\ballow_pickle=True(?: \(--allow-pickle\))?": "--allow-pickle",
+    r"\bstorage_options\b": "--storage-option",
+    r"\bgrace_seconds\b": "--grace",
+    r"\bmax_file_bytes\b": "--max-file-size",
+    r"\brename\b(?!=)": "--rename",
+    r"\binclude\b(?!=)": "--include",
+    r"\boverwrite it\b": "give --overwrite",
+}
+"""What errors call an argument in Python, and its flag."""
+
+
+def _with_flags(error: CkptstoreError, command: click.Command | None) -> CkptstoreError:
+    """The error with flags in place of arguments, as far as the command has them."""
+    known = {flag for param in (command.params if command else ()) for flag in param.opts}
+    for pattern, words in _FLAGS.items():
+        if known & set(words.split()):
+            error.message = re.sub(pattern, words, error.message)
+            error.hint = error.hint and re.sub(pattern, words, error.hint)
+    return error
 
 
 def _module_name(command: str) -> str:

@@ -10,22 +10,16 @@ from typing import Any, TypeVar
 import click
 
 from ckptstore.errors import InvalidInput
+from ckptstore.storage.uri import parse_uri
 from ckptstore.transfer.executor import Executor, InProcess
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _remember(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
-    ctx.find_root().ensure_object(dict)["as_json"] = value  # errors are printed by the root
-    return value
 
 
 as_json = click.option(
     "--json",
     "as_json",
     is_flag=True,
-    is_eager=True,
-    callback=_remember,
     help="Print one JSON object, also for an error.",
 )
 dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
@@ -64,6 +58,17 @@ def opened_executor(engine: str) -> Iterator[Executor]:
 
     with ray_executor() as executor:
         yield executor
+
+
+def options_by_place(options: dict[str, Any], *places: str) -> list[dict[str, Any]]:
+    """The storage options of a command with several places: for each that is no path of this machine, all of them.
+
+    Raises InvalidInput where there are options and no such place.
+    """
+    found = [options if parse_uri(place).scheme else {} for place in places]
+    if options and not any(found):
+        raise InvalidInput(f"--storage-option means nothing for {' and '.join(places)}", hint="Leave it out")
+    return found
 
 
 def parse_storage_options(texts: tuple[str, ...]) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.cli.terminal import is_terminal, print_table
 from ckptstore.format.encoding import dump_json
 
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
 
 def print_json(**fields: Any) -> None:
     """Print one JSON object, with the version of its schema; a float that JSON lacks as in the store format."""
@@ -62,27 +60,9 @@ def echo_fields(fields: Mapping[str, str]) -> None:
         click.echo(f"{name.ljust(width)}  {value}".rstrip())
 
 
-def show_size(size_bytes: int) -> str:
-    """Bytes for people: "17.3 MiB"."""
-    size, unit = float(size_bytes), UNITS[0]
-    for unit in UNITS:
-        if size < 1024 or unit == UNITS[-1]:
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-
-
 def show_time(seconds: float) -> str:
     """A time for people, in UTC: "2026-11-20 12:00:05"."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def show_duration(seconds: float) -> str:
-    """A duration for people: "59 min"."""
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def show_metrics(metrics: Mapping[str, float]) -> str:

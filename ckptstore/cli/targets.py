@@ -49,8 +49,19 @@ def opened_store(uri: str, storage_options: Mapping[str, Any], **keywords: Any) 
         if read_identity(store._job.storage) is None:
             if parse_target(uri).step is not None:
                 raise InvalidInput(f"There is no store called {store.uri}", hint="This command takes no step")
-            raise StoreMissing(f"There is no store at {store.uri}")
+            raise StoreMissing(f"There is no store at {store.uri}", hint=_rule_of_targets(uri, storage_options))
         yield store
+
+
+def _rule_of_targets(uri: str, storage_options: Mapping[str, Any]) -> str | None:
+    """What may follow the last "@", where what stands before it is a store."""
+    before, at, after = uri.rpartition("@")
+    try:
+        if not at or not before or not _holds(before, storage_options, STORE_KEY):
+            return None
+    except InvalidInput:  # nothing can be called so
+        return None
+    return f"{before} is a store; after its @ comes a step or {LATEST}, and {after!r} is neither"
 
 
 def find_target(text: str, storage_options: Mapping[str, Any]) -> Target:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ckptstore.events import BytesMoved, Event, listening
+from ckptstore.runtime.shown import show_duration, show_size, show_speed
 
 
 def is_terminal(stream: Any) -> bool:
@@ -16,14 +18,23 @@ def is_terminal(stream: Any) -> bool:
     return bool(stream.isatty())
 
 
-@contextmanager
-def progress(description: str, *, shown: bool | None = None) -> Iterator[None]:
-    """Show the bytes that this process moves as a bar on stderr, while the context lasts.
+_LINE_SECONDS = 10.0
+"""How often a line says how far it is, where there is no terminal."""
 
-    It is shown on a terminal only, unless `shown` says otherwise.
+
+@contextmanager
+def progress(description: str, *, total_bytes: int | None = None, shown: bool | None = None) -> Iterator[None]:
+    """Show the bytes that this process moves on stderr, while the context lasts: as a bar with the time left on a
+    terminal, else as a line now and then. Nothing is shown with `shown` False, and a bar anywhere with True.
+
+    `total_bytes` is what will be moved, where that is known.
     """
-    if not (is_terminal(sys.stderr) if shown is None else shown):
+    if shown is False:
         yield
+        return
+    if not (is_terminal(sys.stderr) or shown):
+        with listening(_Lines(description, total_bytes)):
+            yield
         return
     from rich import progress as bars
     from rich.console import Console
@@ -31,12 +42,13 @@ def progress(description: str, *, shown: bool | None = None) -> Iterator[None]:
     columns = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TransferSpeedColumn(),
+        bars.DownloadColumn(binary_units=True),
+        bars.TextColumn("{task.fields[speed]}"),
+        bars.TimeRemainingColumn(),
     )
     with (
         bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar,
-        listening(_Bar(bar, description)),
+        listening(_Bar(bar, description, total_bytes)),
     ):
         yield
 
@@ -64,18 +76,48 @@ def counting(*, shown: bool | None = None) -> Iterator[Callable[[str, int, int],
 class _Bar:
     """A listener that moves one bar; transfers on several threads add up."""
 
-    def __init__(self, bar: Any, description: str) -> None:
+    def __init__(self, bar: Any, description: str, total_bytes: int | None) -> None:
         self._bar = bar
-        self._task = bar.add_task(description, total=None)
+        self._total_bytes = total_bytes
+        self._task = bar.add_task(description, total=total_bytes, speed="")
         self._moved_bytes = 0
+        self._started = time.monotonic()
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BytesMoved):
             with self._lock:
                 self._moved_bytes += event.size_bytes
-                total = max(event.total_bytes, self._moved_bytes)
-                self._bar.update(self._task, completed=self._moved_bytes, total=total)
+                total = max(self._total_bytes or event.total_bytes, self._moved_bytes)
+                speed = show_speed(self._moved_bytes, time.monotonic() - self._started)
+                self._bar.update(self._task, completed=self._moved_bytes, total=total, speed=speed)
+
+
+class _Lines:
+    """A listener that says on stderr how far it is, once in a while."""
+
+    def __init__(self, description: str, total_bytes: int | None) -> None:
+        self._description = description
+        self._total_bytes = total_bytes
+        self._moved_bytes = 0
+        self._started = self._said = time.monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, BytesMoved):
+            return
+        with self._lock:
+            self._moved_bytes += event.size_bytes
+            now = time.monotonic()
+            if now - self._said < _LINE_SECONDS:
+                return
+            self._said = now
+            moved, seconds = self._moved_bytes, now - self._started
+        text = f"{self._description}: {show_size(moved)}"
+        if self._total_bytes:
+            left_seconds = max(0, self._total_bytes - moved) * seconds / moved
+            text += f" of {show_size(self._total_bytes)}, {show_duration(left_seconds)} left"
+        print(f"{text}, {show_speed(moved, seconds)}", file=sys.stderr, flush=True)
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[bool]) -> None:

@@ -8,12 +8,14 @@ Nobody deletes what a save that failed has written: torch tells no rank when the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidStep
+from ckptstore.events import CheckpointCommitted, emit
 from ckptstore.format.layout import Attempt, check_step
 from ckptstore.format.manifest import Receipt
 from ckptstore.group import SoloGroup
@@ -49,6 +51,7 @@ class StoreTarget:
     _attempt: Attempt | None = None
     _begun_at: int = 0
     """The number of the newest record when the attempt began."""
+    _started: float = 0.0
 
     @staticmethod
     def of(
@@ -94,6 +97,7 @@ class StoreTarget:
 
         Raises InvalidStep without a step, InvalidMetric when one that retention needs is missing, StoreFenced.
         """
+        self._started = time.monotonic()
         if step is None:
             raise InvalidStep("A checkpoint in a store needs a step: StoreWriter(store.dcp_target(), step=...)")
         request = Request.of(
@@ -117,7 +121,17 @@ class StoreTarget:
         assert self._request is not None  # `begin` came first
         assert self._attempt is not None
         job = self._alone(world_size=world_size)
-        commit(job, self._request, self._attempt, Contents(receipts), lambda: None, after=self._begun_at)
+        record = commit(job, self._request, self._attempt, Contents(receipts), lambda: None, after=self._begun_at)
+        emit(
+            CheckpointCommitted(
+                step=record.entry.step,
+                number=record.number,
+                rank=0,
+                size_bytes=record.entry.size_bytes,
+                seconds=time.monotonic() - self._started,
+                world_size=world_size,
+            )
+        )
         if self.job is not None:
             owner = self.job
             owner.prune_in_background(lambda: prune(owner.log, owner.storage, owner.config, epoch=owner.epoch))

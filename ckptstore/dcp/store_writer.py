@@ -271,8 +271,11 @@ def printable(given: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def is_same_place(one: str | os.PathLike[str], uri: str) -> bool:
-    """Whether a location is that of a URI."""
-    return parse_uri(one).uri == uri
+    """Whether a location is that of a URI, also where links of a disk lead there."""
+    location = parse_uri(one)
+    if location.uri == uri or location.scheme:
+        return location.uri == uri
+    return os.path.realpath(location.prefix) == os.path.realpath(uri)
 
 
 def _check_all_written(

@@ -16,6 +16,9 @@ from ckptstore.group.storage_board import StorageGroup
 from ckptstore.storage.base import Storage
 from ckptstore.storage.retry import retrying
 
+SOLO = "solo"
+"""Given as a group: this process works alone, whatever the environment says of others."""
+
 _SEEN_LATE_SECONDS = 3.0
 """A network file system may show a new directory entry a moment later."""
 
@@ -23,10 +26,10 @@ _SEEN_LATE_SECONDS = 3.0
 def find_group(given: object, *, storage: Storage, config: StoreConfig) -> Group:
     """The group of this job. Collective when the ranks are several.
 
-    `given` is a ProcessGroup of torch, a `StorageGroup`, what an integration gives (it has a method `open_group`), a
-    group that is at work already, or None: then torch.distributed where it is initialised, else this process alone.
-    Raises GroupMissing when there are several processes and no way between them, InvalidInput when `given` is none of
-    these or when several processes share a `memory://` store.
+    `given` is a ProcessGroup of torch, a `StorageGroup`, "solo" for this process alone, what an integration gives (it
+    has a method `open_group`), a group that is at work already, or None: then torch.distributed where it is
+    initialised, else this process alone. Raises GroupMissing when there are several processes and no way between them,
+    InvalidInput when `given` is none of these or when several processes share a `memory://` store.
     """
     group = _group_for(given, storage=storage, config=config)
     if group.world_size > 1 and storage.uri.startswith("memory://") and group is not given:
@@ -40,6 +43,8 @@ def find_group(given: object, *, storage: Storage, config: StoreConfig) -> Group
 
 
 def _group_for(given: object, *, storage: Storage, config: StoreConfig) -> Group:
+    if isinstance(given, str) and given == SOLO:
+        return SoloGroup()
     if isinstance(given, StorageGroup):
         if given.world_size == 1:
             return SoloGroup(start_token=given.start_token, node=given.node)
@@ -54,7 +59,7 @@ def _group_for(given: object, *, storage: Storage, config: StoreConfig) -> Group
     if callable(getattr(given, "exchange", None)):
         return cast(Group, given)
     raise InvalidInput(
-        f"group is a {type(given).__name__}, it must be a StorageGroup or a ProcessGroup of torch",
+        f"group is a {type(given).__name__}, it must be a StorageGroup, a ProcessGroup of torch or 'solo'",
         hint="A process that is no member of a process group takes no part in its store",
     )
 
@@ -78,7 +83,7 @@ def _alone() -> Group:
         raise GroupMissing(
             f"WORLD_SIZE is {size}, and nothing says how this process reaches the others",
             hint="Call torch.distributed.init_process_group first, or give group=StorageGroup(rank, world_size, "
-            "start_token); for a store of this process alone give group=StorageGroup(0, 1, 'alone')",
+            "start_token); a process that reads or writes alone gives group='solo'",
         )
     return SoloGroup()
 

@@ -6,20 +6,19 @@ files appear in their directory at once, when all of them are complete.
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from ckptstore.boundary import boundary
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import InvalidInput, InvalidState, StorageError, StorageFull
+from ckptstore.errors import InvalidInput, InvalidState
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest
+from ckptstore.interchange.export_place import ExportPlace, files_beside
 from ckptstore.interchange.selection import KINDS, Kind, Paths, Selection, fitting, select
 from ckptstore.interchange.to_dcp import write_dcp
 from ckptstore.interchange.to_safetensors import LaidOut, Layout, lay_out, write_files, write_index
@@ -29,14 +28,10 @@ from ckptstore.loading.story import CheckpointFiles
 from ckptstore.state.live.matching import Saved
 from ckptstore.state.read.stock_read import load_metadata
 from ckptstore.state.read.stored import StoredState
-from ckptstore.storage.uri import local_path
 from ckptstore.transfer.executor import Beat, Executor, InProcess
 
 MAX_FILE_BYTES = 5_000_000_000
 """Where a safetensors file ends, unless the caller says otherwise."""
-
-_OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".distcp", DCP_METADATA_NAME)
-_FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".distcp"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +39,12 @@ class ExportReport:
     """What an export did."""
 
     kind: Kind
-    path: Path
+    uri: str
+    """Where the files are: a path, or the URI that was given."""
+    path: Path | None
+    """The same as a path, None where that is not on this machine."""
     files: tuple[str, ...]
-    """Their names in `path`."""
+    """Their names there."""
     num_tensors: int
     """Tensors by name; tied ones count once each."""
     size_bytes: int
@@ -55,6 +53,7 @@ class ExportReport:
     """What the files do not have, or have in another way, for people."""
 
 
+@boundary
 def export(
     checkpoint: Checkpoint,
     directory: str | os.PathLike[str],
@@ -64,7 +63,9 @@ def export(
     strip_prefix: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
+    beside: str | os.PathLike[str] | None = None,
     executor: Executor | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ExportReport:
     """Write a state checkpoint to a new directory in a format of other tools; every byte is checked on the way.
 
@@ -74,24 +75,40 @@ def export(
     rank's is taken.
 
     Args:
-        directory: where the files go; new or empty, or with `overwrite` one that holds nothing but exported files.
+        directory: where the files go, a path or a URI; new or empty, or with `overwrite` one that holds nothing but
+            exported files. For a URI they pass through the temporary directory, those of safetensors one by one, and
+            what leads to the others (an index, `.metadata`) is written last.
         include: only keys that fit a pattern ("model.*") or one of several.
         strip_prefix: taken from the beginning of keys ("model."), so that names are the model's own.
+        beside: a directory whose files are copied to the export, weights apart: the config and the tokenizer of a
+            model, so that `from_pretrained` loads it.
         executor: where the files are written; all its processes have to see `directory`.
+        storage_options: for the storage of a `directory` that is a URI.
 
     Raises InvalidInput and InvalidState before anything is written, CheckpointDamaged (nothing is left then).
     """
-    target = Path(local_path(directory, "The directory of an export"))
+    if to not in KINDS:
+        raise InvalidInput(f"to is {to!r}, it is one of {', '.join(KINDS)}")
+    if max_file_bytes <= 0:
+        raise InvalidInput(f"max_file_bytes is {max_file_bytes}, it is at least 1")
+    place = ExportPlace(
+        target=os.fspath(directory),
+        beside=files_beside(beside),
+        overwrite=overwrite,
+        storage_options=storage_options,
+    )
     executor = executor or InProcess()
-    _check(target, to, max_file_bytes, overwrite=overwrite)
+    if place.is_remote and not executor.is_local:
+        raise InvalidInput(f"{place.uri} is written by one process", hint="Leave the engine out")
+    place.check()
     files = checkpoint._files
     with files.held():
-        return _export(files, target, to, include, strip_prefix, max_file_bytes, executor)
+        return _export(files, place, to, include, strip_prefix, max_file_bytes, executor)
 
 
 def _export(
     files: CheckpointFiles,
-    target: Path,
+    place: ExportPlace,
     to: Kind,
     include: str | Sequence[str] | None,
     strip_prefix: str,
@@ -112,9 +129,11 @@ def _export(
         num_values = len(stored.index.common_values().keys() | stored.index.value_ranks().keys())
         notices += [f"{num_values} plain values are left out, safetensors holds tensors only"] if num_values else []
         notices += [f"{name} is tied to {kept}, and stored as that" for name, kept in layout.tied.items()]
-        with _new_directory(target) as path:
+        with place.opened() as (path, send):
             share = partial(_write_safetensors, files.alone(), layout, path)
-            executor.run(share, layout.files, size_bytes=_size_of, beat=lambda: None)
+            for portion in [[file] for file in layout.files] if place.is_remote else [layout.files]:
+                executor.run(share, portion, size_bytes=_size_of, beat=lambda: None)
+                send([name for name, _ in portion])
             names = write_index(layout, path, durable=durable)
         size_bytes = layout.size_bytes
     elif not executor.is_local:
@@ -127,20 +146,21 @@ def _export(
             f"{key} is left out, torch.load(weights_only=True) refuses it: {why}" for key, why in tree.left_out.items()
         ]
         notices += [] if paths.are_known else ["the checkpoint tells no paths, so the keys are flat"]
-        with _new_directory(target) as path:
+        with place.opened() as (path, _):
             names = write_torch(stored, tree, path, durable=durable)
         size_bytes = tree.size_bytes
     elif include is None and not strip_prefix and DCP_METADATA_NAME in manifest.by_name:
         size_bytes = sum(manifest.by_name[name].size_bytes for name in _stock_files(manifest))
-        with _new_directory(target) as path:
+        with place.opened() as (path, _):
             names = _copy_stock(files, manifest, path)
     else:
-        with _new_directory(target) as path:
+        with place.opened() as (path, _):
             names, size_bytes = write_dcp(stored, selection, _paths(files, manifest), path, durable=durable)
     return ExportReport(
         kind=to,
-        path=target,
-        files=tuple(names),
+        uri=place.uri,
+        path=place.path,
+        files=(*names, *(file.name for file in place.beside)),
         num_tensors=len(selection.sources),
         size_bytes=size_bytes,
         notices=tuple(notices),
@@ -159,23 +179,6 @@ def _write_safetensors(
 
 def _size_of(file: LaidOut) -> int:
     return sum(entry.size_bytes for entry in file[1])
-
-
-def _check(target: Path, to: str, max_file_bytes: int, *, overwrite: bool) -> None:
-    if to not in KINDS:
-        raise InvalidInput(f"to is {to!r}, it is one of {', '.join(KINDS)}")
-    if max_file_bytes <= 0:
-        raise InvalidInput(f"max_file_bytes is {max_file_bytes}, it is at least 1")
-    if target.suffix in _FILE_SUFFIXES:
-        raise InvalidInput(f"{target} is named like a file", hint="An export makes a directory, and names its files")
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise InvalidInput(f"{target} exists and is not a directory")
-    present = sorted(path.name for path in target.iterdir()) if target.exists() else []
-    if present and not overwrite:
-        raise InvalidInput(f"{target} exists and is not empty", hint="Give another directory, or overwrite it")
-    foreign = [name for name in present if not name.endswith(_OWN_SUFFIXES)]
-    if foreign:
-        raise InvalidInput(f"{target} also holds {foreign[0]}, which no export wrote", hint="Give another directory")
 
 
 def _saved(stored: StoredState, wanted: Callable[[str], bool]) -> Saved:
@@ -213,26 +216,3 @@ def _copy_stock(files: CheckpointFiles, manifest: Manifest, path: Path) -> list[
     with files.missing_is_damage():
         files.transfer.download([(files.wanted(manifest.by_name[name]), path / name) for name in names])
     return names
-
-
-@contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
-    """A directory beside the target that takes its place when it is complete."""
-    partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        if target.exists() and any(target.iterdir()):
-            replaced = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
-            target.rename(replaced)
-            partial.rename(target)
-            shutil.rmtree(replaced)
-        else:
-            partial.replace(target)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        cls = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
-        raise cls(f"{target} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

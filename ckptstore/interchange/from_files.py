@@ -1,4 +1,4 @@
-"""Files of other tools as flat states: `torch.save`, safetensors, stock DCP. Nothing in them is ever run.
+"""Files of other tools as flat states: `torch.save`, safetensors, stock DCP. Nothing in them is run unless allowed.
 
 Tensors of the first two are the mapped file itself, read as they are written to the checkpoint; those of DCP are read
 into memory, since they may lie in pieces.
@@ -6,10 +6,12 @@ into memory, since they may lie in pieces.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
+import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,54 +19,76 @@ import torch
 
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidSource
 from ckptstore.format.layout import check_name
+from ckptstore.interchange.intake import Intake, is_optimizer
 from ckptstore.interchange.safetensors_file import Entry, read_header
 from ckptstore.interchange.to_safetensors import INDEX_NAME
-from ckptstore.state.live.flatten import FlatState, TensorEntry, join_path
+from ckptstore.state.live.flatten import FlatState, join_path
+from ckptstore.state.live.optimizers import GROUPS, STATE
 from ckptstore.state.read.stock_read import StockState, load_metadata
 from ckptstore.transfer import RangeRead
 
+_REFUSED_CLASS = re.compile(r"GLOBAL (\w[\w.]*)")
 
-def read_torch_file(path: Path) -> FlatState:
+
+def read_torch_file(path: Path, intake: Intake) -> FlatState:
     """The state in a file of `torch.save`: a dict, nested as you like, which falls apart down to tensors and values.
 
-    Raises FileMissing, InvalidSource for what `torch.load(weights_only=True)` refuses or what is no dict.
+    Raises FileMissing, InvalidSource for what `torch.load(weights_only=True)` refuses, unless pickles are allowed, or
+    what is no dict.
     """
     _check_file(path)
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        mapped = zipfile.is_zipfile(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=not intake.allow_pickle, mmap=mapped)
     except Exception as error:  # torch raises many kinds here
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InvalidSource(
-            f"{path} cannot be read: {reason}", hint="It must load with torch.load(path, weights_only=True)"
-        ) from None
+        raise _unreadable(path, str(error) or type(error).__name__) from None
     if not isinstance(loaded, Mapping) or not loaded or not _has_text_keys(loaded):
         raise InvalidSource(f"{path} holds a {type(loaded).__name__}, and not a dict with text as keys")
-    flat = FlatState()
-    _add(flat, (), loaded)
-    return flat
+    _add(intake, (), loaded)
+    return intake.finish()
 
 
-def _add(flat: FlatState, path: tuple[Any, ...], item: Any) -> None:
+def _unreadable(path: Path, reason: str) -> InvalidSource:
+    """What `torch.load` refused, with the classes that it would have to make."""
+    classes = set(_REFUSED_CLASS.findall(reason))
+    if classes and zipfile.is_zipfile(path):  # torch's error names the first one only
+        with contextlib.suppress(Exception):
+            classes |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    if not classes:
+        return InvalidSource(f"{path} cannot be read: {reason.splitlines()[0]}", hint="It is no file of torch.save")
+    return InvalidSource(
+        f"{path} cannot be read without running code: it holds {', '.join(sorted(classes))}",
+        hint="If you trust who wrote it, pass allow_pickle=True (--allow-pickle), or allow these classes alone with "
+        "torch.serialization.add_safe_globals",
+    )
+
+
+def _add(intake: Intake, path: tuple[Any, ...], item: Any) -> None:
     if isinstance(item, torch.Tensor):
-        flat.add_tensor(path, TensorEntry(item))
+        intake.add_tensor(path, item)
+    elif is_optimizer(item):
+        intake.add_optimizer(path, item)
     elif isinstance(item, Mapping) and item and _has_text_keys(item):
         for part, inner in item.items():
-            _add(flat, (*path, part), inner)
+            _add(intake, (*path, part), inner)
+    elif isinstance(item, list) and any(map(is_optimizer, item)):
+        for index, inner in enumerate(item):
+            _add(intake, (*path, index), inner)
     else:
-        flat.add_value(path, item)
+        intake.add_value(path, item)
 
 
 def _has_text_keys(mapping: Mapping[Any, Any]) -> bool:
     return all(isinstance(key, str) and key for key in mapping)
 
 
-def read_safetensors(path: Path) -> FlatState:
+def read_safetensors(path: Path, intake: Intake) -> FlatState:
     """The tensors of a safetensors file, or of a directory of them, under their names; tied ones under all of theirs.
 
     In a directory an index counts, where there is one; else all its safetensors files. Raises FileMissing,
     InvalidSource, CheckpointDamaged.
     """
-    flat = FlatState()
+    tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     for file, names in _safetensors_files(path).items():
         entries, metadata = read_header(file)
@@ -74,14 +98,16 @@ def read_safetensors(path: Path) -> FlatState:
         mapped = _mapped(file)
         for entry in entries:
             if not names or entry.name in names:
-                flat.add_tensor((entry.name,), TensorEntry(_tensor(entry, mapped)))
+                if entry.name in tensors:
+                    raise InvalidSource(f"{path} has {entry.name} in two files, and no index that says which counts")
+                tensors[entry.name] = _tensor(entry, mapped)
         tied |= metadata
-    for name, kept in tied.items():
-        if kept in flat.tensors and name not in flat.paths:
-            flat.add_tensor((name,), flat.tensors[kept])
-    if not flat.tensors:
+    tensors |= {name: tensors[kept] for name, kept in tied.items() if kept in tensors and name not in tensors}
+    if not tensors:
         raise InvalidSource(f"{path} holds no tensors")
-    return flat
+    for name, tensor in tensors.items():
+        intake.add_tensor((name,), tensor)
+    return intake.finish()
 
 
 def _safetensors_files(path: Path) -> dict[Path, set[str]]:
@@ -130,27 +156,60 @@ def _check_file(path: Path) -> None:
         raise InvalidSource(f"{path} is not a file")
 
 
-def read_dcp(metadata: bytes, read: Callable[[Sequence[RangeRead]], None], sizes_bytes: Mapping[str, int]) -> FlatState:
+def read_dcp(
+    metadata: bytes,
+    read: Callable[[Sequence[RangeRead]], None],
+    sizes_bytes: Mapping[str, int],
+    intake: Intake,
+) -> FlatState:
     """The state of a stock DCP directory: tensors, and values leaf by leaf, under their keys and paths.
 
     Raises CheckpointDamaged, InvalidState for values that need code to be read.
     """
-    stock = StockState(load_metadata(metadata), read, "", sizes_bytes)
-    flat = FlatState()
-    aliases = stock.index.aliases
+    stock = StockState(load_metadata(metadata), read, "", sizes_bytes, allow_pickle=intake.allow_pickle)
+    paths = {key: _path_of(stock, key) for key in stock.all_keys()}
+    optimizers = [path for path in _optimizer_paths(paths.values()) if intake.wants_optimizer(path)]
+    owner = {key: own for key, path in paths.items() for own in optimizers if path[: len(own)] == own}
+
+    def wanted(key: str) -> bool:
+        return key in owner or intake.wants(key)
+
+    aliases = {key: source for key, source in stock.index.aliases.items() if wanted(key)}
+    sources = {*aliases.values(), *(key for key in stock.index.tensors if wanted(key) and key not in aliases)}
     tensors = {
         key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         for key, entry in stock.index.tensors.items()
-        if key not in aliases
+        if key in sources
     }
     stock.fill({key: (tensor, key) for key, tensor in tensors.items()})
-    for key, tensor in tensors.items():
-        flat.add_tensor(_path_of(stock, key), TensorEntry(tensor))
-    for key, source in aliases.items():
-        flat.add_tensor(_path_of(stock, key), flat.tensors[source])
-    for key, value in stock.values().items():
-        flat.add_value(_path_of(stock, key), value)
-    return flat
+    nested: dict[tuple[Any, ...], dict[str, Any]] = {path: {} for path in optimizers}
+    everything = {**tensors, **{key: tensors[source] for key, source in aliases.items()}, **stock.values(wanted)}
+    for key, item in everything.items():
+        if key in owner:
+            _nest(nested[owner[key]], paths[key][len(owner[key]) :], item)
+        elif isinstance(item, torch.Tensor):
+            intake.add_tensor(paths[key], item)
+        else:
+            intake.add_value(paths[key], item)
+    for path, optimizer in nested.items():
+        groups = optimizer[GROUPS]
+        intake.add_optimizer(path, {STATE: {}, **optimizer, GROUPS: [groups[name] for name in sorted(groups, key=int)]})
+    return intake.finish()
+
+
+def _optimizer_paths(paths: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Where optimizers are whose parameters have numbers, or a list of names for each group."""
+    return sorted({path[:-3] for path in paths if len(path) > 2 and _is_members(path[-3:])}, key=join_path)
+
+
+def _is_members(path: tuple[Any, ...]) -> bool:
+    return path[0] == GROUPS and path[2] == "params" and str(path[1]).isdecimal()
+
+
+def _nest(into: dict[str, Any], path: tuple[Any, ...], item: Any) -> None:
+    for part in path[:-1]:
+        into = into.setdefault(str(part), {})
+    into[str(path[-1])] = item
 
 
 def _path_of(stock: StockState, key: str) -> tuple[Any, ...]:

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import closing
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from ckptstore.boundary import boundary
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.config import StoreConfig
 from ckptstore.errors import FileMissing, InvalidInput, InvalidSource
 from ckptstore.format.layout import DCP_METADATA_NAME, check_step
 from ckptstore.interchange.from_files import read_dcp, read_safetensors, read_torch_file
+from ckptstore.interchange.intake import Intake, Rename
+from ckptstore.interchange.remote_files import on_this_machine, opened_folder
 from ckptstore.interchange.selection import KINDS, Kind
 from ckptstore.saving.log_keeper import LogKeeper
 from ckptstore.saving.request import Request
-from ckptstore.saving.state_shard import StateShard
+from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.saving.story import save
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.write.agree import Negotiator
-from ckptstore.storage.open import open_storage
-from ckptstore.storage.retried import with_retries
-from ckptstore.storage.uri import local_path
 from ckptstore.store import CheckpointStore
-from ckptstore.transfer import Transfer
 
 
+@boundary
 def import_state(
     source: str | os.PathLike[str],
     store: CheckpointStore,
@@ -36,49 +34,84 @@ def import_state(
     metrics: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     exists: str = "error",
+    include: str | Sequence[str] | None = None,
+    rename: Rename | None = None,
+    state: Mapping[str, Any] | None = None,
+    allow_pickle: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Commit a state that other tools wrote as a checkpoint of `step`. For one process alone.
 
-    Like any save it claims the store, so that a job that is writing to it is fenced. No code in the source is run.
+    Like any save it claims the store, so that a job that is writing to it is fenced. No code in the source is run,
+    unless `allow_pickle` says so.
 
     Args:
-        source: a file of `torch.save`; a safetensors file, or a directory of them with or without an index; for "dcp"
-            the directory, or a URI of it. The first two are read from a disk as they are written, a DCP directory is
-            held in memory.
+        source: a path or a URI: a file of `torch.save`; a safetensors file, or a directory of them with or without an
+            index; a directory of torch's DCP. The first two are read from a disk as they are written, and downloaded
+            to the temporary directory first where they lie elsewhere. A DCP directory is held in memory.
         kind: "torch", "safetensors" or "dcp".
         metrics, metadata: as for `CheckpointStore.save`.
         exists: "error" when a checkpoint of that step is refused, "replace" to put it into the trash.
-        storage_options: for the storage of a DCP directory.
+        include: only keys of the source that fit a pattern ("model.*") or one of several; an optimizer as a whole.
+        rename: new keys: a new beginning for each old one ({"model_state_dict": "model", "": "model"}), where a key
+            counts with all that is below it, or a function from a key to its new one.
+        state: the live state that will be resumed. `optimizer.state_dict()` numbers the parameters; the optimizer and
+            the module in here say which one each number is. It is only looked at.
+        allow_pickle: read and store values that are pickles; they can execute anything.
+        storage_options: for the storage of a source that is a URI.
 
     Raises InvalidInput, FileMissing, CheckpointDamaged before anything is written; then what a save raises.
     """
     if kind not in KINDS:
         raise InvalidInput(f"kind is {kind!r}, it is one of {', '.join(KINDS)}")
     check_step(step)
-    if kind == "torch":
-        flat = read_torch_file(Path(local_path(source, "The source")))
-    elif kind == "safetensors":
-        flat = read_safetensors(Path(local_path(source, "The source")))
+    intake = Intake(include=include, rename=rename, state=state, allow_pickle=allow_pickle)
+    asked: dict[str, Any] = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
+    with _read(source, kind, intake, storage_options) as flat:
+        return _commit(flat, store, asked, allow_pickle=allow_pickle)
+
+
+@contextmanager
+def _read(
+    source: str | os.PathLike[str], kind: Kind, intake: Intake, storage_options: Mapping[str, Any] | None
+) -> Iterator[FlatState]:
+    """What is in the source. Its tensors may be files, which are there as long as the context lasts."""
+    if kind == "dcp":
+        yield _read_dcp(os.fspath(source), intake, storage_options)
+    elif kind == "torch":
+        with on_this_machine(source, storage_options) as path:
+            yield read_torch_file(path, intake)
     else:
-        flat = _read_dcp(os.fspath(source), storage_options)
+        of_folder = None if os.fspath(source).endswith(".safetensors") else _is_of_safetensors
+        with on_this_machine(source, storage_options, of_folder=of_folder) as path:
+            yield read_safetensors(path, intake)
+
+
+def _is_of_safetensors(name: str) -> bool:
+    return name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def _commit(flat: FlatState, store: CheckpointStore, asked: Mapping[str, Any], *, allow_pickle: bool) -> Checkpoint:
     job = store._in_turn(max_failures=0)
     if job.group.world_size != 1:
         raise InvalidInput(f"An import is for one process, and there are {job.group.world_size}")
-    request = Request.of(kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
+    request = Request.of(kind="state", **asked)
     shard = StateShard(
-        lambda: flat, rank=0, world_size=1, negotiator=Negotiator(), storage=job.storage, upload=job.transfer.upload
+        lambda: flat,
+        rank=0,
+        world_size=1,
+        negotiator=Negotiator(),
+        storage=job.storage,
+        upload=job.transfer.upload,
+        options=StateOptions(allow_pickle=allow_pickle),
     )
     return store._checkpoint(save(job.group, LogKeeper(job), shard, request))
 
 
-def _read_dcp(uri: str, storage_options: Mapping[str, Any] | None) -> FlatState:
-    config = StoreConfig.from_env()
-    storage = with_retries(open_storage(uri, storage_options=storage_options), config.retry)
-    with closing(storage), closing(Transfer(storage, config=config.transfer, retry=config.retry)) as transfer:
-        sizes = {file.key: file.size_bytes for file in storage.list("")}
+def _read_dcp(uri: str, intake: Intake, storage_options: Mapping[str, Any] | None) -> FlatState:
+    with opened_folder(uri, storage_options) as folder:
         try:
-            metadata = storage.read(DCP_METADATA_NAME)
+            metadata = folder.storage.read(DCP_METADATA_NAME)
         except FileMissing:
-            raise InvalidSource(f"{storage.uri} has no {DCP_METADATA_NAME}, so it is no DCP directory") from None
-        return read_dcp(metadata, transfer.read, sizes)
+            raise InvalidSource(f"{folder.storage.uri} has no {DCP_METADATA_NAME}, so it is no DCP directory") from None
+        return read_dcp(metadata, folder.transfer.read, folder.sizes_bytes(), intake)

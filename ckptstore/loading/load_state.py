@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidName, NoUsableCheckpoint
 from ckptstore.events import CheckpointSkipped, emit
@@ -16,6 +16,7 @@ from ckptstore.format.record import Record
 from ckptstore.group import Beat, Group
 from ckptstore.job import Job
 from ckptstore.loading.index_read import read_own_parts
+from ckptstore.loading.load_report import LoadReport, ReadOnce
 from ckptstore.loading.newest import Order, newest_first, told_resumed
 from ckptstore.loading.story import CheckpointFiles, NodeCopies, files_of
 from ckptstore.runtime.collector import collector_paused
@@ -30,7 +31,6 @@ from ckptstore.storage.base import Disk
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.transfer import RangeRead, Transfer
 
-_READ_ONCE = ("rank", "node", "job")
 _MORE = b"more"
 """What a rank says that needs more of the index than it has read."""
 
@@ -42,23 +42,13 @@ class LoadOptions:
     include: str | Sequence[str] | None = None
     strict: bool = True
     device: Any = None
-    read_once: str = "rank"
+    read_once: ReadOnce = "rank"
     per_rank: PerRank = "error"
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
-        if self.read_once not in _READ_ONCE:
-            raise InvalidInput(f"read_once is {self.read_once!r}, it is one of {', '.join(_READ_ONCE)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """What did not fit, over all ranks; nothing after a strict load."""
-
-    missing: tuple[str, ...]
-    """Keys of the state that the checkpoint does not have; they were left as they are."""
-    unexpected: tuple[str, ...]
-    """Keys of the checkpoint, below names of the state, that found no place."""
+        if self.read_once not in get_args(ReadOnce):
+            raise InvalidInput(f"read_once is {self.read_once!r}, it is one of {', '.join(get_args(ReadOnce))}")
 
 
 def load_newest(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Literal
 
+from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, SaveBusy
 from ckptstore.format.layout import known_step
@@ -24,8 +25,10 @@ from ckptstore.runtime.fork import in_forked_child
 logger = logging.getLogger("ckptstore")
 
 OnBusy = Literal["wait", "skip", "error"]
+UploaderKind = Literal["thread", "process"]
 
 
+@bounded
 class PendingSave:
     """An asynchronous save. The state that it was given may be changed: a copy is saved."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,12 +79,20 @@ class LogKeeper:
         """See `Keeper.find`."""
         return committed_record(self.job.log, attempt)
 
-    def committed(self, kept: Record, *, seconds: float) -> None:
+    def committed(self, kept: Record, *, seconds: float, slowest: Sequence[Any]) -> None:
         """See `Keeper.committed`. The leader deletes in the background what has been in the trash for long enough."""
         entry, job = kept.entry, self.job
-        size_bytes, rank = entry.size_bytes, self.rank
         emit(
-            CheckpointCommitted(step=entry.step, number=kept.number, rank=rank, size_bytes=size_bytes, seconds=seconds)
+            CheckpointCommitted(
+                step=entry.step,
+                number=kept.number,
+                rank=self.rank,
+                size_bytes=entry.size_bytes,
+                seconds=seconds,
+                world_size=entry.world_size,
+                slowest_rank=slowest[0] if slowest else None,
+                slowest_by_seconds=slowest[1] if slowest else 0.0,
+            )
         )
         if job.is_leader:
             job.prune_in_background(lambda: prune(job.log, job.storage, job.config, epoch=job.epoch))

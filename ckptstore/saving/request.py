@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ckptstore.errors import InvalidInput, InvalidMetadata
 from ckptstore.format.encoding import dump_json
 from ckptstore.format.layout import check_step
 from ckptstore.format.manifest import Kind
 from ckptstore.retention import as_metrics
+
+Exists = Literal["replace", "error"]
+"""What becomes of an earlier checkpoint of the same step: it goes to the trash, or the save is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,7 @@ class Request:
         kind: Kind,
         metrics: Mapping[str, Any] | None,
         metadata: Mapping[str, Any] | None,
-        exists: str,
+        exists: Exists,
         **options: Any,
     ) -> Request:
         """Check everything that can be checked without a storage."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ckptstore.errors import StorageError
+from ckptstore.events import SaveStarted, emit
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Receipt
@@ -183,6 +184,15 @@ class StateShard:
         self.launched.wait()  # threads of the upload copy beside the stream of the caller
         receipts = self._take_over(attempt, self._files.kept)
         files = [PlannedFile(attempt.key(name), source) for name, source in self.sources]
+        emit(
+            SaveStarted(
+                step=attempt.step,
+                attempt=str(attempt),
+                rank=self._group.rank,
+                num_files=len(files),
+                size_bytes=sum(file.source.size_bytes for file in files),
+            )
+        )
         stored = self._upload(files, beat=beat)
         receipts += [
             Receipt(name, one.size_bytes, one.crc32c, self._rank, version=one.version)

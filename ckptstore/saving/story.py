@@ -57,8 +57,9 @@ class Keeper(Protocol[Kept]):
     def find(self, attempt: Attempt) -> Kept | None:
         """The checkpoint, for a rank that did not hear the leader; None if it is not there (yet), or cannot be read."""
 
-    def committed(self, kept: Kept, *, seconds: float) -> None:
-        """Any rank: the save has ended well."""
+    def committed(self, kept: Kept, *, seconds: float, slowest: Sequence[Any]) -> None:
+        """Any rank: the save has ended well. `slowest` is the rank that took longest to store its files, and by how
+        many seconds; empty with one rank, and where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +97,20 @@ def finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
     """
     request, attempt, lane = begun.request, begun.attempt, begun.lane
 
-    def publish(stored: list[bytes], beat: Beat) -> bytes:
-        return keeper.publish(request, attempt, shard.join(attempt, stored, beat), beat)
+    def store(beat: Beat) -> bytes:
+        started = time.monotonic()
+        stored = shard.store(attempt, beat)
+        return _packed(time.monotonic() - started, stored)
 
+    def publish(answers: list[bytes], beat: Beat) -> bytes:
+        seconds, stored = zip(*map(_unpacked, answers), strict=True)
+        published = keeper.publish(request, attempt, shard.join(attempt, stored, beat), beat)
+        return _packed(_slowest(seconds), published)
+
+    slowest: Sequence[Any] = ()
     try:
-        kept = keeper.outcome(attempt, lane.exchange("receipts", lambda beat: shard.store(attempt, beat), publish))
+        slowest, published = _unpacked(lane.exchange("receipts", store, publish))
+        kept = keeper.outcome(attempt, published)
     except CkptstoreError as error:
         found = keeper.find(attempt) if error.committed is None else None
         if found is None:
@@ -113,7 +123,7 @@ def finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
         kept = found
     finally:
         lane.close()
-    keeper.committed(kept, seconds=time.monotonic() - begun.started)
+    keeper.committed(kept, seconds=time.monotonic() - begun.started, slowest=slowest)
     return kept
 
 
@@ -169,6 +179,14 @@ def _check_same_request(heads: Sequence[Mapping[str, Any]]) -> None:
             raise InvalidInput(
                 f"rank {rank} asks for {head['options']}, rank 0 for {first['options']}", ranks=(0, rank)
             )
+
+
+def _slowest(seconds: Sequence[float]) -> list[Any]:
+    """The rank that took longest, and how much longer than the one in the middle; nothing for one rank."""
+    if len(seconds) == 1:
+        return []
+    rank = max(range(len(seconds)), key=lambda number: seconds[number])
+    return [rank, seconds[rank] - sorted(seconds)[(len(seconds) - 1) // 2]]
 
 
 def remove_files(storage: Storage, attempt: Attempt) -> None:

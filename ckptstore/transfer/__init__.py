@@ -7,6 +7,7 @@ together stay within `TransferConfig.memory_budget_bytes`, whatever the size of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ class Transfer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open, (self._engine.storage, self._engine.config, self._engine.retry, self._engine.rank)
+
+    def set_rank(self, rank: int) -> None:
+        """Say whose rank this is, for the events of what begins from now on."""
+        if rank != self._engine.rank:
+            self._engine = replace(self._engine, rank=rank)
 
     @property
     def num_tasks(self) -> int:

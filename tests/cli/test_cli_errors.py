@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pty
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from ckptstore import open_store
 from ckptstore.cli import COMMANDS, main
 from ckptstore.errors import CkptstoreError, all_errors
 
@@ -62,6 +65,28 @@ def test_wrong_usage_is_exit_code_2(run: Any, arguments: tuple[str, ...]) -> Non
     assert "Usage:" in run(*arguments, code=2).stderr
 
 
+@pytest.mark.parametrize(
+    "arguments", [("nosuchcommand", "--json"), ("ls", "--json"), ("ls", "a", "--nosuchoption", "--json"), ("--json",)]
+)
+def test_wrong_usage_in_json_is_one_object(run: Any, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, code=2)
+    error = json.loads(result.stdout)["error"]
+    assert error["code"] == "usage"
+    assert error["message"] in result.stderr
+
+
+def test_errors_name_the_flags_of_the_command_line(run_json: Any, run: Any, store: Path, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "args": argparse.Namespace()}, tmp_path / "a.pt")
+    command = ["import", tmp_path / "a.pt", tmp_path / "new", "--from", "torch", "--step", 3]
+    hint = run_json(*command, code=2)["error"]["hint"]
+    assert "pass --allow-pickle, or" in hint
+    run(*command, "--allow-pickle")
+    assert run_json(*command, "--allow-pickle", code=6)["error"]["hint"] == "Use --replace to replace it"
+    run("export", tmp_path / "new", tmp_path / "out", "--include", "w")
+    hint = run_json("export", tmp_path / "new", tmp_path / "out", "--include", "w", code=2)["error"]["hint"]
+    assert hint == "Give another directory, or give --overwrite"
+
+
 @pytest.mark.parametrize("cls", all_errors().values())
 def test_every_error_class_ends_with_its_exit_code(
     cls: type[CkptstoreError], run_json: Any, store: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,12 +99,13 @@ def test_every_error_class_ends_with_its_exit_code(
     assert (error["code"], error["message"], error["step"], error["hint"]) == (cls.code, "it broke", 7, "Mend it")
 
 
-def test_an_interrupt_ends_with_130(run: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_with_130(run: Any, run_json: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(self: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ckptstore.store.CheckpointStore.latest", interrupt)
     assert run("latest", store, code=130).stderr == "interrupted\n"
+    assert run_json("latest", store, code=130)["error"]["code"] == "interrupted"
 
 
 def test_a_storage_option_is_never_shown(run: Any, store: Path, tmp_path: Path) -> None:
@@ -104,6 +130,30 @@ def test_the_shell_completes_commands(shell: str) -> None:
     environment = {**os.environ, **words, "_CKPTSTORE_COMPLETE": f"{shell}_complete"}
     done = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=True)
     assert "verify" in done.stdout
+
+
+def completed(words: str) -> list[str]:
+    count = len(words.split(" ")) - 1
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(count), "_CKPTSTORE_COMPLETE": "bash_complete"}
+    done = subprocess.run(COMMAND, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if line]
+
+
+def test_the_shell_completes_stores_steps_and_metrics(tmp_path: Path) -> None:
+    with open_store(tmp_path / "run", durable=False) as made:
+        for step in (5, 30, 31):
+            made.save_directory(step, None, metrics={"loss": 0.5, "accuracy": 0.9})
+    assert completed(f"ckptstore ls {tmp_path}/r") == [f"dir,{tmp_path}/r"]
+    assert completed(f"ckptstore show {tmp_path}/run@3") == [f"plain,{tmp_path}/run@{step}" for step in (30, 31)]
+    assert completed(f"ckptstore pin {tmp_path}/run@l") == [f"plain,{tmp_path}/run@latest"]
+    assert completed(f"ckptstore best {tmp_path}/run ") == ["plain,accuracy", "plain,loss"]
+    assert completed(f"ckptstore show {tmp_path}/no@3") == []
+
+
+def test_times_have_units(run: Any, store: Path) -> None:
+    for time in ("3600", "60m", "1h", "0.5d", "2 w"):
+        run("prune", store, "--grace", time, "--dry-run")
+    assert "no duration" in run("prune", store, "--grace", "soon", code=2).stderr
 
 
 def test_the_real_command_keeps_stdout_and_stderr_apart(store: Path, tmp_path: Path) -> None:
@@ -149,3 +199,10 @@ def test_a_pipe_gets_neither(store: Path) -> None:
     done = subprocess.run([*COMMAND, "verify", str(store)], capture_output=True, text=True, check=True)
     assert "\x1b[" not in done.stdout + done.stderr
     assert done.stderr == ""
+
+
+def test_what_follows_an_at_is_explained(run: Any, store: Path) -> None:
+    for command in ("show", "verify", "ls"):
+        message = run(command, f"{store}@lates", code=10).stderr
+        assert f"{store} is a store; after its @ comes a step or latest" in message
+        assert "'lates' is neither" in message

@@ -87,3 +87,29 @@ def test_help_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_import_of_numbered_parameters_says_what_to_do(run: Any, run_json: Any, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved = {"model_state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "last.pt")
+    command = ["import", tmp_path / "last.pt", tmp_path / "new", "--from", "torch", "--step", 3]
+    error = run_json(*command, code=2)["error"]
+    assert "optimizer numbers its parameters" in error["message"]
+    assert "state={...}" in error["hint"]
+    run(*command, "--include", "model*", "--rename", "model_state_dict=model")
+    with open_store(tmp_path / "new") as store:
+        other = torch.nn.Linear(4, 3)
+        store.load({"model": other})
+    assert torch.equal(other.weight, model.weight)
+    run(*command, "--rename", "model", code=2)
+    assert "mean nothing for" in run(*command, "--storage-option", "key=x", code=2).stderr.replace("means", "mean")
+
+
+def test_export_with_what_lies_beside(run: Any, state_store: Path, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text("{}")
+    (tmp_path / "base/pytorch_model.bin").write_text("old weights")
+    assert "config.json" in run("export", state_store, tmp_path / "out", "--with", tmp_path / "base").stdout
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]

@@ -12,9 +12,9 @@ import pytest
 from ckptstore import Checkpoint, InvalidInput, open_store
 from ckptstore.cli.commands.prune import parse_policy
 from ckptstore.cli.options import parse_storage_options
-from ckptstore.cli.output import show_duration, show_size
 from ckptstore.cli.targets import Target, find_target, parse_target
 from ckptstore.retention import KeepBest, KeepEvery, KeepLatest, KeepSince
+from ckptstore.runtime.shown import show_duration, show_size
 
 
 def steps(root: Path) -> list[int]:

@@ -24,9 +24,12 @@ from saving import bits
 from test_frames import DTYPES, random_tensor
 
 from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, InvalidState, open_store
+from ckptstore.errors import InvalidSource
 from ckptstore.interchange.exporting import KINDS, ExportReport, export
 from ckptstore.interchange.safetensors_file import NAMES, Entry, header, read_header
 from ckptstore.interchange.selection import Paths, nested
+from ckptstore.storage.memory import MemoryStorage
+from ckptstore.storage.open import open_storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
 MIB = 1 << 20
@@ -432,3 +435,62 @@ def test_paths_are_found_again(paths) -> None:
 def test_lists_come_back_as_lists() -> None:
     items = {("a", 0, "x"): 1, ("a", 1): 2, ("b", 1): 3, ("c", "0"): 4}
     assert nested(items) == {"a": [{"x": 1}, 2], "b": {1: 3}, "c": {"0": 4}}
+
+
+def read_folder(uri: str) -> dict[str, bytes]:
+    storage = open_storage(uri)
+    return {file.key: storage.read(file.key) for file in storage.list("")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_to_another_storage_is_the_same(tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> None:
+    uri = f"memory://{request.node.name}/out"
+    with open_store(tmp_path / "store") as store:
+        checkpoint = store.save(1, {"a": torch.randn(40, 5), "b": torch.randn(70, 5)}, stock_readable=kind == "dcp")
+        expected = export(checkpoint, tmp_path / "out", to=kind, max_file_bytes=1000)
+        report = export(checkpoint, uri, to=kind, max_file_bytes=1000)
+        assert (report.uri, report.path, report.files) == (uri, None, expected.files)
+        assert read_folder(uri) == {name: (tmp_path / "out" / name).read_bytes() for name in expected.files}
+        with pytest.raises(InvalidInput, match=f"{kind}.*is not empty"):
+            export(checkpoint, uri, to=kind)
+        report = export(checkpoint, uri, to="safetensors", include="a", overwrite=True)
+        assert read_folder(uri).keys() == set(report.files) == {"model.safetensors"}
+        open_storage(uri).write("notes.txt", [memoryview(b"mine")])
+        with pytest.raises(InvalidInput, match=r"notes\.txt, which no export wrote"):
+            export(checkpoint, uri, to=kind, overwrite=True)
+        with pytest.raises(InvalidInput, match="storage_options mean nothing"):
+            export(checkpoint, tmp_path / "other", to=kind, storage_options={"key": "x"})
+
+
+def test_an_index_comes_after_the_files_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    write = MemoryStorage.write
+    monkeypatch.setattr(
+        MemoryStorage, "write", lambda self, key, views: (written.append(key), write(self, key, views))[1]
+    )
+    with open_store(tmp_path / "store") as store:
+        checkpoint = store.save(1, {"a": torch.randn(40, 5), "b": torch.randn(70, 5)})
+        report = export(checkpoint, "memory://order/out", to="safetensors", max_file_bytes=1000)
+    assert written == [*report.files]
+    assert written[-1] == "model.safetensors.index.json"
+
+
+def test_a_model_with_its_config_is_loaded_by_from_pretrained(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    (tmp_path / "base/tokenizer.json").write_text("{}")
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    with open_store(tmp_path / "store") as store:
+        checkpoint = store.save(1, {"model": model})
+        asked = {"to": "safetensors", "strip_prefix": "model.", "beside": tmp_path / "base"}
+        export(checkpoint, tmp_path / "hub", **asked)
+        report = export(checkpoint, tmp_path / "hub", overwrite=True, **asked)
+        assert set(report.files) == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+        with pytest.raises(InvalidSource, match="no files to put beside"):
+            export(checkpoint, tmp_path / "no", to="safetensors", beside=tmp_path / "nothing")
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "hub")
+    assert torch.equal(found.lm_head.weight, model.lm_head.weight)

@@ -54,10 +54,39 @@ def test_the_log_has_one_line_and_the_event_itself(caplog: pytest.LogCaptureFixt
     emit(PruneFailed(error="no permission"))
     emit(FileStored(key="a", size_bytes=1, seconds=0.1, rank=0))
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
-        (logging.INFO, "CheckpointCommitted step=5 number=2 rank=0 size_bytes=100 seconds=0.5"),
-        (logging.WARNING, "PruneFailed error=no permission"),
+        (logging.INFO, "step 5 saved: 100 B in 0.50 s (200 B/s)"),
+        (logging.WARNING, "deleting from the trash failed, it is tried again after the next commit: no permission"),
     ]
     assert caplog.records[0].event is COMMITTED
+
+
+def test_a_save_has_one_line_whatever_the_number_of_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="ckptstore")
+    size_bytes, seconds = int(2.1 * (1 << 30)), 0.84
+    for rank in range(8):
+        emit(
+            CheckpointCommitted(
+                step=300,
+                number=2,
+                rank=rank,
+                size_bytes=size_bytes,
+                seconds=seconds,
+                world_size=8,
+                slowest_rank=3,
+                slowest_by_seconds=0.1,
+            )
+        )
+    (record,) = caplog.records
+    assert record.getMessage() == "step 300 saved: 2.1 GiB in 0.84 s (2.5 GiB/s), 8 ranks, slowest rank 3 by 0.10 s"
+
+
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls.level > logging.DEBUG and cls is not Event])
+def test_what_the_log_shows_is_a_sentence(cls: type[Event]) -> None:
+    made = {"steps": (1, 2), "step": 3, "error": "no route", "reason": "it is damaged", "what": "write a"}
+    kinds = {"int": 7, "float": 0.5, "str": "text", "int | None": None}
+    event = cls(**{item.name: made.get(item.name, kinds.get(str(item.type))) for item in fields(cls)})
+    assert "=" not in event.line()
+    assert not event.line().startswith(cls.__name__)
 
 
 def test_progress_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:

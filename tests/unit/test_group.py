@@ -529,6 +529,12 @@ class TestFindGroup:
         assert isinstance(alone, SoloGroup)
         assert (alone.start_token, alone.node) == ("job-7.2", "rack1")
 
+    def test_solo_is_this_process_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        assert isinstance(self.find("solo", LocalStorage(tmp_path)), SoloGroup)
+        with pytest.raises(GroupMissing, match="group='solo'"):
+            self.find(None, LocalStorage(tmp_path))
+
     def test_a_group_at_work_is_taken_as_it_is(self, memory: MemoryStorage) -> None:
         group = opened(memory, 1, 2)
         assert self.find(group, memory) is group
@@ -539,7 +545,7 @@ class TestFindGroup:
 
     @pytest.mark.parametrize("given", ["gloo", 3, object(), -100])
     def test_anything_else_is_refused(self, memory: MemoryStorage, given: object) -> None:
-        with pytest.raises(InvalidInput, match="StorageGroup or a ProcessGroup"):
+        with pytest.raises(InvalidInput, match="a StorageGroup, a ProcessGroup of torch or 'solo'"):
             self.find(given, memory)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ckptstore import events
+from ckptstore.cli import terminal
 from ckptstore.cli.terminal import _Bar, progress
 from ckptstore.events import BytesMoved, FileStored, emit
 
@@ -17,16 +18,17 @@ class Bar:
     def __init__(self) -> None:
         self.told: list[tuple[int, int]] = []
 
-    def add_task(self, description: str, total: int | None) -> str:
+    def add_task(self, description: str, total: int | None, speed: str) -> str:
         return description
 
-    def update(self, task: str, *, completed: int, total: int) -> None:
+    def update(self, task: str, *, completed: int, total: int, speed: str) -> None:
+        assert speed.endswith("B/s")
         self.told.append((completed, total))
 
 
 def test_the_bar_adds_up_what_moves() -> None:
     bar: Any = Bar()
-    listener = _Bar(bar, "copy")
+    listener = _Bar(bar, "copy", None)
     for size_bytes in (10, 20):
         listener(BytesMoved(key="a", size_bytes=size_bytes, total_bytes=100))
     listener(FileStored(key="a", size_bytes=30, seconds=0.1, rank=0))
@@ -35,7 +37,7 @@ def test_the_bar_adds_up_what_moves() -> None:
 
 def test_a_second_transfer_does_not_run_over_the_end() -> None:
     bar: Any = Bar()
-    listener = _Bar(bar, "verify")
+    listener = _Bar(bar, "verify", None)
     listener(BytesMoved(key="a", size_bytes=100, total_bytes=100))
     listener(BytesMoved(key="b", size_bytes=5, total_bytes=50))
     assert bar.told[-1] == (105, 105)
@@ -49,3 +51,26 @@ def test_the_bar_listens_only_while_it_is_shown(capsys: pytest.CaptureFixture[st
         emit(BytesMoved(key="a", size_bytes=10, total_bytes=100))
     assert events._listeners == []
     assert capsys.readouterr().out == ""
+
+
+def test_a_known_total_is_that_of_all_transfers() -> None:
+    bar: Any = Bar()
+    listener = _Bar(bar, "verify", 300)
+    listener(BytesMoved(key="a", size_bytes=100, total_bytes=100))
+    assert bar.told == [(100, 300)]
+
+
+def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with progress("copy", total_bytes=300):
+        emit(BytesMoved(key="a", size_bytes=100, total_bytes=100))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(terminal, "_LINE_SECONDS", 0.0)
+    with progress("copy", total_bytes=300):
+        emit(BytesMoved(key="a", size_bytes=100, total_bytes=100))
+    with progress("copy", shown=False):
+        emit(BytesMoved(key="a", size_bytes=100, total_bytes=100))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("copy: 100 B of 300 B, ")
+    assert " left, " in line

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import click
 
+from ckptstore.cli.kinds import METRIC, STORE
 from ckptstore.cli.options import as_json, storage_option
 from ckptstore.cli.output import checkpoint_json, print_json
 from ckptstore.cli.targets import opened_store
@@ -13,8 +14,8 @@ from ckptstore.errors import NoUsableCheckpoint
 
 
 @click.command()
-@click.argument("store")
-@click.argument("metric")
+@click.argument("store", type=STORE)
+@click.argument("metric", type=METRIC)
 @click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Which is better.")
 @storage_option
 @as_json

@@ -7,16 +7,18 @@ from typing import Any
 
 import click
 
+from ckptstore.cli.kinds import TARGET
 from ckptstore.cli.options import as_json, engine_option, opened_executor, parse_storage_options, storage_option
-from ckptstore.cli.output import print_json, show_size
+from ckptstore.cli.output import print_json
 from ckptstore.cli.targets import find_target, is_checkpoint, opened_checkpoint, opened_store
 from ckptstore.cli.terminal import progress
 from ckptstore.interchange.copying import CopyReport, Target, copy_checkpoint, copy_store, open_target
+from ckptstore.runtime.shown import show_size
 from ckptstore.transfer.executor import Executor
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", type=TARGET)
 @click.argument("destination")
 @click.option(
     "--target-option",

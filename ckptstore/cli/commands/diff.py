@@ -9,9 +9,11 @@ from typing import Any
 import click
 
 from ckptstore.checkpoint import Checkpoint
+from ckptstore.cli.kinds import TARGET
 from ckptstore.cli.options import as_json, storage_option
-from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_size
+from ckptstore.cli.output import checkpoint_json, echo_table, print_json
 from ckptstore.cli.targets import opened_checkpoint
+from ckptstore.runtime.shown import show_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,8 @@ class FileDifference:
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=TARGET)
+@click.argument("b", type=TARGET)
 @storage_option
 @as_json
 def command(a: str, b: str, storage_options: dict[str, Any], as_json: bool) -> None:

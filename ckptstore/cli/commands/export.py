@@ -7,18 +7,20 @@ from typing import Any, Literal
 
 import click
 
-from ckptstore.cli.options import as_json, engine_option, opened_executor, storage_option
-from ckptstore.cli.output import checkpoint_json, print_json, show_size
-from ckptstore.cli.targets import opened_checkpoint
+from ckptstore.cli.kinds import TARGET
+from ckptstore.cli.options import as_json, engine_option, opened_executor, options_by_place, storage_option
+from ckptstore.cli.output import checkpoint_json, print_json
+from ckptstore.cli.targets import opened_checkpoint, parse_target
 from ckptstore.cli.terminal import progress
 from ckptstore.errors import InvalidInput
+from ckptstore.runtime.shown import show_size
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")
 
 
 @click.command()
-@click.argument("target")
+@click.argument("target", type=TARGET)
 @click.argument("directory")
 @click.option(
     "--to", type=click.Choice(["safetensors", "torch", "dcp"]), default="safetensors", show_default=True, help="Format."
@@ -26,6 +28,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")
 @click.option("--include", multiple=True, metavar="PATTERN", help='Only keys that fit, such as "model.*"; repeatable.')
 @click.option("--strip-prefix", default="", metavar="PREFIX", help='Taken off the front of keys, such as "model.".')
 @click.option("--max-file-size", default="5GB", show_default=True, metavar="SIZE", help="Of a safetensors file.")
+@click.option(
+    "--with", "beside", metavar="DIR", help="Copy what is in DIR besides weights: a model's config and tokenizer."
+)
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in DIRECTORY.")
 @engine_option
 @storage_option
@@ -37,6 +42,7 @@ def command(
     include: tuple[str, ...],
     strip_prefix: str,
     max_file_size: str,
+    beside: str | None,
     overwrite: bool,
     engine: str,
     storage_options: dict[str, Any],
@@ -44,32 +50,34 @@ def command(
 ) -> None:
     """Write the state checkpoint TARGET to DIRECTORY in a format of other tools; every byte is checked.
 
-    "safetensors" is for Hugging Face libraries, "torch" for torch.load(weights_only=True), "dcp" for torch's DCP. The
-    memory that is needed is twice that of the largest tensor, and at most 128 MiB.
+    DIRECTORY is a path or a URI. "safetensors" is for Hugging Face libraries, "torch" for
+    torch.load(weights_only=True), "dcp" for torch's DCP. The memory that is needed is twice that of the largest tensor,
+    and at most 128 MiB.
     """
     from ckptstore.interchange.exporting import export
 
     max_file_bytes = parse_size(max_file_size)
+    of_target, of_directory = options_by_place(storage_options, parse_target(target).uri, directory)
     shown = False if as_json else None
-    with (
-        opened_executor(engine) as executor,
-        opened_checkpoint(target, storage_options) as checkpoint,
-        progress("export", shown=shown),
-    ):
-        report = export(
-            checkpoint,
-            directory,
-            to=to,
-            include=include or None,
-            strip_prefix=strip_prefix,
-            max_file_bytes=max_file_bytes,
-            overwrite=overwrite,
-            executor=executor,
-        )
+    with opened_executor(engine) as executor, opened_checkpoint(target, of_target) as checkpoint:
+        total_bytes = None if include else checkpoint.size_bytes
+        with progress("export", total_bytes=total_bytes, shown=shown):
+            report = export(
+                checkpoint,
+                directory,
+                to=to,
+                include=include or None,
+                strip_prefix=strip_prefix,
+                max_file_bytes=max_file_bytes,
+                overwrite=overwrite,
+                beside=beside,
+                storage_options=of_directory,
+                executor=executor,
+            )
     if as_json:
         print_json(
             checkpoint=checkpoint_json(checkpoint),
-            directory=str(report.path),
+            directory=report.uri,
             format=report.kind,
             files=report.files,
             num_tensors=report.num_tensors,
@@ -79,7 +87,7 @@ def command(
         return
     click.echo(f"{report.num_tensors} tensors, {show_size(report.size_bytes)}, in {len(report.files)} files:")
     for name in report.files:
-        click.echo(f"  {report.path / name}")
+        click.echo(f"  {report.uri}/{name}")
     for notice in report.notices:
         click.echo(f"note: {notice}")
 

@@ -6,13 +6,15 @@ from typing import Any
 
 import click
 
+from ckptstore.cli.kinds import STORE
 from ckptstore.cli.options import as_json, dry_run, storage_option
-from ckptstore.cli.output import print_json, show_size
+from ckptstore.cli.output import print_json
 from ckptstore.cli.targets import opened_store
+from ckptstore.runtime.shown import show_size
 
 
 @click.command()
-@click.argument("store")
+@click.argument("store", type=STORE)
 @dry_run
 @click.option("--claim", is_flag=True, help="Take the store over from a dead job first; one that is alive is fenced.")
 @storage_option

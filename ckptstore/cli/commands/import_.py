@@ -6,21 +6,28 @@ from typing import Any, Literal
 
 import click
 
-from ckptstore.cli.options import as_json, storage_option
-from ckptstore.cli.output import checkpoint_json, print_json, show_size
+from ckptstore.cli.kinds import STORE
+from ckptstore.cli.options import as_json, options_by_place, storage_option
+from ckptstore.cli.output import checkpoint_json, print_json
 from ckptstore.cli.terminal import progress
 from ckptstore.errors import InvalidInput
 from ckptstore.opening import open_store
+from ckptstore.runtime.shown import show_size
 
 
 @click.command()
 @click.argument("source")
-@click.argument("store")
+@click.argument("store", type=STORE)
 @click.option(
     "--from", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), required=True, help="What SOURCE is."
 )
 @click.option("--step", type=click.IntRange(0), required=True, help="Of the new checkpoint.")
 @click.option("--metric", "metrics", multiple=True, metavar="NAME=NUMBER", help="For retention and best; repeatable.")
+@click.option("--include", multiple=True, metavar="PATTERN", help='Only keys that fit, such as "model.*"; repeatable.')
+@click.option(
+    "--rename", multiple=True, metavar="OLD=NEW", help="NEW takes the place of OLD at the front of keys; repeatable."
+)
+@click.option("--allow-pickle", is_flag=True, help="Read pickles in SOURCE, which can execute anything.")
 @click.option("--replace", is_flag=True, help="Put an earlier checkpoint of that step into the trash.")
 @storage_option
 @as_json
@@ -30,18 +37,23 @@ def command(
     kind: Literal["safetensors", "torch", "dcp"],
     step: int,
     metrics: tuple[str, ...],
+    include: tuple[str, ...],
+    rename: tuple[str, ...],
+    allow_pickle: bool,
     replace: bool,
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
     """Commit SOURCE as a checkpoint of STORE, which is created if it is not there.
 
-    SOURCE is a file of torch.save, a safetensors file or a directory of them, or a directory of torch's DCP. Keys stay
-    as they are. Nothing in SOURCE is run. A job that writes to STORE is fenced, as by any new job.
+    SOURCE is a path or a URI: a file of torch.save, a safetensors file or a directory of them, or a directory of
+    torch's DCP. Keys stay as they are, unless they are renamed: "model_state_dict=model", or "=model" for all of a file
+    that holds a model alone. Nothing in SOURCE is run. A job that writes to STORE is fenced, as by any new job.
     """
     from ckptstore.interchange.importing import import_state
 
-    with open_store(store, storage_options=storage_options) as opened:
+    of_source, of_store = options_by_place(storage_options, source, store)
+    with open_store(store, storage_options=of_store) as opened:
         with progress("import", shown=False if as_json else None):
             checkpoint = import_state(
                 source,
@@ -50,7 +62,10 @@ def command(
                 kind=kind,
                 metrics=_parse_metrics(metrics),
                 exists="replace" if replace else "error",
-                storage_options=storage_options,
+                include=include or None,
+                rename=_parse_renames(rename) or None,
+                allow_pickle=allow_pickle,
+                storage_options=of_source,
             )
         if as_json:
             print_json(checkpoint=checkpoint_json(checkpoint), source=source, format=kind)
@@ -68,4 +83,14 @@ def _parse_metrics(texts: tuple[str, ...]) -> dict[str, float]:
             raise InvalidInput(f"--metric takes NAME=NUMBER, not {text!r}") from None
         if not name or not equals:
             raise InvalidInput(f"--metric takes NAME=NUMBER, not {text!r}")
+    return found
+
+
+def _parse_renames(texts: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for text in texts:
+        old, equals, new = text.partition("=")
+        if not equals:
+            raise InvalidInput(f"--rename takes OLD=NEW, not {text!r}")
+        found[old] = new
     return found

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ckptstore.cli.kinds import STORE
 from ckptstore.cli.options import as_json, storage_option
 from ckptstore.cli.output import checkpoint_json, print_json
 from ckptstore.cli.targets import opened_store
@@ -13,7 +14,7 @@ from ckptstore.errors import NoUsableCheckpoint
 
 
 @click.command()
-@click.argument("store")
+@click.argument("store", type=STORE)
 @storage_option
 @as_json
 def command(store: str, storage_options: dict[str, Any], as_json: bool) -> None:

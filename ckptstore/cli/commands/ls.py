@@ -6,17 +6,19 @@ from typing import Any
 
 import click
 
+from ckptstore.cli.kinds import STORE
 from ckptstore.cli.options import as_json, storage_option
-from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_metrics, show_size, show_time
+from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_metrics, show_time
 from ckptstore.cli.targets import opened_store
 from ckptstore.log import Log
+from ckptstore.runtime.shown import show_size
 from ckptstore.store import Entry
 
 HEADERS = ("number", "step", "created (UTC)", "ranks", "size", "metrics", "marks")
 
 
 @click.command()
-@click.argument("store")
+@click.argument("store", type=STORE)
 @storage_option
 @as_json
 def command(store: str, storage_options: dict[str, Any], as_json: bool) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import click
 
+from ckptstore.cli.kinds import TARGET
 from ckptstore.cli.options import as_json, storage_option
 from ckptstore.cli.output import print_json
 from ckptstore.cli.targets import opened_step
 
 
 @click.command()
-@click.argument("target")
+@click.argument("target", type=TARGET)
 @storage_option
 @as_json
 def command(target: str, storage_options: dict[str, Any], as_json: bool) -> None:

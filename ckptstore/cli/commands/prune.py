@@ -7,23 +7,36 @@ from typing import Any
 
 import click
 
+from ckptstore.cli.kinds import DURATION, STORE
 from ckptstore.cli.options import as_json, dry_run, storage_option
-from ckptstore.cli.output import print_json, show_duration, show_size
+from ckptstore.cli.output import print_json
 from ckptstore.cli.targets import opened_store
 from ckptstore.errors import InvalidInput
 from ckptstore.retention import KeepBest, KeepEvery, KeepLatest, KeepSince, Policy, Verdict
+from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.upkeep.prune import Trashed
 from ckptstore.upkeep.retain import retain
 
 
 @click.command()
-@click.argument("store")
+@click.argument("store", type=STORE)
 @dry_run
-@click.option("--grace", "grace_seconds", type=float, help="How long a checkpoint stays in the trash [default: 3600].")
+@click.option(
+    "--grace",
+    "grace_seconds",
+    type=DURATION,
+    metavar="TIME",
+    help="How long a checkpoint stays in the trash [default: 1h].",
+)
 @click.option("--keep-latest", type=int, metavar="N", help="Keep the N latest.")
 @click.option("--keep-best", multiple=True, metavar="METRIC:MODE:N", help="Keep the N best; MODE is min or max.")
 @click.option("--keep-every", type=int, metavar="STEPS", help="Keep the first of every STEPS steps.")
-@click.option("--keep-since", type=float, metavar="SECONDS", help="Keep those at most SECONDS older than the newest.")
+@click.option(
+    "--keep-since",
+    type=DURATION,
+    metavar="TIME",
+    help="Keep those at most TIME older than the newest: 15m, 1h, 2d.",
+)
 @storage_option
 @as_json
 def command(

@@ -8,23 +8,17 @@ from typing import Any
 import click
 
 from ckptstore.checkpoint import Checkpoint
+from ckptstore.cli.kinds import TARGET
 from ckptstore.cli.options import as_json, storage_option
-from ckptstore.cli.output import (
-    checkpoint_json,
-    echo_fields,
-    echo_table,
-    print_json,
-    show_metrics,
-    show_size,
-    show_time,
-)
+from ckptstore.cli.output import checkpoint_json, echo_fields, echo_table, print_json, show_metrics, show_time
 from ckptstore.cli.targets import opened_checkpoint
 from ckptstore.format.digest import to_hex
 from ckptstore.format.manifest import Receipt
+from ckptstore.runtime.shown import show_size
 
 
 @click.command()
-@click.argument("target")
+@click.argument("target", type=TARGET)
 @storage_option
 @as_json
 def command(target: str, storage_options: dict[str, Any], as_json: bool) -> None:

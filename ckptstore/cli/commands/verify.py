@@ -9,16 +9,18 @@ from typing import Any
 import click
 
 from ckptstore.checkpoint import Checkpoint
+from ckptstore.cli.kinds import TARGET
 from ckptstore.cli.options import as_json, engine_option, opened_executor, storage_option
-from ckptstore.cli.output import print_json, show_size
+from ckptstore.cli.output import print_json
 from ckptstore.cli.targets import opened_checkpoint, opened_store
 from ckptstore.cli.terminal import progress
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.loading.verify import VerifyReport, parse_sample, verify
+from ckptstore.runtime.shown import show_size
 
 
 @click.command()
-@click.argument("target")
+@click.argument("target", type=TARGET)
 @click.option("--sample", metavar="SHARE", help="Read a random share of the files, such as 5%; sizes of all.")
 @click.option("--all", "every", is_flag=True, help="Verify every checkpoint of a store, not its latest alone.")
 @engine_option
@@ -36,7 +38,8 @@ def command(
     reports = []
     with opened_executor(engine) as executor, _chosen(target, every, storage_options) as (checkpoints, log_problems):
         for checkpoint in checkpoints:
-            with progress(f"step {checkpoint.step}", shown=False if as_json else None):
+            total = checkpoint.size_bytes if sample is None else None
+            with progress(f"step {checkpoint.step}", total_bytes=total, shown=False if as_json else None):
                 report = verify(checkpoint._files, sample=sample, executor=executor)
             reports.append((checkpoint, report))
             if not as_json:

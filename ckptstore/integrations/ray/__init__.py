@@ -1,4 +1,4 @@
-"""Checkpoints of Ray Train runs; `ckptstore.ray` is this package.
+"""Checkpoints of Ray Train runs; `ckptstore.ray` has the public names.
 
 It can be imported where Ray is not installed: a training function that runs under torchrun, or in a plain process,
 calls the same names.

@@ -77,6 +77,10 @@ class StockState:
                 f"{DCP_METADATA_NAME} is not what stock DCP writes: {error!r}", file=DCP_METADATA_NAME
             ) from None
 
+    def all_keys(self) -> set[str]:
+        """The keys of tensors and of plain values."""
+        return {*self.index.tensors, *self.index.aliases, *self._values}
+
     def values(self, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
         """The plain values whose keys are wanted.
 

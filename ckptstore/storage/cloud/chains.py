@@ -32,7 +32,15 @@ _LIFE = timedelta(minutes=10)
 """How long a credential is used before the chain is asked again; the chains keep and refresh their own."""
 _ASK_SECONDS = 2.0
 _METADATA = "http://169.254.169.254"
-_PAGES = {"s3": "docs/how-to/s3.md", "gcs": "docs/how-to/gcs.md", "azure": "docs/how-to/azure.md"}
+_WAYS = {
+    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; all ways: "
+    "https://docs.aws.amazon.com/sdkref/latest/guide/access.html",
+    "gcs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; all ways: "
+    "https://cloud.google.com/docs/authentication/application-default-credentials",
+    "azure": "Set AZURE_STORAGE_CONNECTION_STRING, or AZURE_CLIENT_ID, AZURE_TENANT_ID and AZURE_CLIENT_SECRET, or run "
+    "`az login`; all ways: https://learn.microsoft.com/azure/developer/python/sdk/authentication/overview",
+}
+"""How credentials are given, and the cloud's own page on it."""
 
 
 def installed(kind: Kind) -> bool:
@@ -80,8 +88,7 @@ class Provider:
 def _refusal(kind: Kind, trouble: str | None, *, what: str, key: str) -> CkptstoreError:
     if trouble:
         return StorageUnavailable(f"{what}: the service of credentials gives none: {trouble}", file=key or None)
-    hint = f"Set credentials; see {_PAGES[kind]}"
-    return AccessDenied(f"{what}: no usable credentials were found", file=key or None, hint=hint)
+    return AccessDenied(f"{what}: no usable credentials were found", file=key or None, hint=_WAYS[kind])
 
 
 def aws_region(profile: str | None) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,7 +175,7 @@ class RayKeeper:
         is_it = found.attempt == str(attempt) and found.step == attempt.step
         return RayAttempt(attempt.step, 0, "", found.attempt) if is_it else None
 
-    def committed(self, kept: RayAttempt, *, seconds: float) -> None:
+    def committed(self, kept: RayAttempt, *, seconds: float, slowest: Sequence[Any]) -> None:
         """See `Keeper.committed`. Ray has not heard of it yet, so nobody is told."""
 
 

@@ -1,0 +1,48 @@
+"""Where errors leave ckptstore: the traceback of an ordinary one ends in the caller's line, and one line of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from ckptstore.config import shows_full_tracebacks
+from ckptstore.errors import CkptstoreError
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SPECIAL = ("__getitem__", "__contains__", "__enter__")
+
+
+def boundary(function: F) -> F:
+    """Have a public function leave the frames inside ckptstore out of the tracebacks of its errors.
+
+    What an error was caused by keeps its own: a user's object or a storage may have raised it. With
+    `CKPTSTORE_TRACEBACKS=full` everything stays.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        try:
+            return function(*args, **keywords)
+        except CkptstoreError as error:
+            if shows_full_tracebacks():
+                raise
+            raise error.with_traceback(None)  # CKPTSTORE_TRACEBACKS=full shows the frames inside  # noqa: B904
+
+    return call  # type: ignore[return-value]
+
+
+def bounded(cls: type[T]) -> type[T]:
+    """Make every public method and property of a class a `boundary`."""
+    for name, item in list(vars(cls).items()):
+        if name.startswith("_") and name not in _SPECIAL:
+            continue
+        if isinstance(item, property):
+            setattr(cls, name, property(boundary(item.fget), doc=item.__doc__) if item.fget else item)
+        elif isinstance(item, classmethod | staticmethod):
+            setattr(cls, name, type(item)(boundary(item.__func__)))
+        elif callable(item) and not isinstance(item, type):
+            setattr(cls, name, boundary(item))
+    return cls

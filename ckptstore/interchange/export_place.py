@@ -1,0 +1,154 @@
+"""Where an export goes: a directory of this machine that appears whole, or one in an object store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptstore.errors import InvalidInput, InvalidSource, StorageError, StorageFull
+from ckptstore.format.layout import DCP_METADATA_NAME
+from ckptstore.interchange.remote_files import is_remote, opened_folder
+from ckptstore.storage.uri import local_path, redact
+
+_OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".distcp", DCP_METADATA_NAME)
+_FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".distcp"})
+_WEIGHTS = (*_OWN_SUFFIXES, ".pth", ".bin", ".bin.index.json", ".h5", ".msgpack", ".gguf", ".onnx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPlace:
+    """A directory that an export fills. Nothing is there yet, or only what `overwrite` may replace."""
+
+    target: str
+    """A path or a URI."""
+    beside: tuple[Path, ...]
+    """Files that are copied into it, under their names."""
+    overwrite: bool
+    storage_options: Mapping[str, Any] | None
+
+    @property
+    def path(self) -> Path | None:
+        """The directory on this machine, None where it lies elsewhere."""
+        return None if self.is_remote else Path(local_path(self.target, "The directory of an export"))
+
+    @property
+    def uri(self) -> str:
+        """The path or URI, for people."""
+        return str(self.path or redact(self.target))
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it lies elsewhere."""
+        return is_remote(self.target)
+
+    def check(self) -> None:
+        """Raise InvalidInput unless the export may go there."""
+        if Path(self.target).suffix in _FILE_SUFFIXES:
+            raise InvalidInput(
+                f"{self.uri} is named like a file", hint="An export makes a directory, and names its files"
+            )
+        path = self.path
+        if path is None:
+            with opened_folder(self.target, self.storage_options) as folder:
+                present = sorted(folder.sizes_bytes())
+        else:
+            if self.storage_options:
+                raise InvalidInput(f"storage_options mean nothing for {self.uri}", hint="Leave them out")
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                raise InvalidInput(f"{path} exists and is not a directory")
+            present = sorted(item.name for item in path.iterdir()) if path.exists() else []
+        if present and not self.overwrite:
+            raise InvalidInput(f"{self.uri} exists and is not empty", hint="Give another directory, or overwrite it")
+        own = {file.name for file in self.beside}
+        foreign = [name for name in present if "/" in name or not (name.endswith(_OWN_SUFFIXES) or name in own)]
+        if foreign:
+            hint = "Give another directory"
+            raise InvalidInput(f"{self.uri} also holds {foreign[0]}, which no export wrote", hint=hint)
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[Path, Callable[[Sequence[str]], None]]]:
+        """A directory of this machine to write to, and a function that sends finished files ahead. What it holds when
+        the context ends, with the files beside, is the export. After an error nothing is left of it on this machine."""
+        if self.is_remote:
+            with self._sent() as made:
+                yield made
+        else:
+            with _appearing(Path(local_path(self.target, "The directory of an export"))) as directory:
+                yield directory, lambda names: None
+                self._copy_beside(directory)
+
+    @contextmanager
+    def _sent(self) -> Iterator[tuple[Path, Callable[[Sequence[str]], None]]]:
+        """What leads to the other files is removed first and written last, so that no reader finds a mixture."""
+        with (
+            tempfile.TemporaryDirectory(prefix="ckptstore-export-") as made,
+            opened_folder(self.target, self.storage_options) as folder,
+        ):
+            before, sent = sorted(folder.sizes_bytes()), set[str]()
+            folder.storage.delete([name for name in before if _leads(name)])
+
+            def send(names: Sequence[str]) -> None:
+                folder.send(Path(made), names)
+                sent.update(names)
+
+            yield Path(made), send
+            self._copy_beside(Path(made))
+            send(sorted((item.name for item in Path(made).iterdir()), key=lambda name: (_leads(name), name)))
+            folder.storage.delete([name for name in before if name not in sent])
+
+    def _copy_beside(self, directory: Path) -> None:
+        for file in self.beside:
+            shutil.copyfile(file, directory / file.name)
+
+
+def files_beside(directory: str | os.PathLike[str] | None) -> tuple[Path, ...]:
+    """The files at the top of a directory that are no weights: config, tokenizer, generation settings.
+
+    Raises InvalidSource when there are none.
+    """
+    if directory is None:
+        return ()
+    path = Path(local_path(directory, "What is to lie beside an export"))
+    found = [item for item in sorted(path.iterdir()) if item.is_file()] if path.is_dir() else []
+    chosen = tuple(item for item in found if not item.name.endswith(_WEIGHTS) and not item.name.startswith("."))
+    if not chosen:
+        raise InvalidSource(
+            f"{path} has no files to put beside an export", hint="Give the directory of a model's config"
+        )
+    return chosen
+
+
+def _leads(name: str) -> bool:
+    """Whether a file is the one by which a reader finds the others."""
+    return name.endswith(".index.json") or name == DCP_METADATA_NAME
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A directory beside the target that takes its place when it is complete."""
+    partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if target.exists() and any(target.iterdir()):
+            replaced = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
+            target.rename(replaced)
+            partial.rename(target)
+            shutil.rmtree(replaced)
+        else:
+            partial.replace(target)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        cls = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+        raise cls(f"{target} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

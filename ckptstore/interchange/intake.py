@@ -1,0 +1,210 @@
+"""What an import takes in: the keys that were asked for, under new names, and optimizers by the names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckptstore.errors import InvalidInput, InvalidSource
+from ckptstore.interchange.selection import fitting
+from ckptstore.state.live.flatten import FlatState, Path, TensorEntry, join_path
+from ckptstore.state.live.optimizers import GROUPS, STATE, scope_of
+from ckptstore.state.live.units import Kind, units_of
+
+Rename = Mapping[str, str] | Callable[[str], str]
+"""New keys: the new beginning for each old one, or a function from a key to its new one."""
+
+_ADVICE = (
+    "In Python give import_state the state that you will resume, state={...} with its module and optimizer; "
+    'or leave the optimizer out, for instance with include "model.*"'
+)
+
+
+class Renaming:
+    """Gives keys their new names, and remembers which rules were of use.
+
+    A rule applies to the old key itself and to all keys below it; the longest one counts. "" stands above all keys.
+    """
+
+    def __init__(self, rename: Rename | None) -> None:
+        self._function = rename if callable(rename) else None
+        rules = rename if isinstance(rename, Mapping) else {}
+        self._rules = sorted(
+            ((old.rstrip("."), new.rstrip(".")) for old, new in rules.items()), key=lambda rule: -len(rule[0])
+        )
+        self._unused = {old for old, _ in self._rules}
+
+    def __call__(self, key: str) -> str:
+        """The new key. Raises InvalidInput when nothing is left of it."""
+        new = self._renamed(key)
+        if not new:
+            raise InvalidInput(f"rename makes {new!r} of the key {key!r}", hint="A key is text that is not empty")
+        return new
+
+    def path(self, path: Path) -> Path:
+        """The path of the new key: the parts that are still there, and what is new between them as one part."""
+        key = join_path(path)
+        new = self(key)
+        if new == key:
+            return path
+        kept = next(count for count in range(len(path), -1, -1) if _starts(new, join_path(path[:count])))
+        rest = new[len(join_path(path[:kept])) :].removeprefix(".")
+        tail = next(first for first in range(kept, len(path) + 1) if _starts(rest[::-1], join_path(path[first:])[::-1]))
+        middle = rest.removesuffix(join_path(path[tail:])).removesuffix(".")
+        return (*path[:kept], *([middle] if middle else []), *path[tail:])
+
+    def check_used(self) -> None:
+        """Raise InvalidInput when a rule fitted no key."""
+        if self._unused:
+            raise InvalidInput(f"No key of the source is or lies below {min(self._unused)!r}, which rename names")
+
+    def _renamed(self, key: str) -> str:
+        if self._function is not None:
+            return self._function(key)
+        for old, new in self._rules:
+            if not old or key == old or key.startswith(f"{old}."):
+                self._unused.discard(old)
+                return ".".join(filter(None, [new, key[len(old) :].removeprefix(".")]))
+        return key
+
+
+def _starts(text: str, beginning: str) -> bool:
+    return not beginning or text == beginning or text.startswith(f"{beginning}.")
+
+
+@dataclass(slots=True, kw_only=True)
+class Intake:
+    """What an import asks for. Readers of sources hand it everything that they find, under the source's keys."""
+
+    include: str | Sequence[str] | None = None
+    rename: Rename | None = None
+    state: Mapping[str, Any] | None = None
+    """The live state that will be resumed; its optimizers say which number is which parameter."""
+    allow_pickle: bool = False
+    _flat: FlatState = field(default_factory=FlatState)
+    _renaming: Renaming = field(init=False)
+    _fits: Callable[[str], bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._renaming = Renaming(self.rename)
+        self._fits = fitting(self.include)
+
+    def wants(self, key: str) -> bool:
+        """Whether a key of the source was asked for."""
+        return self._fits(key)
+
+    def add_tensor(self, path: Path, tensor: torch.Tensor) -> None:
+        """Take a tensor of the source, if it was asked for."""
+        if self.wants(join_path(path)):
+            self._flat.add_tensor(self._renaming.path(path), TensorEntry(tensor))
+
+    def add_value(self, path: Path, value: Any) -> None:
+        """Take a value of the source with the tensors in it, if it was asked for."""
+        if self.wants(join_path(path)):
+            self._flat.add_value(self._renaming.path(path), value)
+
+    def wants_optimizer(self, path: Path) -> bool:
+        """Whether the optimizer at a path was asked for; as a whole, since its numbers belong together."""
+        key = join_path(path)
+        return any(self.wants(name) for name in (key, join_path((*path, STATE, "")), join_path((*path, GROUPS, ""))))
+
+    def add_optimizer(self, path: Path, saved: Mapping[str, Any]) -> None:
+        """Take the `state_dict` of an optimizer, if it was asked for, under the names of its parameters.
+
+        Raises InvalidSource when nothing says which number is which parameter, InvalidInput when the live optimizer
+        has others.
+        """
+        if not self.wants_optimizer(path):
+            return
+        renamed = self._renaming.path((*path, STATE))[:-1]
+        names = self._names_of(join_path(path) or "the source", join_path(renamed), saved)
+        for name, item in _by_name(join_path(path), saved, names):
+            if isinstance(item, torch.Tensor):
+                self._flat.add_tensor((*renamed, name), TensorEntry(item))
+            else:
+                self._flat.add_value((*renamed, name), item)
+
+    def finish(self) -> FlatState:
+        """All of it. Raises InvalidInput when a pattern or a rule fitted nothing."""
+        if self.include is not None and not self._flat.paths:
+            raise InvalidInput(f"No key of the source fits {self.include}", hint="Keys are like model.0.weight")
+        self._renaming.check_used()
+        return self._flat
+
+    def _names_of(self, source: str, key: str, saved: Mapping[str, Any]) -> list[list[str]]:
+        """The names of the parameters of each group, in the saved order."""
+        groups = saved[GROUPS]
+        if all(_are_text(group["params"]) for group in groups):
+            return [list(group["params"]) for group in groups]
+        live = self._live_names(source, key)
+        if live is not None:
+            found, wanted = [len(group["params"]) for group in groups], [len(names) for names in live]
+            if found != wanted:
+                raise InvalidInput(
+                    f"The optimizer at {source} has groups of {found} parameters, the state's {key} of {wanted}",
+                    hint="Make the optimizer as it was made when the source was saved",
+                )
+            return live
+        names = [group.get("param_names") for group in groups]
+        if not all(_are_text(each) for each in names):
+            raise InvalidSource(f"The optimizer at {source} numbers its parameters, and has no names", hint=_ADVICE)
+        return [list(each or ()) for each in names]
+
+    def _live_names(self, source: str, key: str) -> list[list[str]] | None:
+        if self.state is None:
+            return None
+        units = units_of(self.state)
+        optimizers = {unit.key: unit.item for unit in units if unit.kind is Kind.OPTIMIZER}
+        if key not in optimizers:
+            raise InvalidInput(
+                f"The source has an optimizer that is called {key}, the state has {', '.join(optimizers) or 'none'}",
+                hint=f'Give it its name in the state, such as rename={{"{source}": "optimizer"}}, or leave it out',
+            )
+        modules = [(unit.key, unit.item) for unit in units if unit.kind is Kind.MODULE]
+        scope = scope_of(key, optimizers[key], modules)
+        names = [[scope.of(parameter) for parameter in group["params"]] for group in optimizers[key].param_groups]
+        if any(len(each) != 1 for group in names for each in group):
+            hint = "Give the state of one process, before it is wrapped"
+            raise InvalidInput(f"A parameter of the state's {key} is made of several, as FSDP1 does", hint=hint)
+        return [[each[0] for each in group] for group in names]
+
+
+def is_optimizer(item: Any) -> bool:
+    """Whether a value of a source is the `state_dict` of an optimizer."""
+    if not isinstance(item, Mapping) or not {STATE, GROUPS} <= item.keys():
+        return False
+    groups = item[GROUPS]
+    are_groups = isinstance(groups, list) and bool(groups) and all(isinstance(group, Mapping) for group in groups)
+    return are_groups and isinstance(item[STATE], Mapping) and all("params" in group for group in groups)
+
+
+def _are_text(names: Any) -> bool:
+    return isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)
+
+
+def _by_name(key: str, saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Iterator[tuple[str, Any]]:
+    """The flat contents, as `optimizers.read_optimizer` names them."""
+    name_of: dict[Any, str] = {}
+    for group, group_names in zip(saved[GROUPS], names, strict=True):
+        if len(group["params"]) != len(group_names):
+            raise InvalidSource(f"The optimizer at {key} has {len(group_names)} names for {len(group['params'])}")
+        name_of |= {str(number): name for number, name in zip(group["params"], group_names, strict=True)}
+        for name in group_names:
+            for item, value in group.items():
+                if item not in ("params", "param_names"):
+                    yield f"{GROUPS}.{name}.{item}", value
+    for number, items in saved[STATE].items():
+        if str(number) not in name_of or not isinstance(items, Mapping):
+            raise InvalidSource(f"The optimizer at {key} has state of {number!r}, which is no parameter of its groups")
+        yield from ((f"{STATE}.{name_of[str(number)]}.{name}", item) for name, item in _flattened(items))
+
+
+def _flattened(items: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, item in items.items():
+        if isinstance(item, Mapping) and item:
+            yield from _flattened(item, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", item

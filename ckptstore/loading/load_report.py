@@ -1,0 +1,19 @@
+"""What a load is asked for and what it says, as values that need no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ReadOnce = Literal["rank", "node", "job"]
+"""Who reads bytes that several ranks need: each of them, one process of each node, or one of the job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What did not fit, over all ranks; nothing after a strict load."""
+
+    missing: tuple[str, ...]
+    """Keys of the state that the checkpoint does not have; they were left as they are."""
+    unexpected: tuple[str, ...]
+    """Keys of the checkpoint, below names of the state, that found no place."""

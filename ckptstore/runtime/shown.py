@@ -1,0 +1,35 @@
+"""Numbers for people: sizes in binary units everywhere, speeds and durations."""
+
+from __future__ import annotations
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def show_size(size_bytes: float) -> str:
+    """Bytes for people: "17.3 MiB"."""
+    size, unit = float(size_bytes), UNITS[0]
+    for unit in UNITS:
+        if size < 1024 or unit == UNITS[-1]:
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def show_speed(size_bytes: float, seconds: float) -> str:
+    """A speed for people: "2.5 GiB/s"."""
+    return f"{show_size(size_bytes / max(seconds, 1e-9))}/s"
+
+
+def show_duration(seconds: float) -> str:
+    """A duration for people: "59 min"."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def show_seconds(seconds: float) -> str:
+    """What took a moment, for people: "0.84 s", "12.3 s", "3 min"."""
+    if seconds >= 120:
+        return show_duration(seconds)
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
