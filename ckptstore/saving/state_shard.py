@@ -188,7 +188,7 @@ class StateShard:
             SaveStarted(
                 step=attempt.step,
                 attempt=str(attempt),
-                rank=self._group.rank,
+                rank=self._rank,
                 num_files=len(files),
                 size_bytes=sum(file.source.size_bytes for file in files),
             )
