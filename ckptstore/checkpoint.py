@@ -45,8 +45,9 @@ class Checkpoint:
     same bytes. Everything here is per process, nothing is collective but `load`.
     """
 
-    def __init__(self, files: CheckpointFiles) -> None:
+    def __init__(self, files: CheckpointFiles, *, load_report: LoadReport | None = None) -> None:
         self._files = files
+        self._load_report = load_report
 
     @classmethod
     def from_uri(
@@ -129,6 +130,11 @@ class Checkpoint:
     def files(self) -> tuple[Receipt, ...]:
         """All files: stored name, size, digest, the rank that wrote it and what that rank called it."""
         return self._manifest.files
+
+    @property
+    def load_report(self) -> LoadReport | None:
+        """What the `load` or `resume` of the store that returned this object left out; None if it loaded nothing."""
+        return self._load_report
 
     @property
     def uri(self) -> str:

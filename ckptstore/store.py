@@ -18,7 +18,7 @@ from ckptstore.errors import InvalidInput, StoreMissing
 from ckptstore.format.changes import Change, Pin, Remove, Unpin
 from ckptstore.format.record import Record
 from ckptstore.job import Job, record_of_step
-from ckptstore.loading.newest import resume
+from ckptstore.loading.newest import Order, newest_first, resume
 from ckptstore.loading.story import files_of
 from ckptstore.log.identity import read_identity
 from ckptstore.retention import Mode, ranked
@@ -216,12 +216,12 @@ class CheckpointStore:
         """Load the newest checkpoint that verifies into `state`, in place, and return it. Collective, without a claim.
 
         None, and the state as it was, in an empty store. A damaged checkpoint moves all ranks on to the one before,
-        with a `CheckpointSkipped` event that says why.
+        with a `CheckpointSkipped` event that says why. `load_report` of what is returned says what was left out.
 
         Args:
-            include: load only keys that fit a pattern ("model.*") or one of several.
+            include: load only keys that fit a pattern ("model.*") or one of several; each must fit something.
             strict: every key of the state must be in the checkpoint, and every key of the checkpoint below a name of
-                the state must have a place; else what one side lacks is left out.
+                the state must have a place; else what one side lacks is left out, as long as something is loaded.
             device: where modules on the meta device get their memory.
             read_once: "rank" when every rank reads what it needs, "node" when what the ranks of a node need is
                 downloaded once to it, "job" when what all ranks need is read by one and broadcast.
@@ -229,7 +229,8 @@ class CheckpointStore:
                 "first" for the lowest rank's, "skip" to leave them as they are.
             allow_pickle: read values that were saved as pickles; they can execute anything.
 
-        Raises StateMismatch with everything that does not fit, NoUsableCheckpoint (the state may hold anything then).
+        Raises StoreMissing where there is no store, InvalidInput for a pattern that fits nothing, StateMismatch with
+        everything that does not fit, NoUsableCheckpoint (the state may hold anything then).
         """
         asked = {"include": include, "strict": strict, "device": device, "read_once": read_once}
         return self._load(state, claim=False, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
@@ -455,11 +456,13 @@ class CheckpointStore:
 
         return StateSaver(job=self._job, background=self._background)
 
-    def _load(self, state: Mapping[str, Any], *, claim: bool, **options: Any) -> Checkpoint | None:
+    def _load(
+        self, state: Mapping[str, Any], *, claim: bool, order: Order = newest_first, **options: Any
+    ) -> Checkpoint | None:
         from ckptstore.loading.load_state import LoadOptions, load_newest
 
-        record = load_newest(self._in_turn(), state, LoadOptions(**options), claim=claim)
-        return self._checkpoint(record) if record else None
+        found = load_newest(self._in_turn(), state, LoadOptions(**options), claim=claim, order=order)
+        return Checkpoint(files_of(self._job, found[0]), load_report=found[1]) if found else None
 
     def _change(self, change: Any) -> None:
         if read_identity(self._job.storage) is None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidName, NoUsableCheckpoint
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CheckpointGone,
+    InvalidInput,
+    InvalidName,
+    NoUsableCheckpoint,
+    StoreMissing,
+)
 from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest
@@ -19,6 +27,7 @@ from ckptstore.loading.index_read import read_own_parts
 from ckptstore.loading.load_report import LoadReport, ReadOnce
 from ckptstore.loading.newest import Order, newest_first, told_resumed
 from ckptstore.loading.story import CheckpointFiles, NodeCopies, files_of
+from ckptstore.log.identity import read_identity
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
@@ -30,6 +39,8 @@ from ckptstore.state.read.stored import PerRank, StoredState
 from ckptstore.storage.base import Disk
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.transfer import RangeRead, Transfer
+
+logger = logging.getLogger("ckptstore")
 
 _MORE = b"more"
 """What a rank says that needs more of the index than it has read."""
@@ -53,24 +64,24 @@ class LoadOptions:
 
 def load_newest(
     job: Job, state: Mapping[str, Any], options: LoadOptions, *, claim: bool, order: Order = newest_first
-) -> Record | None:
+) -> tuple[Record, LoadReport] | None:
     """Load the newest checkpoint that is whole, the same on all ranks; None in an empty store. Collective.
 
     With `claim` the store is claimed first. `order` says which one is tried when. A damaged checkpoint moves all ranks
-    on to the next one. Raises NoUsableCheckpoint when none is left (the state may hold anything then), StateMismatch
-    for one that does not fit.
+    on to the next one. Raises StoreMissing when there is no store to load from and none is claimed, NoUsableCheckpoint
+    when no checkpoint is left (the state may hold anything then), StateMismatch for one that does not fit.
     """
     reasons = []
     for record in _candidates(job, claim=claim, order=order):
         try:
-            load_state(job.group, files_of(job, record), state, options)
+            report = load_state(job.group, files_of(job, record), state, options)
         except (CheckpointDamaged, CheckpointGone, InvalidName) as error:
             emit(CheckpointSkipped(step=record.entry.step, number=record.number, reason=str(error)))
             reasons.append(f"step {record.entry.step}: {error}")
             continue
         if claim:
             told_resumed(job, record)
-        return record
+        return record, report
     if reasons:
         raise NoUsableCheckpoint(f"None of {len(reasons)} checkpoints can be used: {'; '.join(reasons)}")
     return None
@@ -81,6 +92,11 @@ def _candidates(job: Job, *, claim: bool, order: Order) -> list[Record]:
 
     def join(_parts: list[Any], _beat: Beat) -> Any:
         newest = job.claim(job.log.newest() if job.epoch is not None else None) if claim else job.log.newest()
+        if newest is None and read_identity(job.storage) is None:
+            raise StoreMissing(
+                f"There is no store at {job.storage.uri}, so there is nothing to load",
+                hint="`resume` creates one where there is none; look for a typo in the URI",
+            )
         records = job.log.records(order(list(newest.state.live)) if newest else ())
         claimed = job.claimed() if claim else None
         return {"claimed": claimed, "records": [[record.number, record.encode().decode()] for record in records]}
@@ -276,21 +292,16 @@ def _match(
         held.append(loading)
         if own_parts is None:
             return json.dumps(loading.mismatch.to_json()).encode()
-        return json.dumps(Mismatch().to_json()).encode() if _has_all(own_parts, loading) else _MORE
-
-    def join(parts: list[bytes], _beat: Beat) -> bytes:
-        if _MORE in parts:
+        if not _has_all(own_parts, loading):
             return _MORE
-        joined = Mismatch.joined(Mismatch.from_json(json.loads(part)) for part in parts)
-        joined.check(strict=options.strict)
-        return json.dumps(joined.to_json()).encode()
+        return json.dumps(Mismatch(unused=loading.mismatch.unused).to_json()).encode()
 
     def abandon() -> None:
         for loading in held:
             loading.abandon()
 
     try:
-        told = group.exchange("match", work, join)
+        told = group.exchange("match", work, lambda parts, _beat: _judged(parts, options, whole=own_parts is None))
     except BaseException:
         abandon()
         raise
@@ -298,6 +309,20 @@ def _match(
         abandon()
         return None
     return held[0], Mismatch.from_json(json.loads(told))
+
+
+def _judged(parts: list[bytes], options: LoadOptions, *, whole: bool) -> bytes:
+    """Leader: what does not fit, over all ranks; or that the whole index is needed to know. Warns of names of the state
+    that are left out, and raises what `Mismatch.check` does."""
+    if _MORE in parts:
+        return _MORE
+    joined = Mismatch.joined(Mismatch.from_json(json.loads(part)) for part in parts)
+    if joined.unused and not whole:
+        return _MORE
+    joined.check(strict=options.strict)
+    for name in sorted(joined.absent):
+        logger.warning("the load leaves %r of the state as it is: %s", name, joined.absence(name))
+    return json.dumps(joined.to_json()).encode()
 
 
 def _has_all(stored: StoredState, loading: Loading) -> bool:

@@ -209,23 +209,18 @@ class RayStore(CheckpointStore):
             resume(self._job, order=lambda _numbers: ())  # claims
             config, group = StoreConfig.from_env(), RayWorkers(self.worker)
             kept_by_ray = ray.train.Checkpoint(path, self.worker.filesystem)
-            kept = Checkpoint(kept_files(kept_by_ray, config, storage_options=self._run_options, group=group))
-            if state is not None:
-                kept.load(state, **options)
-            return kept
+            files = kept_files(kept_by_ray, config, storage_options=self._run_options, group=group)
+            report = None if state is None else Checkpoint(files).load(state, **options)
+            return Checkpoint(files, load_report=report)
         if prefer == "newest" or number is None:
             return super().resume(state, **options)
         return self.resume_in_order(lambda live: sorted(live, key=lambda it: (it > number, -it)), state, **options)
 
     def resume_in_order(self, order: Order, state: Mapping[str, Any] | None, **options: Any) -> Checkpoint | None:
         """`resume`, but the live checkpoints are tried in an order of one's own. Collective; the leader asks for it."""
-        job = self._in_turn()
-        if state is None:
-            record = resume(job, order=order)
-        else:
-            from ckptstore.loading.load_state import LoadOptions, load_newest  # it needs torch, and directories do not
-
-            record = load_newest(job, state, LoadOptions(**options), claim=True, order=order)
+        if state is not None:
+            return self._load(state, claim=True, order=order, **options)
+        record = resume(self._in_turn(), order=order)
         return self._checkpoint(record) if record else None
 
     def at(self, pointer: Pointer) -> Checkpoint:

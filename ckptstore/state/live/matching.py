@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ckptstore.errors import CheckpointDamaged, StateMismatch
+from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
+from ckptstore.runtime.near import meant, nearest, nearest_key, shown
 from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
 from ckptstore.state.tensors.wrapped import Wrapped, check_same
 
@@ -55,25 +56,45 @@ class Mismatch:
 
     `missing` keys are in the state alone, `unexpected` ones in the checkpoint alone, though they belong to a part of
     it that the state names. `differing` says of keys that are in both how they differ. `names` are those that the state
-    gives to its parts.
+    gives to its parts, `absent` the ones of them under which the checkpoint has nothing at all, `there` what the
+    checkpoint calls its own parts. `unused` are patterns that fit nothing, with what they may have been meant to be.
+    `is_empty` says that nothing at all would be loaded.
     """
 
     missing: set[str] = field(default_factory=set)
     unexpected: set[str] = field(default_factory=set)
     differing: dict[str, str] = field(default_factory=dict)
     names: frozenset[str] = field(default=frozenset(), compare=False)
+    absent: frozenset[str] = field(default=frozenset(), compare=False)
+    there: frozenset[str] = field(default=frozenset(), compare=False)
+    unused: dict[str, str | None] = field(default_factory=dict)
+    is_empty: bool = field(default=False, compare=False)
 
     def check(self, *, strict: bool) -> None:
-        """Raise StateMismatch with the whole list. Without `strict` only what differs counts."""
+        """Raise StateMismatch with the whole list. Without `strict` only what differs counts, and that something is
+        loaded. Raises InvalidInput for a pattern that fits nothing, strict or not."""
+        for pattern, near in self.unused.items():
+            raise InvalidInput(
+                f"include={pattern!r} fits no key that the checkpoint has below the names of the state"
+                f"{meant(near)} The state names {shown(self.names)}; the checkpoint has {shown(self.there)}",
+                hint="Keys are like model.0.weight, and `*` stands for anything in them",
+            )
         parts = [_listed("differ", [f"{key} {how}" for key, how in self.differing.items()])]
-        if strict:
+        if strict or (self.is_empty and self.missing):
+            parts += [self.absence(name) for name in sorted(self.absent)]
             parts.append(_listed("missing in the checkpoint", self.missing))
             parts.append(_listed("without a place in the state", self.unexpected))
         if any(parts):
+            helps = strict and not self.differing and not self.is_empty
             raise StateMismatch(
                 f"the checkpoint does not fit the state: {'. '.join(filter(None, parts))}",
-                hint="strict=False leaves out what one side lacks" if strict and not self.differing else None,
+                hint="strict=False leaves out what one side lacks" if helps else None,
             )
+
+    def absence(self, name: str) -> str:
+        """What to say of a name of the state under which the checkpoint has nothing."""
+        near = nearest(name, self.there - self.names)
+        return f"the checkpoint has nothing called {name!r}, but {shown(self.there)}{meant(near)}"
 
     @staticmethod
     def joined(parts: Iterable[Mismatch]) -> Mismatch:
@@ -93,6 +114,16 @@ class Mismatch:
             },
             differing={key: how for part in every for key, how in part.differing.items()},
             names=frozenset().union(*unplaced),
+            absent=frozenset()
+            .union(*(part.absent for part in every))
+            .difference(*(part.names - part.absent for part in every)),
+            there=frozenset().union(*(part.there for part in every)),
+            unused={
+                pattern: near
+                for pattern, near in (every[0].unused.items() if every else ())
+                if all(pattern in part.unused for part in every)
+            },
+            is_empty=bool(every) and all(part.is_empty for part in every),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -102,13 +133,25 @@ class Mismatch:
             "unexpected": sorted(self.unexpected),
             "differing": dict(sorted(self.differing.items())),
             "names": sorted(self.names),
+            "absent": sorted(self.absent),
+            "there": sorted(self.there),
+            "unused": self.unused,
+            "is_empty": self.is_empty,
         }
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Mismatch:
         """What `to_json` described."""
-        missing, unexpected = set(value["missing"]), set(value["unexpected"])
-        return Mismatch(missing, unexpected, dict(value["differing"]), frozenset(value["names"]))
+        return Mismatch(
+            missing=set(value["missing"]),
+            unexpected=set(value["unexpected"]),
+            differing=dict(value["differing"]),
+            names=frozenset(value["names"]),
+            absent=frozenset(value["absent"]),
+            there=frozenset(value["there"]),
+            unused=dict(value["unused"]),
+            is_empty=value["is_empty"],
+        )
 
 
 class Matching:
@@ -126,7 +169,7 @@ class Matching:
         """Whether a key, or everything below it, was asked for. Patterns are those of fnmatch: `*` crosses dots."""
         if self._include is None:
             return True
-        return any(fnmatchcase(key, pattern) or fnmatchcase(f"{key}.", pattern) for pattern in self._include)
+        return any(_fits(key, pattern) for pattern in self._include)
 
     def includes_below(self, key: str) -> bool:
         """Whether a key, or anything that the checkpoint has below it, was asked for."""
@@ -236,18 +279,51 @@ class Matching:
             self.mismatch.missing.add(key)
 
     def close(self, names: Iterable[str]) -> None:
-        """Note what the checkpoint has below the state's top-level names and nothing took."""
-        self.mismatch.names = frozenset(map(str, names))
-        for name in self.mismatch.names:
-            for key in (name, *self.below(name)):
-                in_checkpoint = key in self.saved.values or self.source_of(key) is not None
-                if in_checkpoint and key not in self._placed and key not in self.saved.skipped and self.includes(key):
-                    self.mismatch.unexpected.add(key)
+        """Note what the checkpoint has below the state's top-level names and nothing took, and what names and patterns
+        stand for nothing."""
+        mismatch, known = self.mismatch, {*self._keys, *self.saved.skipped}
+        mismatch.names = frozenset(map(str, names))
+        present = []
+        for name in mismatch.names:
+            found = [key for key in (name, *self.below(name)) if key in known]
+            skipped = [key for key in self.saved.skipped if _is_below(key, (name,))]
+            if not found and not skipped and any(_is_below(key, (name,)) for key in mismatch.missing):
+                mismatch.absent |= {name}
+            for key in found:
+                is_stored = key in self.saved.values or self.source_of(key) is not None
+                if is_stored and key not in self._placed and key not in self.saved.skipped and self.includes(key):
+                    mismatch.unexpected.add(key)
+            present += [*found, *skipped]
+        taken = self._placed - mismatch.missing
+        inside = {key for key in taken - known if not self.saved.values.keys().isdisjoint(_above(key))}
+        mismatch.is_empty = not self.targets and not any(map(self.includes, (taken & known) | inside))
+        for pattern in self._include or ():
+            if not any(_fits(key, pattern) for key in (*present, *inside)):
+                near = nearest_key(pattern, known)
+                mismatch.unused[pattern] = near if near and _is_below(near, mismatch.names) else None
+        if mismatch.absent or mismatch.unused:
+            mismatch.there = frozenset(map(_top, known))
 
 
 def _is_below(key: str, names: Collection[str]) -> bool:
     """Whether a key belongs to a part of the state with one of these names."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _fits(key: str, pattern: str) -> bool:
+    """Whether a pattern asks for a key, or for everything below it."""
+    return fnmatchcase(key, pattern) or fnmatchcase(f"{key}.", pattern)
+
+
+def _above(key: str) -> set[str]:
+    """The keys of everything that a key may be inside of."""
+    parts = key.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts))}
+
+
+def _top(key: str) -> str:
+    """The first part of a key; "@" begins what a tensor wraps."""
+    return key.partition(".")[0].partition("@")[0]
 
 
 def _listed(what: str, which: Collection[str]) -> str:

@@ -1,0 +1,44 @@
+"""What somebody may have meant who wrote a name that is not there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+
+_WILD = frozenset("*?[")
+_MOST_SHOWN = 20
+
+
+def nearest(name: str, there: Iterable[str]) -> str | None:
+    """The name that is most like another one, None when none is."""
+    found = get_close_matches(name, sorted(set(there)), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def nearest_key(pattern: str, keys: Collection[str]) -> str | None:
+    """A pattern like another one that fits some of the keys: part by part the nearest, up to the first wildcard."""
+    mended: list[str] = []
+    parts = pattern.split(".")
+    for index, part in enumerate(parts):
+        if _WILD & set(part):
+            mended += parts[index:]
+            break
+        above = ".".join([*mended, ""])
+        below = {key[len(above) :].split(".")[0] for key in keys if key.startswith(above)}
+        found = part if part in below else nearest(part, below)
+        if found is None:
+            return None
+        mended.append(found)
+    return ".".join(mended) if mended != parts else None
+
+
+def shown(names: Iterable[str]) -> str:
+    """Names in their order, the first ones of very many; "nothing" where there are none."""
+    ordered = sorted(set(names))
+    more = f" and {len(ordered) - _MOST_SHOWN} more" if len(ordered) > _MOST_SHOWN else ""
+    return ", ".join(ordered[:_MOST_SHOWN]) + more if ordered else "nothing"
+
+
+def meant(found: str | None) -> str:
+    """The question to ask after a name that is not there; empty without an answer to it."""
+    return f"; did you mean {found!r}?" if found else ""

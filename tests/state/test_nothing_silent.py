@@ -1,0 +1,90 @@
+"""A load that would load nothing of what was asked for is an error which names what is there."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptstore
+from ckptstore import InvalidInput, StateMismatch, StoreMissing, open_store
+from ckptstore.state.live.matching import Mismatch
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A store with one checkpoint."""
+    with open_store(tmp_path / "store") as store:
+        store.save(1, {"model": nn.Linear(2, 2), "epoch": 1, "train": {"step": 3}})
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_pattern_that_fits_nothing_is_refused_and_the_near_one_named(root: Path, strict: bool) -> None:
+    state = {"model": nn.Linear(2, 2), "epoch": 0}
+    with open_store(root) as store:
+        with pytest.raises(InvalidInput, match=r"'modle\.\*' fits no .* mean 'model\.\*'.*has epoch, model"):
+            store.load(state, include=["epoch", "modle.*"], strict=strict)
+        with pytest.raises(InvalidInput, match=r"did you mean 'model\.weight'"):
+            store.load(state, include="model.wieght", strict=strict)
+        with pytest.raises(InvalidInput, match=r"'train\.\*' fits no key .* The state names epoch, model;"):
+            store.load(state, include="train.*", strict=strict)  # the checkpoint has it, the state has not
+        with pytest.raises(InvalidInput, match="'zzz' fits no key"):
+            store.resume(state, include="zzz", strict=strict)
+        assert state["epoch"] == 0
+        inside: dict[str, Any] = {"train": {"step": 0, "more": 1}}
+        store.load(inside, include="train.step", strict=strict)
+        assert inside == {"train": {"step": 3, "more": 1}}
+
+
+def test_a_name_that_matches_nothing_is_named_with_what_is_there(root: Path) -> None:
+    with open_store(root) as store:
+        for strict in (True, False):
+            with pytest.raises(StateMismatch, match="'modle', but epoch, model, train; did you mean 'model'") as caught:
+                store.load({"modle": nn.Linear(2, 2)}, strict=strict)
+            assert "strict" not in str(caught.value)
+
+
+def test_without_strict_a_name_without_contents_is_warned_of_and_reported(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, ema = nn.Linear(2, 2), nn.Linear(2, 2)
+    before = ema.weight.detach().clone()
+    with open_store(root) as store:
+        with caplog.at_level(logging.WARNING, "ckptstore"):
+            loaded = store.load({"model": model, "ema": ema}, strict=False)
+        assert "'ema'" in caplog.text
+        assert torch.equal(ema.weight, before)
+        assert loaded is not None
+        assert loaded.load_report is not None
+        assert loaded.load_report.missing == ("ema.bias", "ema.weight")
+        resumed = store.resume({"model": model})
+        assert resumed is not None
+        assert resumed.load_report is not None
+        assert resumed.load_report.missing == ()
+        assert store.latest().load_report is None  # type: ignore[union-attr]
+
+
+def test_a_module_without_parameters_has_nothing_to_miss(root: Path) -> None:
+    state = {"model": nn.Linear(2, 2), "loss": nn.MSELoss()}
+    assert ckptstore.Checkpoint.from_uri(open_store(root)[1].uri).load(state).missing == ()
+
+
+def test_a_pattern_has_to_fit_on_one_rank_only() -> None:
+    first = Mismatch(unused={"a": None, "b": "bb"}, absent=frozenset("xy"), names=frozenset("xy"), is_empty=True)
+    second = Mismatch.from_json(Mismatch(unused={"b": "bb"}, absent=frozenset("x"), names=frozenset("xy")).to_json())
+    joined = Mismatch.joined([first, second])
+    assert (joined.unused, joined.absent, joined.is_empty) == ({"b": "bb"}, {"x"}, False)
+
+
+def test_a_store_that_is_not_there_is_missing(tmp_path: Path) -> None:
+    with open_store(tmp_path / "typo") as store:
+        with pytest.raises(StoreMissing, match="typo"):
+            store.load({"epoch": 0})
+        assert not (tmp_path / "typo").exists()
+        assert store.resume({"epoch": 0}) is None  # which makes it
+        assert store.load({"epoch": 0}) is None
