@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptstore.errors import InvalidInput, InvalidMetric
+from ckptstore.runtime.near import meant, nearest, shown
 
 Mode = Literal["min", "max"]
+
+_WORDS: dict[Mode, frozenset[str]] = {
+    "min": frozenset({"loss", "error", "err", "perplexity", "ppl", "nll", "mse", "rmse", "mae", "wer", "cer"}),
+    "max": frozenset({"accuracy", "acc", "f1", "auc", "auroc", "bleu", "iou", "precision", "recall", "psnr", "reward"}),
+}
+"""Words in the names of metrics that tell which way is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,17 +123,17 @@ class KeepLatest(Policy):
 class KeepBest(Policy):
     """Keep the `n` with the best value of `metric`; of equal ones the later is better.
 
-    A NaN, an infinity and a missing metric are never among the best.
+    A NaN, an infinity and a missing metric are never among the best. `mode` may be left out where the name of the
+    metric tells it, such as "eval_loss" or "accuracy".
     """
 
     n: int
     metric: str
-    mode: Mode = "min"
+    mode: Mode | None = None
 
     def __post_init__(self) -> None:
         _check_positive("KeepBest", n=self.n)
-        if self.mode not in ("min", "max"):
-            raise InvalidInput(f"KeepBest has the mode {self.mode!r}, it is 'min' or 'max'")
+        object.__setattr__(self, "mode", mode_of(self.metric, self.mode))
 
     def kept(self, candidates: Sequence[Candidate]) -> Mapping[int, str]:
         best = ranked(candidates, self.metric, self.mode)[: self.n]
@@ -186,9 +194,35 @@ class KeepSince(Policy):
         return dict.fromkeys(recent, f"not older than {self.seconds} seconds")
 
 
-def ranked(candidates: Sequence[Candidate], metric: str, mode: Mode) -> list[Candidate]:
+def mode_of(metric: str, mode: Mode | None) -> Mode:
+    """Which way a metric is better: what was said, else what the words in its name tell. Raises InvalidInput when they
+    tell nothing, or both."""
+    if mode in ("min", "max"):
+        return mode
+    if mode is not None:
+        raise InvalidInput(f"The mode for {metric!r} is {mode!r}, it is 'min' or 'max'")
+    words = set(re.split(r"[^a-z0-9]+", str(metric).lower()))
+    told: list[Mode] = [way for way, known in _WORDS.items() if words & known]
+    if len(told) != 1:
+        raise InvalidInput(
+            f"The name of the metric {metric!r} does not tell whether less or more is better",
+            hint='Say mode="min" or mode="max"',
+        )
+    return told[0]
+
+
+def check_there(candidates: Sequence[Candidate], metric: str) -> None:
+    """Raise InvalidMetric, with those that exist, when none of some checkpoints has the metric."""
+    names = {name for item in candidates for name in item.metrics}
+    if candidates and metric not in names:
+        raise InvalidMetric(
+            f"No live checkpoint has the metric {metric!r}{meant(nearest(metric, names))} They have {shown(names)}"
+        )
+
+
+def ranked(candidates: Sequence[Candidate], metric: str, mode: Mode | None) -> list[Candidate]:
     """The candidates with a finite value of the metric, best first, later ones first among equals."""
-    sign = 1.0 if mode == "min" else -1.0
+    sign = 1.0 if mode_of(metric, mode) == "min" else -1.0
     finite = [item for item in candidates if math.isfinite(item.metrics.get(metric, math.nan))]
     return sorted(finite, key=lambda item: (sign * item.metrics[metric], -item.number))
 

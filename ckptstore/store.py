@@ -21,7 +21,7 @@ from ckptstore.job import Job, record_of_step
 from ckptstore.loading.newest import Order, newest_first, resume
 from ckptstore.loading.story import files_of
 from ckptstore.log.identity import read_identity
-from ckptstore.retention import Mode, ranked
+from ckptstore.retention import Mode, check_there, ranked
 from ckptstore.saving import story
 from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, UploaderKind, install_sigterm
 from ckptstore.saving.directories import scan
@@ -304,11 +304,15 @@ class CheckpointStore:
         record = self._job.log.latest()
         return self._checkpoint(record) if record else None
 
-    def best(self, metric: str, mode: Mode = "min") -> Checkpoint | None:
-        """The live checkpoint with the best finite value of `metric`, the later of equals; None if none has one."""
-        if mode not in ("min", "max"):
-            raise InvalidInput(f"mode is {mode!r}, it is 'min' or 'max'")
-        found = ranked(self._job.candidates(self._job.log.newest()), metric, mode)
+    def best(self, metric: str, mode: Mode | None = None) -> Checkpoint | None:
+        """The live checkpoint with the best finite value of `metric`, the later of equals; None if none has one.
+
+        `mode` is "min" or "max", and may be left out where the metric's name tells it, such as "eval_loss". Raises
+        InvalidMetric, with the metrics that there are, when no live checkpoint has this one.
+        """
+        candidates = self._job.candidates(self._job.log.newest())
+        check_there(candidates, metric)
+        found = ranked(candidates, metric, mode)
         return self._checkpoint(self._job.log.records([found[0].number])[0]) if found else None
 
     def __getitem__(self, step: int) -> Checkpoint:

@@ -122,5 +122,5 @@ def main() -> None:
     """Look at stores of checkpoints, and take care of them.
 
     STORE is the root of a training run: a path, s3://, gs://, az:// or any fsspec URL. TARGET is STORE@12000 for the
-    checkpoint of a step, STORE@latest, or the URI of a checkpoint directory that lies on its own.
+    checkpoint of a step, STORE@latest, STORE@best:METRIC, or the URI of a checkpoint directory that lies on its own.
     """

@@ -1,9 +1,10 @@
 """From what is written on the command line to a store or a checkpoint.
 
-There is one form: URI for a store or for a checkpoint directory that lies on its own, URI@STEP or URI@latest for a
-checkpoint of a store. Only digits or "latest" after the last "@" are taken for a step, so that "abfs://box@account..."
-stays a URI. Where something is called "runs/try@3" itself, that is what is meant; if "runs/try" is a store as well, the
-text is refused. A command that takes a store takes the whole text for its URI.
+There is one form: URI for a store or for a checkpoint directory that lies on its own, URI@STEP, URI@latest or
+URI@best:METRIC[:MODE] for a checkpoint of a store. Only digits or "latest" after the last "@", and what begins with
+"@best:", are taken for one, so that "abfs://box@account..." stays a URI. Where something is called "runs/try@3" itself,
+that is what is meant; if "runs/try" is a store as well, the text is refused. A command that takes a store takes the
+whole text for its URI.
 """
 
 from __future__ import annotations
@@ -19,10 +20,20 @@ from ckptstore.errors import InvalidInput, NoUsableCheckpoint, StoreMissing
 from ckptstore.format.layout import MANIFEST_NAME, STORE_KEY
 from ckptstore.log.identity import read_identity
 from ckptstore.opening import open_store
+from ckptstore.retention import Mode
 from ckptstore.store import CheckpointStore
 
 _TARGET = re.compile(r"(.+)@(\d+|latest)")
+_BEST = re.compile(r"(.+?)@best:(.+?)(?::(min|max))?")
 LATEST = "latest"
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best checkpoint by a metric; without a mode the metric's name tells which way is better."""
+
+    metric: str
+    mode: Mode | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +41,15 @@ class Target:
     """What the command line names."""
 
     uri: str
-    step: int | str | None
-    """A step, "latest", or None where only a URI was given."""
+    step: int | str | Best | None
+    """A step, "latest", the best by a metric, or None where only a URI was given."""
 
 
 def parse_target(text: str) -> Target:
-    """Read URI, URI@STEP or URI@latest."""
+    """Read URI, URI@STEP, URI@latest, URI@best:METRIC or URI@best:METRIC:MODE."""
+    best = _BEST.fullmatch(text)
+    if best is not None:
+        return Target(best[1], Best(best[2], "min" if best[3] == "min" else "max" if best[3] else None))
     match = _TARGET.fullmatch(text)
     if match is None:
         return Target(text, None)
@@ -85,7 +99,7 @@ def opened_step(text: str, storage_options: Mapping[str, Any]) -> Iterator[tuple
     """The store and the step of URI@STEP. Raises InvalidInput when no step is given."""
     target = find_target(text, storage_options)
     if target.step is None:
-        raise InvalidInput(f"{text} names no checkpoint", hint="Write STORE@STEP or STORE@latest")
+        raise InvalidInput(f"{text} names no checkpoint", hint="Write STORE@STEP, STORE@latest or STORE@best:METRIC")
     with opened_store(target.uri, storage_options) as store:
         yield store, _checkpoint(store, target.step).step
 
@@ -116,10 +130,12 @@ def _holds(uri: str, storage_options: Mapping[str, Any], *keys: str) -> bool:
         return any(file.key == key for key in keys for file in store._job.storage.list(key))
 
 
-def _checkpoint(store: CheckpointStore, step: int | str | None) -> Checkpoint:
+def _checkpoint(store: CheckpointStore, step: int | str | Best | None) -> Checkpoint:
     if isinstance(step, int):
         return store[step]
-    checkpoint = store.latest()
+    checkpoint = store.best(step.metric, step.mode) if isinstance(step, Best) else store.latest()
+    if checkpoint is None and isinstance(step, Best):
+        raise NoUsableCheckpoint(f"No checkpoint in {store.uri} has a finite metric {step.metric!r}")
     if checkpoint is None:
         raise NoUsableCheckpoint(f"There is no checkpoint in {store.uri}")
     return checkpoint

@@ -40,5 +40,5 @@ def shown(names: Iterable[str]) -> str:
 
 
 def meant(found: str | None) -> str:
-    """The question to ask after a name that is not there; empty without an answer to it."""
-    return f"; did you mean {found!r}?" if found else ""
+    """What to say after a name that is not there: the question whether another one was meant, or a full stop."""
+    return f"; did you mean {found!r}?" if found else "."

@@ -12,7 +12,7 @@ import pytest
 from ckptstore import Checkpoint, InvalidInput, open_store
 from ckptstore.cli.commands.prune import parse_policy
 from ckptstore.cli.options import parse_storage_options
-from ckptstore.cli.targets import Target, find_target, parse_target
+from ckptstore.cli.targets import Best, Target, find_target, parse_target
 from ckptstore.retention import KeepBest, KeepEvery, KeepLatest, KeepSince
 from ckptstore.runtime.shown import show_duration, show_size
 
@@ -260,6 +260,9 @@ def test_gc_leaves_the_attempts_of_a_job_that_may_live(run: Any, run_json: Any, 
         ("abfs://box@account.dfs.core.windows.net/run", Target("abfs://box@account.dfs.core.windows.net/run", None)),
         ("runs/try@3@latest", Target("runs/try@3", "latest")),
         ("runs/a@best", Target("runs/a@best", None)),
+        ("runs/a@best:loss", Target("runs/a", Best("loss"))),
+        ("runs/a@best:a:b:max", Target("runs/a", Best("a:b", "max"))),
+        ("runs/a@best:recall@5", Target("runs/a", Best("recall@5"))),
         ("@3", Target("@3", None)),
     ],
 )
@@ -271,6 +274,15 @@ def test_a_target_is_read_in_one_way(text: str, target: Target) -> None:
 def test_a_store_may_be_a_whole_bucket(text: str) -> None:
     assert find_target(text, {}) == parse_target(text)
     assert parse_target(text).step is not None
+
+
+def test_the_best_is_a_target_wherever_one_is_asked_for(run: Any, run_json: Any, store: Path, tmp_path: Path) -> None:
+    assert run_json("show", f"{store}@best:loss")["checkpoint"]["step"] == 20
+    assert run_json("show", f"{store}@best:loss:max")["checkpoint"]["step"] == 30
+    assert run_json("cp", f"{store}@best:loss", tmp_path / "copy")["copied_steps"] == [20]
+    run("pin", f"{store}@best:loss")
+    assert [item["is_pinned"] for item in run_json("ls", store)["checkpoints"]] == [True, False]
+    assert "did you mean 'loss'" in run_json("diff", f"{store}@best:los", store, code=2)["error"]["message"]
 
 
 def test_policies_are_read_from_options() -> None:

@@ -110,7 +110,8 @@ def test_the_best_and_the_order(root: str, tmp_path: Path) -> None:
         assert [checkpoint.step for checkpoint in store] == [1, 2, 3, 4]
         assert store.best("loss").step == 3
         assert store.best("loss", mode="max").step == 1
-        assert store.best("absent") is None
+        with pytest.raises(ckptstore.InvalidMetric, match=r"'lost'; did you mean 'loss'\? They have loss"):
+            store.best("lost")
         assert len(store.entries()) == 4
         assert 3 in store
         assert 9 not in store

@@ -22,6 +22,7 @@ from ckptstore.retention import (
     as_metrics,
     check_required,
     decide,
+    mode_of,
     ranked,
 )
 
@@ -189,3 +190,26 @@ def test_a_metric_that_retention_needs_must_be_there() -> None:
         check_required(policy, {"accuracy": 1.0}, missing="error")
     check_required(policy, {"accuracy": 1.0}, missing="worst")
     check_required(policy, {"loss": math.nan}, missing="error")
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        ("loss", "min"),
+        ("val/loss", "min"),
+        ("eval_Loss", "min"),
+        ("top5-acc", "max"),
+        ("val_f1", "max"),
+        ("PPL", "min"),
+    ],
+)
+def test_the_name_of_a_metric_may_tell_its_direction(metric: str, mode: str) -> None:
+    assert KeepBest(1, metric).mode == mode_of(metric, None) == mode
+    assert KeepBest(1, metric, "max").mode == "max"
+
+
+@pytest.mark.parametrize("metric", ["score", "lossless", "loss_of_accuracy", "", "accurate"])
+def test_a_metric_whose_name_tells_no_direction_needs_a_mode(metric: str) -> None:
+    with pytest.raises(InvalidInput, match='mode="min" or mode="max"'):
+        KeepBest(1, metric)
+    assert KeepBest(1, metric, "max").mode == "max"

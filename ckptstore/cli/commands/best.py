@@ -16,11 +16,13 @@ from ckptstore.errors import NoUsableCheckpoint
 @click.command()
 @click.argument("store", type=STORE)
 @click.argument("metric", type=METRIC)
-@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Which is better.")
+@click.option(
+    "--mode", type=click.Choice(["min", "max"]), help="Which is better; names such as eval_loss and accuracy tell it."
+)
 @storage_option
 @as_json
 def command(
-    store: str, metric: str, mode: Literal["min", "max"], storage_options: dict[str, Any], as_json: bool
+    store: str, metric: str, mode: Literal["min", "max"] | None, storage_options: dict[str, Any], as_json: bool
 ) -> None:
     """Print the URI of the checkpoint of STORE with the best METRIC. NaN and infinities are never best."""
     with opened_store(store, storage_options) as opened:

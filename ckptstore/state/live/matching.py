@@ -81,7 +81,7 @@ class Mismatch:
             )
         parts = [_listed("differ", [f"{key} {how}" for key, how in self.differing.items()])]
         if strict or (self.is_empty and self.missing):
-            parts += [self.absence(name) for name in sorted(self.absent)]
+            parts += [self.absence(name).rstrip(".") for name in sorted(self.absent)]
             parts.append(_listed("missing in the checkpoint", self.missing))
             parts.append(_listed("without a place in the state", self.unexpected))
         if any(parts):
