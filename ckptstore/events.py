@@ -154,6 +154,19 @@ class CheckpointResumed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeForgotten(Event):
+    """The first save of a job that did not resume, in a store whose latest checkpoint is not of an earlier step."""
+
+    level: ClassVar[int] = logging.WARNING
+    step: int
+    latest_step: int
+    hint: str
+
+    def line(self) -> str:
+        return f"step {self.step} is the first save of this job, and step {self.latest_step} is there. {self.hint}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsPruned(Event):
     """Checkpoints were deleted for good."""
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StoreFenced, StoreNotShared
-from ckptstore.events import PruneFailed, emit
+from ckptstore.events import PruneFailed, ResumeForgotten, emit
 from ckptstore.format.changes import Claim
 from ckptstore.format.layout import Attempt, check_step
 from ckptstore.format.record import Record
@@ -103,6 +103,25 @@ class Job:
             raise StoreFenced(
                 f"A later job has claimed the store: writer epoch {found}, this job has {self.epoch}",
                 hint="Stop this job, or start it again to take the store over",
+            )
+        return newest
+
+    def claim_to_save(self, step: int) -> Record:
+        """Leader: `claim`, and a warning when the first thing that a job does is to save over what it could go on from.
+
+        Raises StoreFenced as `claim` does.
+        """
+        if self.epoch is not None:
+            return self.claim(self.log.newest())
+        newest = self.claim(None)
+        latest = self.log.records([] if newest.state.latest is None else [newest.state.latest])
+        if latest and latest[0].entry.step >= step:
+            emit(
+                ResumeForgotten(
+                    step=step,
+                    latest_step=latest[0].entry.step,
+                    hint="This job began anew. Call resume before training, or use another store",
+                )
             )
         return newest
 

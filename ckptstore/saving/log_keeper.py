@@ -44,7 +44,7 @@ class LogKeeper:
         """
         job = self.job
         check_required(job.policy, request.metrics, missing=job.missing)
-        return job.claim(job.log.newest() if job.epoch is not None else None)
+        return job.claim_to_save(request.step)
 
     def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
         """See `Keeper.begin`. Raises StepExists, StorageFull, and what `claim` raises."""

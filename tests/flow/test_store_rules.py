@@ -24,7 +24,7 @@ from ckptstore import (
     StoreMissing,
     open_store,
 )
-from ckptstore.events import CheckpointSkipped, CheckpointsPruned, Event, listening
+from ckptstore.events import CheckpointSkipped, CheckpointsPruned, Event, ResumeForgotten, listening
 from ckptstore.interchange.copying import copy_checkpoint, copy_store, open_target
 from ckptstore.loading.story import CheckpointFiles
 
@@ -168,6 +168,26 @@ def test_a_command_line_fences_nobody(tmp_path: Path) -> None:
         command_line.pin(1)
         save(job, tmp_path, 2)
         assert [entry.is_pinned for entry in job.entries()] == [True, False]
+
+
+def test_a_job_that_forgot_to_resume_hears_of_the_later_checkpoint_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forgotten(*steps: int, resume: bool = False) -> list[tuple[int, int]]:
+        events: list[Event] = []
+        with listening(events.append), open_store(tmp_path / "store") as store:
+            if resume:
+                store.resume()
+            for step in steps:
+                save(store, tmp_path, step)
+        return [(event.step, event.latest_step) for event in events if isinstance(event, ResumeForgotten)]
+
+    assert forgotten(1, 5) == []  # the store was empty
+    assert forgotten(6, 7) == []  # later than what is there
+    assert forgotten(2, 3, 4) == [(2, 7)]
+    assert "ResumeForgotten step=2 latest_step=7" in caplog.text
+    assert forgotten(3, resume=True) == []
+    assert forgotten(3) == [(3, 3)]
 
 
 def test_a_resume_passes_over_what_is_not_whole_and_says_why(tmp_path: Path) -> None:

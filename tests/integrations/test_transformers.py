@@ -84,3 +84,8 @@ def test_an_evaluation_counts_for_its_own_step(tmp_path: Path) -> None:
     (found,) = run_ranks(1, call, "evaluated_seldom", str(tmp_path))
     assert {step: "eval_loss" in names for step, names in found.items()} == {3: False, 6: True, 9: False, 12: True}
     assert all("loss" in names for names in found.values())
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_resume_is_warned_of(tmp_path: Path) -> None:
+    assert run_ranks(1, call, "forgotten", str(tmp_path)) == [[(3, 6)]]

@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from ckptstore import CheckpointStore, open_store
 from ckptstore.errors import CkptstoreError, StorageFull
+from ckptstore.events import Event, ResumeForgotten, listening
 from ckptstore.integrations.transformers import CheckpointStoreCallback
 from ckptstore.retention import KeepBest, KeepLatest
 from ckptstore.testing import Call, with_faults
@@ -56,6 +57,7 @@ def fit(
     kill_at: int | None = None,
     arguments: dict[str, Any] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    resume: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
     """One Trainer from where the store is to its end, or to the step where it is killed. Has dropout."""
@@ -88,7 +90,7 @@ def fit(
         eval_dataset=texts(2, 8),
         callbacks=[*callbacks, callback, notes],
     )
-    trainer.train(resume_from_checkpoint=callback.resume())
+    trainer.train(resume_from_checkpoint=callback.resume() if resume else None)
     with closing(callback.store) as store:
         return {
             "losses": notes.losses,
@@ -196,3 +198,13 @@ def evaluated_seldom(root: str) -> dict[int, list[str]]:
     fit(f"{root}/store", f"{root}/out", arguments={"eval_steps": 6}, retention=KeepLatest(9))
     with open_store(f"{root}/store") as store:
         return {checkpoint.step: sorted(checkpoint.metrics) for checkpoint in store}
+
+
+def forgotten(root: str) -> list[tuple[int, int]]:
+    """What is heard of a second run that begins anew."""
+    heard: list[Event] = []
+    short = {"max_steps": 6, "eval_strategy": "no"}
+    with listening(heard.append):
+        for name in ("first", "second"):
+            fit(f"{root}/store", f"{root}/{name}", arguments=short, resume=name == "first", retention=KeepLatest(2))
+    return [(event.step, event.latest_step) for event in heard if isinstance(event, ResumeForgotten)]

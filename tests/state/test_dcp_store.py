@@ -56,6 +56,13 @@ def test_it_goes_together_with_saves_of_the_store(tmp_path: Path) -> None:
             dcp.save(state(), storage_writer=StoreWriter(store.dcp_target(), step=4))
 
 
+def test_a_dcp_save_that_begins_anew_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (4, 2):
+        with open_store(tmp_path / "store") as store, translated():
+            dcp.save(state(), storage_writer=StoreWriter(store.dcp_target(), step=step))
+    assert caplog.text.count("ResumeForgotten step=2 latest_step=4") == 1
+
+
 def test_bad_calls_are_refused(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", retention=KeepBest(1, "loss")) as store:
         with pytest.raises(InvalidStep), translated():
