@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckptstore import open_store
-from ckptstore.errors import CkptstoreError, StateMismatch
+from ckptstore.errors import CkptstoreError, InvalidInput, StateMismatch
 from ckptstore.integrations.lightning import CheckpointStoreCallback
 from ckptstore.integrations.lightning.trainer_parts import check_strategy
 from ckptstore.retention import KeepBest, KeepLatest
@@ -322,3 +322,30 @@ def failing(root: str) -> list[tuple[str, list[int]]]:
         with open_store(place) as store:
             found.append((text, [checkpoint.step for checkpoint in store]))
     return found
+
+
+def mistyped(root: str) -> tuple[str, int]:
+    """The error of a metric that is never logged, and the epoch in which it came."""
+    try:
+        fit(root, strategy="auto", max_epochs=4, monitor="valloss")
+    except InvalidInput as error:
+        return str(error), error.step or 0
+    return "", 0
+
+
+def validated_best(root: str, strategy: str) -> tuple[float, float | None]:
+    """The loss of the best checkpoint in another model, and what was told of it at its save."""
+    callback = CheckpointStoreCallback(root, monitor="val_loss", retention=KeepBest(1, "val_loss") | KeepLatest(1))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=strategy_of(strategy),
+        max_epochs=2,
+        callbacks=[callback],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Model(0))
+    (found,) = trainer.validate(Model(9), ckpt_path="best", weights_only=False, verbose=False)
+    return found["val_loss"], callback.best_model_score

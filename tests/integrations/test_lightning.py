@@ -133,6 +133,20 @@ def test_a_failed_asynchronous_save_is_raised_or_tolerated(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_a_monitor_that_is_never_logged_ends_the_first_epoch(tmp_path: Path) -> None:
+    ((text, step),) = run_ranks(1, call, "mistyped", f"{tmp_path}/store")
+    assert "monitor='valloss' was not logged; did you mean 'val_loss'? There are train_loss, val_loss" in text
+    assert step == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("auto", 1), ("fsdp2", 2)])
+def test_a_trainer_reads_the_best(tmp_path: Path, strategy: str, num_ranks: int) -> None:
+    for found, told in run_ranks(num_ranks, call, "validated_best", f"{tmp_path}/store", strategy, env=ELASTIC):
+        assert found == pytest.approx(told, rel=1e-5)
+
+
+@pytest.mark.slow
 def test_the_other_name_of_lightning(tmp_path: Path) -> None:
     ((names, step),) = forked_ranks.run_ranks(1, call_alone, f"{tmp_path}/store")
     assert "pytorch_lightning" in names

@@ -46,13 +46,36 @@ def saved(schedule: Schedule, *, epochs: int, batches: int, validate_every: int,
         (3, 2, None, [3, 6, 9, 10, 12, 15, 18, 20]),
         (3, None, "val_loss", [4, 7, 9, 12, 17, 19]),
         (None, 1, "val_loss", [7, 12, 17]),
-        (3, None, "never", []),
     ],
 )
 def test_saves(steps: int | None, epochs: int | None, monitor: str | None, expected: list[int]) -> None:
     """Batches 2 and 4 of each epoch of 5 are followed by a validation."""
     schedule = Schedule(every_n_train_steps=steps, every_n_epochs=epochs, monitor=monitor)
     assert saved(schedule, epochs=4, batches=5, validate_every=2) == expected
+
+
+@pytest.mark.parametrize(("steps", "epochs", "seen"), [(3, None, 4), (None, 1, 5), (7, None, 9)])
+def test_a_metric_that_no_validation_gives_is_refused(steps: int | None, epochs: int | None, seen: int) -> None:
+    """At the first save that is due and has seen a validation: of the step before it, or at the next one."""
+    schedule = Schedule(every_n_train_steps=steps, every_n_epochs=epochs, monitor="valloss")
+    with pytest.raises(InvalidInput, match=r"did you mean 'val_loss'\? There are val_loss") as caught:
+        saved(schedule, epochs=4, batches=5, validate_every=2)
+    assert caught.value.step <= seen
+
+
+def test_a_metric_of_training_is_missed_where_nothing_is_validated() -> None:
+    schedule = Schedule(every_n_train_steps=None, every_n_epochs=2, monitor="los")
+    assert not schedule.at_epoch_end(epoch=0, step=5, metrics={"loss"}, validates=False)
+    with pytest.raises(InvalidInput, match="did you mean 'loss'"):
+        schedule.at_epoch_end(epoch=1, step=10, metrics={"loss"}, validates=False)
+
+
+def test_a_validation_that_is_still_to_come_is_waited_for() -> None:
+    schedule = Schedule(every_n_train_steps=None, every_n_epochs=1, monitor="val_loss")
+    assert not schedule.at_epoch_end(epoch=0, step=5, metrics={"loss"})
+    schedule.at_validation_start(metrics={"loss"})
+    assert not schedule.at_validation_end(step=10, is_last_batch=True, metrics={"loss", "val_loss"})
+    assert schedule.at_epoch_end(epoch=1, step=10, metrics={"loss", "val_loss"})
 
 
 def test_a_metric_of_training_is_not_waited_for() -> None:

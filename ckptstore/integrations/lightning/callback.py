@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from ckptstore.format.manifest import sha256_of
 from ckptstore.integrations.given_store import GivenStore, StoreGiven
+from ckptstore.integrations.lightning.best import FILE_NAME, mode_in, write_file
 from ckptstore.integrations.lightning.schedule import Schedule
 from ckptstore.integrations.lightning.trainer_parts import check_strategy, metrics_of, state_of
+from ckptstore.node_cache import NodeCache
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning import __version__ as _version
     from pytorch_lightning.callbacks import Checkpoint as _Base
 else:
+    from lightning.pytorch import __version__ as _version
     from lightning.pytorch.callbacks import Checkpoint as _Base
 
 if TYPE_CHECKING:
@@ -40,13 +46,15 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         every_n_train_steps, every_n_epochs: when to save; every epoch when neither is given. A step is one of the
             optimizer, as in `trainer.global_step`, and gives the checkpoint its number.
         monitor: a metric that every checkpoint must have, and have of its own step. When a validation gives it, a save
-            waits for the end of the next one.
+            waits for the end of the next one; when that one does not, InvalidInput names those that were logged.
         asynchronous: go on training while the state is stored, with `save_async`.
         resume: claim the store at the start of `fit` and load the newest checkpoint that verifies, unless `ckpt_path`
             is given or this Trainer has trained already.
         save_options: keywords of `save` or `save_async`, such as `{"incremental": True}`.
         load_options: keywords of `resume`, such as `{"per_rank": "first"}` for another number of ranks.
         open_keywords: those of `open_store`, for a URI.
+
+    `trainer.test(ckpt_path="best")` and its like read the best checkpoint by `monitor`, see `best_model_path`.
 
     An error of a save is raised in the training loop, the same on all ranks; of an asynchronous one, by the next save
     or at the end of training.
@@ -76,8 +84,52 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         self._save_options = dict(save_options or {})
         self._load_options = dict(load_options or {})
         self._pending: PendingSave | None = None
+        self._file: tuple[str, str] | None = None
+        self._held_file = ExitStack()
         self.resumed: Checkpoint | None = None
         """What the last `fit` resumed from."""
+
+    def best(self) -> Checkpoint | None:
+        """The best live checkpoint by `monitor`, without one the latest; None in an empty store. Per process.
+
+        Which way is better is told by the store's retention or by the metric's name, else InvalidInput is raised.
+        """
+        store = self.store
+        if self._monitor is None or not store.entries():
+            return store.latest()
+        return store.best(self._monitor, mode_in(store._job.policy, self._monitor))
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The value of `monitor` of the best checkpoint; None if there is none."""
+        checkpoint = self.best() if self._monitor is not None else None
+        return None if checkpoint is None else checkpoint.metrics[self._monitor]
+
+    @property
+    def best_model_path(self) -> str:
+        """The weights of `best` as a file of Lightning's own, for `ckpt_path`; empty if there is none.
+
+        One process of each node writes it to the node cache when it is asked for, which takes memory for all weights,
+        and it may go from there when this process ends. Raises what `best` does.
+        """
+        checkpoint = self.best()
+        if checkpoint is None:
+            return ""
+        if self._file is None or self._file[0] != checkpoint.uri:
+            self._held_file.close()
+            files, allow = checkpoint._files, bool(self._load_options.get("allow_pickle", False))
+            fetched = NodeCache(files.config.cache).fetch_once(
+                sha256_of(f"{checkpoint.uri}/{FILE_NAME}".encode() + files.read_manifest()[1]),
+                step=checkpoint.step,
+                size_bytes=checkpoint.size_bytes,
+                download=lambda path: write_file(checkpoint, path, version=_version, allow_pickle=allow),
+            )
+            self._file = checkpoint.uri, str(self._held_file.enter_context(fetched) / FILE_NAME)
+        return self._file[1]
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        """Lightning hands over what a process that it spawned has found; this one finds it itself."""
 
     @property
     def store(self) -> CheckpointStore:
@@ -88,6 +140,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         """Refuse what cannot be saved before anything is trained."""
         if stage == "fit":
             check_strategy(trainer.strategy)
+        elif self._file is not None:
+            trainer.strategy.optimizers = []  # those of a `fit` before; ModelParallelStrategy wants their states too
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Resume: model and optimizers are in their final form here, under every strategy."""
@@ -121,7 +175,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save by epochs."""
         epoch, step, metrics = trainer.current_epoch, trainer.global_step, trainer.callback_metrics
-        if self._schedule.at_epoch_end(epoch=epoch, step=step, metrics=metrics):
+        validates = trainer.enable_validation
+        if self._schedule.at_epoch_end(epoch=epoch, step=step, metrics=metrics, validates=validates):
             self._save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ckptstore.errors import InvalidInput
+from ckptstore.runtime.near import meant, nearest, shown
 
 
 class Schedule:
@@ -12,7 +13,8 @@ class Schedule:
 
     With `monitor` a save waits until that metric is there and belongs to the present step. A metric that only a
     validation gives belongs to the step of that validation, so a save that is due between two of them is made at the
-    end of the next. All ranks log the same names, so all decide the same.
+    end of the next. When that one gives none of that name either, InvalidInput is raised with the names that there are,
+    as Lightning's ModelCheckpoint raises. All ranks log the same names, so all decide the same.
 
     What is due with the last batch of an epoch is saved at the end of that epoch: Lightning, resuming from a place in
     between, leaves out the rest of the epoch's end, such as its validation and the hooks of other callbacks.
@@ -33,6 +35,7 @@ class Schedule:
         self.due_step: int | None = None
         """The step of the save that waits for its metric."""
         self._validated_step: int | None = None
+        self._must_be_there = False
         self._was_there = False
         self._is_of_validation = False
 
@@ -46,9 +49,10 @@ class Schedule:
         is_due = self._steps is not None and step % self._steps == 0
         return self._now(is_due, step, metrics, wait=is_last_batch)
 
-    def at_epoch_end(self, *, epoch: int, step: int, metrics: Collection[str]) -> bool:
-        """Whether to save at the end of an epoch, counted from 0."""
+    def at_epoch_end(self, *, epoch: int, step: int, metrics: Collection[str], validates: bool = True) -> bool:
+        """Whether to save at the end of an epoch, counted from 0; `validates` says whether a validation may follow."""
         is_due = self._epochs is not None and (epoch + 1) % self._epochs == 0
+        self._must_be_there = self._must_be_there or not validates
         return self._now(is_due or self.due_step is not None, step, metrics)
 
     def at_validation_start(self, *, metrics: Collection[str]) -> None:
@@ -60,6 +64,7 @@ class Schedule:
         if not self._was_there and self._monitor in metrics:
             self._is_of_validation = True
         self._validated_step = step
+        self._must_be_there = True
         return self._now(self.due_step is not None, step, metrics, wait=is_last_batch)
 
     def _now(self, is_due: bool, step: int, metrics: Collection[str], *, wait: bool = False) -> bool:
@@ -67,6 +72,13 @@ class Schedule:
             return False
         if not wait and (self._monitor is None or self._is_known(step, metrics)):
             return True
+        if not wait and self._must_be_there and self._monitor is not None and self._monitor not in metrics:
+            raise InvalidInput(
+                f"monitor={self._monitor!r} was not logged{meant(nearest(self._monitor, metrics))} "
+                f"There are {shown(metrics)}",
+                step=step,
+                hint="Log it in validation_step or training_step of the LightningModule",
+            )
         self.due_step = step
         return False
 

@@ -1,0 +1,73 @@
+"""A checkpoint of a store as a file that Lightning reads: for `ckpt_path="best"` of test, validate and predict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import InvalidState
+from ckptstore.loading.load_state import open_alone
+from ckptstore.retention import KeepAny, KeepBest, Mode, Policy
+from ckptstore.state.live.flatten import map_tensors, references_in
+from ckptstore.state.read.stored import StoredState
+from ckptstore.state.tensors.wrapped import Wrapped
+
+FILE_NAME = "lightning.ckpt"
+_MODEL = "model."
+
+
+def mode_in(policy: Policy, metric: str) -> Mode | None:
+    """Which way a metric is better by the retention of a store, None where it does not rank by it."""
+    members = policy.members if isinstance(policy, KeepAny) else (policy,)
+    return next((item.mode for item in members if isinstance(item, KeepBest) and item.metric == metric), None)
+
+
+def write_file(checkpoint: Checkpoint, directory: Path, *, version: str, allow_pickle: bool) -> None:
+    """Write the weights, what hooks added and the callbacks' states, as Lightning lays them out; every byte is checked.
+
+    Of what differs between ranks, the lowest rank's. Needs memory for all weights. `version` is that of Lightning.
+    Raises InvalidState for tensors that wrap others, which no such file holds.
+    """
+    files = checkpoint._files.alone()
+    with files.held():
+        stored = open_alone(files)
+        stored.allow_pickle = allow_pickle
+        saved = stored.saved(lambda key: key in ("hooks", "callbacks") or key.startswith(_MODEL))
+        wrapped = [key for key, value in saved.values.items() if isinstance(value, Wrapped)]
+        if wrapped:
+            raise InvalidState(
+                f"{wrapped[0]} wraps other tensors, and a Lightning file cannot hold it",
+                step=checkpoint.step,
+                hint="Load it with callback.store.best(metric).load({'model': module})",
+            )
+        sources = {key: saved.aliases.get(key, key) for key in (*saved.tensors, *saved.aliases)}
+        needed = {source for key, source in sources.items() if key.startswith(_MODEL)}
+        needed |= {sources[key] for value in saved.values.values() for key in references_in(value)}
+        tensors = _read(stored, needed)
+
+    def whole(key: str, value: Any) -> Any:
+        return map_tensors(value, (key,), lambda _, leaf: tensors[sources[leaf.key]])
+
+    weights = {key.removeprefix(_MODEL): tensors[at] for key, at in sources.items() if key.startswith(_MODEL)}
+    values = {key: whole(key, value) for key, value in saved.values.items()}
+    weights |= {key.removeprefix(_MODEL): value for key, value in values.items() if key.startswith(_MODEL)}
+    contents = {
+        "epoch": 0,
+        "global_step": checkpoint.step,
+        **values.get("hooks", {}),
+        "callbacks": values.get("callbacks", {}),
+        "state_dict": weights,
+        "pytorch-lightning_version": version,
+    }
+    torch.save(contents, directory / FILE_NAME)
+
+
+def _read(stored: StoredState, keys: set[str]) -> dict[str, Tensor]:
+    entries = {key: stored.entry(key) for key in keys}
+    tensors = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()}
+    stored.fill({key: (tensor, key) for key, tensor in tensors.items()})
+    return tensors
