@@ -226,7 +226,8 @@ class CheckpointStore:
             read_once: "rank" when every rank reads what it needs, "node" when what the ranks of a node need is
                 downloaded once to it, "job" when what all ranks need is read by one and broadcast.
             per_rank: at another number of ranks than the save had, for values that each rank had of its own: "error",
-                "first" for the lowest rank's, "skip" to leave them as they are.
+                "first" for the lowest rank's, "skip" to leave them as they are; or by pattern, as in
+                `{"rng": "skip", "loader*": "first"}`.
             allow_pickle: read values that were saved as pickles; they can execute anything.
 
         Raises StoreMissing where there is no store, InvalidInput for a pattern that fits nothing, StateMismatch with

@@ -33,6 +33,7 @@ from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.apply import Loading, begin_load
 from ckptstore.state.live.matching import Matching, Mismatch, Saved
+from ckptstore.state.live.units import Kind, units_of
 from ckptstore.state.read.shared_reads import SharedSteps
 from ckptstore.state.read.stock_read import StockState, load_metadata
 from ckptstore.state.read.stored import PerRank, StoredState
@@ -112,6 +113,8 @@ def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], o
     with ExitStack() as stack:
         reader = _Reader(files, options, stack)
         stored, loading, mismatch = _prepare(group, files, reader, state, options)
+        if group.rank == 0 and isinstance(stored, StoredState):
+            _warn_of_loaders(stored, state, options)
         with collector_paused():
             targets = _targets_of(loading)
         try:
@@ -323,6 +326,23 @@ def _judged(parts: list[bytes], options: LoadOptions, *, whole: bool) -> bytes:
     for name in sorted(joined.absent):
         logger.warning("the load leaves %r of the state as it is: %s", name, joined.absence(name))
     return json.dumps(joined.to_json()).encode()
+
+
+def _warn_of_loaders(stored: StoredState, state: Mapping[str, Any], options: LoadOptions) -> None:
+    """Name data loaders and samplers that all ranks of the save had alike, when there are more or fewer ranks now."""
+    includes = Matching(Saved({}, {}), include=options.include).includes
+    for unit in units_of(state):
+        names = " ".join(cls.__name__.lower() for cls in type(unit.item).__mro__)
+        is_loader = unit.kind is Kind.STATEFUL and ("loader" in names or "sampler" in names)
+        if is_loader and includes(unit.key) and stored.common_at_other_size(unit.key):
+            logger.warning(
+                "the %s at %r gets back the state that all %d ranks had alike, and there are %d ranks now: samples may "
+                "be repeated or left out. Mark it with ckptstore.state.per_rank where it is saved",
+                type(unit.item).__name__,
+                unit.key,
+                stored.index.world_size,
+                stored.world_size,
+            )
 
 
 def _has_all(stored: StoredState, loading: Loading) -> bool:

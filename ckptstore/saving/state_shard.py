@@ -139,7 +139,8 @@ class StateShard:
     def hear(self, told: bytes) -> None:
         """The agreement, or that there is more to be said."""
         if self._world_size == 1:
-            self._agreement = agreement_of_one()
+            assert self._found is not None  # described before
+            self._agreement = agreement_of_one(self._found.own)
         elif self._agreement is None:
             self._agreement = self._negotiator.hear(told)
 

@@ -46,6 +46,7 @@ def collect(state: Mapping[str, Any]) -> FlatState:
     same = same_on_all_ranks(module for _, module in modules)
     flat = FlatState()
     for unit in units:
+        known = set(flat.paths) if unit.is_own else set()
         if unit.kind is Kind.MODULE:
             collect_module(flat, unit.path, unit.item, same)
         elif unit.kind is Kind.OPTIMIZER:
@@ -55,6 +56,8 @@ def collect(state: Mapping[str, Any]) -> FlatState:
             flat.add_value(unit.path, unit.item)
         else:
             flat.add_value(unit.path, unit.item.state_dict())
+        if unit.is_own:
+            flat.own |= flat.paths.keys() - known
     return flat
 
 

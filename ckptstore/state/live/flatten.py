@@ -49,6 +49,24 @@ def replicated(tensor: torch.Tensor) -> Replicated:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnOfRank:
+    """An object or value of which the caller says that each rank has its own. Made by `per_rank`."""
+
+    item: Any
+
+
+def per_rank(item: Any) -> OwnOfRank:
+    """Say of an object with a state_dict, a tensor or a plain value that it belongs to its rank, even where all ranks
+    happen to have the same: the position of a data loader, which means other samples on another number of ranks.
+
+    Each rank stores its own and gets it back. With another number of ranks a load is refused unless `per_rank=` says
+    what to do. Use it at the item's place in the state, for saving and for loading; a tensor or plain value stays
+    marked there, and is read as `.item`. Not for modules, optimizers and schedulers: they raise InvalidState.
+    """
+    return OwnOfRank(item)
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor that this rank holds, whole or in part.
 
@@ -76,6 +94,8 @@ class FlatState:
     aliases: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+    """The keys that each rank has of its own, whether or not the ranks differ."""
     _keys_by_identity: dict[Hashable, str] = field(default_factory=dict)
     _kept: list[torch.Tensor] = field(default_factory=list)
 

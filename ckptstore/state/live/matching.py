@@ -169,7 +169,7 @@ class Matching:
         """Whether a key, or everything below it, was asked for. Patterns are those of fnmatch: `*` crosses dots."""
         if self._include is None:
             return True
-        return any(_fits(key, pattern) for pattern in self._include)
+        return any(fits(key, pattern) for pattern in self._include)
 
     def includes_below(self, key: str) -> bool:
         """Whether a key, or anything that the checkpoint has below it, was asked for."""
@@ -295,10 +295,10 @@ class Matching:
                     mismatch.unexpected.add(key)
             present += [*found, *skipped]
         taken = self._placed - mismatch.missing
-        inside = {key for key in taken - known if not self.saved.values.keys().isdisjoint(_above(key))}
+        inside = {key for key in taken - known if not self.saved.values.keys().isdisjoint(above(key))}
         mismatch.is_empty = not self.targets and not any(map(self.includes, (taken & known) | inside))
         for pattern in self._include or ():
-            if not any(_fits(key, pattern) for key in (*present, *inside)):
+            if not any(fits(key, pattern) for key in (*present, *inside)):
                 near = nearest_key(pattern, known)
                 mismatch.unused[pattern] = near if near and _is_below(near, mismatch.names) else None
         if mismatch.absent or mismatch.unused:
@@ -310,12 +310,12 @@ def _is_below(key: str, names: Collection[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _fits(key: str, pattern: str) -> bool:
+def fits(key: str, pattern: str) -> bool:
     """Whether a pattern asks for a key, or for everything below it."""
     return fnmatchcase(key, pattern) or fnmatchcase(f"{key}.", pattern)
 
 
-def _above(key: str) -> set[str]:
+def above(key: str) -> set[str]:
     """The keys of everything that a key may be inside of."""
     parts = key.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts))}

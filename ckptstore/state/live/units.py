@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
-from ckptstore.state.live.flatten import ATOMS, Path, Replicated, children, join_path
+from ckptstore.state.live.flatten import ATOMS, OwnOfRank, Path, Replicated, children, join_path
 
 
 class Kind(IntEnum):
@@ -29,13 +29,15 @@ class Kind(IntEnum):
 class Unit:
     """One part of the state: a live object, or a tensor or plain value with everything in it that is no live object.
 
-    `parent` is the container that it stands in, `path[-1]` its place there.
+    `parent` is the container that it stands in, `path[-1]` its place there. `is_own` says that it was marked as the
+    rank's own.
     """
 
     kind: Kind
     path: Path
     item: Any
     parent: Any
+    is_own: bool = False
 
     @property
     def key(self) -> str:
@@ -47,7 +49,7 @@ class Unit:
         if not isinstance(self.parent, MutableMapping | list):
             kind = type(self.parent).__name__
             raise InvalidState(f"{self.key} cannot be loaded: it stands in a {kind}, which cannot be changed")
-        self.parent[self.path[-1]] = item
+        self.parent[self.path[-1]] = OwnOfRank(item) if self.is_own else item
 
 
 def kind_of(item: Any) -> Kind | None:
@@ -84,6 +86,9 @@ def units_of(state: Any) -> list[Unit]:
 
 
 def _walk(item: Any, path: Path, parent: Any) -> Iterator[Unit]:
+    if isinstance(item, OwnOfRank):
+        yield _own_unit(item.item, path, parent)
+        return
     kind = kind_of(item)
     if kind is None and _holds_objects(item):
         for part, inner in children(item):
@@ -92,11 +97,23 @@ def _walk(item: Any, path: Path, parent: Any) -> Iterator[Unit]:
         yield Unit(Kind.VALUE if kind is None else kind, path, item, parent)
 
 
+def _own_unit(item: Any, path: Path, parent: Any) -> Unit:
+    kind = kind_of(item)
+    if kind not in (None, Kind.STATEFUL) or (kind is None and _holds_objects(item)) or isinstance(item, OwnOfRank):
+        raise InvalidState(
+            f"{join_path(path)} is marked as the rank's own, and is or holds a {type(item).__name__}",
+            hint="Mark objects with a state_dict such as data loaders, tensors and plain values one by one",
+        )
+    return Unit(Kind.VALUE if kind is None else kind, path, item, parent, is_own=True)
+
+
 def _holds_objects(item: Any) -> bool:
     if isinstance(item, torch.Tensor | Replicated):
         return False
     return any(
-        kind_of(inner) is not None or _holds_objects(inner) for _, inner in children(item) if type(inner) not in ATOMS
+        isinstance(inner, OwnOfRank) or kind_of(inner) is not None or _holds_objects(inner)
+        for _, inner in children(item)
+        if type(inner) not in ATOMS
     )
 
 

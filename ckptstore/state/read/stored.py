@@ -12,7 +12,7 @@ from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.tensor_index import TensorEntry, TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
-from ckptstore.state.live.matching import Saved, SavedTensor
+from ckptstore.state.live.matching import Saved, SavedTensor, above, fits
 from ckptstore.state.live.values import Decoder, references
 from ckptstore.state.read.read_plan import ReadPlan, RunSteps, run_steps
 from ckptstore.state.tensors.boxes import Box
@@ -20,8 +20,10 @@ from ckptstore.state.tensors.placement import Piece, dtype_and_shape, pieces_of
 from ckptstore.state.tensors.tensor_memory import check_memory
 from ckptstore.transfer import RangeRead
 
-PerRank = Literal["error", "first", "skip"]
+Choice = Literal["error", "first", "skip"]
 """What becomes of values that differed between ranks, at another world size: refuse, the lowest rank's, leave out."""
+PerRank = Choice | Mapping[str, Choice]
+"""One choice for all keys, or one by pattern of a key or of one above it; the first that fits counts, else "error"."""
 
 Read = Callable[[Sequence[RangeRead]], None]
 """`Transfer.read`."""
@@ -47,8 +49,12 @@ class StoredState:
     """Whose a key is that differs between ranks."""
 
     def __post_init__(self) -> None:
-        if self.per_rank not in ("error", "first", "skip"):
-            raise InvalidInput(f"per_rank is {self.per_rank!r}, it is 'error', 'first' or 'skip'")
+        given = self.per_rank.values() if isinstance(self.per_rank, Mapping) else (self.per_rank,)
+        for choice in given:
+            if choice not in ("error", "first", "skip"):
+                raise InvalidInput(
+                    f"per_rank is {choice!r}, it is 'error', 'first' or 'skip', or a mapping of patterns to these"
+                )
 
     def saved(self, wanted: Callable[[str], bool] = lambda key: True) -> Saved:
         """What the checkpoint has for this rank, with the plain values whose keys are wanted. Reads what travels beside
@@ -90,15 +96,29 @@ class StoredState:
                 ranks[fqn] = self.index.ranks_of(fqn)
         if self.index.world_size == self.world_size:
             return dict.fromkeys(ranks, self.rank)
-        refused = sorted(filter(self.asked, ranks)) if self.per_rank == "error" else []
+        refused = sorted(key for key in ranks if self._choice(key) == "error" and self.asked(key))
         if refused:
             shown = ", ".join(refused[:10]) + (f" and {len(refused) - 10} more" if len(refused) > 10 else "")
             raise StateMismatch(
                 f"the checkpoint of {self.index.world_size} ranks has for each of them its own {shown}, and there are "
                 f"{self.world_size} ranks now",
-                hint='per_rank="first" takes the lowest rank\'s, per_rank="skip" leaves them as they are',
+                hint='per_rank="first" takes the lowest rank\'s, per_rank="skip" leaves them as they are, '
+                f'per_rank={{"{refused[0]}": "skip"}} says it of one key or pattern',
             )
-        return {key: holders[0] if self.per_rank == "first" else None for key, holders in ranks.items()}
+        return {key: holders[0] if self._choice(key) == "first" else None for key, holders in ranks.items()}
+
+    def _choice(self, key: str) -> Choice:
+        """What becomes of a key that differs between ranks."""
+        if not isinstance(self.per_rank, Mapping):
+            return self.per_rank
+        places = (key, *above(key))
+        fitting = (choice for pattern, choice in self.per_rank.items() if any(fits(place, pattern) for place in places))
+        return next(fitting, "error")
+
+    def common_at_other_size(self, key: str) -> bool:
+        """Whether the ranks of the save, more or fewer than there are now, had one value of that key alike."""
+        is_other = self.index.world_size != self.world_size
+        return is_other and key in self.index.common_values()
 
     def values(self, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
         """The plain values for this rank, decoded, with a TensorRef for each tensor in them."""

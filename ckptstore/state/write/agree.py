@@ -73,9 +73,9 @@ def is_settled(reply: bytes) -> bool:
     return reply != _AGAIN and not Agreement.decode(reply).copies
 
 
-def agreement_of_one() -> Agreement:
-    """What a rank alone agrees on with itself."""
-    return Agreement(1, (), {}, frozenset(), frozenset())
+def agreement_of_one(own: frozenset[str]) -> Agreement:
+    """What a rank alone agrees on with itself, which has some keys of its own."""
+    return Agreement(1, (), {}, own, frozenset())
 
 
 @dataclass(slots=True)

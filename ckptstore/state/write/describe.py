@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.items import Item, Mode
+from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode
 from ckptstore.state.index.part import DTYPES
 from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.live.values import Encoder
@@ -44,6 +45,8 @@ class Described:
     """For each tensor the memory of its boxes, in their order."""
     values: dict[str, str] = field(default_factory=dict)
     """The plain values as JSON texts."""
+    own: frozenset[str] = frozenset()
+    """The keys that were marked as each rank's own."""
 
     @property
     def size_bytes(self) -> int:
@@ -61,7 +64,7 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
     for key, value in flat.values.items():
         _take_value(found, flat, key, value, allow_pickle=allow_pickle)
     for key, entry in flat.tensors.items():
-        _take_tensor(found, key, entry, compare=compare)
+        _take_tensor(found, key, entry, compare=compare, is_own=key in flat.own)
     by_key = {item.key: item for item in found.items}
     for key, first in flat.aliases.items():
         if first not in by_key:
@@ -74,6 +77,9 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
             )
         )  # fmt: skip
         found.memory[key] = found.memory[first]
+    found.own = frozenset(
+        item.key for item in found.items if item.key in flat.own and item.mode in (Mode.COMPARE, Mode.VALUE)
+    )
     if compare and found.values:
         _fill_value_digests(found)
     found.items.sort(key=lambda item: item.key)
@@ -120,10 +126,16 @@ def _fill_value_digests(found: Described) -> None:
     for index, item in enumerate(found.items):
         if item.mode is Mode.VALUE:
             content = b"".join([found.values[item.key].encode(), *beside.get(item.key, ())])
-            found.items[index] = Item(item.key, Mode.VALUE, digest=xxhash.xxh3_128_digest(content))
+            digest = _unlike_any() if item.key in found.own else xxhash.xxh3_128_digest(content)
+            found.items[index] = Item(item.key, Mode.VALUE, digest=digest)
 
 
-def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: bool) -> None:
+def _unlike_any() -> bytes:
+    """In place of a digest: what no other rank has, so that each keeps its own."""
+    return os.urandom(DIGEST_BYTES)
+
+
+def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: bool, is_own: bool) -> None:
     tensor = entry.tensor
     pieces = pieces_of(_checked(tensor, key), key)
     for piece in pieces:
@@ -140,7 +152,9 @@ def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: boo
         return
     found.memory[key] = tuple(piece.tensor for piece in pieces)
     mode, digest = Mode.LOWEST, b""
-    if entry.replicated and not entry.lowest_rank_counts:
+    if is_own:
+        mode, digest = Mode.COMPARE, _unlike_any() if compare else b""
+    elif entry.replicated and not entry.lowest_rank_counts:
         mode = Mode.SPLIT
     elif not entry.replicated and tensor.numel() * tensor.element_size() <= COMPARE_BYTES:
         mode = Mode.COMPARE

@@ -1,0 +1,97 @@
+"""What belongs to a rank although all ranks have the same, and what becomes of it on another number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from threaded_ranks import run_ranks_in_threads
+
+from ckptstore import CheckpointStore, InvalidInput, InvalidState, StateMismatch, open_store
+from ckptstore.state import per_rank
+
+
+class StatefulLoader:
+    """As a data loader whose position is alike on all ranks."""
+
+    def __init__(self, position: int) -> None:
+        self.position: Any = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "seen": torch.arange(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def saved(root: Path, *, num_ranks: int, state: Any) -> None:
+    """Save twice: in the second save the ranks remember what they found in the first."""
+
+    def flow(store: CheckpointStore, rank: int) -> None:
+        for step in (1, 2):
+            store.save(step, state(rank))
+
+    assert run_ranks_in_threads(num_ranks, root, flow) == [None] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_marked_is_kept_for_each_rank_though_alike(tmp_path: Path, num_ranks: int) -> None:
+    saved(
+        tmp_path,
+        num_ranks=num_ranks,
+        state=lambda rank: {"loader": per_rank(StatefulLoader(7)), "in": {"n": per_rank(5), "plain": 6}},
+    )
+
+    def flow(store: CheckpointStore, rank: int) -> Any:
+        loader = StatefulLoader(0)
+        state: dict[str, Any] = {"loader": per_rank(loader), "in": {"n": per_rank(0), "plain": 0}}
+        store.load(state)
+        return loader.position, state["in"]["n"].item, state["in"]["plain"]
+
+    assert run_ranks_in_threads(num_ranks, tmp_path, flow) == [(7, 5, 6)] * num_ranks
+    with open_store(tmp_path) as store:
+        for checkpoint in store:
+            assert checkpoint.per_rank("in.n") == [5] * num_ranks
+            assert [value["position"] for value in checkpoint.per_rank("loader")] == [7] * num_ranks
+
+    def on_others(store: CheckpointStore, rank: int) -> None:
+        loader = StatefulLoader(0)
+        state: dict[str, Any] = {"loader": loader, "in": {"n": 0, "plain": 0}}
+        with pytest.raises(StateMismatch, match=r"its own in\.n, loader, .*there are 3 ranks now"):
+            store.load(state)
+        store.load(state, per_rank={"load*": "first", "in": "skip"})
+        assert (loader.position, state["in"]) == (7, {"n": 0, "plain": 6})
+        with pytest.raises(StateMismatch, match=r"its own in\.n, and") as caught:
+            store.load(state, per_rank={"loader": "first", "in.m": "skip"})
+        assert '{"in.n": "skip"}' in str(caught.value)
+
+    assert run_ranks_in_threads(3, tmp_path, on_others) == [None] * 3
+
+
+def test_a_loader_that_was_not_marked_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, num_ranks=2, state=lambda rank: {"loader": StatefulLoader(7), "epoch": 1})
+    state = {"loader": StatefulLoader(0), "epoch": 0}
+    with open_store(tmp_path) as store, caplog.at_level(logging.WARNING, "ckptstore"):
+        store.load(state, include="epoch")
+        assert not caplog.records
+        store.load(state)
+        (record,) = caplog.records
+        assert "StatefulLoader at 'loader' gets back the state that all 2 ranks had alike" in record.getMessage()
+    caplog.clear()
+    assert (
+        run_ranks_in_threads(2, tmp_path, lambda store, rank: store.load({"loader": StatefulLoader(0)}).step) == [2] * 2
+    )
+    assert not caplog.records  # as many as there were
+
+
+def test_what_cannot_be_marked_and_bad_choices_are_refused(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        for item in (torch.nn.Linear(1, 1), {"inner": StatefulLoader(1)}, per_rank(1)):
+            with pytest.raises(InvalidState, match=r"^a\.b is marked as the rank's own"):
+                store.save(1, {"a": {"b": per_rank(item)}})
+        store.save(1, {"epoch": 1})
+        with pytest.raises(InvalidInput, match="per_rank is 'last'"):
+            store.load({"epoch": 0}, per_rank={"epoch": "last"})  # type: ignore[dict-item]
