@@ -222,7 +222,8 @@ class CheckpointStore:
             include: load only keys that fit a pattern ("model.*") or one of several; each must fit something.
             strict: every key of the state must be in the checkpoint, and every key of the checkpoint below a name of
                 the state must have a place; else what one side lacks is left out, as long as something is loaded.
-            device: where modules on the meta device get their memory.
+            device: where modules on the meta device get their memory. Their buffers that are no part of a state are
+                made by `reset_parameters`, or `_init_weights` as in Hugging Face's models, or stay on meta.
             read_once: "rank" when every rank reads what it needs, "node" when what the ranks of a node need is
                 downloaded once to it, "job" when what all ranks need is read by one and broadcast.
             per_rank: at another number of ranks than the save had, for values that each rank had of its own: "error",

@@ -17,3 +17,7 @@ class LoadReport:
     """Keys of the state that the checkpoint does not have; they were left as they are."""
     unexpected: tuple[str, ...]
     """Keys of the checkpoint, below names of the state, that found no place."""
+    remade: tuple[str, ...] = ()
+    """On this rank, buffers outside of the state that their modules, which were on the meta device, made anew."""
+    left_on_meta: tuple[str, ...] = ()
+    """On this rank, buffers outside of the state that are on the meta device still; a forward pass needs them."""

@@ -126,7 +126,13 @@ def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], o
             loading.abandon()
             raise
         _together(group, "finish the load", loading.finish, reader)
-    return LoadReport(missing=tuple(sorted(mismatch.missing)), unexpected=tuple(sorted(mismatch.unexpected)))
+    made = loading.materialised()
+    return LoadReport(
+        missing=tuple(sorted(mismatch.missing)),
+        unexpected=tuple(sorted(mismatch.unexpected)),
+        remade=tuple(key for item in made for key in item.remade),
+        left_on_meta=tuple(key for item in made for key in item.left),
+    )
 
 
 def _prepare(

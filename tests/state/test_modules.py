@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from ckptstore import open_store
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.live.apply import begin_load, collect
 from ckptstore.state.live.flatten import replicated
@@ -236,14 +238,69 @@ def test_meta_modules_get_memory_and_stay_tied_and_in_their_optimizer() -> None:
     saved = Carried({"model": shaken(Tied())})
     model = Tied(device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"'model'.*no contents until you set them: cache"):
+    with pytest.warns(UserWarning, match=r"'model'.*stay there until you set them: cache"):
         saved.load({"model": model}, device="cpu")
-    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    assert [name for name, tensor in tensors if tensor.is_meta] == ["cache"]
     assert model.head.weight is model.embedding.weight
     assert torch.equal(model.head.weight, saved.tensors["model.embedding.weight"])
     assert torch.equal(model.norm.running_var, saved.tensors["model.norm.running_var"])
     assert {id(item) for item in optimizer.param_groups[0]["params"]} == {id(item) for item in model.parameters()}
     assert model.head.weight.requires_grad
+
+
+class Rotary(nn.Module):
+    """A buffer outside of the state, which the module can make and, beside it, one that it cannot."""
+
+    def __init__(self, *, device: str | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, device=device))
+        self.register_buffer("freq", torch.empty(4, device=device), persistent=False)
+        self.register_buffer("table", torch.empty(2, dtype=torch.bool, device=device), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        with torch.no_grad():
+            self.freq.copy_(torch.arange(4.0))
+
+
+def test_buffers_outside_of_the_state_are_made_by_their_module_or_stay_on_meta(tmp_path: Path) -> None:
+    first, state = Rotary(), torch.get_rng_state()
+    with open_store(tmp_path) as store:
+        checkpoint = store.save(1, {"model": nn.Sequential(first)})
+        model = nn.Sequential(Rotary(device="meta"))
+        with pytest.warns(UserWarning, match=r"stay there until you set them: 0\.table"):
+            report = checkpoint.load({"model": model})
+        assert (report.remade, report.left_on_meta) == (("model.0.freq",), ("model.0.table",))
+        assert torch.equal(model[0].weight, first.weight)
+        assert torch.equal(model[0].freq, torch.arange(4.0))
+        assert model[0].table.is_meta
+        assert torch.equal(torch.get_rng_state(), state)
+        half = Rotary(device="meta")
+        half.weight = nn.Parameter(torch.full((3,), 5.0))
+        with pytest.warns(UserWarning, match="freq"):
+            checkpoint.load({"model": nn.Sequential(half)}, include="model.0.weight")
+        assert half.freq.is_meta  # making it would have changed a weight that is there
+
+
+@pytest.mark.slow
+def test_a_llama_on_meta_has_the_logits_of_the_saved_one(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    with open_store(tmp_path) as store:
+        checkpoint = store.save(1, {"model": model})
+        with torch.device("meta"):
+            other = LlamaForCausalLM(config).eval()
+        report = checkpoint.load({"model": other}, device="cpu")
+    assert "model.model.rotary_emb.inv_freq" in report.remade
+    assert not report.left_on_meta
+    tokens = torch.arange(8)[None]
+    assert torch.equal(other(tokens).logits, model(tokens).logits)
 
 
 def test_only_the_meta_part_gets_memory() -> None:

@@ -20,6 +20,7 @@ from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.live.contents import StatefulLoad, ValueLoad
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.live.matching import Matching, Mismatch, Saved, Target
+from ckptstore.state.live.meta import Materialised
 from ckptstore.state.live.module_load import ModuleLoad
 from ckptstore.state.live.modules import collect_module, same_on_all_ranks
 from ckptstore.state.live.optimizer_load import OptimizerLoad
@@ -78,6 +79,10 @@ class Loading:
         in this order; plain values last. To be called once all targets are filled. Collective under FSDP1."""
         for part in self._parts:
             part.finish()
+
+    def materialised(self) -> list[Materialised]:
+        """What became of the modules that were on the meta device."""
+        return [part.materialised for part in self._parts if isinstance(part, ModuleLoad)]
 
     def abandon(self) -> None:
         """Give the state back as it was before `begin_load`, for a load that is not carried out."""

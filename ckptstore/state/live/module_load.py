@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,8 @@ import torch
 from ckptstore.state.live.contents import Contents
 from ckptstore.state.live.flatten import identity_of
 from ckptstore.state.live.matching import Matching
-from ckptstore.state.live.modules import materialise, read_module, write_module
+from ckptstore.state.live.meta import Materialised, materialise
+from ckptstore.state.live.modules import read_module, write_module
 from ckptstore.state.live.units import Unit
 
 
@@ -19,16 +19,16 @@ class ModuleLoad:
 
     def __init__(self, unit: Unit, matching: Matching, *, device: torch.device | None) -> None:
         self._unit = unit
-        self._release: Callable[[], None] = lambda: None
+        self.materialised = Materialised(lambda: None)
         self._is_wanted = matching.includes_below(unit.key)
         if not self._is_wanted:
             return
-        self._release = materialise(unit.key, unit.item, device)
+        self.materialised = materialise(unit.key, unit.item, device)
         try:
             self._contents = read_module(unit.key, unit.item)
             self._ties = self._match_tensors(matching)
         except BaseException:
-            self._release()
+            self.materialised.release()
             raise
         self._others = {
             name: Contents((*unit.path, name), item, matching, fixed=False, device=device)
@@ -47,7 +47,7 @@ class ModuleLoad:
 
     def abandon(self) -> None:
         """Take away the memory that was given to meta tensors."""
-        self._release()
+        self.materialised.release()
 
     def _match_tensors(self, matching: Matching) -> list[list[str]]:
         ties: dict[Any, list[str]] = {}

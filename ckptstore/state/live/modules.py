@@ -8,7 +8,7 @@ prefixes of wrappers.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptstore.errors import InvalidState
-from ckptstore.runtime.torch_private import canonical_names, convert_tensors, non_persistent_buffers
+from ckptstore.runtime.torch_private import canonical_names
 from ckptstore.state.live.flatten import FlatState, Path, TensorEntry, join_path
 from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
 from ckptstore.state.tensors.wrapped import Wrapped
@@ -104,38 +104,6 @@ def uses_fsdp1(module: torch.nn.Module) -> bool:
     return any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules())
 
 
-def materialise(key: str, module: torch.nn.Module, device: torch.device | None) -> Callable[[], None]:
-    """Give memory to every parameter and buffer that is on the meta device, and return what takes it away again.
-
-    The memory is not initialised. Parameters stay the same objects. Warns of buffers that no checkpoint fills.
-    """
-    named = [*module.named_parameters(), *module.named_buffers()]
-    if not any(tensor.is_meta for _, tensor in named):
-        return lambda: None
-    empty = [name for name in non_persistent_buffers(module) if module.get_buffer(name).is_meta]
-    if empty:
-        warnings.warn(
-            f"the module at {key!r} was on the meta device; these buffers are not part of a checkpoint and have no "
-            f"contents until you set them: {', '.join(empty)}",
-            stacklevel=2,
-        )
-
-    def allocate(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device or _device_of(tensor))
-
-    kept = {id(tensor) for _, tensor in named if not tensor.is_meta}
-    convert_tensors(module, lambda tensor: tensor.is_meta, allocate)
-    made = [tensor for tensor in [*module.parameters(), *module.buffers()] if id(tensor) not in kept]
-
-    def release() -> None:
-        ids = set(map(id, made))
-        convert_tensors(
-            module, lambda tensor: id(tensor) in ids, lambda tensor: torch.empty_like(tensor, device="meta")
-        )
-
-    return release
-
-
 @contextmanager
 def quiet_torch() -> Iterator[None]:
     """Without the notices that FSDP1 and its ShardedTensors draw wherever torch touches them."""
@@ -186,11 +154,3 @@ def _wraps_same(shown: Wrapped, held: Wrapped) -> bool:
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _device_of(tensor: torch.Tensor) -> torch.device:
-    """Where the memory of a meta tensor belongs if nothing was said: a DTensor's mesh knows, else torch's default."""
-    if not isinstance(tensor, DTensor):
-        return torch.get_default_device()
-    kind = tensor.device_mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())

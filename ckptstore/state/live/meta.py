@@ -1,0 +1,121 @@
+"""Modules on the meta device: memory for what a checkpoint fills, and contents for buffers that none has."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckptstore.runtime.torch_private import canonical_names, convert_tensors, non_persistent_buffers
+from ckptstore.state.live.contents import same_random_numbers
+
+_UNTOUCHED = 0xA5
+"""Every byte of a buffer that a module is asked to fill; nobody's contents are only these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Materialised:
+    """What became of a module that was on the meta device."""
+
+    release: Callable[[], None]
+    """Takes the memory away again."""
+    remade: tuple[str, ...] = ()
+    """The keys of buffers outside of the state that the module has filled itself."""
+    left: tuple[str, ...] = ()
+    """The keys of those that nobody can fill: they stay on the meta device."""
+
+
+def materialise(key: str, module: torch.nn.Module, device: torch.device | None) -> Materialised:
+    """Give memory to the parameters and buffers that are on the meta device and are part of the state.
+
+    The memory is not initialised. Parameters stay the same objects. A buffer outside of the state, such as the
+    frequencies of a rotary embedding, is filled by the module's own `reset_parameters`, or `_init_weights` of a module
+    around it, as Hugging Face's have it; one that this leaves as it was stays on meta, with a warning. Neither is
+    called where parameters beside the buffer have contents already.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    if not any(tensor.is_meta for _, tensor in named):
+        return Materialised(lambda: None)
+    outside = [name for name in non_persistent_buffers(module) if module.get_buffer(name).is_meta]
+    makers = {name: maker for name in outside if (maker := _maker_of(module, name)) is not None}
+    stays = {id(module.get_buffer(name)) for name in outside if name not in makers}
+    kept = {id(tensor) for _, tensor in named if not tensor.is_meta}
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device or _device_of(tensor))
+
+    convert_tensors(module, lambda tensor: tensor.is_meta and id(tensor) not in stays, allocate)
+    remade = _remake(module, makers)
+    left = [name for name in outside if name not in remade]
+    made = [tensor for tensor in [*module.parameters(), *module.buffers()] if id(tensor) not in kept]
+
+    def release() -> None:
+        ids = set(map(id, made))
+        convert_tensors(
+            module, lambda tensor: id(tensor) in ids, lambda tensor: torch.empty_like(tensor, device="meta")
+        )
+
+    def keys(names: list[str]) -> tuple[str, ...]:
+        return tuple(sorted(f"{key}.{(canonical_names(module, name) or [name])[0]}" for name in names))
+
+    if left:
+        warnings.warn(
+            f"the module at {key!r} was on the meta device; these buffers are not part of a checkpoint and stay there "
+            f"until you set them: {', '.join(left)}",
+            stacklevel=2,
+        )
+    return Materialised(release, keys(sorted(remade)), keys(left))
+
+
+def _maker_of(module: torch.nn.Module, name: str) -> Callable[[], object] | None:
+    """What fills the buffers of the module that holds this one, None where nothing does."""
+    path, holder = name.split(".")[:-1], module.get_submodule(name.rpartition(".")[0])
+    if type(holder.get_buffer(name.split(".")[-1])) not in (torch.Tensor, torch.nn.Buffer):
+        return None
+    if not all(parameter.is_meta for parameter in holder.parameters(recurse=False)):
+        return None
+    own = getattr(holder, "reset_parameters", None)
+    if callable(own):
+        return own  # type: ignore[no-any-return]
+    for count in range(len(path), -1, -1):
+        around = getattr(module.get_submodule(".".join(path[:count])), "_init_weights", None)
+        if callable(around):
+            return lambda: around(holder)
+    return None
+
+
+def _remake(module: torch.nn.Module, makers: dict[str, Callable[[], object]]) -> set[str]:
+    """Have buffers filled, each of which has new memory; those that were not go back to meta."""
+    for name in makers:
+        module.get_buffer(name).untyped_storage().fill_(_UNTOUCHED)
+    devices = {name: module.get_buffer(name).device for name in makers}
+    with torch.no_grad(), same_random_numbers():
+        for maker in makers.values():
+            maker()
+    remade = set()
+    for name, device in devices.items():
+        holder, own_name = module.get_submodule(name.rpartition(".")[0]), name.split(".")[-1]
+        buffer = holder.get_buffer(own_name)
+        if buffer.is_meta or _is_untouched(buffer):
+            setattr(holder, own_name, torch.empty_like(buffer, device="meta"))
+        else:
+            remade.add(name)
+            if buffer.device != device:
+                setattr(holder, own_name, buffer.to(device))
+    return remade
+
+
+def _is_untouched(buffer: torch.Tensor) -> bool:
+    stored = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
+    return bool((stored == _UNTOUCHED).all())
+
+
+def _device_of(tensor: torch.Tensor) -> torch.device:
+    """Where the memory of a meta tensor belongs if nothing was said: a DTensor's mesh knows, else torch's default."""
+    if not isinstance(tensor, DTensor):
+        return torch.get_default_device()
+    kind = tensor.device_mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
