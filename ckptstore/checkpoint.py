@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from ckptstore.transfer import Transfer
 
 if TYPE_CHECKING:
     from ckptstore.loading.load_report import LoadReport, ReadOnce
+    from ckptstore.loading.tensor_view import StoredTensors
     from ckptstore.state.read.stored import PerRank
 
 
@@ -130,6 +132,17 @@ class Checkpoint:
     def files(self) -> tuple[Receipt, ...]:
         """All files: stored name, size, digest, the rank that wrote it and what that rank called it."""
         return self._manifest.files
+
+    @cached_property
+    def tensors(self) -> StoredTensors:
+        """The tensors by key: dtype, shape, bytes, ranks and files. Reads the index on first use, and no tensor."""
+        from ckptstore.loading.tensor_view import StoredTensors
+
+        return StoredTensors(self._files)
+
+    def keys(self) -> list[str]:
+        """The keys of all tensors and plain values of the state, sorted. Raises InvalidInput without a state."""
+        return self.tensors.all_keys()
 
     @property
     def load_report(self) -> LoadReport | None:
@@ -251,6 +264,18 @@ class Checkpoint:
     def __hash__(self) -> int:
         return hash((self.uri, self.number))
 
+    def _repr_html_(self) -> str:
+        fields = {
+            "step": self.step,
+            "number": self.number,
+            "kind": self.kind,
+            "ranks": self.world_size,
+            "bytes": f"{self.size_bytes:,}",
+            **self.metrics,
+            "uri": self.uri,
+        }
+        return html_table([(escape(name), escape(str(value))) for name, value in fields.items()])
+
     def __repr__(self) -> str:
         number = "" if self.number is None else f", number={self.number}"
         return f"Checkpoint(step={self.step}{number}, uri={self.uri!r})"
@@ -272,3 +297,8 @@ def _is_store(uri: str, storage_options: Mapping[str, Any] | None) -> bool:
             return any(file.key == STORE_KEY for file in storage.list(STORE_KEY))
     except CkptstoreError:  # it is no name of a store
         return False
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, which are HTML already, for a notebook."""
+    return "<table>" + "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows) + "</table>"

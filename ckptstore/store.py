@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptstore.boundary import bounded
-from ckptstore.checkpoint import Checkpoint
+from ckptstore.checkpoint import Checkpoint, html_table
 from ckptstore.dcp.store_target import StoreTarget
 from ckptstore.errors import InvalidInput, StoreMissing
 from ckptstore.format.changes import Change, Pin, Remove, Unpin
@@ -325,6 +326,15 @@ class CheckpointStore:
         """All live checkpoints, in the order of their commits."""
         return (entry.checkpoint for entry in self.entries())
 
+    def __len__(self) -> int:
+        """How many checkpoints are live."""
+        newest = self._job.log.newest()
+        return len(newest.state.live) if newest else 0
+
+    def __bool__(self) -> bool:
+        """A store is one, empty or not."""
+        return True
+
     def __contains__(self, step: object) -> bool:
         return any(checkpoint.step == step for checkpoint in self)
 
@@ -409,6 +419,20 @@ class CheckpointStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _repr_html_(self) -> str:
+        head = ("step", "bytes", "metrics", "")
+        marks = {"is_latest": "latest", "is_pinned": "pinned", "is_resume_source": "resumed from"}
+        rows = [
+            (
+                str(entry.checkpoint.step),
+                f"{entry.checkpoint.size_bytes:,}",
+                escape(" ".join(f"{name}={value:.6g}" for name, value in entry.checkpoint.metrics.items())),
+                ", ".join(mark for name, mark in marks.items() if getattr(entry, name)),
+            )
+            for entry in self.entries()
+        ]
+        return f"<p>{escape(self.uri)}</p>{html_table([head, *rows])}"
 
     def __repr__(self) -> str:
         return f"CheckpointStore({self.uri!r})"

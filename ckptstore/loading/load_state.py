@@ -393,3 +393,12 @@ def open_alone(files: CheckpointFiles) -> StoredState:
     reader = _Reader(files, LoadOptions(), ExitStack())
     index = reader.open(files.read_manifest()[0], share=False)
     return StoredState(index, reader.read, files.prefix, rank=0, world_size=1, per_rank="first")
+
+
+def open_any(files: CheckpointFiles) -> StoredState | StockState:
+    """`open_alone`, or what torch's DCP wrote on its own. Raises InvalidInput for a checkpoint without a state."""
+    manifest = files.read_manifest()[0]
+    options = LoadOptions(per_rank="first")
+    if is_stock(manifest):
+        return _open_stock(files, _Reader(files, options, ExitStack()), manifest, options)
+    return open_alone(files)

@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from ckptstore import Checkpoint, InvalidInput, open_store
 from ckptstore.cli.commands.prune import parse_policy
@@ -283,6 +285,14 @@ def test_the_best_is_a_target_wherever_one_is_asked_for(run: Any, run_json: Any,
     run("pin", f"{store}@best:loss")
     assert [item["is_pinned"] for item in run_json("ls", store)["checkpoints"]] == [True, False]
     assert "did you mean 'loss'" in run_json("diff", f"{store}@best:los", store, code=2)["error"]["message"]
+
+
+def test_show_has_tensors_in_json(run_json: Any, tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as opened:
+        opened.save(1, {"w": np.ones(1), "t": torch.ones(2, 3)})
+    (found,) = run_json("show", tmp_path / "s", "--tensors")["tensors"]
+    assert (found["key"], found["dtype"], found["shape"], found["size_bytes"]) == ("t", "float32", [2, 3], 24)
+    assert "tensors" not in run_json("show", tmp_path / "s")
 
 
 def test_policies_are_read_from_options() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,23 +15,49 @@ from ckptstore.cli.kinds import TARGET
 from ckptstore.cli.options import as_json, storage_option
 from ckptstore.cli.output import checkpoint_json, echo_fields, echo_table, print_json, show_metrics, show_time
 from ckptstore.cli.targets import opened_checkpoint
+from ckptstore.errors import InvalidInput
 from ckptstore.format.digest import to_hex
 from ckptstore.format.manifest import Receipt
+from ckptstore.runtime.near import meant, nearest_key
 from ckptstore.runtime.shown import show_size
+
+if TYPE_CHECKING:
+    from ckptstore.loading.tensor_view import StoredTensor
 
 
 @click.command()
 @click.argument("target", type=TARGET)
+@click.option(
+    "--tensors",
+    "pattern",
+    is_flag=False,
+    flag_value="*",
+    metavar="[PATTERN]",
+    help="The tensors of a state in place of the files: all, or those whose keys fit.",
+)
 @storage_option
 @as_json
-def command(target: str, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Show one checkpoint: metrics, metadata and files. Of a store alone, its latest."""
+def command(target: str, pattern: str | None, storage_options: dict[str, Any], as_json: bool) -> None:
+    """Show one checkpoint: metrics, metadata, and files or tensors. Of a store alone, its latest."""
     with opened_checkpoint(target, storage_options) as checkpoint:
+        tensors = _fitting(checkpoint, pattern)
         if as_json:
             files = [_to_json(receipt) for receipt in checkpoint.files]
-            print_json(checkpoint=checkpoint_json(checkpoint), metadata=checkpoint.metadata, files=files)
+            more = {} if tensors is None else {"tensors": [asdict(tensor) for tensor in tensors]}
+            print_json(checkpoint=checkpoint_json(checkpoint), metadata=checkpoint.metadata, files=files, **more)
             return
-        _echo(checkpoint)
+        _echo(checkpoint, tensors)
+
+
+def _fitting(checkpoint: Checkpoint, pattern: str | None) -> list[StoredTensor] | None:
+    """The tensors that fit; None where none were asked for. Raises InvalidInput when none fits."""
+    if pattern is None:
+        return None
+    found = [tensor for key, tensor in checkpoint.tensors.items() if fnmatchcase(key, pattern)]
+    if not found and (pattern != "*" or len(checkpoint.tensors)):
+        near = meant(nearest_key(pattern, list(checkpoint.tensors)))
+        raise InvalidInput(f"No tensor of step {checkpoint.step} fits {pattern!r}{near}", step=checkpoint.step)
+    return found
 
 
 def _to_json(receipt: Receipt) -> dict[str, Any]:
@@ -41,7 +70,7 @@ def _to_json(receipt: Receipt) -> dict[str, Any]:
     }
 
 
-def _echo(checkpoint: Checkpoint) -> None:
+def _echo(checkpoint: Checkpoint, tensors: list[StoredTensor] | None) -> None:
     fields = {
         "step": str(checkpoint.step),
         "number": "none, it lies outside of a store" if checkpoint.number is None else str(checkpoint.number),
@@ -54,13 +83,37 @@ def _echo(checkpoint: Checkpoint) -> None:
     }
     fields |= {f"metadata.{name}": _shortened(value) for name, value in checkpoint.metadata.items()}
     echo_fields(fields)
-    if checkpoint.files:
+    if tensors:
+        click.echo()
+        lines = [
+            (
+                tensor.key,
+                tensor.dtype,
+                "x".join(map(str, tensor.shape)) or "scalar",
+                show_size(tensor.size_bytes),
+                _ranges(tensor.ranks) + (", each its own" if tensor.is_per_rank else ""),
+            )
+            for tensor in tensors
+        ]
+        echo_table(("tensor", "dtype", "shape", "size", "ranks"), lines)
+    elif checkpoint.files and tensors is None:
         click.echo()
         rows = [
             (receipt.name, str(receipt.rank), show_size(receipt.size_bytes), _digest(receipt) or "none")
             for receipt in checkpoint.files
         ]
         echo_table(("file", "rank", "size", "crc32c"), rows)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers in their order, without those between: "0-3, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _digest(receipt: Receipt) -> str:

@@ -102,7 +102,9 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
     @property
     def best_model_score(self) -> float | None:
         """The value of `monitor` of the best checkpoint; None if there is none."""
-        checkpoint = self.best() if self._monitor is not None else None
+        if self._monitor is None:
+            return None
+        checkpoint = self.best()
         return None if checkpoint is None else checkpoint.metrics[self._monitor]
 
     @property

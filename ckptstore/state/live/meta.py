@@ -90,7 +90,7 @@ def _maker_of(module: torch.nn.Module, name: str) -> Callable[[], object] | None
 def _remake(module: torch.nn.Module, makers: dict[str, Callable[[], object]]) -> set[str]:
     """Have buffers filled, each of which has new memory; those that were not go back to meta."""
     for name in makers:
-        module.get_buffer(name).untyped_storage().fill_(_UNTOUCHED)
+        _stored_bytes(module.get_buffer(name)).fill_(_UNTOUCHED)
     devices = {name: module.get_buffer(name).device for name in makers}
     with torch.no_grad(), same_random_numbers():
         for maker in makers.values():
@@ -99,7 +99,7 @@ def _remake(module: torch.nn.Module, makers: dict[str, Callable[[], object]]) ->
     for name, device in devices.items():
         holder, own_name = module.get_submodule(name.rpartition(".")[0]), name.split(".")[-1]
         buffer = holder.get_buffer(own_name)
-        if buffer.is_meta or _is_untouched(buffer):
+        if buffer.is_meta or bool((_stored_bytes(buffer) == _UNTOUCHED).all()):
             setattr(holder, own_name, torch.empty_like(buffer, device="meta"))
         else:
             remade.add(name)
@@ -108,9 +108,8 @@ def _remake(module: torch.nn.Module, makers: dict[str, Callable[[], object]]) ->
     return remade
 
 
-def _is_untouched(buffer: torch.Tensor) -> bool:
-    stored = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
-    return bool((stored == _UNTOUCHED).all())
+def _stored_bytes(buffer: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
 
 
 def _device_of(tensor: torch.Tensor) -> torch.device:
