@@ -43,6 +43,37 @@ def test_ls_shows_live_checkpoints_and_the_bytes_in_the_trash(run: Any, store: P
     assert lines[3].startswith("1 more in the trash, 2.9 KiB")
 
 
+def test_ls_has_columns_order_and_a_limit(run: Any, run_json: Any, tmp_path: Path) -> None:
+    root, source = tmp_path / "many", tmp_path / "source"
+    source.mkdir()
+    (source / "f").write_bytes(bytes(3000))
+    with open_store(root, retention=KeepLatest(3)) as opened:
+        for step, loss in ((1, 9.0), (2, 0.5), (3, 0.25), (4, 0.75)):
+            others = {f"metric_{number}": number / 3 for number in range(9)}
+            opened.save_directory(step, source, metrics={"loss": loss, **others})
+
+    def listed(*options: str) -> list[int]:
+        found = [item["step"] for item in run_json("ls", root, *options)["checkpoints"]]
+        lines = [line.split() for line in run("ls", root, *options).stdout.splitlines()[1 : len(found) + 1]]
+        assert [int(line[1]) for line in lines] == found
+        return found
+
+    assert (listed(), listed("-n", "2")) == ([2, 3, 4], [3, 4])
+    assert (listed("--sort", "loss"), listed("--sort=-loss", "-n", "1")) == ([3, 2, 4], [4])
+    assert (listed("--sort", "step", "-n", "1"), listed("--sort=-number")) == ([2], [4, 3, 2])
+    lines = run("ls", root, "--trash").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "loss=0.5 metric_0=0 +8" in lines[1]
+    assert lines[1].split()[3:5] == ["s", "ago"]
+    assert lines[-1] == "  step 1, number 2, 2.9 KiB"
+    assert [item["step"] for item in run_json("ls", root, "--trash")["trash"]["checkpoints"]] == [1]
+    table = run("ls", root, "--metric", "loss", "--metric", "metric_1").stdout.splitlines()
+    assert table[0].split()[5:] == ["loss", "metric_1", "marks"]
+    assert "0.333333" in table[1]
+    assert run("ls", root, "-n", "1").stdout.splitlines()[2] == "2 more are live"
+    assert "did you mean 'loss'" in run("ls", root, "--metric", "los", code=2).stderr
+
+
 def test_ls_writes_nothing(run: Any, store: Path) -> None:
     before = sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*"))
     run("ls", store)

@@ -2,53 +2,106 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import click
 
 from ckptstore.cli.kinds import STORE
 from ckptstore.cli.options import as_json, storage_option
-from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_metrics, show_time
+from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_metrics
 from ckptstore.cli.targets import opened_store
+from ckptstore.errors import InvalidMetric
+from ckptstore.format.record import Record
 from ckptstore.log import Log
-from ckptstore.runtime.shown import show_size
+from ckptstore.runtime.near import meant, nearest, shown
+from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.store import Entry
 
-HEADERS = ("number", "step", "created (UTC)", "ranks", "size", "metrics", "marks")
+METRICS_WIDTH = 24
+"""How much of a line metrics may take that nobody asked for by name."""
 
 
 @click.command()
 @click.argument("store", type=STORE)
+@click.option("--metric", "metrics", multiple=True, metavar="NAME", help="A column for this metric; repeat for more.")
+@click.option("--sort", metavar="NAME", help="By number, step, size or a metric, lowest first; =-NAME for highest.")
+@click.option("-n", "limit", type=click.IntRange(min=1), help="Only the N newest, or the first N of --sort.")
+@click.option("--trash", "with_trash", is_flag=True, help="List what is in the trash too.")
 @storage_option
 @as_json
-def command(store: str, storage_options: dict[str, Any], as_json: bool) -> None:
+def command(
+    store: str,
+    metrics: tuple[str, ...],
+    sort: str | None,
+    limit: int | None,
+    with_trash: bool,
+    storage_options: dict[str, Any],
+    as_json: bool,
+) -> None:
     """List the checkpoints of STORE, in the order of their commits.
 
     Marks: "latest", "pinned", and "resumed from" for the one that the running job started from. What retention dropped
     is counted below, until its grace period is over.
     """
     with opened_store(store, storage_options) as opened:
-        entries, trashed = opened.entries(), trashed_sizes(opened._job.log)
-        trash_bytes = sum(trashed)
+        every, trashed = opened.entries(), trashed_records(opened._job.log)
+        entries = chosen(every, metrics=metrics, sort=sort, limit=limit)
+        trash_bytes = sum(record.entry.size_bytes for record in trashed)
         if as_json:
-            print_json(
-                uri=opened.uri,
-                checkpoints=[_to_json(entry) for entry in entries],
-                trash={"count": len(trashed), "size_bytes": trash_bytes},
-            )
+            trash: dict[str, Any] = {"count": len(trashed), "size_bytes": trash_bytes}
+            if with_trash:
+                trash["checkpoints"] = [_trashed_json(record) for record in trashed]
+            print_json(uri=opened.uri, checkpoints=[_to_json(entry) for entry in entries], trash=trash)
             return
-        if entries:
-            echo_table(HEADERS, [_row(entry) for entry in entries])
-        else:
-            click.echo("no checkpoints")
-        if trashed:
-            click.echo(f"{len(trashed)} more in the trash, {show_size(trash_bytes)}; `ckptstore prune` deletes them")
+    if entries:
+        headers = ("number", "step", "created", "ranks", "size", *(metrics or ("metrics",)), "marks")
+        echo_table(headers, [_row(entry, metrics) for entry in entries])
+    else:
+        click.echo("no checkpoints")
+    if len(entries) < len(every):
+        click.echo(f"{len(every) - len(entries)} more are live")
+    if trashed:
+        click.echo(f"{len(trashed)} more in the trash, {show_size(trash_bytes)}; `ckptstore prune` deletes them")
+    for record in trashed if with_trash else ():
+        click.echo(f"  step {record.entry.step}, number {record.number}, {show_size(record.entry.size_bytes)}")
 
 
-def trashed_sizes(log: Log) -> list[int]:
-    """The bytes of each checkpoint in the trash. `store.trash()` says more, but has to write to learn the time."""
+def chosen(entries: Sequence[Entry], *, metrics: Collection[str], sort: str | None, limit: int | None) -> list[Entry]:
+    """The checkpoints to list, in their order; those without the metric last, equal ones by commit.
+
+    Raises InvalidMetric, with those that exist, for a metric that no checkpoint has.
+    """
+    names = {name for entry in entries for name in entry.checkpoint.metrics}
+    key = (sort or "number").removeprefix("-")
+    for name in metrics if key in ("number", "step", "size") else (*metrics, key):
+        if entries and name not in names:
+            raise InvalidMetric(
+                f"No live checkpoint has the metric {name!r}{meant(nearest(name, names))} They have {shown(names)}"
+            )
+    if sort is None:
+        return list(entries[-limit:] if limit else entries)
+    sign = -1 if sort.startswith("-") else 1
+
+    def place(entry: Entry) -> tuple[bool, float]:
+        checkpoint = entry.checkpoint
+        fixed = {"number": checkpoint.number or 0, "step": checkpoint.step, "size": checkpoint.size_bytes}
+        value = fixed[key] if key in fixed else checkpoint.metrics.get(key, math.nan)
+        return (math.isnan(value), 0.0 if math.isnan(value) else sign * value)
+
+    return sorted(entries, key=place)[:limit]
+
+
+def trashed_records(log: Log) -> list[Record]:
+    """The checkpoints in the trash. `store.trash()` says more, but has to write to learn the time."""
     newest = log.newest()
-    return [record.entry.size_bytes for record in log.records(sorted(newest.state.trash))] if newest else []
+    return list(log.records(sorted(newest.state.trash))) if newest else []
+
+
+def _trashed_json(record: Record) -> dict[str, Any]:
+    return {"number": record.number, "step": record.entry.step, "size_bytes": record.entry.size_bytes}
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:
@@ -60,15 +113,28 @@ def _to_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: Entry, metrics: Sequence[str]) -> tuple[str, ...]:
     marks = {"latest": entry.is_latest, "pinned": entry.is_pinned, "resumed from": entry.is_resume_source}
     checkpoint = entry.checkpoint
+    known = checkpoint.metrics
     return (
         str(checkpoint.number),
         str(checkpoint.step),
-        show_time(checkpoint.created_at),
+        f"{show_duration(max(0.0, time.time() - checkpoint.created_at))} ago",
         str(checkpoint.world_size),
         show_size(checkpoint.size_bytes),
-        show_metrics(checkpoint.metrics),
+        *([f"{known[name]:.6g}" if name in known else "" for name in metrics] if metrics else [_some(known)]),
         ", ".join(mark for mark, is_set in marks.items() if is_set),
     )
+
+
+def _some(metrics: dict[str, float]) -> str:
+    """As many metrics as a line has room for, and how many more there are."""
+    names = list(metrics)
+    for count in range(len(names), 1, -1):
+        text = show_metrics({name: metrics[name] for name in names[:count]})
+        if len(text) <= METRICS_WIDTH:
+            break
+    else:
+        count, text = min(1, len(names)), show_metrics({name: metrics[name] for name in names[:1]})
+    return f"{text} +{len(names) - count}" if count < len(names) else text
