@@ -26,7 +26,7 @@ LATEST = "latest"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CommandTarget:
     """What the command line names."""
 
     uri: str
@@ -34,12 +34,12 @@ class Target:
     """A step, "latest", or None where only a URI was given."""
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> CommandTarget:
     """Read URI, URI@STEP or URI@latest."""
     match = _TARGET.fullmatch(text)
     if match is None:
-        return Target(text, None)
-    return Target(match[1], LATEST if match[2] == LATEST else int(match[2]))
+        return CommandTarget(text, None)
+    return CommandTarget(match[1], LATEST if match[2] == LATEST else int(match[2]))
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def opened_store(uri: str, storage_options: Mapping[str, Any], **keywords: Any) 
         yield store
 
 
-def find_target(text: str, storage_options: Mapping[str, Any]) -> Target:
+def find_target(text: str, storage_options: Mapping[str, Any]) -> CommandTarget:
     """`parse_target`, but what is called URI@STEP itself is found. Raises InvalidInput where both are there."""
     target = parse_target(text)
     try:
@@ -66,7 +66,7 @@ def find_target(text: str, storage_options: Mapping[str, Any]) -> Target:
             f"{text} names a step of {target.uri}, and something that is called {text}",
             hint=f"Write {text}@latest or {text}@STEP for what is called so, and rename it to get at the other one",
         )
-    return Target(text, None)
+    return CommandTarget(text, None)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class StorageSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class CopyTarget:
     """Where a copy goes."""
 
     storage: Storage
@@ -95,7 +95,7 @@ def open_target(
     storage_options: Mapping[str, Any] | None,
     config: StoreConfig | None = None,
     engine: str | None = None,
-) -> Target:
+) -> CopyTarget:
     """Open the root that a copy goes to."""
     config = config or StoreConfig.from_env()
     storage = open_storage(
@@ -106,14 +106,14 @@ def open_target(
         direct_io=config.transfer.direct_io,
     )
     storage = with_retries(storage, config.retry)
-    return Target(
+    return CopyTarget(
         storage=storage, transfer=Transfer(storage, config=config.transfer, retry=config.retry), config=config
     )
 
 
 def copy_checkpoint(
     files: CheckpointFiles,
-    target: Target,
+    target: CopyTarget,
     *,
     prefix: str = "",
     earlier: Sequence[str] = (),
@@ -130,7 +130,7 @@ def copy_checkpoint(
 
 
 def _copy_checkpoint(
-    files: CheckpointFiles, target: Target, prefix: str, earlier: Sequence[str], executor: Executor
+    files: CheckpointFiles, target: CopyTarget, prefix: str, earlier: Sequence[str], executor: Executor
 ) -> CopyReport:
     manifest, data = whole_manifest(files)
     there = {file.key.removeprefix(prefix): file.size_bytes for file in target.storage.list(prefix)}
@@ -174,7 +174,7 @@ class _Share:
     """Copies some of the files."""
 
     files: CheckpointFiles
-    target: Target
+    target: CopyTarget
     prefix: str
     sources: Mapping[str, str]
     """By the name of a file the key from which it comes."""
@@ -208,7 +208,7 @@ def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
 def copy_store(
     log: Log,
     storage: Storage,
-    target: Target,
+    target: CopyTarget,
     open_files: Callable[[Record], CheckpointFiles],
     *,
     executor: Executor | None = None,
@@ -254,7 +254,7 @@ def _copy_and_commit(
     entry: CheckpointEntry,
     files: CheckpointFiles,
     own: Log,
-    target: Target,
+    target: CopyTarget,
     attempt: Attempt,
     executor: Executor | None,
 ) -> tuple[CopyReport, Record]:
@@ -300,7 +300,7 @@ def _claim(log: Log, *, above: int) -> int:
 
 
 def _refuse_other_contents(
-    manifest: Manifest, data: bytes, target: Target, prefix: str, there: Mapping[str, int]
+    manifest: Manifest, data: bytes, target: CopyTarget, prefix: str, there: Mapping[str, int]
 ) -> None:
     if not there:
         return
@@ -318,7 +318,7 @@ def _refuse_other_contents(
         )
 
 
-def _intact(target: Target, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
+def _intact(target: CopyTarget, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
     wanted = [CheckpointFiles.wanted_at(prefix, receipt) for receipt in receipts if receipt.crc32c is not None]
     checked = target.transfer.check(wanted)
     good = {item.wanted.key for item in checked if item.crc32c == item.wanted.crc32c}
@@ -326,7 +326,7 @@ def _intact(target: Target, prefix: str, receipts: Sequence[Receipt]) -> set[str
 
 
 def _take_over(
-    target: Target, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
+    target: CopyTarget, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
 ) -> set[str]:
     """Copy files of an earlier try inside the storage, and give the names of what is whole. The try may still be
     writing them, so they are no links."""
@@ -350,7 +350,7 @@ def _take_over(
 def _copy_inside(
     files: CheckpointFiles,
     sources: Mapping[str, str],
-    target: Target,
+    target: CopyTarget,
     prefix: str,
     receipts: Sequence[Receipt],
 ) -> set[str]:
@@ -380,7 +380,7 @@ def _copy_inside(
 def _copy_files(
     files: CheckpointFiles,
     sources: Mapping[str, str],
-    target: Target,
+    target: CopyTarget,
     prefix: str,
     receipts: Sequence[Receipt],
 ) -> None:
@@ -399,7 +399,7 @@ def _copy_files(
             )
 
 
-def _check_arrived(target: Target, prefix: str, receipts: Sequence[Receipt]) -> None:
+def _check_arrived(target: CopyTarget, prefix: str, receipts: Sequence[Receipt]) -> None:
     missing = {receipt.name for receipt in receipts if receipt.crc32c is not None} - _intact(target, prefix, receipts)
     if missing:
         raise CheckpointDamaged(f"{len(missing)} files did not arrive whole, for instance {min(missing)}")

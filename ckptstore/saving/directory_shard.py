@@ -9,7 +9,7 @@ from typing import Any
 from ckptstore.events import SaveStarted, emit
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
-from ckptstore.format.naming import Agreement, Offer, agree
+from ckptstore.format.naming import Naming, Offer, agree
 from ckptstore.group import Beat
 from ckptstore.saving.directories import Directory, sha256_of_files
 from ckptstore.saving.request import Request
@@ -43,7 +43,7 @@ class DirectoryShard:
         self._find = find
         self._asked = {"step": step, "suffix": suffix, "shared": sorted(shared), "link": link, **asked}
         self._found = Directory()
-        self._agreement: Agreement | None = None
+        self._agreement: Naming | None = None
 
     def describe(self) -> tuple[Request, bytes]:
         request = Request.of(kind="directory", **self._asked)
@@ -58,7 +58,7 @@ class DirectoryShard:
         return Agreed(json.dumps(self._agreement.to_json()).encode(), self._agreement.size_bytes)
 
     def store(self, attempt: Attempt, told: bytes, beat: Beat) -> bytes:
-        agreement, rank = Agreement.from_json(json.loads(told)), self._rank
+        agreement, rank = Naming.from_json(json.loads(told)), self._rank
         names = {
             name: stored for name in self._found.files if (stored := agreement.stored_name(name, rank)) is not None
         }
