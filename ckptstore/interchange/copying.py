@@ -29,11 +29,12 @@ from ckptstore.format.record import Record
 from ckptstore.loading.story import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, write_identity
+from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.storage.base import CopiesFrom, CopiesInside, Disk, Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.retried import with_retries
 from ckptstore.transfer import Transfer
-from ckptstore.transfer.executor import Beat, Executor, InProcess
+from ckptstore.transfer.executor import Executor, InProcess
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import Read
 from ckptstore.upkeep.prune import delete_attempts
@@ -142,7 +143,7 @@ def _copy_checkpoint(
         for file in target.storage.list(other)
     }
     share = _Share(files.alone(), target, prefix, sources, there, tried)
-    founds = executor.run(share, manifest.files, size_bytes=lambda item: item.size_bytes, beat=_no_beat)
+    founds = executor.run(share, manifest.files, size_bytes=lambda item: item.size_bytes, beat=no_beat)
     found = set().union(*founds)
     missing = [receipt for receipt in manifest.files if receipt.name not in found]
     if isinstance(target.storage, Disk):
@@ -163,10 +164,6 @@ def _copy_checkpoint(
         num_found=len(found),
         copied_bytes=sum(receipt.size_bytes for receipt in missing),
     )
-
-
-def _no_beat() -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
