@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.bench.figures.floors import Verdict, read_floors
+from ckptstore.bench.figures.floors import FloorVerdict, read_floors
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,14 +21,14 @@ def _benchmarks(config: pytest.Config) -> list[Any]:
     return list(session.benchmarks) if session else []
 
 
-def _verdicts(config: pytest.Config) -> Iterator[Verdict]:
+def _verdicts(config: pytest.Config) -> Iterator[FloorVerdict]:
     """Every floor of the file; a workload is the name of a benchmark here. What was not measured does not hold."""
     path = config.getoption("--floors")
     ratios = {item.name: item.extra_info.get("ratios", {}) for item in _benchmarks(config)}
     for floor in read_floors(path) if path else ():
         name, against = floor["workload"], floor.get("contender") or f"the best {floor['role']}"
         ratio = ratios.get(name, {}).get(against)
-        yield Verdict(workload=name, against=against, floor=float(floor["floor"]), ratio=ratio)
+        yield FloorVerdict(workload=name, against=against, floor=float(floor["floor"]), ratio=ratio)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

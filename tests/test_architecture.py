@@ -206,6 +206,22 @@ def test_a_module_has_its_name_for_itself() -> None:
         found[path.stem] = name
 
 
+NAMED_TWICE = {"CheckpointStoreCallback", "Agreed"}
+"""The callbacks of two frameworks, each under its own import: users write the same word for both. And what the leader
+tells of a save, with what it tells each shard."""
+
+
+def test_a_class_has_its_name_for_itself() -> None:
+    """One name for one thing. Private classes are seen by their module alone."""
+    found: dict[str, str] = {}
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or node.name in NAMED_TWICE:
+                continue
+            assert node.name not in found, f"ckptstore.{name} and ckptstore.{found[node.name]} both have {node.name}"
+            found[node.name] = name
+
+
 def test_there_is_no_cycle_even_through_imports_inside_functions() -> None:
     graph = {name: {other for other in own_imports(name) if other in MODULES} - {name} for name in MODULES}
     try:

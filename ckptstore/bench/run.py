@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptstore.bench import machine
 from ckptstore.bench.destination import Place, check_room, opened_place
-from ckptstore.bench.figures.report import OURS, Asked, Outcome, Report, Sample, Workload
+from ckptstore.bench.figures.report import OURS, Asked, Report, Sample, Workload, WorkloadOutcome
 from ckptstore.bench.peers.base import installed_versions
 from ckptstore.bench.peers.registry import CONTENDERS
 from ckptstore.bench.shapes import asked_bytes
@@ -121,14 +121,14 @@ def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:
     )
 
 
-def _joined(of_ranks: Sequence[Outcome]) -> Outcome:
+def _joined(of_ranks: Sequence[WorkloadOutcome]) -> WorkloadOutcome:
     turns = zip(*(one.samples for one in of_ranks), strict=True)
     return replace(of_ranks[0], samples=tuple(Sample.over_ranks(turn) for turn in turns))
 
 
 def _failed(task: Task, ranks: int, reason: str) -> Workload:
     outcomes = [
-        Outcome(name=kind.name, family=kind.family, role=kind.role, status="failed", reason=reason[:2000])
+        WorkloadOutcome(name=kind.name, family=kind.family, role=kind.role, status="failed", reason=reason[:2000])
         for kind in CONTENDERS[task.name]
         if kind.role != "peer" or task.asked.wants(kind.family)
     ]

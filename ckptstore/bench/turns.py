@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ckptstore.bench.case import Case, first
 from ckptstore.bench.destination import drop_caches, read_through
-from ckptstore.bench.figures.report import Outcome, Sample
+from ckptstore.bench.figures.report import Sample, WorkloadOutcome
 from ckptstore.bench.measure import Meter
 from ckptstore.bench.peers.base import Contender
 from ckptstore.bench.raw import settle
@@ -37,9 +37,9 @@ class Entrant:
     sweep: list[dict[str, Any]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> WorkloadOutcome:
         """What is to be reported of it, by this rank."""
-        return Outcome(
+        return WorkloadOutcome(
             name=self.kind.name,
             family=self.kind.family,
             role=self.kind.role,
@@ -63,7 +63,7 @@ class Contest:
         self._number = 0
         self._total = 0
 
-    def run(self, kinds: list[type[Contender]], *, repeat: int) -> list[Outcome]:
+    def run(self, kinds: list[type[Contender]], *, repeat: int) -> list[WorkloadOutcome]:
         """Choose each contender's settings, then let all take `repeat` turns."""
         entrants = [Entrant(kind=kind) for kind in kinds]
         able = [kind for kind in kinds if kind.objection(self.case) is None]

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptstore.bench.case import Case, process_group, use_threads
 from ckptstore.bench.destination import Place
-from ckptstore.bench.figures.report import Asked, Outcome
+from ckptstore.bench.figures.report import Asked, WorkloadOutcome
 from ckptstore.bench.peers.base import Contender
 from ckptstore.bench.peers.own import AsyncCkptstore, Ckptstore
 from ckptstore.bench.peers.registry import CONTENDERS
@@ -61,7 +61,7 @@ def work(task: Task) -> dict[str, Any]:
         tell = _teller(task, rank)
         kinds = [kind for kind in CONTENDERS[task.name] if kind.role != "peer" or task.asked.wants(kind.family)]
         contest = Contest(case, _ACTIONS.get(task.name, "save"), figure=figure_of(task.name), tell=tell)
-        outcomes: list[Outcome] = contest.run(kinds, repeat=task.asked.repeat)
+        outcomes: list[WorkloadOutcome] = contest.run(kinds, repeat=task.asked.repeat)
         watched: dict[str, Any] = {}
         if task.name in _WATCHED and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
             tell("timeline", 0)

@@ -37,7 +37,7 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CommandTarget:
     """What the command line names."""
 
     uri: str
@@ -45,15 +45,15 @@ class Target:
     """A step, "latest", the best by a metric, or None where only a URI was given."""
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> CommandTarget:
     """Read URI, URI@STEP, URI@latest, URI@best:METRIC or URI@best:METRIC:MODE."""
     best = _BEST.fullmatch(text)
     if best is not None:
-        return Target(best[1], Best(best[2], "min" if best[3] == "min" else "max" if best[3] else None))
+        return CommandTarget(best[1], Best(best[2], "min" if best[3] == "min" else "max" if best[3] else None))
     match = _TARGET.fullmatch(text)
     if match is None:
-        return Target(text, None)
-    return Target(match[1], LATEST if match[2] == LATEST else int(match[2]))
+        return CommandTarget(text, None)
+    return CommandTarget(match[1], LATEST if match[2] == LATEST else int(match[2]))
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _rule_of_targets(uri: str, storage_options: Mapping[str, Any]) -> str | None
     return f"{before} is a store; after its @ comes a step or {LATEST}, and {after!r} is neither"
 
 
-def find_target(text: str, storage_options: Mapping[str, Any]) -> Target:
+def find_target(text: str, storage_options: Mapping[str, Any]) -> CommandTarget:
     """`parse_target`, but what is called URI@STEP itself is found. Raises InvalidInput where both are there."""
     target = parse_target(text)
     try:
@@ -91,7 +91,7 @@ def find_target(text: str, storage_options: Mapping[str, Any]) -> Target:
             f"{text} names a step of {target.uri}, and something that is called {text}",
             hint=f"Write {text}@latest or {text}@STEP for what is called so, and rename it to get at the other one",
         )
-    return Target(text, None)
+    return CommandTarget(text, None)
 
 
 @contextmanager

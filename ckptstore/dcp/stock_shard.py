@@ -22,7 +22,7 @@ from ckptstore.state.index.part import BESIDE_VALUE, DTYPES
 from ckptstore.state.live.values import Encoder, Frame
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.placement import PLAIN_TYPES
-from ckptstore.state.tensors.wrapped import Part, Wrapped, key_of_part, unwrap
+from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, key_of_part, unwrap
 from ckptstore.state.write.assignment import RankPlan, Write
 from ckptstore.state.write.deal import chunks_of
 from ckptstore.state.write.describe import Described, dtype_name
@@ -116,7 +116,7 @@ class DcpShard:
     ) -> None:
         """A tensor that wraps others cannot be cut: of the ranks that have it, the one that was given its beginning
         stores it whole."""
-        part = None if held == whole(shape) else Part(key, held.offsets, shape)
+        part = None if held == whole(shape) else WrappedPart(key, held.offsets, shape)
         wrapped = unwrap(tensor, key, part)
         if wrapped.label.shape != held.sizes:
             raise InvalidState(f"the planner gave {wrapped.label.shape} for {key}, its plan says {held.sizes}")

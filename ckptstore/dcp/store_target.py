@@ -33,7 +33,7 @@ from ckptstore.upkeep.prune import prune
 
 @dataclass(kw_only=True)
 class StoreTarget:
-    """See `ckptstore.dcp.target.Target`. Pickled without the job that it belongs to, with its writer epoch."""
+    """See `ckptstore.dcp.target.DcpTarget`. Pickled without the job that it belongs to, with its writer epoch."""
 
     storage: Storage
     config: StoreConfig

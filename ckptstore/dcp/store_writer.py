@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from ckptstore.dcp.stock_deal import Assignment, Told, deal_plans, forget, heard, held_boxes
 from ckptstore.dcp.stock_shard import DcpShard, InnerPlace
-from ckptstore.dcp.target import DirectoryTarget, Target
+from ckptstore.dcp.target import DcpTarget, DirectoryTarget
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, InvalidState, StorageError
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Receipt
@@ -65,7 +65,7 @@ class StoreWriter(StorageWriter):
 
     def __init__(
         self,
-        target: str | os.PathLike[str] | Target,
+        target: str | os.PathLike[str] | DcpTarget,
         *,
         step: int | None = None,
         split_plain_bytes: int | None = 8 << 20,

@@ -24,7 +24,7 @@ from ckptstore.transfer import Transfer
 _OWN_FILE = re.compile(r"state-rank=\d{5,}-\d{2,}\.distcp")
 
 
-class Target(Protocol):
+class DcpTarget(Protocol):
     """A place for checkpoints. Pickled for `dcp.async_save` in a process of its own."""
 
     @property

@@ -24,11 +24,11 @@ from ckptstore.errors import CheckpointDamaged, InvalidState
 from ckptstore.state.live.flatten import TensorRef, children, join_path, references_in, stock_leaves
 from ckptstore.state.live.values import needs_code
 from ckptstore.state.read.stored import StoredState
-from ckptstore.state.tensors.wrapped import Part, Wrapped
+from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart
 from ckptstore.state.write.stock_write import add_stock_tensors
 
 
-class NoPaths(dict[str, Any]):
+class MissingPaths(dict[str, Any]):
     """In the place of the paths of a checkpoint that has none: whoever needs them hears why."""
 
     def __missing__(self, key: str) -> Any:
@@ -53,7 +53,7 @@ class View:
     """Plain values by the keys of the items, with references for tensors in them."""
     wrapped: dict[tuple[str, tuple[int, ...]], tuple[str, Wrapped]] = field(default_factory=dict)
     """For key and offsets of a tensor that is stored as what it wraps: the key of its value, and the value."""
-    paths: Mapping[str, Any] = field(default_factory=NoPaths)
+    paths: Mapping[str, Any] = field(default_factory=MissingPaths)
     barred: frozenset[str] = frozenset()
     """Keys of values that need code to be read, which was not allowed."""
 
@@ -103,7 +103,7 @@ def _wrapped_in(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, 
 def _add_wrapped(view: View, key: str, value: Wrapped) -> Iterator[str]:
     """Show a wrapped tensor as the one tensor that it is. Gives the keys of its inner ones."""
     label = value.label
-    part = label.part or Part(key, (0,) * len(label.shape), label.shape)
+    part = label.part or WrappedPart(key, (0,) * len(label.shape), label.shape)
     dtype = getattr(torch, label.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointDamaged(f"{key} shows the dtype {label.dtype!r}")

@@ -25,7 +25,7 @@ _MAX_FAILURES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class RayScene:
     """One run of Ray Train."""
 
     name: str
@@ -60,7 +60,7 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, picture: 
             ("ddp", "DDP: every worker holds the whole model", False),
             ("fsdp", "FSDP2: every worker holds a part of every tensor", True),
         ):
-            scene = Scene(
+            scene = RayScene(
                 name=name,
                 title=title,
                 sharded=sharded,
@@ -97,7 +97,7 @@ def _own_ray(*, num_cpus: int) -> Iterator[None]:
         ray.shutdown()
 
 
-def _play(scene: Scene) -> Shown:
+def _play(scene: RayScene) -> Shown:
     shout(f"\n{scene.title}")
     head(f"1. Training; the last worker gets SIGKILL in its upload of step {scene.kill_step}, and Ray recovers")
     with _following(scene.told):
@@ -133,7 +133,7 @@ def _play(scene: Scene) -> Shown:
     )
 
 
-def _fit(scene: Scene) -> Any:
+def _fit(scene: RayScene) -> Any:
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -158,13 +158,13 @@ def _fit(scene: Scene) -> Any:
     ).fit()
 
 
-def _require_recovery(scene: Scene) -> None:
+def _require_recovery(scene: RayScene) -> None:
     told = scene.told.read_text()
     if told.count("resumed from") != 1 or f"resumed from step {scene.kill_step - 1};" not in told:
         raise DemoFailed(f"the run was to resume once, from step {scene.kill_step - 1}")
 
 
-def _show_kept(scene: Scene, progress: Progress) -> dict[int, float]:
+def _show_kept(scene: RayScene, progress: Progress) -> dict[int, float]:
     """The evaluation losses of what the store has, which must be what retention promises."""
     with ckptstore.open_store(f"{scene.storage_path}/{scene.name}/_ckptstore") as store:
         kept = {checkpoint.step: checkpoint.metrics["eval_loss"] for checkpoint in store}

@@ -46,7 +46,7 @@ def combine(first: int, second: int, second_bytes: int) -> int:
     return _native()[1](first, second, second_bytes)
 
 
-class Segment(NamedTuple):
+class SegmentDigest(NamedTuple):
     """The digest of a stretch of a file."""
 
     offset: int
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
     crc32c: int
 
 
-def join(segments: Iterable[Segment | tuple[int, int, int]]) -> int:
+def join(segments: Iterable[SegmentDigest | tuple[int, int, int]]) -> int:
     """The digest of the stretch that the segments cover without a gap; 0 for none."""
     total, end = 0, None
     for offset, size_bytes, crc in sorted(segments):

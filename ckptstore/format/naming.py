@@ -1,6 +1,6 @@
 """How the files of all ranks get their names in one checkpoint (format-v1, "File names"). Pure.
 
-Each rank makes an `Offer`; the leader turns all offers into one `Agreement`, before any byte moves; with it every rank
+Each rank makes an `Offer`; the leader turns all offers into one `Naming`, before any byte moves; with it every rank
 knows what its own files are called. Names decide, never content, but for the files that are declared shared.
 """
 
@@ -43,7 +43,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class Naming:
     """What all ranks need to know to name their own files."""
 
     suffix: Suffix
@@ -60,10 +60,10 @@ class Agreement:
         return [self.suffix, sorted(self.colliding), dict(self.shared), list(self.directories), self.size_bytes]
 
     @staticmethod
-    def from_json(fields: Sequence[Any]) -> Agreement:
+    def from_json(fields: Sequence[Any]) -> Naming:
         """The inverse of `to_json`."""
         suffix, colliding, shared, directories, size_bytes = fields
-        return Agreement(suffix, frozenset(colliding), shared, tuple(directories), size_bytes)
+        return Naming(suffix, frozenset(colliding), shared, tuple(directories), size_bytes)
 
     def stored_name(self, name: str, rank: int) -> str | None:
         """What this rank's file is called in the checkpoint; None when another rank writes it."""
@@ -74,7 +74,7 @@ class Agreement:
         return name
 
 
-def agree(offers: Sequence[Offer]) -> Agreement:
+def agree(offers: Sequence[Offer]) -> Naming:
     """Join the offers of all ranks, in rank order.
 
     The options are those of rank 0; the story has checked that all ranks ask for the same. Raises InvalidName for a
@@ -95,7 +95,7 @@ def agree(offers: Sequence[Offer]) -> Agreement:
             hint='Name the files apart, list them in shared=[...], or use suffix="auto"',
         )
     directories = tuple(sorted(set(chain.from_iterable(offer.directories for offer in offers))))
-    agreement = Agreement(suffix, colliding, shared, directories, sum(offer.size_bytes for offer in offers))
+    agreement = Naming(suffix, colliding, shared, directories, sum(offer.size_bytes for offer in offers))
     stored = [
         found
         for rank, offer in enumerate(offers)

@@ -20,7 +20,7 @@ MAX_LISTED = 1 << 20
 """No sequence is longer, and no set but that of the live ones: a few characters can stand for billions of numbers."""
 
 
-class Run(NamedTuple):
+class Progression(NamedTuple):
     """`length` numbers from `first` on, each `stride` above the one before; the stride may be 0 or negative."""
 
     first: int
@@ -33,9 +33,9 @@ class Run(NamedTuple):
         return self.first + (self.length - 1) * self.stride
 
     @property
-    def reversed(self) -> Run:
+    def reversed(self) -> Progression:
         """The same numbers from the last to the first."""
-        return Run(self.last, self.length, -self.stride)
+        return Progression(self.last, self.length, -self.stride)
 
     def __str__(self) -> str:
         if self.length == 1:
@@ -46,21 +46,21 @@ class Run(NamedTuple):
         return text if abs(self.stride) == 1 else f"{text}/{abs(self.stride)}"
 
     @staticmethod
-    def parse(text: str) -> Run:
+    def parse(text: str) -> Progression:
         """The run that a text stands for; raises ValueError when it is not one."""
         first, star, count = text.partition("*")
         if star:
             if not _digits(count):
                 raise ValueError(f"{text!r} is not a range")
-            return Run(_digits(first), _digits(count), 0)
+            return Progression(_digits(first), _digits(count), 0)
         span, slash, step = text.partition("/")
         first, dash, last = span.partition("-")
         if not dash:
-            return Run(_digits(text), 1, 1)
+            return Progression(_digits(text), 1, 1)
         distance, stride = _digits(last) - _digits(first), _digits(step) if slash else 1
         if stride == 0 or distance == 0 or distance % stride:
             raise ValueError(f"{text!r} is not a range")
-        return Run(_digits(first), abs(distance) // stride + 1, stride if distance > 0 else -stride)
+        return Progression(_digits(first), abs(distance) // stride + 1, stride if distance > 0 else -stride)
 
 
 def _digits(text: str) -> int:
@@ -69,9 +69,9 @@ def _digits(text: str) -> int:
     return int(text)
 
 
-def find_runs(numbers: Sequence[int]) -> list[Run]:
+def find_runs(numbers: Sequence[int]) -> list[Progression]:
     """The one way to write the sequence as runs: from the left, a run being one number, or three and more."""
-    runs: list[Run] = []
+    runs: list[Progression] = []
     start = 0
     while start < len(numbers):
         end = start + 1
@@ -81,19 +81,19 @@ def find_runs(numbers: Sequence[int]) -> list[Run]:
                 end += 1
         if end - start < 3:
             end, stride = start + 1, 1
-        runs.append(Run(numbers[start], end - start, stride))
+        runs.append(Progression(numbers[start], end - start, stride))
         start = end
     return runs
 
 
-def _expand(runs: Iterable[Run]) -> Iterator[int]:
+def _expand(runs: Iterable[Progression]) -> Iterator[int]:
     return chain.from_iterable(
         range(run.first, run.first + run.length * run.stride, run.stride) if run.stride else [run.first] * run.length
         for run in runs
     )
 
 
-def _encode_runs(runs: Sequence[Run]) -> str:
+def _encode_runs(runs: Sequence[Progression]) -> str:
     text = " ".join(map(str, runs))
     if len(text) <= _PACK_ABOVE_CHARS:
         return text
@@ -115,18 +115,18 @@ def decode_sequence(text: str, *, limit: int) -> list[int]:
     return list(_expand(_check_listed(_decode_runs(text, limit))))
 
 
-def _check_listed(runs: list[Run]) -> list[Run]:
+def _check_listed(runs: list[Progression]) -> list[Progression]:
     if sum(run.length for run in runs) > MAX_LISTED:
         raise ValueError(f"there are more than {MAX_LISTED} numbers")
     return runs
 
 
-def _decode_runs(text: str, limit: int) -> list[Run]:
+def _decode_runs(text: str, limit: int) -> list[Progression]:
     if text == "":
         return []
     if text.startswith("z"):
         return find_runs(_unpack(text, limit))
-    runs = [Run.parse(part) for part in text.split(" ")]
+    runs = [Progression.parse(part) for part in text.split(" ")]
     if sum(run.length for run in runs) > limit or any(max(run.first, run.last) > limit for run in runs):
         raise ValueError(f"there are more numbers than {limit}, or higher ones")
     return runs
@@ -177,12 +177,12 @@ class Numbers(Set[int]):
     def __init__(self, numbers: Iterable[int] = ()) -> None:
         self._set(find_runs(sorted(set(numbers))))
 
-    def _set(self, runs: Sequence[Run]) -> None:
+    def _set(self, runs: Sequence[Progression]) -> None:
         self._runs = tuple(runs)
         self._firsts = [run.first for run in runs]
 
     @classmethod
-    def _of(cls, runs: Sequence[Run]) -> Numbers:
+    def _of(cls, runs: Sequence[Progression]) -> Numbers:
         numbers = cls.__new__(cls)
         numbers._set(runs)
         return numbers

@@ -4,10 +4,11 @@ Alone (`SoloGroup`), through torch.distributed's key-value store, or through the
 Importing this package loads no torch.
 """
 
-from ckptstore.group.base import Beat, Group, Join, SoloGroup, Work
+from ckptstore.group.base import Group, Join, SoloGroup, Work
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.find import check_shared, find_group
 from ckptstore.group.storage_board import StorageGroup, leftover_prefixes
+from ckptstore.runtime.beat import Beat
 
 __all__ = [
     "Beat",

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ckptstore.errors import InvalidInput
-
-Beat = Callable[[], None]
-"""Called by whoever does the work whenever bytes have moved: a sign of life. Cheap, never raises, from any thread."""
+from ckptstore.runtime.beat import Beat, no_beat
 
 Work = Callable[[Beat], bytes]
 Join = Callable[[list[bytes], Beat], bytes]
@@ -88,7 +86,7 @@ class SoloGroup:
 
     def exchange(self, tag: str, work: Work, join: Join, *, step: int | None = None) -> bytes:
         """Join the only answer."""
-        return join([work(_no_beat)], _no_beat)
+        return join([work(no_beat)], no_beat)
 
     def lane(self, name: str) -> SoloGroup:
         """The group itself: there is nobody to keep an order with."""
@@ -112,10 +110,6 @@ class GroupOfParent:
 
     def close(self) -> None:
         """The parent leaves, not its child."""
-
-
-def _no_beat() -> None:
-    """Nobody waits for a sign of life."""
 
 
 def new_start_token() -> str:

@@ -11,8 +11,9 @@ from typing import Any, cast
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CkptstoreError, FileMissing, GroupMissing, InvalidInput, StoreNotShared
 from ckptstore.format.layout import PROBE_PREFIX
-from ckptstore.group.base import LEADER, Beat, Group, SoloGroup, spoken
+from ckptstore.group.base import LEADER, Group, SoloGroup, spoken
 from ckptstore.group.storage_board import StorageGroup
+from ckptstore.runtime.beat import Beat
 from ckptstore.storage.base import Storage
 from ckptstore.storage.retry import retrying
 

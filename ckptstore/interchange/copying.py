@@ -29,11 +29,12 @@ from ckptstore.format.record import Record
 from ckptstore.loading.story import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, write_identity
+from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.storage.base import CopiesFrom, CopiesInside, Disk, Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.retried import with_retries
 from ckptstore.transfer import Transfer
-from ckptstore.transfer.executor import Beat, Executor, InProcess
+from ckptstore.transfer.executor import Executor, InProcess
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import Read
 from ckptstore.upkeep.prune import delete_attempts
@@ -76,7 +77,7 @@ class StorageSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class CopyTarget:
     """Where a copy goes."""
 
     storage: Storage
@@ -95,7 +96,7 @@ def open_target(
     storage_options: Mapping[str, Any] | None,
     config: StoreConfig | None = None,
     engine: str | None = None,
-) -> Target:
+) -> CopyTarget:
     """Open the root that a copy goes to."""
     config = config or StoreConfig.from_env()
     storage = open_storage(
@@ -106,14 +107,14 @@ def open_target(
         direct_io=config.transfer.direct_io,
     )
     storage = with_retries(storage, config.retry)
-    return Target(
+    return CopyTarget(
         storage=storage, transfer=Transfer(storage, config=config.transfer, retry=config.retry), config=config
     )
 
 
 def copy_checkpoint(
     files: CheckpointFiles,
-    target: Target,
+    target: CopyTarget,
     *,
     prefix: str = "",
     earlier: Sequence[str] = (),
@@ -130,7 +131,7 @@ def copy_checkpoint(
 
 
 def _copy_checkpoint(
-    files: CheckpointFiles, target: Target, prefix: str, earlier: Sequence[str], executor: Executor
+    files: CheckpointFiles, target: CopyTarget, prefix: str, earlier: Sequence[str], executor: Executor
 ) -> CopyReport:
     manifest, data = whole_manifest(files)
     there = {file.key.removeprefix(prefix): file.size_bytes for file in target.storage.list(prefix)}
@@ -142,7 +143,7 @@ def _copy_checkpoint(
         for file in target.storage.list(other)
     }
     share = _Share(files.alone(), target, prefix, sources, there, tried)
-    founds = executor.run(share, manifest.files, size_bytes=lambda item: item.size_bytes, beat=_no_beat)
+    founds = executor.run(share, manifest.files, size_bytes=lambda item: item.size_bytes, beat=no_beat)
     found = set().union(*founds)
     missing = [receipt for receipt in manifest.files if receipt.name not in found]
     if isinstance(target.storage, Disk):
@@ -165,16 +166,12 @@ def _copy_checkpoint(
     )
 
 
-def _no_beat() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class _Share:
     """Copies some of the files."""
 
     files: CheckpointFiles
-    target: Target
+    target: CopyTarget
     prefix: str
     sources: Mapping[str, str]
     """By the name of a file the key from which it comes."""
@@ -208,7 +205,7 @@ def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
 def copy_store(
     log: Log,
     storage: Storage,
-    target: Target,
+    target: CopyTarget,
     open_files: Callable[[Record], CheckpointFiles],
     *,
     executor: Executor | None = None,
@@ -254,7 +251,7 @@ def _copy_and_commit(
     entry: CheckpointEntry,
     files: CheckpointFiles,
     own: Log,
-    target: Target,
+    target: CopyTarget,
     attempt: Attempt,
     executor: Executor | None,
 ) -> tuple[CopyReport, Record]:
@@ -300,7 +297,7 @@ def _claim(log: Log, *, above: int) -> int:
 
 
 def _refuse_other_contents(
-    manifest: Manifest, data: bytes, target: Target, prefix: str, there: Mapping[str, int]
+    manifest: Manifest, data: bytes, target: CopyTarget, prefix: str, there: Mapping[str, int]
 ) -> None:
     if not there:
         return
@@ -318,7 +315,7 @@ def _refuse_other_contents(
         )
 
 
-def _intact(target: Target, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
+def _intact(target: CopyTarget, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
     wanted = [CheckpointFiles.wanted_at(prefix, receipt) for receipt in receipts if receipt.crc32c is not None]
     checked = target.transfer.check(wanted)
     good = {item.wanted.key for item in checked if item.crc32c == item.wanted.crc32c}
@@ -326,7 +323,7 @@ def _intact(target: Target, prefix: str, receipts: Sequence[Receipt]) -> set[str
 
 
 def _take_over(
-    target: Target, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
+    target: CopyTarget, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
 ) -> set[str]:
     """Copy files of an earlier try inside the storage, and give the names of what is whole. The try may still be
     writing them, so they are no links."""
@@ -350,7 +347,7 @@ def _take_over(
 def _copy_inside(
     files: CheckpointFiles,
     sources: Mapping[str, str],
-    target: Target,
+    target: CopyTarget,
     prefix: str,
     receipts: Sequence[Receipt],
 ) -> set[str]:
@@ -380,7 +377,7 @@ def _copy_inside(
 def _copy_files(
     files: CheckpointFiles,
     sources: Mapping[str, str],
-    target: Target,
+    target: CopyTarget,
     prefix: str,
     receipts: Sequence[Receipt],
 ) -> None:
@@ -399,7 +396,7 @@ def _copy_files(
             )
 
 
-def _check_arrived(target: Target, prefix: str, receipts: Sequence[Receipt]) -> None:
+def _check_arrived(target: CopyTarget, prefix: str, receipts: Sequence[Receipt]) -> None:
     missing = {receipt.name for receipt in receipts if receipt.crc32c is not None} - _intact(target, prefix, receipts)
     if missing:
         raise CheckpointDamaged(f"{len(missing)} files did not arrive whole, for instance {min(missing)}")

@@ -25,10 +25,11 @@ from ckptstore.interchange.to_safetensors import LaidOut, Layout, lay_out, write
 from ckptstore.interchange.to_torch import build_tree, write_torch
 from ckptstore.loading.load_state import is_stock, open_alone
 from ckptstore.loading.story import CheckpointFiles
+from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.state.live.matching import Saved
 from ckptstore.state.read.stock_read import load_metadata
 from ckptstore.state.read.stored import StoredState
-from ckptstore.transfer.executor import Beat, Executor, InProcess
+from ckptstore.transfer.executor import Executor, InProcess
 
 MAX_FILE_BYTES = 5_000_000_000
 """Where a safetensors file ends, unless the caller says otherwise."""
@@ -132,7 +133,7 @@ def _export(
         with place.opened() as (path, send):
             share = partial(_write_safetensors, files.alone(), layout, path)
             for portion in [[file] for file in layout.files] if place.is_remote else [layout.files]:
-                executor.run(share, portion, size_bytes=_size_of, beat=lambda: None)
+                executor.run(share, portion, size_bytes=_size_of, beat=no_beat)
                 send([name for name, _ in portion])
             names = write_index(layout, path, durable=durable)
         size_bytes = layout.size_bytes

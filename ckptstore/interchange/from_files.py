@@ -20,7 +20,7 @@ import torch
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidSource
 from ckptstore.format.layout import check_name
 from ckptstore.interchange.intake import Intake, is_optimizer
-from ckptstore.interchange.safetensors_file import Entry, read_header
+from ckptstore.interchange.safetensors_file import SafetensorsEntry, read_header
 from ckptstore.interchange.to_safetensors import INDEX_NAME
 from ckptstore.state.live.flatten import FlatState, join_path
 from ckptstore.state.live.optimizers import GROUPS, STATE
@@ -140,7 +140,7 @@ def _mapped(file: Path) -> mmap.mmap:
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-def _tensor(entry: Entry, mapped: mmap.mmap) -> torch.Tensor:
+def _tensor(entry: SafetensorsEntry, mapped: mmap.mmap) -> torch.Tensor:
     dtype = getattr(torch, entry.dtype)
     if not entry.size_bytes:
         return torch.empty(entry.shape, dtype=dtype)

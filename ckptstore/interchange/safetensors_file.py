@@ -30,7 +30,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SafetensorsEntry:
     """A tensor in a file."""
 
     name: str
@@ -46,7 +46,7 @@ class Entry:
         return total_bytes(self.dtype, self.shape)
 
 
-def check_storable(entries: Sequence[Entry]) -> None:
+def check_storable(entries: Sequence[SafetensorsEntry]) -> None:
     """Raise InvalidState, naming the tensors, for dtypes and names that the format has no room for."""
     bad = [f"{entry.name} ({entry.dtype})" for entry in entries if entry.dtype not in NAMES]
     if bad:
@@ -56,7 +56,7 @@ def check_storable(entries: Sequence[Entry]) -> None:
         raise InvalidState(f"a tensor cannot be called {METADATA} in safetensors")
 
 
-def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def header(entries: Sequence[SafetensorsEntry], metadata: Mapping[str, str]) -> bytes:
     """What comes before the bytes of these tensors, which lie in this order."""
     fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
@@ -71,7 +71,7 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     return _LENGTH.pack(len(text)) + text
 
 
-def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
+def read_header(path: Path) -> tuple[list[SafetensorsEntry], dict[str, str]]:
     """The tensors of a file, in their order, and its metadata.
 
     Raises CheckpointDamaged when it is not in the format or torn, InvalidInput for a dtype that torch has not.
@@ -101,7 +101,7 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
     return entries, metadata
 
 
-def _entry(name: str, field: Mapping[str, Any], start: int, path: Path) -> Entry:
+def _entry(name: str, field: Mapping[str, Any], start: int, path: Path) -> SafetensorsEntry:
     dtype = _DTYPES.get(field["dtype"])
     if dtype is None:
         raise InvalidInput(f"{name} in {path} has the dtype {field['dtype']}, which torch has no name for")
@@ -111,4 +111,4 @@ def _entry(name: str, field: Mapping[str, Any], start: int, path: Path) -> Entry
         raise ValueError(f"{name} has numbers that are none")
     if last - first != total_bytes(dtype, shape):
         raise ValueError(f"{name} has {last - first} bytes for {dtype} {list(shape)}, {prod(shape)} elements")
-    return Entry(name, dtype, shape, start + first)
+    return SafetensorsEntry(name, dtype, shape, start + first)

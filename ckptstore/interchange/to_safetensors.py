@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import InvalidInput
-from ckptstore.interchange.safetensors_file import Entry, check_storable, header
+from ckptstore.interchange.safetensors_file import SafetensorsEntry, check_storable, header
 from ckptstore.interchange.selection import Selection
 from ckptstore.interchange.streaming import close_off, stream_tensors
 from ckptstore.state.index.part import DTYPES
@@ -19,7 +19,7 @@ from ckptstore.state.read.stored import StoredState
 INDEX_NAME = "model.safetensors.index.json"
 
 
-LaidOut = tuple[str, tuple[Entry, ...]]
+LaidOut = tuple[str, tuple[SafetensorsEntry, ...]]
 """A file's name and tensors."""
 
 
@@ -63,7 +63,7 @@ def lay_out(stored: StoredState, selection: Selection, *, max_file_bytes: int) -
     if not keys:
         raise InvalidInput("There is no tensor to export")
     entries = [
-        Entry(name, stored.entry(source).dtype, tuple(stored.entry(source).shape))
+        SafetensorsEntry(name, stored.entry(source).dtype, tuple(stored.entry(source).shape))
         for name, source in sorted(keys.items())
     ]
     check_storable(entries)
@@ -83,8 +83,8 @@ def _preference(name: str) -> tuple[bool, str]:
     return "embed" not in name and "wte" not in name, name
 
 
-def _dealt(entries: Sequence[Entry], max_file_bytes: int) -> Iterator[list[Entry]]:
-    group: list[Entry] = []
+def _dealt(entries: Sequence[SafetensorsEntry], max_file_bytes: int) -> Iterator[list[SafetensorsEntry]]:
+    group: list[SafetensorsEntry] = []
     held_bytes = 0
     for entry in entries:
         if group and held_bytes + entry.size_bytes > max_file_bytes:
@@ -95,7 +95,7 @@ def _dealt(entries: Sequence[Entry], max_file_bytes: int) -> Iterator[list[Entry
     yield _aligned(group)
 
 
-def _aligned(group: list[Entry]) -> list[Entry]:
+def _aligned(group: list[SafetensorsEntry]) -> list[SafetensorsEntry]:
     """Large elements first, so that every tensor begins at a multiple of its element size."""
     return sorted(group, key=lambda entry: (-DTYPES[entry.dtype][1], entry.name))
 

@@ -28,6 +28,7 @@ from ckptstore.loading.load_report import LoadReport, ReadOnce
 from ckptstore.loading.newest import Order, newest_first, told_resumed
 from ckptstore.loading.story import CheckpointFiles, NodeCopies, files_of
 from ckptstore.log.identity import read_identity
+from ckptstore.runtime.beat import no_beat
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
@@ -163,7 +164,7 @@ class _Reader:
         """Keys of files that lie in the directories of other checkpoints."""
         self.has_own_parts = False
         """Whether the index that was opened last is made of the parts that this rank needs for what it has saved."""
-        self.beat: Beat = _no_beat
+        self.beat: Beat = no_beat
 
     def hold(self) -> None:
         """Keep a prune away until the load is over; see `CheckpointFiles.held`."""
@@ -372,10 +373,6 @@ def _together(group: Group, tag: str, action: Callable[[], object], reader: _Rea
         return b""
 
     group.exchange(tag, work, lambda _parts, _beat: b"")
-
-
-def _no_beat() -> None:
-    """Between two exchanges nobody waits for a sign of life."""
 
 
 def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:

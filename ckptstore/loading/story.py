@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.node_cache import NodeCache
+from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.uri import local_path
 from ckptstore.transfer import RangeRead, Transfer, Wanted
@@ -119,7 +120,7 @@ class CheckpointFiles:
             name = (error.file or "").removeprefix(self.prefix)
             raise CheckpointDamaged(f"{name or 'A file'} is missing: {error.message}", step=step, file=name) from error
 
-    def read(self, ranges: Sequence[RangeRead], *, beat: Callable[[], None] = lambda: None) -> None:
+    def read(self, ranges: Sequence[RangeRead], *, beat: Beat = no_beat) -> None:
         """`Transfer.read`, but that a missing file is damage."""
         with self.missing_is_damage():
             self.transfer.read(ranges, beat=beat)

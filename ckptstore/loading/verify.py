@@ -14,8 +14,9 @@ from ckptstore.format.digest import to_hex
 from ckptstore.format.layout import MANIFEST_NAME, UNLISTED_NAMES
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.story import CheckpointFiles
+from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.transfer import Checked
-from ckptstore.transfer.executor import Beat, Executor, InProcess
+from ckptstore.transfer.executor import Executor, InProcess
 
 Fault = Literal["missing", "truncated", "longer", "flipped", "swapped", "extra", "manifest"]
 
@@ -66,7 +67,7 @@ def verify(
     files: CheckpointFiles,
     *,
     sample: float | str | None = None,
-    beat: Beat = lambda: None,
+    beat: Beat = no_beat,
     executor: Executor | None = None,
 ) -> VerifyReport:
     """Check every file's presence and size, and the digest of every file or of a random sample of them.

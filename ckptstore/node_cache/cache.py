@@ -17,7 +17,7 @@ from ckptstore.config import CacheConfig
 from ckptstore.errors import CacheError, InvalidInput
 from ckptstore.events import DownloadFinished, DownloadStarted, DownloadWaited, emit
 from ckptstore.node_cache import eviction, readers
-from ckptstore.node_cache.place import Place, open_place
+from ckptstore.node_cache.place import CachePlace, open_place
 from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local_parts import flush_files
 
@@ -81,7 +81,7 @@ class NodeCache:
 class _Fetch:
     """One call; its process holds the lease, so what is finished stays."""
 
-    place: Place
+    place: CachePlace
     config: CacheConfig
     key: str
     step: int

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ckptstore.config import CacheConfig
 from ckptstore.errors import CacheError, StorageFull
 from ckptstore.node_cache import readers
-from ckptstore.node_cache.place import Place
+from ckptstore.node_cache.place import CachePlace
 
 KEY = re.compile(r"[0-9a-f]{64}")
 
@@ -35,7 +35,7 @@ class _Copy:
     key: str
 
 
-def make_room(place: Place, *, size_bytes: int, step: int) -> None:
+def make_room(place: CachePlace, *, size_bytes: int, step: int) -> None:
     """Return when a download of that size fits, after evicting what it takes. Raises StorageFull naming the bytes."""
     needed_bytes = int(size_bytes * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
     deadline = time.monotonic() + _OTHERS_SECONDS
@@ -53,7 +53,7 @@ def make_room(place: Place, *, size_bytes: int, step: int) -> None:
             time.sleep(_POLL_SECONDS)
 
 
-def evict(place: Place, config: CacheConfig) -> None:
+def evict(place: CachePlace, config: CacheConfig) -> None:
     """Remove what is over the idle time or the budget. Best effort: what fails now is tried again next time."""
     again = place.lock("evict").with_suffix(".again")
     with contextlib.suppress(OSError):
@@ -69,7 +69,7 @@ def evict(place: Place, config: CacheConfig) -> None:
             wanted = again.exists()
 
 
-def _evict_now(place: Place, config: CacheConfig) -> None:
+def _evict_now(place: CachePlace, config: CacheConfig) -> None:
     copies, now = _unread(place), time.time()
     total_bytes = sum(copy.size_bytes for copy in copies)
     budget_bytes = config.cache_budget_bytes or (place.free_bytes() + total_bytes) // 2
@@ -80,7 +80,7 @@ def _evict_now(place: Place, config: CacheConfig) -> None:
     _forget_lost(place)
 
 
-def remove(place: Place, key: str) -> bool:
+def remove(place: CachePlace, key: str) -> bool:
     """Remove a copy unless somebody reads it; say whether it is gone."""
     with readers.private_directory(place) as private:
         with readers.excluding_readers(place, key) as unread:
@@ -92,7 +92,7 @@ def remove(place: Place, key: str) -> bool:
         return True  # what is private now goes with the context
 
 
-def _forget_lost(place: Place) -> None:
+def _forget_lost(place: CachePlace) -> None:
     """What is kept beside copies that never came to be, or that somebody else removed."""
     beside = {path.name.partition(".")[0] for name in ("locks", "leases") for path in (place.root / name).iterdir()}
     for key in filter(KEY.fullmatch, beside):
@@ -102,7 +102,7 @@ def _forget_lost(place: Place) -> None:
                     readers.forget(place, key)
 
 
-def _unread(place: Place) -> list[_Copy]:
+def _unread(place: CachePlace) -> list[_Copy]:
     """The copies that nobody reads, the least recently used first."""
     found = []
     for path in place.root.iterdir():
@@ -117,7 +117,7 @@ def _unread(place: Place) -> list[_Copy]:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(place: Place) -> Iterator[bool]:
+def _one_at_a_time(place: CachePlace) -> Iterator[bool]:
     """True in one process at a time; two that evict at once would remove more than is needed."""
     if not place.locks_work:
         yield False

@@ -26,7 +26,7 @@ _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.ext4", "fuse.nt
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CachePlace:
     """A checked cache directory."""
 
     root: Path
@@ -73,11 +73,11 @@ class Place:
             raise _translate(error, self.root) from error
 
 
-_known: dict[Path, Place] = {}
+_known: dict[Path, CachePlace] = {}
 """No mutex: a process that is forked meanwhile would find it locked for ever."""
 
 
-def open_place(cache_dir: Path) -> Place:
+def open_place(cache_dir: Path) -> CachePlace:
     """The cache directory, created if absent, for this user alone.
 
     Raises CacheError when it is a symbolic link, belongs to another user, lets others in, or cannot be written. Warns
@@ -92,7 +92,7 @@ def open_place(cache_dir: Path) -> Place:
         for path in (root, root / "locks", root / "leases"):
             _make_private(path)
         if place is None:
-            looked_at = Place(root, flock_works(root / "locks"))
+            looked_at = CachePlace(root, flock_works(root / "locks"))
             place = _known.setdefault(given, looked_at)
             if place is looked_at:
                 _warn(place, kind)
@@ -166,7 +166,7 @@ def is_network(kind: str) -> bool:
     return kind in _NETWORK or (kind.startswith("fuse") and kind not in _LOCAL_FUSE)
 
 
-def _warn(place: Place, kind: str) -> None:
+def _warn(place: CachePlace, kind: str) -> None:
     if is_network(kind):
         logger.warning("The node cache %s lies on %s. %s", place.root, kind, _HINT)
     if not place.locks_work:

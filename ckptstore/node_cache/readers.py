@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.errors import CacheError
-from ckptstore.node_cache.place import Place
+from ckptstore.node_cache.place import CachePlace
 
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _POLL_SECONDS = 0.01
@@ -43,7 +43,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def take(place: Place, key: str, *, wait_seconds: float) -> None:
+def take(place: CachePlace, key: str, *, wait_seconds: float) -> None:
     """Lock the lease of a copy for one more reader of this process.
 
     Raises CacheError when somebody who removes the copy takes longer than `wait_seconds` for it.
@@ -64,7 +64,7 @@ def take(place: Place, key: str, *, wait_seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def release(place: Place, key: str) -> bool:
+def release(place: CachePlace, key: str) -> bool:
     """Give back what `take` took; True when it was the last reader of this process."""
     if not place.locks_work:
         return False
@@ -86,13 +86,13 @@ def _touch(descriptor: int) -> None:
     os.utime(descriptor, ns=(now, now))
 
 
-def note_size(place: Place, key: str, size_bytes: int) -> None:
+def note_size(place: CachePlace, key: str, size_bytes: int) -> None:
     """Write down how large a copy is, so that nobody needs to walk through it. The caller holds the lease."""
     with contextlib.suppress(OSError):
         place.lease(key).write_text(f"{size_bytes}\n")
 
 
-def last_use(place: Place, key: str) -> tuple[float, int]:
+def last_use(place: CachePlace, key: str) -> tuple[float, int]:
     """When the last reader came or went, in seconds since the epoch, and the size of the copy in bytes."""
     path = place.lease(key)
     try:
@@ -103,7 +103,7 @@ def last_use(place: Place, key: str) -> tuple[float, int]:
 
 
 @contextlib.contextmanager
-def excluding_readers(place: Place, key: str) -> Iterator[bool]:
+def excluding_readers(place: CachePlace, key: str) -> Iterator[bool]:
     """True while nobody reads the copy, and nobody can begin to; False, at once, when somebody does."""
     descriptor = lock(place.lease(key), fcntl.LOCK_EX, create=True) if place.locks_work else None
     try:
@@ -113,7 +113,7 @@ def excluding_readers(place: Place, key: str) -> Iterator[bool]:
             os.close(descriptor)
 
 
-def forget(place: Place, key: str) -> None:
+def forget(place: CachePlace, key: str) -> None:
     """Remove what is kept beside a copy that is gone. The caller excludes readers, and so everybody who has the turn to
     download: who opened one of these files before finds out, by its inode, that it has no name any more."""
     for path in (*(place.root / "locks").glob(f"{key}.*"), place.lease(key)):
@@ -121,7 +121,7 @@ def forget(place: Place, key: str) -> None:
 
 
 @contextlib.contextmanager
-def private_directory(place: Place) -> Iterator[Path]:
+def private_directory(place: CachePlace) -> Iterator[Path]:
     """A path of one's own, at which there is nothing yet. What is there in the end is removed, and `sweep` removes it
     when this process dies first."""
     name, descriptor = "", None
@@ -139,7 +139,7 @@ def private_directory(place: Place) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def sweep(place: Place) -> None:
+def sweep(place: CachePlace) -> None:
     """Remove the private directories of dead processes. Best effort."""
     if not place.locks_work:
         return
@@ -150,7 +150,7 @@ def sweep(place: Place) -> None:
             _sweep_one(place, name)
 
 
-def _sweep_one(place: Place, name: str) -> None:
+def _sweep_one(place: CachePlace, name: str) -> None:
     path = place.private_lease(name)
     descriptor = lock(path, fcntl.LOCK_EX, create=False)
     if descriptor is None and path.exists():

@@ -9,7 +9,7 @@ from typing import Any
 from ckptstore.events import SaveStarted, emit
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
-from ckptstore.format.naming import Agreement, Offer, agree
+from ckptstore.format.naming import Naming, Offer, agree
 from ckptstore.group import Beat
 from ckptstore.saving.directories import Directory, sha256_of_files
 from ckptstore.saving.shard import Contents, Decision
@@ -39,7 +39,7 @@ class DirectoryShard:
         self._find = find
         self._suffix, self._shared, self._link = suffix, shared, link
         self._found = Directory()
-        self._agreement: Agreement | None = None
+        self._agreement: Naming | None = None
 
     def describe(self) -> bytes:
         found = self._found = self._find()
@@ -53,7 +53,7 @@ class DirectoryShard:
         return Decision(json.dumps(agreement.to_json()).encode(), agreement.size_bytes)
 
     def hear(self, told: bytes) -> None:
-        self._agreement = Agreement.from_json(json.loads(told))
+        self._agreement = Naming.from_json(json.loads(told))
 
     def store(self, attempt: Attempt, beat: Beat) -> bytes:
         agreement, rank = self._agreement, self._rank

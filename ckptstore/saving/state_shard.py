@@ -21,7 +21,7 @@ from ckptstore.state.index.index_file import INDEX_NAME, join_parts
 from ckptstore.state.index.items import Structure
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState
-from ckptstore.state.tensors.device import Launched
+from ckptstore.state.tensors.device import LaunchedWork
 from ckptstore.state.write.agree import Agreement, Negotiator, agreement_of_one, is_settled
 from ckptstore.state.write.assignment import plan_rank
 from ckptstore.state.write.copies import boxes_of, check_equal
@@ -99,7 +99,7 @@ class StateShard:
         self._paths: dict[str, tuple[str | int, ...]] = {}
         self._files: ShardFiles | None = None
         self._expected = Expected()
-        self.launched = Launched(())
+        self.launched = LaunchedWork(())
         """What the devices have to finish before the bytes of the state are final."""
         self.sources: list[tuple[str, Source]] = []
         """Name and source of each file that this rank will write, after `plan`. A staged copy may take a source's place
@@ -151,7 +151,7 @@ class StateShard:
         found, agreement, options = self._found, self._agreement, self._options
         assert found is not None  # the ranks have met
         assert agreement is not None
-        self.launched = Launched({tensor.device for boxes in found.memory.values() for tensor in boxes})
+        self.launched = LaunchedWork({tensor.device for boxes in found.memory.values() for tensor in boxes})
         plan = plan_rank(found.items, agreement, self._rank)
         self._files = ShardFiles(
             found,

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckptstore.testing.s3.connection import Connection
+from ckptstore.testing.s3.connection import ClientConnection
 from ckptstore.testing.s3.control import stats
 from ckptstore.testing.s3.objects import LoggedRequest, Objects, StoredObject
 from ckptstore.testing.s3.rules import Fault, Faults
@@ -148,7 +148,9 @@ class S3Server:
     async def _serve(self) -> None:
         loop = self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        server = await loop.create_server(lambda: Connection(self._shared, loop), self._host, self._port, backlog=1024)
+        server = await loop.create_server(
+            lambda: ClientConnection(self._shared, loop), self._host, self._port, backlog=1024
+        )
         self._port = server.sockets[0].getsockname()[1]
         self._listening.set()
         await self._stop.wait()

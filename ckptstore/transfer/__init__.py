@@ -6,12 +6,13 @@ together stay within `TransferConfig.memory_budget_bytes`, whatever the size of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckptstore.config import RetryConfig, TransferConfig
+from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.base import Storage
 from ckptstore.storage.probe import is_server
@@ -33,10 +34,6 @@ def _engine(storage: Storage, config: TransferConfig, retry: RetryConfig, rank: 
     pool = Pool(config.num_requests if is_server(storage) else config.num_threads)
     scratch = Scratch(config.memory_budget_bytes)
     return Engine(storage=storage, config=config, retry=retry, rank=rank, pool=pool, scratch=scratch)
-
-
-def _no_beat() -> None:
-    pass
 
 
 class Transfer:
@@ -69,7 +66,7 @@ class Transfer:
         """How many files or parts it moves at once."""
         return self._engine.pool.num_threads
 
-    def upload(self, files: Sequence[PlannedFile], *, beat: Callable[[], None] = _no_beat) -> list[Stored]:
+    def upload(self, files: Sequence[PlannedFile], *, beat: Beat = no_beat) -> list[Stored]:
         """Write each source to its key, durable on a disk unless the configuration says otherwise.
 
         The result has the order of the files. A file that the disk failed to keep is written anew, once. After an
@@ -78,7 +75,7 @@ class Transfer:
         """
         return upload.upload(self._engine, files, beat)
 
-    def download(self, wanted: Sequence[tuple[Wanted, Path]], *, beat: Callable[[], None] = _no_beat) -> None:
+    def download(self, wanted: Sequence[tuple[Wanted, Path]], *, beat: Beat = no_beat) -> None:
         """Fetch files to paths where nothing is yet; directories are created. Durable as `upload` is.
 
         A file with a wrong digest is fetched a second time, then CheckpointDamaged is raised. After an error complete
@@ -86,14 +83,14 @@ class Transfer:
         """
         fetch.download(self._engine, wanted, beat)
 
-    def check(self, wanted: Sequence[Wanted], *, beat: Callable[[], None] = _no_beat) -> list[Checked]:
+    def check(self, wanted: Sequence[Wanted], *, beat: Beat = no_beat) -> list[Checked]:
         """Read every byte of the files and compare size and digest; the result has the order of the files.
 
         Raises what keeps the files from being read, AccessDenied for instance.
         """
         return fetch.check(self._engine, wanted, beat)
 
-    def read(self, ranges: Sequence[RangeRead], *, beat: Callable[[], None] = _no_beat) -> None:
+    def read(self, ranges: Sequence[RangeRead], *, beat: Beat = no_beat) -> None:
         """Fill the views of all ranges, and check every stretch that has a digest.
 
         A stretch with a wrong digest is read a second time, then CheckpointDamaged is raised. The views may hold

@@ -11,11 +11,11 @@ from ckptstore.format.digest import FileDigest, combine, crc32c
 from ckptstore.transfer.engine import STEP_BYTES, Engine
 from ckptstore.transfer.moves import Stored
 from ckptstore.transfer.planned import PlannedFile
-from ckptstore.transfer.pool import Run
+from ckptstore.transfer.pool import Operation
 from ckptstore.transfer.sources import FileSource, Read
 
 
-def write_batch(engine: Engine, files: Sequence[PlannedFile], run: Run) -> tuple[list[Stored], float]:
+def write_batch(engine: Engine, files: Sequence[PlannedFile], run: Operation) -> tuple[list[Stored], float]:
     """Write files, each in one call or all in one; give the results in their order, and the seconds it took."""
     began, used_bytes = time.monotonic(), 0
     stored: list[Stored] = []
@@ -47,7 +47,7 @@ def _read(file: PlannedFile, scratch: memoryview) -> tuple[Stored, Sequence[memo
     return Stored(file.key, source.size_bytes, digest.crc32c(), digest.block_crcs()), views
 
 
-def _write(engine: Engine, ready: Sequence[tuple[str, Sequence[memoryview]]], run: Run) -> None:
+def _write(engine: Engine, ready: Sequence[tuple[str, Sequence[memoryview]]], run: Operation) -> None:
     if engine.disk is not None and len(ready) > 1:
         engine.request(run, f"write {len(ready)} files", partial(engine.disk.write_many, ready))
         return

@@ -13,7 +13,7 @@ from ckptstore.errors import AccessDenied, StorageError, StorageFull
 from ckptstore.storage.base import Disk, Storage, WritesParts
 from ckptstore.storage.retry import retrying
 from ckptstore.transfer.flow import Flow
-from ckptstore.transfer.pool import Pool, Run
+from ckptstore.transfer.pool import Operation, Pool
 from ckptstore.transfer.scratch import Scratch
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Engine:
         part_bytes = self.parts.part_bytes(size_bytes)
         return part_bytes if size_bytes > part_bytes else None
 
-    def request(self, run: Run, what: str, call: Callable[[], T]) -> T:
+    def request(self, run: Operation, what: str, call: Callable[[], T]) -> T:
         """Call with retries, unless the operation has failed meanwhile; fewer at once while the storage throttles."""
 
         def checked() -> T:

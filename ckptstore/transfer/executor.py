@@ -9,11 +9,11 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from ckptstore.runtime.beat import Beat
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-Beat = Callable[[], None]
-"""Called now and then while work goes on; what it raises ends the work."""
 Task = Callable[[Sequence[Item], Beat], Result]
 """Works on a share of the items. It may run in another process, with a copy of all that is bound to it."""
 

@@ -13,7 +13,7 @@ from ckptstore.format.digest import FileDigest, to_hex
 from ckptstore.storage.disk.local_parts import NewFile, make_durable
 from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine
 from ckptstore.transfer.moves import Checked, Wanted
-from ckptstore.transfer.pool import Run, Task
+from ckptstore.transfer.pool import Operation, Task
 
 Damage = CheckpointDamaged | FileMissing
 
@@ -62,12 +62,12 @@ def _fetch(engine: Engine, fetches: Sequence[_Fetch], beat: Callable[[], None]) 
         engine.scratch.trim()
 
 
-def _fetch_stretch(fetch: _Fetch, start: int, total_bytes: int, run: Run) -> None:
+def _fetch_stretch(fetch: _Fetch, start: int, total_bytes: int, run: Operation) -> None:
     fetch.move(start, min(start + TASK_BYTES, fetch.wanted.size_bytes), run)
     _tell(fetch.wanted.key, min(TASK_BYTES, fetch.wanted.size_bytes - start), total_bytes)
 
 
-def _fetch_whole(fetches: Sequence[_Fetch], total_bytes: int, run: Run) -> None:
+def _fetch_whole(fetches: Sequence[_Fetch], total_bytes: int, run: Operation) -> None:
     for fetch in fetches:
         fetch.move(0, fetch.wanted.size_bytes, run)
     _tell(fetches[-1].wanted.key, sum(fetch.wanted.size_bytes for fetch in fetches), total_bytes)
@@ -91,7 +91,7 @@ class _Fetch:
         self._left_bytes = wanted.size_bytes
         self._version: str | None = None
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Operation) -> None:
         """Called before the first byte moves; the caller holds the lock."""
 
     def put(self, offset: int, view: memoryview) -> None:
@@ -103,7 +103,7 @@ class _Fetch:
     def abort(self) -> None:
         """Drop what there is of an unfinished file. Called when no other task works on it."""
 
-    def move(self, start: int, end: int, run: Run) -> None:
+    def move(self, start: int, end: int, run: Operation) -> None:
         """Read one stretch of the file; the last one compares the digests."""
         run.check()
         try:
@@ -130,7 +130,7 @@ class _Fetch:
         if self.damage is None:
             self.damage = error
 
-    def _read(self, start: int, end: int, run: Run) -> None:
+    def _read(self, start: int, end: int, run: Operation) -> None:
         key, request_bytes = self.wanted.key, min(self._engine.request_bytes, end - start)
         with self._engine.scratch.take(request_bytes, run) as scratch:
             for offset in range(start, end, request_bytes or 1):
@@ -161,7 +161,7 @@ class _Fetch:
 class _ToNowhere(_Fetch):
     """For a file that is only checked. It must also have its size and no byte more."""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Operation) -> None:
         if self._version is not None or self.damage:
             return
         wanted = self.wanted
@@ -181,7 +181,7 @@ class _ToDisk(_Fetch):
         self.path = path
         self._file: NewFile | None = None
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Operation) -> None:
         if self._file is None and not self.damage:
             self._file = NewFile(
                 self.wanted.key,

@@ -16,7 +16,7 @@ class Stopped(Exception):
     """Another task of the same operation failed, or the operation was given up."""
 
 
-class Run:
+class Operation:
     """One operation: its tasks, what they have moved, and the first error."""
 
     def __init__(self, tasks: Sequence[Task], beat: Callable[[], None] | None = None) -> None:
@@ -54,7 +54,7 @@ class Run:
             self.stopped.set()
 
 
-Task = Callable[[Run], None]
+Task = Callable[[Operation], None]
 
 
 class Pool:
@@ -66,7 +66,7 @@ class Pool:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._changed = threading.Condition()
-        self._runs: deque[Run] = deque()
+        self._runs: deque[Operation] = deque()
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
@@ -75,7 +75,7 @@ class Pool:
 
         Raises the first error of a task. When this returns or raises, also for KeyboardInterrupt, no task is running.
         """
-        run = Run(tasks, beat if len(tasks) == 1 else None)
+        run = Operation(tasks, beat if len(tasks) == 1 else None)
         if len(tasks) > 1:
             self._share(run, beat)
         else:
@@ -94,7 +94,7 @@ class Pool:
         for thread in threads:
             thread.join()
 
-    def _share(self, run: Run, beat: Callable[[], None]) -> None:
+    def _share(self, run: Operation, beat: Callable[[], None]) -> None:
         try:
             with self._changed:
                 if self._closed:
@@ -137,7 +137,7 @@ class Pool:
                     run.ended.set()
             del run
 
-    def _next(self) -> tuple[Run, Task] | tuple[None, None]:
+    def _next(self) -> tuple[Operation, Task] | tuple[None, None]:
         """A task of the run whose turn it is; None when there was none for long. The caller holds the lock."""
         while not self._closed:
             while self._runs:

@@ -10,7 +10,7 @@ from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.format.digest import crc32c_of, to_hex
 from ckptstore.transfer.engine import TASK_BYTES, Engine
 from ckptstore.transfer.moves import RangeRead
-from ckptstore.transfer.pool import Run
+from ckptstore.transfer.pool import Operation
 
 _MAX_BATCH_RANGES = 256
 
@@ -82,7 +82,7 @@ class _Cursor:
         return tuple(found)
 
 
-def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run: Run) -> None:
+def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run: Operation) -> None:
     most_bytes = engine.request_bytes
     moved_bytes = 0
     for item in pieces:
@@ -99,7 +99,7 @@ def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run
         emit(BytesMoved(key=pieces[-1].key, size_bytes=moved_bytes, total_bytes=total_bytes))
 
 
-def _read_checked(engine: Engine, piece: RangeRead, run: Run) -> None:
+def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
     """One request. Bytes that are not those expected are read a second time: they may have flipped on their way."""
     what = f"read {piece.key}"
     views = _Cursor(piece.views)

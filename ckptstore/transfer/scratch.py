@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptstore.transfer.pool import Run
+from ckptstore.transfer.pool import Operation
 
 _ROUND_BYTES = 64 << 10
 _KEPT_BYTES = 64 << 20
@@ -30,7 +30,7 @@ class Scratch:
         self._lent_bytes = 0
 
     @contextmanager
-    def take(self, size_bytes: int, run: Run) -> Iterator[memoryview]:
+    def take(self, size_bytes: int, run: Operation) -> Iterator[memoryview]:
         """A buffer of at least that size until the context ends; waits until the budget has room for it."""
         if not size_bytes:
             yield memoryview(bytearray())
@@ -52,7 +52,7 @@ class Scratch:
         with self._changed:
             self._drop_kept(0)
 
-    def _lend(self, size_bytes: int, run: Run) -> mmap.mmap:
+    def _lend(self, size_bytes: int, run: Operation) -> mmap.mmap:
         with self._changed:
             while self._lent_bytes and self._lent_bytes + size_bytes > self._budget_bytes:
                 run.check()

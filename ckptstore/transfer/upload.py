@@ -17,7 +17,7 @@ from ckptstore.transfer.batch import read_hashed, write_batch
 from ckptstore.transfer.engine import TASK_BYTES, Engine, is_worth_writing_anew
 from ckptstore.transfer.moves import Stored
 from ckptstore.transfer.planned import PlannedFile
-from ckptstore.transfer.pool import Run, Task
+from ckptstore.transfer.pool import Operation, Task
 
 _PERSIST_FILES = 4096
 """After so many small files they are made durable, while other threads write the next ones."""
@@ -102,7 +102,7 @@ class _Upload:
         if self._engine.config.durable and isinstance(storage, Disk) and keys:
             storage.persist(keys)
 
-    def _write_chain(self, batches: Sequence[Sequence[int]], run: Run) -> None:
+    def _write_chain(self, batches: Sequence[Sequence[int]], run: Operation) -> None:
         """Write small files, batch after batch, and have the disk keep up."""
         for indices in batches:
             self._write_small(indices, run)
@@ -112,7 +112,7 @@ class _Upload:
                 except CkptstoreError as error:
                     self._not_durable = error
 
-    def _write_small(self, indices: Sequence[int], run: Run) -> None:
+    def _write_small(self, indices: Sequence[int], run: Operation) -> None:
         stored, seconds = write_batch(self._engine, [self._files[index] for index in indices], run)
         for index, result in zip(indices, stored, strict=True):
             self._stored[index] = result
@@ -179,7 +179,7 @@ class _InParts:
         if self._writer is not None:
             self._writer.abort()
 
-    def _write(self, start: int, run: Run) -> None:
+    def _write(self, start: int, run: Operation) -> None:
         """Write the parts of one task, and finish the file after its last part."""
         end = min(start + max(1, TASK_BYTES // self._part_bytes) * self._part_bytes, self._source.size_bytes)
         scratch_bytes = 0 if self._source.in_memory else self._part_bytes
@@ -206,7 +206,7 @@ class _InParts:
         except CkptstoreError as error:
             raise error.at(file=self._key) from None
 
-    def _opened(self, run: Run) -> PartWriter:
+    def _opened(self, run: Operation) -> PartWriter:
         with self._lock:
             if self._writer is None:
                 assert self._engine.parts is not None
@@ -215,7 +215,7 @@ class _InParts:
                 self._writer = self._engine.request(run, f"begin {self._key}", begin)
             return self._writer
 
-    def _finish(self, run: Run, writer: PartWriter) -> None:
+    def _finish(self, run: Operation, writer: PartWriter) -> None:
         try:
             self._engine.request(run, f"finish {self._key}", writer.finish)
         except CkptstoreError as error:

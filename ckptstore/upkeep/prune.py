@@ -22,8 +22,8 @@ from ckptstore.events import CheckpointsPruned, PruneFailed, emit
 from ckptstore.format.changes import Claim, Commit, Remove
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.record import Record
-from ckptstore.group import Beat
 from ckptstore.log import Log
+from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.upkeep import leases
 
@@ -113,7 +113,7 @@ def _remove(
     *,
     epoch: int | None,
     reason: str,
-    beat: Beat = lambda: None,
+    beat: Beat = no_beat,
 ) -> list[Trashed]:
     started = time.monotonic()
 
@@ -185,7 +185,7 @@ def backwards(log: Log, newest: Record) -> Iterator[Record]:
 
 
 def delete_attempts(
-    log: Log, storage: Storage, newest: Record, attempts: Collection[str], *, beat: Beat = lambda: None
+    log: Log, storage: Storage, newest: Record, attempts: Collection[str], *, beat: Beat = no_beat
 ) -> dict[str, str]:
     """Delete the directories that nobody reads, and return those that stay, with the reason.
 

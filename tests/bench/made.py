@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptstore.bench.figures.report import Outcome, Report, Role, Sample, Workload
+from ckptstore.bench.figures.report import Report, Role, Sample, Workload, WorkloadOutcome
 
 ROLES: Mapping[str, Role] = {"ckptstore": "ckptstore", "DCP FileSystemWriter": "peer", "raw disk": "limit"}
 
 
-def outcome(name: str, seconds: Sequence[float], **fields: Any) -> Outcome:
+def outcome(name: str, seconds: Sequence[float], **fields: Any) -> WorkloadOutcome:
     """A contender that took so many seconds."""
     samples = [
         Sample(blocked_seconds=value, total_seconds=value, cpu_seconds=2 * value, peak_bytes=1 << 20)
         for value in seconds
     ]
-    return Outcome(name=name, family="x", role=ROLES[name], status="measured", samples=tuple(samples), **fields)
+    return WorkloadOutcome(name=name, family="x", role=ROLES[name], status="measured", samples=tuple(samples), **fields)
 
 
 def report(**seconds_of: Sequence[float]) -> Report:
     """One save by ckptstore (`ours`), a peer (`peer`) and the limit (`limit`), and a peer that failed."""
     names = {"ours": "ckptstore", "peer": "DCP FileSystemWriter", "limit": "raw disk"}
     outcomes = [outcome(names[name], seconds) for name, seconds in seconds_of.items()]
-    failed = Outcome(name="<b>broken</b>", family="x", role="peer", status="failed", reason="rank 1: no <luck>")
+    failed = WorkloadOutcome(name="<b>broken</b>", family="x", role="peer", status="failed", reason="rank 1: no <luck>")
     workload = Workload(
         name="save",
         title="Save a state",

@@ -14,7 +14,7 @@ import torch
 from ckptstore import Checkpoint, InvalidInput, open_store
 from ckptstore.cli.commands.prune import parse_policy
 from ckptstore.cli.options import parse_storage_options
-from ckptstore.cli.targets import Best, Target, find_target, parse_target
+from ckptstore.cli.targets import Best, CommandTarget, find_target, parse_target
 from ckptstore.retention import KeepBest, KeepEvery, KeepLatest, KeepSince
 from ckptstore.runtime.shown import show_duration, show_size
 
@@ -287,19 +287,22 @@ def test_gc_leaves_the_attempts_of_a_job_that_may_live(run: Any, run_json: Any, 
 @pytest.mark.parametrize(
     ("text", "target"),
     [
-        ("runs/a", Target("runs/a", None)),
-        ("runs/a@12", Target("runs/a", 12)),
-        ("s3://b/r@latest", Target("s3://b/r", "latest")),
-        ("abfs://box@account.dfs.core.windows.net/run", Target("abfs://box@account.dfs.core.windows.net/run", None)),
-        ("runs/try@3@latest", Target("runs/try@3", "latest")),
-        ("runs/a@best", Target("runs/a@best", None)),
-        ("runs/a@best:loss", Target("runs/a", Best("loss"))),
-        ("runs/a@best:a:b:max", Target("runs/a", Best("a:b", "max"))),
-        ("runs/a@best:recall@5", Target("runs/a", Best("recall@5"))),
-        ("@3", Target("@3", None)),
+        ("runs/a", CommandTarget("runs/a", None)),
+        ("runs/a@12", CommandTarget("runs/a", 12)),
+        ("s3://b/r@latest", CommandTarget("s3://b/r", "latest")),
+        (
+            "abfs://box@account.dfs.core.windows.net/run",
+            CommandTarget("abfs://box@account.dfs.core.windows.net/run", None),
+        ),
+        ("runs/try@3@latest", CommandTarget("runs/try@3", "latest")),
+        ("runs/a@best", CommandTarget("runs/a@best", None)),
+        ("runs/a@best:loss", CommandTarget("runs/a", Best("loss"))),
+        ("runs/a@best:a:b:max", CommandTarget("runs/a", Best("a:b", "max"))),
+        ("runs/a@best:recall@5", CommandTarget("runs/a", Best("recall@5"))),
+        ("@3", CommandTarget("@3", None)),
     ],
 )
-def test_a_target_is_read_in_one_way(text: str, target: Target) -> None:
+def test_a_target_is_read_in_one_way(text: str, target: CommandTarget) -> None:
     assert parse_target(text) == target
 
 

@@ -391,9 +391,9 @@ def _decode_frame(data: bytes) -> object:
 
 
 def _safetensors() -> list[bytes]:
-    from ckptstore.interchange.safetensors_file import Entry, header
+    from ckptstore.interchange.safetensors_file import SafetensorsEntry, header
 
-    entries = [Entry("a", "float32", (2, 3)), Entry("b", "int8", (5,))]
+    entries = [SafetensorsEntry("a", "float32", (2, 3)), SafetensorsEntry("b", "int8", (5,))]
     return [header(entries, {"format": "pt"}) + bytes(29), header([], {})]
 
 

@@ -22,8 +22,8 @@ from ckptstore import CheckpointDamaged, InvalidInput, RankFailed
 from ckptstore.cli import main
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.integrations.ray.tasks import RayExecutor, ray_executor
+from ckptstore.runtime.beat import Beat
 from ckptstore.testing.s3_server import S3Server, s3_server
-from ckptstore.transfer.executor import Beat
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptstore.state.live.apply import apply, collect
+from ckptstore.state.live.apply import begin_load, collect
 from ckptstore.state.live.flatten import FlatState, TensorRef, map_tensors
 from ckptstore.state.live.matching import Mismatch, Saved, SavedTensor, Target
+
+
+def apply(
+    state: Mapping[str, Any],
+    saved: Saved,
+    read: Callable[[Mapping[str, Target]], None],
+    *,
+    strict: bool = True,
+    include: str | Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+) -> Mismatch:
+    """Load in one go, for one process: `read` fills the targets. Gives what did not fit."""
+    loading = begin_load(state, saved, include=include, device=device)
+    try:
+        loading.mismatch.check(strict=strict)
+    except BaseException:
+        loading.abandon()
+        raise
+    read(loading.targets)
+    loading.finish()
+    return loading.mismatch
 
 
 class Carried:

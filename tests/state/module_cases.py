@@ -219,6 +219,7 @@ def wrapped_state_under_fsdp1_is_refused_on_all_ranks(directory: Path) -> None:
 def stock_calls_of_torch_read_and_write_the_same_keys(directory: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
+    from carrier import apply
     from layouts import Run, full
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -228,7 +229,7 @@ def stock_calls_of_torch_read_and_write_the_same_keys(directory: Path) -> None:
         set_optimizer_state_dict,
     )
 
-    from ckptstore.state.live.apply import apply, collect
+    from ckptstore.state.live.apply import collect
     from ckptstore.state.live.flatten import join_path, stock_leaves
     from ckptstore.state.live.matching import Mismatch, Saved, SavedTensor
 

@@ -12,9 +12,9 @@ from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.saving.story import meet
 from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
+from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.read.stored import StoredState
 from ckptstore.state.write.agree import Negotiator
-from ckptstore.state.write.describe import plain_state
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.transfer import Transfer
 
@@ -24,6 +24,16 @@ ATTEMPT = Attempt(7, 1, "0123abcd")
 def make_transfer(root, *, num_threads=2, durable=False, **more):
     config = TransferConfig(num_threads=num_threads, durable=durable, **more)
     return Transfer(LocalStorage(root, durable=durable), config=config, retry=RetryConfig(retry_attempts=1))
+
+
+def plain_state(tensors, values=None):
+    """A flat state of tensors and plain values under keys of their own, without any nesting."""
+    flat = FlatState()
+    for key, tensor in tensors.items():
+        flat.add_tensor((key,), TensorEntry(tensor))
+    for key, value in (values or {}).items():
+        flat.add_value((key,), value)
+    return flat
 
 
 def save_flat(root, flat, *, group=None, negotiator=None, attempt=ATTEMPT, transfer=None, **options):

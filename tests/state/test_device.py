@@ -135,7 +135,7 @@ def stage_twice(*sizes_bytes: int, devices: set[torch.device], cuda: Cuda) -> No
     staging = Staging(shared=False, num_threads=3, device=device)
     for _ in range(2):
         files = [PlannedFile(f"f{size}", OnDevice(cuda, size)) for size in sizes_bytes]
-        staged = staging.stage(files, device.Launched(devices))
+        staged = staging.stage(files, device.LaunchedWork(devices))
         assert [bytes(one.source.views[0]) for one in staged] == [b"x" * size for size in sizes_bytes]  # type: ignore[attr-defined]
     del staged
     staging.close()
@@ -163,7 +163,7 @@ def test_each_device_of_a_state_has_its_stream(cuda: Cuda) -> None:
 
 
 def test_a_direct_upload_waits_for_what_the_caller_launched(cuda: Cuda) -> None:
-    launched = device.Launched({torch.device("cuda", 1)})
+    launched = device.LaunchedWork({torch.device("cuda", 1)})
     thread = threading.Thread(target=launched.wait)
     thread.start()
     thread.join()

@@ -26,7 +26,7 @@ from test_frames import DTYPES, random_tensor
 from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, InvalidState, open_store
 from ckptstore.errors import InvalidSource
 from ckptstore.interchange.exporting import KINDS, ExportReport, export
-from ckptstore.interchange.safetensors_file import NAMES, Entry, header, read_header
+from ckptstore.interchange.safetensors_file import NAMES, SafetensorsEntry, header, read_header
 from ckptstore.interchange.selection import Paths, nested
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.storage.open import open_storage
@@ -410,7 +410,7 @@ shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 @given(st.dictionaries(names, st.tuples(st.sampled_from(sorted(NAMES)), shapes)), st.dictionaries(names, names))
 def test_headers_come_back(tmp_path_factory, tensors, metadata) -> None:
-    entries = [Entry(name, dtype, shape) for name, (dtype, shape) in tensors.items()]
+    entries = [SafetensorsEntry(name, dtype, shape) for name, (dtype, shape) in tensors.items()]
     head = header(entries, metadata)
     assert len(head) % 8 == 0
     path = tmp_path_factory.mktemp("headers") / "f"

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
-from saving import ATTEMPT, make_transfer, open_index, open_stored, save_flat
+from saving import ATTEMPT, make_transfer, open_index, open_stored, plain_state, save_flat
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +21,7 @@ from ckptstore.group import find_group
 from ckptstore.state.live.flatten import FlatState, TensorEntry, TensorRef
 from ckptstore.state.tensors.placement import pieces_of, shard_runs
 from ckptstore.state.write.agree import Negotiator
-from ckptstore.state.write.describe import describe, plain_state
+from ckptstore.state.write.describe import describe
 from ckptstore.storage.disk.local import LocalStorage
 
 ATTEMPTS = {4: Attempt(4, 1, "44444444"), 2: Attempt(2, 1, "22222222")}

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.live.flatten import TensorRef, join_path, map_tensors
 from ckptstore.state.live.values import Decoder, Encoder, references
-from ckptstore.state.tensors.wrapped import Part, Wrapped, check_same, key_of_part, unwrap
+from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, check_same, key_of_part, unwrap
 
 
 class Kernel(enum.Enum):
@@ -96,8 +96,8 @@ def test_contexts_that_differ_differ_in_what_is_stored(one: Any, other: Any) -> 
 
 
 def test_other_classes_and_parts_do_not_fit() -> None:
-    saved = unwrap(quantised(), "w", Part("w", (0, 0), (8, 6)))
-    for other in (unwrap(quantised(), "w", Part("w", (4, 0), (8, 6))), unwrap(quantised(), "w")):
+    saved = unwrap(quantised(), "w", WrappedPart("w", (0, 0), (8, 6)))
+    for other in (unwrap(quantised(), "w", WrappedPart("w", (4, 0), (8, 6))), unwrap(quantised(), "w")):
         with pytest.raises(StateMismatch, match="part"):
             check_same(saved, other, "w")
     with pytest.raises(StateMismatch, match="TwoTensor"):
@@ -143,7 +143,7 @@ def test_what_cannot_come_back_is_refused_with_its_key(tensor: torch.Tensor, sai
 
 
 def test_it_travels_as_a_plain_value() -> None:
-    saved = unwrap(quantised(context=[1, torch.int8]), "w", Part("w", (4, 0), (8, 6)))
+    saved = unwrap(quantised(context=[1, torch.int8]), "w", WrappedPart("w", (4, 0), (8, 6)))
     keys: dict[int, str] = {id(tensor): f"w.{name}" for name, tensor in saved.items()}
     text = json.dumps(Encoder(lambda tensor: keys[id(tensor)]).encode(saved, path="w"))
     assert list(references(json.loads(text))) in (["w.codes", "w.scale"], ["w.scale", "w.codes"])

@@ -15,6 +15,7 @@ from saving import (
     make_transfer,
     open_index,
     open_stored,
+    plain_state,
     save_flat,
     save_plain,
 )
@@ -28,7 +29,7 @@ from ckptstore.state.read.read_plan import BUFFER_BYTES, ReadPlan, run_steps
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.placement import Piece
 from ckptstore.state.tensors.segments import SegmentSource, Slab, narrowed, payload_segment
-from ckptstore.state.write.describe import describe, plain_state
+from ckptstore.state.write.describe import describe
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptstore.format.digest import (
     BLOCK_BYTES,
     FileDigest,
-    Segment,
+    SegmentDigest,
     block_borders,
     combine,
     crc32c,
@@ -48,7 +48,7 @@ def test_it_is_crc32c(data: bytes) -> None:
 @given(st.binary(max_size=500), st.lists(st.integers(0, 500), max_size=6), st.randoms(use_true_random=False))
 def test_stretches_in_any_order_join_to_the_whole(data: bytes, cuts: list[int], order: random.Random) -> None:
     borders = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
-    segments = [Segment(start, end - start, crc32c(data[start:end])) for start, end in pairwise(borders)]
+    segments = [SegmentDigest(start, end - start, crc32c(data[start:end])) for start, end in pairwise(borders)]
     order.shuffle(segments)
     assert join(segments) == crc32c(data)
     total = 0
@@ -59,9 +59,9 @@ def test_stretches_in_any_order_join_to_the_whole(data: bytes, cuts: list[int], 
 
 def test_a_gap_and_an_overlap_are_refused() -> None:
     with pytest.raises(ValueError, match="gap"):
-        join([Segment(0, 4, 1), Segment(5, 4, 2)])
+        join([SegmentDigest(0, 4, 1), SegmentDigest(5, 4, 2)])
     with pytest.raises(ValueError, match="gap"):
-        join([Segment(0, 4, 1), Segment(3, 4, 2)])
+        join([SegmentDigest(0, 4, 1), SegmentDigest(3, 4, 2)])
     assert join([]) == 0
 
 

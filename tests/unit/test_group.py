@@ -29,8 +29,9 @@ from ckptstore.errors import (
     StoreNotShared,
 )
 from ckptstore.group import BoardGroup, SoloGroup, StorageGroup, check_shared, find_group, leftover_prefixes
-from ckptstore.group.base import Beat, spoken, this_node
+from ckptstore.group.base import spoken, this_node
 from ckptstore.group.message import Message, first_error
+from ckptstore.runtime.beat import Beat
 from ckptstore.storage.base import CreatesExclusively, Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage

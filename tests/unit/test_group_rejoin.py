@@ -13,7 +13,7 @@ from test_group import RETRY, in_threads, joined, opened, together
 
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageUnavailable
 from ckptstore.group import BoardGroup
-from ckptstore.group.base import Beat
+from ckptstore.runtime.beat import Beat
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing import Call, FailAt, wrap
 

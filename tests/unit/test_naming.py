@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import InvalidInput, InvalidName, InvalidSource
-from ckptstore.format.naming import Agreement, Offer, agree
+from ckptstore.format.naming import Naming, Offer, agree
 
 
 def offers(*names: list[str], suffix: str = "auto") -> list[Offer]:
     return [Offer(suffix, found) for found in names]  # type: ignore[arg-type]
 
 
-def stored(agreement: Agreement, offered: list[Offer]) -> list[list[str | None]]:
+def stored(agreement: Naming, offered: list[Offer]) -> list[list[str | None]]:
     return [[agreement.stored_name(name, rank) for name in offer.names] for rank, offer in enumerate(offered)]
 
 
@@ -43,7 +43,7 @@ def test_shared_files_are_stored_once_by_the_lowest_rank_that_has_them() -> None
         Offer("auto", ["config.json", "m"], shared=same),
         Offer("auto", ["config.json"], shared=same),
     ]
-    agreement = Agreement.from_json(agree(offered).to_json())
+    agreement = Naming.from_json(agree(offered).to_json())
     assert stored(agreement, offered) == [["m-rank=00000"], ["config.json", "m-rank=00001"], [None]]
     differs = Offer("auto", ["config.json"], shared={"config.json": [2, "cd" * 32]})
     with pytest.raises(InvalidSource, match=r"rank 1 .* rank 3") as caught:

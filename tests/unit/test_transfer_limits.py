@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.transfer.pool import Pool, Run, Stopped
+from ckptstore.transfer.pool import Operation, Pool, Stopped
 from ckptstore.transfer.scratch import Scratch
 
 MIB = 1 << 20
@@ -66,7 +66,7 @@ def test_memory_stays_within_the_budget_whatever_the_size(tmp_path: Path, what: 
 
 
 def test_buffers_are_used_again() -> None:
-    scratch, run = Scratch(8 * MIB), Run([])
+    scratch, run = Scratch(8 * MIB), Operation([])
     with scratch.take(MIB, run) as first:
         first[:4] = b"warm"
     with scratch.take(MIB // 2, run) as second:
@@ -78,7 +78,7 @@ def test_buffers_are_used_again() -> None:
 
 
 def test_what_exceeds_the_budget_runs_alone_and_nothing_starves() -> None:
-    scratch, run = Scratch(4 * MIB), Run([])
+    scratch, run = Scratch(4 * MIB), Operation([])
     lock = threading.Lock()
     lent: list[int] = []
     most: list[tuple[int, ...]] = []
@@ -104,20 +104,20 @@ def test_what_exceeds_the_budget_runs_alone_and_nothing_starves() -> None:
 
 
 def test_who_waits_for_memory_hears_that_all_is_over() -> None:
-    scratch, run = Scratch(MIB), Run([])
+    scratch, run = Scratch(MIB), Operation([])
 
     def wait_for_memory() -> None:
         with scratch.take(MIB, run):
             raise AssertionError("there was no memory to give")
 
-    with scratch.take(MIB, Run([])):
+    with scratch.take(MIB, Operation([])):
         threading.Timer(0.2, run.stopped.set).start()
         with pytest.raises(Stopped):
             wait_for_memory()
 
 
 def test_memory_is_given_back_when_it_is_idle() -> None:
-    scratch, run = Scratch(1 << 40), Run([])
+    scratch, run = Scratch(1 << 40), Operation([])
     for _ in range(2):
         with scratch.take(100 * MIB, run), scratch.take(MIB, run):
             pass
@@ -132,7 +132,7 @@ def test_tasks_run_in_parallel_and_all_of_them() -> None:
     barrier = threading.Barrier(3, timeout=60)
     done: list[int] = []
 
-    def meet(run: Run) -> None:
+    def meet(run: Operation) -> None:
         barrier.wait()
         done.append(1)
 
@@ -145,10 +145,10 @@ def test_the_first_error_is_raised_and_the_rest_is_dropped() -> None:
     pool = Pool(2)
     done: list[int] = []
 
-    def fail(run: Run) -> None:
+    def fail(run: Operation) -> None:
         raise ValueError("first")
 
-    def wait(run: Run) -> None:
+    def wait(run: Operation) -> None:
         run.stopped.wait(60)
         run.check()
         done.append(1)
@@ -165,14 +165,14 @@ def test_operations_take_turns() -> None:
     order: list[str] = []
     begun = threading.Event()
 
-    def long(run: Run) -> None:
+    def long(run: Operation) -> None:
         begun.set()
         deadline = time.monotonic() + 60
         while not order and len(pool._runs) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         order.append("long")
 
-    def short(run: Run) -> None:
+    def short(run: Operation) -> None:
         order.append("short")
 
     thread = threading.Thread(target=pool.run, args=([long] * 40, lambda: None))
@@ -189,7 +189,7 @@ def test_a_closed_pool_has_no_threads_and_takes_no_work() -> None:
     pool = Pool(4)
     names: set[str] = set()
 
-    def name(run: Run) -> None:
+    def name(run: Operation) -> None:
         names.add(threading.current_thread().name)
 
     pool.run([name] * 8, lambda: None)

@@ -29,7 +29,7 @@ from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
 from ckptstore.transfer import upload
 from ckptstore.transfer.planned import PlannedFile
-from ckptstore.transfer.pool import Run
+from ckptstore.transfer.pool import Operation
 from ckptstore.transfer.sources import FileSource, MemorySource
 from ckptstore.transfer.upload import in_turns
 
@@ -60,12 +60,12 @@ def test_so_many_files_take_turns(num_tasks: list[int], num_files: int) -> None:
     seen: list[tuple[int, int]] = []
     files = [[partial(_note, seen, file, number) for number in range(count)] for file, count in enumerate(num_tasks)]
     for task in in_turns(files, num_files):
-        task(Run([]))
+        task(Operation([]))
     expected = [(file, number) for file, count in enumerate(num_tasks) for number in range(count)]
     assert seen == sorted(expected, key=lambda place: (place[0] // num_files, place[1], place[0]))
 
 
-def _note(seen: list[tuple[int, int]], file: int, number: int, run: Run) -> None:
+def _note(seen: list[tuple[int, int]], file: int, number: int, run: Operation) -> None:
     seen.append((file, number))
 
 

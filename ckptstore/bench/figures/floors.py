@@ -17,7 +17,7 @@ from ckptstore.errors import InvalidInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class FloorVerdict:
     """One floor and what was measured."""
 
     workload: str
@@ -48,7 +48,7 @@ def read_floors(path: Path) -> list[dict[str, Any]]:
     return list(found["floors"])
 
 
-def check(report: Report, floors: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+def check(report: Report, floors: Sequence[Mapping[str, Any]]) -> list[FloorVerdict]:
     """Every floor of a workload that the report has. One whose contender was not measured does not hold."""
     verdicts = []
     for floor in floors:
@@ -57,5 +57,7 @@ def check(report: Report, floors: Sequence[Mapping[str, Any]]) -> list[Verdict]:
             against = floor.get("contender") or f"the best {floor['role']}"
             other = workload.measured(against) if "contender" in floor else workload.best(floor["role"])
             ratio = workload.ratio(other) if other else None
-            verdicts.append(Verdict(workload=workload.name, against=against, floor=float(floor["floor"]), ratio=ratio))
+            verdicts.append(
+                FloorVerdict(workload=workload.name, against=against, floor=float(floor["floor"]), ratio=ratio)
+            )
     return verdicts

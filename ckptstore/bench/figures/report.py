@@ -81,7 +81,7 @@ def _over(joined: Any, values: Iterable[int | None]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class WorkloadOutcome:
     """What one contender did in one workload."""
 
     name: str
@@ -112,28 +112,28 @@ class Workload:
     title: str
     size_bytes: int
     ranks: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[WorkloadOutcome, ...]
     figure: str = "total_seconds"
     facts: Mapping[str, Any] = field(default_factory=dict)
     timeline: tuple[Mapping[str, Any], ...] = ()
     """Of each rank, in one save."""
 
-    def measured(self, name: str) -> Outcome | None:
+    def measured(self, name: str) -> WorkloadOutcome | None:
         """The contender of that name, if it was measured."""
         return next((one for one in self.outcomes if one.name == name and one.status == "measured"), None)
 
-    def figures(self, outcome: Outcome) -> list[float]:
+    def figures(self, outcome: WorkloadOutcome) -> list[float]:
         """The samples that ratios are taken of."""
         return [float(getattr(sample, self.figure)) for sample in outcome.samples]
 
-    def ratio(self, outcome: Outcome) -> float | None:
+    def ratio(self, outcome: WorkloadOutcome) -> float | None:
         """Its median over ckptstore's: above 1, ckptstore is faster."""
         ours = self.measured(OURS)
         if ours is None or outcome.status != "measured":
             return None
         return statistics.median(self.figures(outcome)) / max(1e-9, statistics.median(self.figures(ours)))
 
-    def best(self, role: Role) -> Outcome | None:
+    def best(self, role: Role) -> WorkloadOutcome | None:
         """The fastest one of a role that was measured."""
         found = [one for one in self.outcomes if one.role == role and one.status == "measured"]
         return min(found, key=lambda one: statistics.median(self.figures(one)), default=None)
@@ -161,7 +161,7 @@ class Workload:
         for one in value["outcomes"]:
             fields = {name: item for name, item in one.items() if name not in ("summary", "ratio")}
             samples = tuple(Sample(**sample) for sample in one["samples"])
-            outcomes.append(Outcome(**{**fields, "samples": samples, "sweep": tuple(one["sweep"])}))
+            outcomes.append(WorkloadOutcome(**{**fields, "samples": samples, "sweep": tuple(one["sweep"])}))
         names = ("name", "title", "size_bytes", "ranks", "figure", "facts")
         fields = {name: value[name] for name in names}
         return cls(**fields, timeline=tuple(value["timeline"]), outcomes=tuple(outcomes))
@@ -202,7 +202,7 @@ class Report:
         return cls(**fields, workloads=tuple(Workload.from_json(one) for one in value["workloads"]))
 
 
-def summary(outcome: Outcome, size_bytes: int) -> dict[str, Any] | None:
+def summary(outcome: WorkloadOutcome, size_bytes: int) -> dict[str, Any] | None:
     """Median, minimum and maximum of what was sampled, and the rates that follow; None without samples."""
     if not outcome.samples:
         return None

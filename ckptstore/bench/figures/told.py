@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptstore.bench.figures.report import Outcome, Report, Workload, summary
+from ckptstore.bench.figures.report import Report, Workload, WorkloadOutcome, summary
 
 HEADERS = ("contender", "seconds", "min - max", "GB/s", "CPU s/GiB", "peak MiB", "requests", "ratio", "of limit")
 LEGEND = (
@@ -29,7 +29,7 @@ def rows(workload: Workload) -> list[list[str]]:
     return [_row(workload, one, limit_seconds) for one in workload.outcomes if one.status == "measured"]
 
 
-def _row(workload: Workload, one: Outcome, limit_seconds: float | None) -> list[str]:
+def _row(workload: Workload, one: WorkloadOutcome, limit_seconds: float | None) -> list[str]:
     figures = workload.figures(one)
     median = statistics.median(figures)
     told = summary(one, workload.size_bytes) or {}
@@ -48,7 +48,7 @@ def _row(workload: Workload, one: Outcome, limit_seconds: float | None) -> list[
     ]
 
 
-def label(one: Outcome) -> str:
+def label(one: WorkloadOutcome) -> str:
     """Its name with its settings."""
     settings = ", ".join(text for name, value in one.settings.items() if (text := _setting(name, value)))
     return f"{one.name} ({settings})" if settings else one.name

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptstore.bench.destination import Place
-from ckptstore.bench.figures.report import OURS, Outcome, Sample, Workload
+from ckptstore.bench.figures.report import OURS, Sample, Workload, WorkloadOutcome
 from ckptstore.bench.measure import Meter
 from ckptstore.config import RetryConfig
 from ckptstore.format.changes import CheckpointEntry, Claim, Commit
@@ -86,7 +86,7 @@ def _measure(uri: str, place: Place, number: int, repeat: int) -> Workload:
             if turn:
                 samples[name].append(_sample(meter, counted))
     outcomes = [
-        Outcome(
+        WorkloadOutcome(
             name=name,
             family="limit" if name.startswith("one") else OURS,
             role="limit" if name.startswith("one") else "ckptstore",

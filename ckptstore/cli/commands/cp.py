@@ -12,7 +12,7 @@ from ckptstore.cli.options import as_json, engine_option, opened_executor, parse
 from ckptstore.cli.output import print_json
 from ckptstore.cli.targets import find_target, is_checkpoint, opened_checkpoint, opened_store
 from ckptstore.cli.terminal import progress
-from ckptstore.interchange.copying import CopyReport, Target, copy_checkpoint, copy_store, open_target
+from ckptstore.interchange.copying import CopyReport, CopyTarget, copy_checkpoint, copy_store, open_target
 from ckptstore.runtime.shown import show_size
 from ckptstore.transfer.executor import Executor
 
@@ -68,7 +68,7 @@ def command(
     click.echo(f"files copied: {report.num_copied}, {show_size(report.copied_bytes)}; {found}")
 
 
-def _copy_store(source: str, target: Target, storage_options: dict[str, Any], executor: Executor) -> CopyReport:
+def _copy_store(source: str, target: CopyTarget, storage_options: dict[str, Any], executor: Executor) -> CopyReport:
     with opened_store(source, storage_options) as store:
         job = store._job
         return copy_store(
@@ -76,6 +76,8 @@ def _copy_store(source: str, target: Target, storage_options: dict[str, Any], ex
         )
 
 
-def _copy_checkpoint(source: str, target: Target, storage_options: dict[str, Any], executor: Executor) -> CopyReport:
+def _copy_checkpoint(
+    source: str, target: CopyTarget, storage_options: dict[str, Any], executor: Executor
+) -> CopyReport:
     with opened_checkpoint(source, storage_options) as checkpoint:
         return copy_checkpoint(checkpoint._files, target, executor=executor)

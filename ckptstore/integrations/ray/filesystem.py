@@ -23,7 +23,7 @@ _GIVE_OPTIONS = "Give storage_options, in fsspec's names"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoragePlace:
     """Where something lies, in words that `open_storage` takes."""
 
     uri: str
@@ -50,7 +50,7 @@ def local_path_of(ray_checkpoint: Any) -> str:
     return uri
 
 
-def place_of(filesystem: Any, path: str, *, storage_options: Mapping[str, Any] | None = None) -> Place:
+def place_of(filesystem: Any, path: str, *, storage_options: Mapping[str, Any] | None = None) -> StoragePlace:
     """The place of `path` in a file system of pyarrow.
 
     `storage_options` replace what the file system says of endpoint and credentials. Raises InvalidInput for a file
@@ -60,7 +60,7 @@ def place_of(filesystem: Any, path: str, *, storage_options: Mapping[str, Any] |
         return _place_in_fsspec(filesystem.handler.fs, path, storage_options)
     kind = type(filesystem).__name__
     if kind == "LocalFileSystem":
-        return Place(path)
+        return StoragePlace(path)
     if kind == "SubTreeFileSystem":
         return place_of(filesystem.base_fs, _joined(filesystem.base_path, path), storage_options=storage_options)
     if kind not in _OPTIONS_OF:
@@ -71,15 +71,15 @@ def place_of(filesystem: Any, path: str, *, storage_options: Mapping[str, Any] |
     scheme, options_of = _OPTIONS_OF[kind]
     if storage_options is None:
         storage_options = options_of(_described(filesystem))
-    return Place(f"{scheme}://{path}", storage_options or None)
+    return StoragePlace(f"{scheme}://{path}", storage_options or None)
 
 
-def _place_in_fsspec(system: Any, path: str, storage_options: Mapping[str, Any] | None) -> Place:
+def _place_in_fsspec(system: Any, path: str, storage_options: Mapping[str, Any] | None) -> StoragePlace:
     protocols = [system.protocol] if isinstance(system.protocol, str) else list(system.protocol)
     if "dir" in protocols:
         return _place_in_fsspec(system.fs, _joined(system.path, path), storage_options)
     if _LOCAL & set(protocols):
-        return Place(path)
+        return StoragePlace(path)
     if "memory" in protocols:
         raise InvalidInput(
             "Ray's file system lives in the memory of one process", hint="Use a shared directory or an object store"
@@ -88,7 +88,7 @@ def _place_in_fsspec(system: Any, path: str, storage_options: Mapping[str, Any] 
         storage_options = {name: value for name, value in system.storage_options.items() if value is not None}
     if protocols[0] in _BUCKET_FIRST:
         path = path.lstrip("/")
-    return Place(f"{protocols[0]}://{path}", storage_options or None)
+    return StoragePlace(f"{protocols[0]}://{path}", storage_options or None)
 
 
 def _joined(root: str, path: str) -> str:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckptstore.errors import InvalidInput, RankFailed
-from ckptstore.transfer.executor import Beat, Item, Result, Task, deal
+from ckptstore.runtime.beat import Beat, no_beat
+from ckptstore.transfer.executor import Item, Result, Task, deal
 
 _TICK_SECONDS = 0.5
 """How often the caller looks for progress."""
@@ -78,7 +79,7 @@ class RayExecutor:
 
 
 def _work(task: Task[Item, Result], share: Sequence[Item]) -> Result:
-    return task(share, lambda: None)
+    return task(share, no_beat)
 
 
 def _wait(references: Sequence[Any], beat: Beat) -> None:

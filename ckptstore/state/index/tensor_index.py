@@ -25,7 +25,7 @@ _LISTED_CHUNKS = 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
+class IndexedTensor:
     """What is known of a tensor, wherever its bytes are."""
 
     fqn: str
@@ -56,7 +56,7 @@ class TensorIndex:
         self.world_size = len(self.parts) if world_size is None else world_size
         self.files: tuple[str, ...] = tuple(dict.fromkeys(name for part in self.parts for name in part.files))
         self._row_of: dict[tuple[str, int], int] = {}
-        self._entries: list[TensorEntry] = []
+        self._entries: list[IndexedTensor] = []
         self._entry_ranks: list[int] = []
         rows_of_parts = self._merge_rows()
         self._join_columns(rows_of_parts)
@@ -92,7 +92,7 @@ class TensorIndex:
             found.append(rows)
         return found
 
-    def _row(self, rank: int, entry: TensorEntry) -> int:
+    def _row(self, rank: int, entry: IndexedTensor) -> int:
         known = self._row_of.setdefault((entry.fqn, rank if entry.per_rank else -1), len(self._entries))
         if known == len(self._entries):
             self._entries.append(entry)
@@ -177,9 +177,9 @@ class TensorIndex:
         return len(self._offset)
 
     @cached_property
-    def tensors(self) -> Mapping[str, TensorEntry]:
+    def tensors(self) -> Mapping[str, IndexedTensor]:
         """The tensors by name; of one that differs between ranks, the lowest rank's."""
-        found: dict[str, TensorEntry] = {}
+        found: dict[str, IndexedTensor] = {}
         for fqn, rank in sorted(self._row_of, key=lambda key: key[1]):
             if fqn not in found:
                 found[fqn] = self._entries[self._row_of[fqn, rank]]
@@ -201,7 +201,7 @@ class TensorIndex:
                 found[self._entries[row].fqn] = self._entries[first].fqn
         return found
 
-    def entry(self, fqn: str, rank: int) -> TensorEntry | None:
+    def entry(self, fqn: str, rank: int) -> IndexedTensor | None:
         """The tensor as that rank sees it, None when it is not there."""
         row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
         return None if row is None else self._entries[row]
@@ -265,7 +265,7 @@ class TensorIndex:
         """The tensors that chunks do not cover exactly once."""
         return [entry.fqn for row, entry in enumerate(self._entries) if not self._is_covered(row, entry)]
 
-    def _is_covered(self, row: int, entry: TensorEntry) -> bool:
+    def _is_covered(self, row: int, entry: IndexedTensor) -> bool:
         low, high = self._limits[row], self._limits[row + 1]
         volume, dims = prod(entry.shape), len(entry.shape)
         if int(self._stored_bytes[row]) != volume * DTYPES[entry.dtype][1]:
@@ -327,12 +327,12 @@ def _shapes(part: Part) -> bytes:
     return b"".join([part.ndim.tobytes(), *found])
 
 
-def _entries_of(part: Part) -> Iterator[TensorEntry]:
+def _entries_of(part: Part) -> Iterator[IndexedTensor]:
     columns = (part.dtype, part.ndim, part.flags, part.shape_at)
     numbers = part.numbers.tolist()
     for fqn, dtype, dims, flags, at in zip(part.names, *(column.tolist() for column in columns), strict=True):
         shape = tuple(numbers[at + dims : at + 2 * dims])
-        yield TensorEntry(fqn, DTYPE_NAMES[dtype], shape, bool(flags & PER_RANK), bool(flags & BESIDE_VALUE))
+        yield IndexedTensor(fqn, DTYPE_NAMES[dtype], shape, bool(flags & PER_RANK), bool(flags & BESIDE_VALUE))
 
 
 def are_apart(shape: Any, offsets: Any, sizes: Any) -> bool:

@@ -11,7 +11,7 @@ Loading has two phases, so that bytes are read straight into the memory where th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -128,28 +128,6 @@ def begin_load(
         raise
     matching.close(state)
     return Loading(matching.targets, matching.mismatch, parts)
-
-
-def apply(
-    state: Mapping[str, Any],
-    saved: Saved,
-    read: Callable[[Mapping[str, Target]], None],
-    *,
-    strict: bool = True,
-    include: str | Sequence[str] | None = None,
-    device: torch.device | str | None = None,
-) -> Mismatch:
-    """Load in one go, for one process: `read` fills the targets. Returns what did not fit, which with `strict` is
-    nothing. Raises StateMismatch, the state being as it was."""
-    loading = begin_load(state, saved, include=include, device=device)
-    try:
-        loading.mismatch.check(strict=strict)
-    except BaseException:
-        loading.abandon()
-        raise
-    read(loading.targets)
-    loading.finish()
-    return loading.mismatch
 
 
 def _modules(units: Sequence[Unit]) -> list[tuple[str, torch.nn.Module]]:

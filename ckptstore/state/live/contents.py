@@ -30,7 +30,7 @@ from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.units import Unit
 
 
-class Contents:
+class StoredContents:
     """What a checkpoint has for one place that holds tensors and plain values.
 
     `current` is what stands there now. `fixed` says that its tensors are the caller's own, so that the checkpoint must
@@ -144,7 +144,7 @@ class ValueLoad:
 
     def __init__(self, unit: Unit, matching: Matching, *, device: torch.device | None) -> None:
         self._unit = unit
-        self._contents = Contents(unit.path, unit.item, matching, fixed=True, device=device)
+        self._contents = StoredContents(unit.path, unit.item, matching, fixed=True, device=device)
 
     def finish(self) -> None:
         """Put the value into its place; dicts and lists of the same type stay the same objects."""
@@ -163,7 +163,7 @@ class StatefulLoad:
 
     def __init__(self, unit: Unit, matching: Matching, *, device: torch.device | None) -> None:
         self._unit = unit
-        self._contents: Contents | None = None
+        self._contents: StoredContents | None = None
         if not matching.includes(unit.key):
             return
         saved, below = matching.saved.values.get(unit.key), matching.below(unit.key)
@@ -177,7 +177,7 @@ class StatefulLoad:
         needs_current = unit.key not in matching.saved.values or any(True for _ in references_in(saved))
         with same_random_numbers():
             current = unit.item.state_dict() if needs_current else None
-        self._contents = Contents(unit.path, current, matching, fixed=False, device=device)
+        self._contents = StoredContents(unit.path, current, matching, fixed=False, device=device)
 
     def finish(self) -> None:
         """Hand the object its state. Raises StateMismatch when it refuses it."""

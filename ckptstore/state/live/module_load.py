@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ckptstore.state.live.contents import Contents
+from ckptstore.state.live.contents import StoredContents
 from ckptstore.state.live.flatten import identity_of
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.meta import Materialised, materialise
@@ -31,7 +31,7 @@ class ModuleLoad:
             self.materialised.release()
             raise
         self._others = {
-            name: Contents((*unit.path, name), item, matching, fixed=False, device=device)
+            name: StoredContents((*unit.path, name), item, matching, fixed=False, device=device)
             for name, item in self._contents.items.items()
             if not isinstance(item, torch.Tensor)
         }

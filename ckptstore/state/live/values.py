@@ -21,7 +21,7 @@ from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, InvalidState
 from ckptstore.format.encoding import float_name, shortened
-from ckptstore.state.tensors.wrapped import Label, Part, Wrapped
+from ckptstore.state.tensors.wrapped import Label, Wrapped, WrappedPart
 
 INLINE_BYTES = 64 << 10
 """Byte strings and arrays above this travel as tensors."""
@@ -243,7 +243,7 @@ class Decoder:
         part = content["part"]
         if part is not None:
             key, offsets, shape = part
-            part = Part(key, tuple(offsets), tuple(shape))
+            part = WrappedPart(key, tuple(offsets), tuple(shape))
         label = Label(content["class"], content["context"], content["dtype"], tuple(content["shape"]), part)
         return Wrapped(dict(self._pairs(content["tensors"])), label)
 

@@ -10,7 +10,7 @@ import torch
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.tensor_index import TensorEntry, TensorIndex
+from ckptstore.state.index.tensor_index import IndexedTensor, TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.matching import Saved, SavedTensor, above, fits
 from ckptstore.state.live.values import Decoder, references
@@ -76,7 +76,7 @@ class StoredState:
         aliases = {key: first for key, first in self.index.aliases.items() if key not in skipped}
         return Saved(tensors, self.values(wanted), aliases, skipped)
 
-    def entry(self, key: str) -> TensorEntry:
+    def entry(self, key: str) -> IndexedTensor:
         """What this rank knows of a tensor. Raises CheckpointDamaged for one that the index lacks."""
         found = self.index.entry(key, self.source_rank(key))
         if found is None:

@@ -28,7 +28,7 @@ def unlock_memory(address: int) -> None:
     _cuda.cudart().cudaHostUnregister(address)
 
 
-class Launched:
+class LaunchedWork:
     """What the calling thread has launched so far on some devices; the bytes of their tensors are final after it.
 
     Made in the thread that saves: current device and current streams are a thread's own, and a new thread begins on

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import is_wrapper
 from ckptstore.state.tensors.boxes import Box, whole
-from ckptstore.state.tensors.wrapped import Part, Wrapped, key_of_part, unwrap
+from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, key_of_part, unwrap
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Most tensors are one of these; what they are not needs no look at their attributes then."""
@@ -86,7 +86,7 @@ def wrapped_in(tensor: torch.Tensor, key: str) -> dict[str, Wrapped]:
         )
     found = {}
     for box, _ in pieces:
-        part = Part(key, box.offsets, tuple(tensor.shape))
+        part = WrappedPart(key, box.offsets, tuple(tensor.shape))
         found[key_of_part(key, box.offsets)] = unwrap(tensor._local_tensor, key, part)
     return found
 

@@ -17,7 +17,7 @@ from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import is_wrapper
 
 
-class Part(NamedTuple):
+class WrappedPart(NamedTuple):
     """Which box of a distributed tensor a wrapped tensor is."""
 
     of: str
@@ -38,7 +38,7 @@ class Label:
     dtype: str
     """torch's name without the module: what the tensor shows, whatever its inner tensors are."""
     shape: tuple[int, ...]
-    part: Part | None = None
+    part: WrappedPart | None = None
 
 
 class Wrapped(dict[str, Any]):
@@ -62,7 +62,7 @@ def key_of_part(key: str, offsets: tuple[int, ...]) -> str:
     return f"{key}@{','.join(map(str, offsets))}"
 
 
-def unwrap(tensor: Any, key: str, part: Part | None = None) -> Wrapped:
+def unwrap(tensor: Any, key: str, part: WrappedPart | None = None) -> Wrapped:
     """The inner tensors of a wrapper subclass: the live memory, detached, for saving it or for loading into it.
 
     `part` says that it is a box of a distributed tensor. Raises InvalidState, with the key, for a subclass that does

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -84,16 +83,6 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
         _fill_value_digests(found)
     found.items.sort(key=lambda item: item.key)
     return found
-
-
-def plain_state(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any] | None = None) -> FlatState:
-    """A flat state of tensors and plain values under keys of their own, without any nesting."""
-    flat = FlatState()
-    for key, tensor in tensors.items():
-        flat.add_tensor((key,), TensorEntry(tensor))
-    for key, value in (values or {}).items():
-        flat.add_value((key,), value)
-    return flat
 
 
 def _take_value(found: Described, flat: FlatState, key: str, value: Any, *, allow_pickle: bool) -> None:

@@ -24,7 +24,7 @@ from ckptstore.storage.uri import Location
 _MAX_CONNECTIONS = 64
 
 
-class Connection:
+class AwsConnection:
     """A botocore client made from the options of s3fs, in the process that uses it, when it is first used."""
 
     def __init__(self, location: Location, options: Mapping[str, Any], environ: Environment) -> None:

@@ -11,7 +11,7 @@ from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageE
 from ckptstore.format import digest
 from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
 from ckptstore.storage.cloud import foreign
-from ckptstore.storage.cloud.aws import Connection, crc32c_header
+from ckptstore.storage.cloud.aws import AwsConnection, crc32c_header
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, part_bytes, total_bytes
 from ckptstore.storage.uri import Location
 
@@ -27,7 +27,7 @@ _CLEARING_TRIES = 5
 class S3Files(ProcessBound):
     """Files below a prefix of a bucket."""
 
-    def __init__(self, location: Location, connection: Connection) -> None:
+    def __init__(self, location: Location, connection: AwsConnection) -> None:
         super().__init__()
         self._location = location
         self._connection = connection

@@ -38,7 +38,7 @@ _READ_BYTES = 16 << 20
 _COPY_POLL_SECONDS = 0.5
 
 
-class Connection:
+class AzureConnection:
     """A container client, made in the process that uses it, when it is first used."""
 
     def __init__(self, location: Location, names: Mapping[str, Any], environ: Environment) -> None:
@@ -128,7 +128,7 @@ def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError | fo
 class AzureFiles(ProcessBound):
     """Files below a prefix of a container."""
 
-    def __init__(self, location: Location, connection: Connection) -> None:
+    def __init__(self, location: Location, connection: AzureConnection) -> None:
         super().__init__()
         self._location = location
         self._connection = connection

@@ -45,7 +45,7 @@ _PART_BYTES = 16 << 20
 _MIB = 1 << 20
 
 
-class Connection:
+class GcsConnection:
     """An HTTP session with credentials, made in the process that uses it, when it is first used."""
 
     def __init__(
@@ -121,7 +121,7 @@ def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError | fo
 class GcsFiles(ProcessBound):
     """Files below a prefix of a bucket."""
 
-    def __init__(self, location: Location, connection: Connection) -> None:
+    def __init__(self, location: Location, connection: GcsConnection) -> None:
         super().__init__()
         self._location = location
         self._connection = connection
@@ -317,13 +317,13 @@ class _Composition:
         self._part_bytes = files.part_bytes(size_bytes)
         directory, slash, _ = key.rpartition("/")
         self._name = f"{directory}{slash}.part-{uuid.uuid4().hex[:16]}"
-        self._parts: dict[int, tuple[str, digest.Segment]] = {}
+        self._parts: dict[int, tuple[str, digest.SegmentDigest]] = {}
         self._joined: list[str] = []
 
     def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
         name = f"{self._name}-{offset // self._part_bytes:05d}"
         crc32c = self._files.put(name, views, crc32c=crc32c)
-        self._parts[offset] = (name, digest.Segment(offset, total_bytes(views), crc32c))
+        self._parts[offset] = (name, digest.SegmentDigest(offset, total_bytes(views), crc32c))
 
     def finish(self) -> None:
         """May be called again after an error: the parts stay until the file is whole."""
@@ -335,12 +335,12 @@ class _Composition:
         self._join(parts, self._key)
         self.abort()
 
-    def _join(self, parts: Sequence[tuple[str, digest.Segment]], key: str) -> tuple[str, digest.Segment]:
+    def _join(self, parts: Sequence[tuple[str, digest.SegmentDigest]], key: str) -> tuple[str, digest.SegmentDigest]:
         segments = [segment for _, segment in parts]
         size_bytes = sum(segment.size_bytes for segment in segments)
         crc32c = digest.join(segments)
         self._files.compose([name for name, _ in parts], key, size_bytes=size_bytes, crc32c=crc32c)
-        return key, digest.Segment(segments[0].offset, size_bytes, crc32c)
+        return key, digest.SegmentDigest(segments[0].offset, size_bytes, crc32c)
 
     def abort(self) -> None:
         """Remove the temporary objects."""
@@ -348,11 +348,11 @@ class _Composition:
             self._files.delete([*(name for name, _ in self._parts.values()), *self._joined])
 
 
-def connect(names: Mapping[str, Any], environ: Environment) -> Connection:
+def connect(names: Mapping[str, Any], environ: Environment) -> GcsConnection:
     """A connection with gcsfs' options."""
     endpoint = gcs_endpoint(names, environ)
     token = names.get("token") or ("anon" if endpoint else None)
-    return Connection(
+    return GcsConnection(
         endpoint_url=endpoint or _GOOGLE,
         credentials=credentials_of(token),
         read_seconds=seconds_of(names.get("timeout") or None, READ_TIMEOUT_SECONDS, "The timeout"),

@@ -361,14 +361,14 @@ def _files_of(config: ObstoreConfig, options: Mapping[str, Any]) -> Any:
         from ckptstore.storage.cloud import aws, aws_files
 
         names = {"profile": config.profile, **options}
-        return aws_files.S3Files(location, aws.Connection(location, names, os.environ))
+        return aws_files.S3Files(location, aws.AwsConnection(location, names, os.environ))
     if location.kind == "gcs":
         from ckptstore.storage.cloud import gcs
 
         return gcs.GcsFiles(location, gcs.connect(options, os.environ))
     from ckptstore.storage.cloud import azure
 
-    return azure.AzureFiles(location, azure.Connection(location, options, os.environ))
+    return azure.AzureFiles(location, azure.AzureConnection(location, options, os.environ))
 
 
 def _connect(config: ObstoreConfig) -> tuple[chains.Provider | None, Any]:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 
 from ckptstore.testing.s3 import checksums, control, listing
 from ckptstore.testing.s3.arriving import Arriving, Unchunker
-from ckptstore.testing.s3.messages import Answer, Request
+from ckptstore.testing.s3.messages import Answer, HttpRequest
 from ckptstore.testing.s3.objects import LoggedRequest, S3Error, new_id, new_memory
 from ckptstore.testing.s3.rules import Fault
 from ckptstore.testing.s3.shared import Shared
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Connection(asyncio.BufferedProtocol):
+class ClientConnection(asyncio.BufferedProtocol):
     """One client's connection."""
 
     def __init__(self, shared: Shared, loop: asyncio.AbstractEventLoop) -> None:
@@ -220,7 +220,7 @@ class Connection(asyncio.BufferedProtocol):
             _log.exception("%s %s", request.method, request.target)
             return Answer.of(listing.error_document(S3Error(500, "InternalError", repr(error)), ""), status=500)
 
-    async def _checked(self, request: Arriving) -> Request:
+    async def _checked(self, request: Arriving) -> HttpRequest:
         """The request with its body decoded and compared with the digests that came along."""
         body, headers = request.body, request.headers
         if body is not None and checksums.is_aws_chunked(headers):
@@ -235,7 +235,7 @@ class Connection(asyncio.BufferedProtocol):
             request.body = body = None
         elif body is not None and not self._shared.keep_bodies:  # the connection's memory is used again
             request.body = body = memoryview(bytes(body))
-        return Request(
+        return HttpRequest(
             method=request.method,
             path=request.path,
             query=dict(parse_qsl(request.query, keep_blank_values=True)),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
-from ckptstore.testing.s3.objects import S3Error, StoredObject, Upload
+from ckptstore.testing.s3.objects import MultipartUpload, S3Error, StoredObject
 
 _NAMESPACE = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
 _PAGE_KEYS = 1000
@@ -105,7 +105,7 @@ def _page(
     return keys, folders, None
 
 
-def uploads_page(bucket: str, uploads: Mapping[str, Upload], prefix: str) -> bytes:
+def uploads_page(bucket: str, uploads: Mapping[str, MultipartUpload], prefix: str) -> bytes:
     """Every unfinished upload below a prefix, on one page."""
     found = [
         wrapped("Upload", ("Key", upload.key), ("UploadId", upload_id), ("Initiated", timestamp(upload.begun)))
@@ -115,7 +115,7 @@ def uploads_page(bucket: str, uploads: Mapping[str, Upload], prefix: str) -> byt
     return document("ListMultipartUploadsResult", ("Bucket", bucket), ("IsTruncated", "false"), *found)
 
 
-def parts_page(upload_id: str, upload: Upload) -> bytes:
+def parts_page(upload_id: str, upload: MultipartUpload) -> bytes:
     """Every part of an unfinished upload."""
     found = [
         wrapped(

@@ -15,7 +15,7 @@ _KEPT_HEADERS = ("content-type", "cache-control", "content-disposition", "conten
 
 
 @dataclass(slots=True, kw_only=True)
-class Request:
+class HttpRequest:
     """A request whose body has arrived."""
 
     method: str
@@ -64,7 +64,7 @@ class Answer:
         return cls(status, dict(headers), [body], len(body))
 
 
-def check_conditions(request: Request, stored: StoredObject | None) -> None:
+def check_conditions(request: HttpRequest, stored: StoredObject | None) -> None:
     """Raise S3Error unless the object is as If-Match and If-None-Match want it."""
     wanted, unwanted = request.headers.get("if-match"), request.headers.get("if-none-match")
     if wanted is not None:
@@ -78,7 +78,7 @@ def check_conditions(request: Request, stored: StoredObject | None) -> None:
         raise S3Error(412, "PreconditionFailed", "A precondition did not hold", condition="If-None-Match")
 
 
-def stored_from(request: Request, *, headers: dict[str, str]) -> StoredObject:
+def stored_from(request: HttpRequest, *, headers: dict[str, str]) -> StoredObject:
     """The body of the request as an object."""
     pieces = None if request.body is None else [request.body]
     return StoredObject(
@@ -90,7 +90,7 @@ def stored_from(request: Request, *, headers: dict[str, str]) -> StoredObject:
     )
 
 
-def kept_headers(request: Request) -> dict[str, str]:
+def kept_headers(request: HttpRequest) -> dict[str, str]:
     """The headers that an object keeps."""
     kept = {
         name: value

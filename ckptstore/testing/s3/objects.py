@@ -57,7 +57,7 @@ class StoredObject:
 
 
 @dataclass(slots=True, kw_only=True)
-class Upload:
+class MultipartUpload:
     """A multipart upload that was begun."""
 
     bucket: str
@@ -74,7 +74,7 @@ class Objects:
     """Everything that the server holds. Only the server's loop changes it."""
 
     buckets: dict[str, dict[str, StoredObject]] = field(default_factory=dict)
-    uploads: dict[str, Upload] = field(default_factory=dict)
+    uploads: dict[str, MultipartUpload] = field(default_factory=dict)
 
     def bucket(self, name: str) -> dict[str, StoredObject]:
         """The objects of a bucket by key."""
@@ -82,7 +82,7 @@ class Objects:
             raise S3Error(404, "NoSuchBucket", name)
         return self.buckets[name]
 
-    def upload(self, upload_id: str, bucket: str, key: str) -> Upload:
+    def upload(self, upload_id: str, bucket: str, key: str) -> MultipartUpload:
         """An unfinished upload."""
         upload = self.uploads.get(upload_id)
         if upload is None or (upload.bucket, upload.key) != (bucket, key):

@@ -14,7 +14,7 @@ from email.utils import formatdate
 from ckptstore.testing.s3 import checksums, listing
 from ckptstore.testing.s3.messages import (
     Answer,
-    Request,
+    HttpRequest,
     check_conditions,
     copy_result,
     kept_headers,
@@ -34,7 +34,7 @@ class Service:
         self._access_keys = access_keys
         self._uploads = Uploads(objects, min_part_bytes=min_part_bytes)
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: HttpRequest) -> Answer:
         """Do what is asked; raises S3Error."""
         self._authorize(request)
         if not request.bucket:
@@ -51,7 +51,7 @@ class Service:
             return self._delete(request)
         raise S3Error(501, "NotImplemented", f"{request.method} {request.path}")
 
-    def _authorize(self, request: Request) -> None:
+    def _authorize(self, request: HttpRequest) -> None:
         if self._access_keys is None:
             return
         match = re.search(r"Credential=([^/]+)/", request.headers.get("authorization", ""))
@@ -61,14 +61,14 @@ class Service:
 
     # Buckets
 
-    def _list_buckets(self, request: Request) -> Answer:
+    def _list_buckets(self, request: HttpRequest) -> Answer:
         request.operation = "ListBuckets"
         date = listing.timestamp(0)
         found = [listing.wrapped("Bucket", ("Name", name), ("CreationDate", date)) for name in self.objects.buckets]
         body = listing.document("ListAllMyBucketsResult", f"<Buckets>{''.join(found)}</Buckets>")
         return Answer.of(body)
 
-    def _on_bucket(self, request: Request) -> Answer:
+    def _on_bucket(self, request: HttpRequest) -> Answer:
         name, query = request.bucket, request.query
         if request.method == "PUT" and not query:
             request.operation = "CreateBucket"
@@ -90,7 +90,7 @@ class Service:
             return self._describe_bucket(request, objects)
         raise S3Error(501, "NotImplemented", f"{request.method} {name}?{dict(query)}")
 
-    def _describe_bucket(self, request: Request, objects: Mapping[str, StoredObject]) -> Answer:
+    def _describe_bucket(self, request: HttpRequest, objects: Mapping[str, StoredObject]) -> Answer:
         query = request.query
         if "location" in query:
             request.operation = "GetBucketLocation"
@@ -113,7 +113,7 @@ class Service:
         request.operation = "ListObjects"
         return Answer.of(listing.bucket_page(request.bucket, objects, query))
 
-    def _delete_many(self, request: Request, objects: dict[str, StoredObject]) -> Answer:
+    def _delete_many(self, request: HttpRequest, objects: dict[str, StoredObject]) -> Answer:
         request.operation = "DeleteObjects"
         keys = [item.findtext("Key") or "" for item in request.xml.iter("Object")]
         if len(keys) > 1000:
@@ -125,7 +125,7 @@ class Service:
 
     # Objects
 
-    def _get(self, request: Request) -> Answer:
+    def _get(self, request: HttpRequest) -> Answer:
         request.operation = "GetObject" if request.method == "GET" else "HeadObject"
         stored = self.objects.bucket(request.bucket).get(request.key)
         if stored is None:
@@ -149,7 +149,7 @@ class Service:
             headers["x-amz-checksum-type"] = stored.checksum_type
         return Answer(200, headers, stored.slice(0, stored.size_bytes), stored.size_bytes)
 
-    def _put(self, request: Request) -> Answer:
+    def _put(self, request: HttpRequest) -> Answer:
         request.operation = "PutObject"
         objects = self.objects.bucket(request.bucket)
         check_conditions(request, objects.get(request.key))
@@ -157,7 +157,7 @@ class Service:
         objects[request.key] = stored
         return Answer(headers=put_headers(stored))
 
-    def _copy(self, request: Request) -> Answer:
+    def _copy(self, request: HttpRequest) -> Answer:
         request.operation = "CopyObject"
         source, pieces, size_bytes = copy_source(self.objects, request)
         objects = self.objects.bucket(request.bucket)
@@ -173,7 +173,7 @@ class Service:
         objects[request.key] = stored
         return Answer.of(copy_result("CopyObjectResult", stored))
 
-    def _delete(self, request: Request) -> Answer:
+    def _delete(self, request: HttpRequest) -> Answer:
         request.operation = "DeleteObject"
         objects = self.objects.bucket(request.bucket)
         if request.key in objects:

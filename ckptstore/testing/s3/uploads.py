@@ -10,14 +10,14 @@ from ckptstore.testing.s3 import checksums, listing
 from ckptstore.testing.s3.messages import (
     XML,
     Answer,
-    Request,
+    HttpRequest,
     check_conditions,
     copy_result,
     kept_headers,
     put_headers,
     stored_from,
 )
-from ckptstore.testing.s3.objects import Objects, S3Error, StoredObject, Upload, new_id
+from ckptstore.testing.s3.objects import MultipartUpload, Objects, S3Error, StoredObject, new_id
 
 _MIN_PART_BYTES = 5 << 20
 
@@ -29,7 +29,7 @@ class Uploads:
         self.objects = objects
         self._min_part_bytes = _MIN_PART_BYTES if min_part_bytes is None else min_part_bytes
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: HttpRequest) -> Answer:
         """Do what is asked; raises S3Error."""
         if request.method == "POST" and "uploads" in request.query:
             return self._begin_upload(request)
@@ -46,13 +46,13 @@ class Uploads:
             return Answer(204)
         return self._complete(request, upload_id, upload)
 
-    def _begin_upload(self, request: Request) -> Answer:
+    def _begin_upload(self, request: HttpRequest) -> Answer:
         request.operation = "CreateMultipartUpload"
         self.objects.bucket(request.bucket)
         algorithm = request.headers.get("x-amz-checksum-algorithm", "").lower()
         default_type = "FULL_OBJECT" if algorithm == "crc64nvme" else "COMPOSITE"
         upload_id = new_id()
-        self.objects.uploads[upload_id] = Upload(
+        self.objects.uploads[upload_id] = MultipartUpload(
             bucket=request.bucket,
             key=request.key,
             algorithm=algorithm,
@@ -63,7 +63,7 @@ class Uploads:
         names = (("Bucket", request.bucket), ("Key", request.key), ("UploadId", upload_id))
         return Answer.of(listing.document("InitiateMultipartUploadResult", *names), headers=headers)
 
-    def _put_part(self, request: Request, upload: Upload) -> Answer:
+    def _put_part(self, request: HttpRequest, upload: MultipartUpload) -> Answer:
         number = int(request.query["partNumber"])
         if not 1 <= number <= 10_000:
             raise S3Error(400, "InvalidArgument", "Part number must be an integer between 1 and 10000")
@@ -78,7 +78,7 @@ class Uploads:
         upload.parts[number] = part
         return Answer(headers=put_headers(part))
 
-    def _complete(self, request: Request, upload_id: str, upload: Upload) -> Answer:
+    def _complete(self, request: HttpRequest, upload_id: str, upload: MultipartUpload) -> Answer:
         request.operation = "CompleteMultipartUpload"
         objects = self.objects.bucket(request.bucket)
         check_conditions(request, objects.get(request.key))
@@ -100,7 +100,7 @@ class Uploads:
         digests = [(f"Checksum{name.upper()}", value) for name, value in stored.checksums.items()]
         return Answer.of(listing.document("CompleteMultipartUploadResult", *names, *digests))
 
-    def _listed_parts(self, request: Request, upload: Upload) -> list[StoredObject]:
+    def _listed_parts(self, request: HttpRequest, upload: MultipartUpload) -> list[StoredObject]:
         wanted = [
             (int(item.findtext("PartNumber") or 0), (item.findtext("ETag") or "").strip('"'))
             for item in request.xml.iter("Part")
@@ -119,7 +119,7 @@ class Uploads:
         return found
 
 
-def copy_source(objects: Objects, request: Request) -> tuple[StoredObject, Sequence[memoryview] | None, int]:
+def copy_source(objects: Objects, request: HttpRequest) -> tuple[StoredObject, Sequence[memoryview] | None, int]:
     """The object that x-amz-copy-source names, and the bytes of it that are asked for."""
     bucket, _, key = unquote(request.headers["x-amz-copy-source"].lstrip("/")).partition("/")
     source = objects.bucket(bucket).get(key)
@@ -131,7 +131,9 @@ def copy_source(objects: Objects, request: Request) -> tuple[StoredObject, Seque
     return source, None if source.pieces is None else source.slice(first, size_bytes), size_bytes
 
 
-def _whole_checksum(upload: Upload, parts: Sequence[StoredObject], pieces: Sequence[memoryview]) -> dict[str, str]:
+def _whole_checksum(
+    upload: MultipartUpload, parts: Sequence[StoredObject], pieces: Sequence[memoryview]
+) -> dict[str, str]:
     algorithm = upload.algorithm
     if not algorithm:
         return {}

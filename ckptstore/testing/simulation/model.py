@@ -36,7 +36,7 @@ class Violation(AssertionError):
 
 
 @dataclass
-class Saved:
+class SavedCheckpoint:
     """One committed checkpoint."""
 
     number: int
@@ -64,8 +64,8 @@ class Model:
     step_of: Callable[[Tag], int | None]
     is_copy: bool = False
     records: dict[int, Record] = field(default_factory=dict)
-    saved: dict[int, Saved] = field(default_factory=dict)
-    by_attempt: dict[str, Saved] = field(default_factory=dict)
+    saved: dict[int, SavedCheckpoint] = field(default_factory=dict)
+    by_attempt: dict[str, SavedCheckpoint] = field(default_factory=dict)
     by_call: dict[Call, int] = field(default_factory=dict)
     refused: set[Call] = field(default_factory=set)
     trashed_at: dict[int, float] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Model:
         """The newest record."""
         return self.records.get(len(self.records)) if self.records else None
 
-    def live(self) -> list[Saved]:
+    def live(self) -> list[SavedCheckpoint]:
         """What is live, oldest first."""
         newest = self.newest
         return [self.saved[number] for number in newest.state.live] if newest else []
@@ -209,7 +209,7 @@ class Model:
         held = held_files(self.space, prefix, where, sha256=entry.manifest_sha256, is_copy=self.is_copy)
         told = told_of(held, where, self.ranks_of, self.step_of)
         tag = max((tag for tag, _ in told), default=("", -1))
-        saved = Saved(record.number, entry.step, entry.attempt, tag, self.now(), held)
+        saved = SavedCheckpoint(record.number, entry.step, entry.attempt, tag, self.now(), held)
         self.saved[record.number] = self.by_attempt[entry.attempt] = saved
         if self.is_copy or not tag[0]:
             return
@@ -248,7 +248,7 @@ class Model:
                 text = f"{name} of record {number} was {how}; {times}"
                 raise Violation("nothing that is read loses a byte", text)
 
-    def damage(self, saved: Saved, name: str, how: str) -> None:
+    def damage(self, saved: SavedCheckpoint, name: str, how: str) -> None:
         """Something else than ckptstore does harm to a file."""
         key = f"{CHECKPOINT_PREFIX}{saved.attempt}/{name}"
         file = self.space.files.get(key)
