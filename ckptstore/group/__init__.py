@@ -6,10 +6,11 @@ Importing this package loads no torch.
 
 from ckptstore.group.base import Beat, Group, Join, SoloGroup, Work
 from ckptstore.group.board_group import BoardGroup
-from ckptstore.group.find import check_shared, find_group
+from ckptstore.group.find import SOLO, check_shared, find_group, has_torch_group
 from ckptstore.group.storage_board import StorageGroup, leftover_prefixes
 
 __all__ = [
+    "SOLO",
     "Beat",
     "BoardGroup",
     "Group",
@@ -19,5 +20,6 @@ __all__ = [
     "Work",
     "check_shared",
     "find_group",
+    "has_torch_group",
     "leftover_prefixes",
 ]
