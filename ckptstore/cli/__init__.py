@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ckptstore import __version__
-from ckptstore.errors import CkptstoreError
+from ckptstore.errors import CkptstoreError, not_installed
 
 COMMANDS = (
     "ls",
@@ -68,7 +68,10 @@ class Commands(click.Group):
         as_json = ctx.ensure_object(dict).get("as_json")
         try:
             return super().invoke(ctx)
-        except CkptstoreError as error:
+        except (CkptstoreError, ModuleNotFoundError) as raised:
+            error = raised if isinstance(raised, CkptstoreError) else not_installed(raised)
+            if error is None:
+                raise
             error = _with_flags(error, self.get_command(ctx, ctx.invoked_subcommand or ""))
             if as_json:
                 _echo_error(error.to_wire())
