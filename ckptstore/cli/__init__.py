@@ -31,9 +31,10 @@ COMMANDS = (
     "doctor",
     "bench",
     "demo",
+    "s3-test",
 )
-"""In the order of the help. The module of a command has its name, with an underscore behind words of Python, and
-`command` in it."""
+"""In the order of the help. The module of a command has its name, with an underscore behind words of Python and for
+a hyphen, and `command` in it."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
@@ -116,7 +117,7 @@ def _with_flags(error: CkptstoreError, command: click.Command | None) -> Ckptsto
 
 
 def _module_name(command: str) -> str:
-    return f"{command}_" if keyword.iskeyword(command) else command
+    return f"{command}_" if keyword.iskeyword(command) else command.replace("-", "_")
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
