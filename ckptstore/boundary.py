@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from ckptstore.config import shows_full_tracebacks
-from ckptstore.errors import CkptstoreError
+from ckptstore.errors import CkptstoreError, not_installed
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,6 +30,11 @@ def boundary(function: F) -> F:
             if shows_full_tracebacks():
                 raise
             raise error.with_traceback(None)  # CKPTSTORE_TRACEBACKS=full shows the frames inside  # noqa: B904
+        except ModuleNotFoundError as error:
+            missing = not_installed(error)
+            if missing is None:
+                raise
+            raise missing from error
 
     return call  # type: ignore[return-value]
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -24,7 +25,8 @@ from ckptstore.errors import (
 from ckptstore.format.encoding import dump_json, load_json
 from ckptstore.format.layout import STORE_KEY, USER_METADATA_NAME
 from ckptstore.format.manifest import Manifest, Receipt
-from ckptstore.group import find_group
+from ckptstore.format.record import Record
+from ckptstore.group import SOLO, find_group, has_torch_group
 from ckptstore.loading.story import CheckpointFiles, copy_directory, open_directory
 from ckptstore.loading.verify import VerifyReport, verify
 from ckptstore.storage.base import Disk
@@ -45,7 +47,15 @@ class Checkpoint:
 
     A store hands them out; `from_uri` opens one that lies on its own. Two objects are equal when they stand for the
     same bytes. Everything here is per process, nothing is collective but `load`.
+
+    It can be pickled and sent to another process, which opens it when it uses it, with the credentials of its own
+    environment. No `storage_options` travel: what they say has to be in the environment there. Such a copy loads with
+    the ranks of torch.distributed there, else alone.
     """
+
+    _elsewhere: _Place | None = None
+    """Where it lies, for one that came from another process and is opened when it is used first."""
+    _load_report: LoadReport | None = None
 
     def __init__(self, files: CheckpointFiles, *, load_report: LoadReport | None = None) -> None:
         self._files = files
@@ -82,6 +92,18 @@ class Checkpoint:
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """`from_uri` for a local directory."""
         return cls.from_uri(os.fspath(path))
+
+    @cached_property
+    def _files(self) -> CheckpointFiles:
+        assert self._elsewhere is not None  # else the files were given
+        return self._elsewhere.opened()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        files = self._files
+        if files.storage.uri.startswith("memory://"):
+            raise InvalidInput(f"{self.uri} lives in the memory of this process, and cannot be sent to another one")
+        record = None if files.record is None else (files.record.encode(), files.record.number)
+        return _arrived, (_Place(files.storage.uri, files.prefix, record),)
 
     @cached_property
     def _manifest(self) -> Manifest:
@@ -234,7 +256,10 @@ class Checkpoint:
         )
         if self._files.job is not None:
             return load_state(self._files.job.group, self._files, state, options)
-        group = find_group(self._files.given_group, storage=self._files.storage, config=self._files.config)
+        given = self._files.given_group
+        if given is None and self._elsewhere is not None and not has_torch_group():
+            given = SOLO  # a worker of a data loader has the environment of its rank, and no way to the others
+        group = find_group(given, storage=self._files.storage, config=self._files.config)
         try:
             return load_state(group, self._files, state, options)
         finally:
@@ -279,6 +304,32 @@ class Checkpoint:
     def __repr__(self) -> str:
         number = "" if self.number is None else f", number={self.number}"
         return f"Checkpoint(step={self.step}{number}, uri={self.uri!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What of a checkpoint travels to another process: no credentials, and nothing that is open."""
+
+    uri: str
+    prefix: str
+    record: tuple[bytes, int] | None
+
+    def opened(self) -> CheckpointFiles:
+        config = StoreConfig.from_env()
+        storage = with_retries(open_storage(self.uri), config.retry)
+        return CheckpointFiles(
+            storage=storage,
+            transfer=Transfer(storage, config=config.transfer, retry=config.retry),
+            config=config,
+            prefix=self.prefix,
+            record=None if self.record is None else Record.decode(*self.record),
+        )
+
+
+def _arrived(place: _Place) -> Checkpoint:
+    checkpoint = Checkpoint.__new__(Checkpoint)
+    checkpoint._elsewhere = place
+    return checkpoint
 
 
 def _refuse_stores(uri: str, storage_options: Mapping[str, Any] | None) -> None:

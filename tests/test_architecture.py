@@ -16,7 +16,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ckptstore"
 
 LAYERS: list[set[str]] = [
-    {"errors", "runtime"},
+    {"errors"},
+    {"runtime"},
     {"events"},
     {"config", "retention", "format"},
     {"boundary"},

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ckptstore import __version__
-from ckptstore.errors import CkptstoreError
+from ckptstore.errors import CkptstoreError, not_installed
 
 COMMANDS = (
     "ls",
@@ -31,9 +31,10 @@ COMMANDS = (
     "doctor",
     "bench",
     "demo",
+    "s3-test",
 )
-"""In the order of the help. The module of a command has its name, with an underscore behind words of Python, and
-`command` in it."""
+"""In the order of the help. The module of a command has its name, with an underscore behind words of Python and for
+a hyphen, and `command` in it."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
@@ -68,7 +69,10 @@ class Commands(click.Group):
         as_json = ctx.ensure_object(dict).get("as_json")
         try:
             return super().invoke(ctx)
-        except CkptstoreError as error:
+        except (CkptstoreError, ModuleNotFoundError) as raised:
+            error = raised if isinstance(raised, CkptstoreError) else not_installed(raised)
+            if error is None:
+                raise
             error = _with_flags(error, self.get_command(ctx, ctx.invoked_subcommand or ""))
             if as_json:
                 _echo_error(error.to_wire())
@@ -113,7 +117,7 @@ def _with_flags(error: CkptstoreError, command: click.Command | None) -> Ckptsto
 
 
 def _module_name(command: str) -> str:
-    return f"{command}_" if keyword.iskeyword(command) else command
+    return f"{command}_" if keyword.iskeyword(command) else command.replace("-", "_")
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -14,11 +14,16 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.opening import open_store
 from ckptstore.store import CheckpointStore
 
+if TYPE_CHECKING:
+    _Kind = click.ParamType[Any]
+else:  # the releases of click that we take have no types in it
+    _Kind = click.ParamType
+
 _UNITS_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
-class Duration(click.ParamType):
+class Duration(_Kind):
     """A number of seconds, or a number with a unit: "90", "15m", "1h", "2d"."""
 
     name = "duration"
@@ -33,7 +38,7 @@ class Duration(click.ParamType):
         return float(match[1]) * _UNITS_SECONDS[match[2]]
 
 
-class StoreName(click.ParamType):
+class StoreName(_Kind):
     """A store. A shell completes directories."""
 
     name = "text"
@@ -57,7 +62,7 @@ class TargetName(StoreName):
         return [CompletionItem(f"{uri}@{step}") for step in steps if step.startswith(begun)]
 
 
-class MetricName(click.ParamType):
+class MetricName(_Kind):
     """A metric of the store that stands before it."""
 
     name = "text"

@@ -6,11 +6,12 @@ Importing this package loads no torch.
 
 from ckptstore.group.base import Group, Join, SoloGroup, Work
 from ckptstore.group.board_group import BoardGroup
-from ckptstore.group.find import check_shared, find_group
+from ckptstore.group.find import SOLO, check_shared, find_group, has_torch_group
 from ckptstore.group.storage_board import StorageGroup, leftover_prefixes
 from ckptstore.runtime.beat import Beat
 
 __all__ = [
+    "SOLO",
     "Beat",
     "BoardGroup",
     "Group",
@@ -20,5 +21,6 @@ __all__ = [
     "Work",
     "check_shared",
     "find_group",
+    "has_torch_group",
     "leftover_prefixes",
 ]

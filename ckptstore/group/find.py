@@ -78,6 +78,11 @@ def _initialised_torch() -> Any:
     return torch if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
 
 
+def has_torch_group() -> bool:
+    """Whether this process uses torch.distributed."""
+    return _initialised_torch() is not None
+
+
 def _alone() -> Group:
     size = os.environ.get("WORLD_SIZE", "").strip()
     if size.isdecimal() and int(size) > 1:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -122,7 +123,7 @@ def test_every_command_has_help_and_json(run: Any) -> None:
         assert f"\n  {name} " in listed
         text = run(name, "--help").stdout
         assert text.startswith("Usage: main " + name)
-        assert name == "demo" or "--json" in text
+        assert name in ("demo", "s3-test") or "--json" in text
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -207,3 +208,20 @@ def test_what_follows_an_at_is_explained(run: Any, store: Path) -> None:
         message = run(command, f"{store}@lates", code=10).stderr
         assert f"{store} is a store; after its @ comes a step or latest" in message
         assert "'lates' is neither" in message
+
+
+def test_the_standalone_s3_server_says_how_to_reach_it(tmp_path: Path) -> None:
+    command = [*COMMAND, "s3-test", "--port", "0", "--bucket", "mine"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            lines = [server.stdout.readline().strip() for _ in range(3)]
+            words = [word for line in lines[:2] for word in line.removeprefix("export ").split()]
+            environment = {**os.environ, **dict(word.split("=", 1) for word in words)}
+            for arguments in (("ls", "s3://mine/run"), ("doctor", "s3://mine/run")):
+                done = subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True)
+                assert done.returncode == (10 if arguments[0] == "ls" else 0), done.stderr
+            server.send_signal(signal.SIGINT)
+            assert server.wait(20) == 130
+        finally:
+            server.kill()

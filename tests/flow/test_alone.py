@@ -37,3 +37,21 @@ def test_a_name_that_is_no_checkpoint_says_what_opens_it(tmp_path: Path) -> None
     with pytest.raises(CheckpointGone):
         Checkpoint.from_uri(f"{tmp_path / 'other'}@30")
     assert not (tmp_path / "other@30").exists()
+
+
+def test_a_closed_store_is_not_written_to(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store", durable=False)
+    store.save(1, {"a": 1})
+    store.close()
+    for call in (
+        lambda: store.save(2, {"a": 1}),
+        lambda: store.save_async(2, {"a": 1}),
+        lambda: store.save_directory(2, None),
+        lambda: store.resume({"a": 1}),
+        lambda: store.latest(),
+        lambda: store.prune(),
+    ):
+        with pytest.raises(InvalidInput, match="is closed"):
+            call()
+    with open_store(tmp_path / "store") as store:
+        assert [checkpoint.step for checkpoint in store] == [1]

@@ -11,6 +11,7 @@ from ckptstore.bench.case import Case
 from ckptstore.bench.figures.report import OURS, Role
 from ckptstore.bench.peers.base import Contender, Wait
 from ckptstore.opening import open_store
+from ckptstore.saving.background import UploaderKind
 from ckptstore.store import CheckpointStore
 
 _STEP = 1
@@ -59,7 +60,7 @@ class Ckptstore(Contender):
 class AsyncCkptstore(Ckptstore):
     """`save_async`, warmed up. The store stays open from save to save, as in a job: its memory is used again."""
 
-    uploader: ClassVar[str] = "thread"
+    uploader: ClassVar[UploaderKind] = "thread"
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
@@ -90,7 +91,7 @@ class AsyncCkptstoreProcess(AsyncCkptstore):
     """The upload runs in a process of its own."""
 
     name = "ckptstore, process"
-    uploader = "process"
+    uploader: ClassVar[UploaderKind] = "process"
 
 
 class DirectoryCkptstore(Ckptstore):

@@ -1,0 +1,25 @@
+"""`ckptstore s3-test`: an S3 server in memory, for tests and for trying things out."""
+
+from __future__ import annotations
+
+import threading
+
+import click
+
+
+@click.command()
+@click.option("--port", type=click.IntRange(0, 65535), default=9000, show_default=True, help="0 takes a free one.")
+@click.option("--bucket", "buckets", multiple=True, default=["test"], show_default=True, help="Made at the start.")
+def command(port: int, buckets: tuple[str, ...]) -> None:
+    """Serve S3 from memory at 127.0.0.1 until Ctrl-C; what it holds is lost then.
+
+    It prints the variables that lead a client to it. Any credentials are right. It has what checkpoint stores use of
+    S3, checks digests, and is no store for anything that matters.
+    """
+    from ckptstore.testing.s3_server import s3_server
+
+    with s3_server(port=port, buckets=buckets) as server:
+        click.echo(f"export AWS_ENDPOINT_URL={server.endpoint_url}")
+        click.echo("export AWS_ACCESS_KEY_ID=test AWS_SECRET_ACCESS_KEY=test AWS_REGION=us-east-1")
+        click.echo(f"# try: ckptstore doctor s3://{buckets[0]}/run")
+        threading.Event().wait()
