@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from ckptstore.format.record import Record
 from ckptstore.group import SOLO, find_group, has_torch_group
 from ckptstore.loading.story import CheckpointFiles, copy_directory, open_directory
 from ckptstore.loading.verify import VerifyReport, verify
+from ckptstore.runtime.notebook import html_table
 from ckptstore.storage.base import Disk
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.retried import with_retries
@@ -290,16 +290,8 @@ class Checkpoint:
         return hash((self.uri, self.number))
 
     def _repr_html_(self) -> str:
-        fields = {
-            "step": self.step,
-            "number": self.number,
-            "kind": self.kind,
-            "ranks": self.world_size,
-            "bytes": f"{self.size_bytes:,}",
-            **self.metrics,
-            "uri": self.uri,
-        }
-        return html_table([(escape(name), escape(str(value))) for name, value in fields.items()])
+        fields = {"number": self.number, "kind": self.kind, "ranks": self.world_size, "bytes": f"{self.size_bytes:,}"}
+        return html_table(self.uri, {"step": self.step, **fields, **self.metrics}.items())
 
     def __repr__(self) -> str:
         number = "" if self.number is None else f", number={self.number}"
@@ -348,8 +340,3 @@ def _is_store(uri: str, storage_options: Mapping[str, Any] | None) -> bool:
             return any(file.key == STORE_KEY for file in storage.list(STORE_KEY))
     except CkptstoreError:  # it is no name of a store
         return False
-
-
-def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, which are HTML already, for a notebook."""
-    return "<table>" + "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows) + "</table>"

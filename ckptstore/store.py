@@ -8,12 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptstore.boundary import bounded
-from ckptstore.checkpoint import Checkpoint, html_table
+from ckptstore.checkpoint import Checkpoint
 from ckptstore.dcp.store_target import StoreTarget
 from ckptstore.errors import InvalidInput, StoreMissing
 from ckptstore.format.changes import Change, Pin, Remove, Unpin
@@ -23,6 +22,7 @@ from ckptstore.loading.newest import Order, newest_first, resume
 from ckptstore.loading.story import files_of
 from ckptstore.log.identity import read_identity
 from ckptstore.retention import Mode, check_there, ranked
+from ckptstore.runtime.notebook import html_table
 from ckptstore.saving import story
 from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, UploaderKind, install_sigterm
 from ckptstore.saving.directories import scan
@@ -421,18 +421,8 @@ class CheckpointStore:
         self.close()
 
     def _repr_html_(self) -> str:
-        head = ("step", "bytes", "metrics", "")
-        marks = {"is_latest": "latest", "is_pinned": "pinned", "is_resume_source": "resumed from"}
-        rows = [
-            (
-                str(entry.checkpoint.step),
-                f"{entry.checkpoint.size_bytes:,}",
-                escape(" ".join(f"{name}={value:.6g}" for name, value in entry.checkpoint.metrics.items())),
-                ", ".join(mark for name, mark in marks.items() if getattr(entry, name)),
-            )
-            for entry in self.entries()
-        ]
-        return f"<p>{escape(self.uri)}</p>{html_table([head, *rows])}"
+        rows = [(it.checkpoint.step, it.checkpoint.metrics, "latest" if it.is_latest else "") for it in self.entries()]
+        return html_table(self.uri, [("step", "metrics", ""), *rows])
 
     def __repr__(self) -> str:
         return f"CheckpointStore({self.uri!r})"

@@ -1,8 +1,9 @@
 """Tensor state: what a nested state becomes on disk, and how any number of ranks gets it back.
 
 It may know the transfer and the group, and nothing of jobs and stores. It gives saves what to write and loads what to
-fill: `tensors`, `index`, `live`, `write`, `read`, each above the one before. `replicated` is for users: it says of a
-tensor that it is the same on all ranks. Modules load torch; importing the package does not.
+fill: `tensors`, `index`, `live`, `write`, `read`, each above the one before. For users are `replicated`, which
+says of a tensor that it is the same on all ranks, and `per_rank`, which says of anything that each rank has its own.
+Modules load torch; importing the package does not.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING
 from ckptstore.runtime.lazy import exports
 
 if TYPE_CHECKING:
-    from ckptstore.state.live.flatten import replicated
+    from ckptstore.state.live.flatten import per_rank, replicated
 
-__all__ = ["replicated"]
+__all__ = ["per_rank", "replicated"]
 
-__getattr__ = exports(__name__, {"replicated": "live.flatten"})
+__getattr__ = exports(__name__, {"per_rank": "live.flatten", "replicated": "live.flatten"})
