@@ -32,8 +32,6 @@ class Receipt:
     """The rank that wrote it."""
     original_name: str | None = None
     """What that rank called it, None where that is `name`."""
-    version: str | None = None
-    """The storage's mark of these exact contents when they were written, None where there is none; not encoded."""
     attempt: str | None = None
     """The directory of another checkpoint of the store in which it lies, None where it lies in its own."""
 

@@ -45,4 +45,4 @@ def _read(
 ) -> None:
     """Fill memory from these offsets of the file."""
     key = files.key_of(receipt)
-    files.read([RangeRead(key, offset, (view,), checks, receipt.version) for offset, view, checks in ranges])
+    files.read([RangeRead(key, offset, (view,), checks) for offset, view, checks in ranges])

@@ -210,7 +210,7 @@ class _Reader:
         names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
         keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
         with copies.lost_is_told():
-            local.read([replace(item, key=keys[item.key], version=None) for item in ranges], beat=self.beat)
+            local.read([replace(item, key=keys[item.key]) for item in ranges], beat=self.beat)
 
 
 def _read_copy(copies: NodeCopies) -> bytes:

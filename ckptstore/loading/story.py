@@ -174,7 +174,7 @@ class CheckpointFiles:
         """A whole file, checked. For files that fit in memory many times over."""
         data = bytearray(receipt.size_bytes)
         checks = () if receipt.crc32c is None else ((receipt.size_bytes, receipt.crc32c),)
-        self.read([RangeRead(self.key_of(receipt), 0, (memoryview(data),), checks, receipt.version)])
+        self.read([RangeRead(self.key_of(receipt), 0, (memoryview(data),), checks)])
         return bytes(data)
 
 

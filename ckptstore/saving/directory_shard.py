@@ -97,6 +97,6 @@ class DirectoryShard:
         )
         done = self._transfer.upload(files, beat=beat)
         return [
-            Receipt(stored, file.size_bytes, file.crc32c, rank, name if name != stored else None, file.version)
+            Receipt(stored, file.size_bytes, file.crc32c, rank, name if name != stored else None)
             for (name, stored), file in zip(names.items(), done, strict=True)
         ]

@@ -196,7 +196,7 @@ class StateShard:
         )
         stored = self._upload(files, beat=beat)
         receipts += [
-            Receipt(name, one.size_bytes, one.crc32c, self._rank, version=one.version)
+            Receipt(name, one.size_bytes, one.crc32c, self._rank)
             for (name, _), one in zip(self.sources, stored, strict=True)
         ]
         if self._options.incremental:
@@ -255,7 +255,7 @@ class StateShard:
         """Write some small files."""
         files = [PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in written.items()]
         return [
-            Receipt(name, one.size_bytes, one.crc32c, self._rank, version=one.version)
+            Receipt(name, one.size_bytes, one.crc32c, self._rank)
             for name, one in zip(written, self._upload(files, beat=beat), strict=True)
         ]
 

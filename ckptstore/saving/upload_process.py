@@ -315,12 +315,12 @@ def _serve(
 
 def _stored_to_json(stored: Stored) -> list[Any]:
     blocks = [base64.b64encode(block).decode() for block in stored.block_crcs]
-    return [stored.key, stored.size_bytes, stored.crc32c, blocks, stored.version]
+    return [stored.key, stored.size_bytes, stored.crc32c, blocks]
 
 
 def _stored_from_json(fields: list[Any]) -> Stored:
-    key, size_bytes, digest, blocks, version = fields
-    return Stored(key, size_bytes, digest, tuple(base64.b64decode(block) for block in blocks), version)
+    key, size_bytes, digest, blocks = fields
+    return Stored(key, size_bytes, digest, tuple(base64.b64decode(block) for block in blocks))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ class Stored:
     crc32c: int
     block_crcs: tuple[bytes, ...] = ()
     """For each payload of the source the CRC32C of each block of 1 MiB, as little-endian 32-bit integers."""
-    version: str | None = None
-    """The storage's mark of these contents, None where it gives none when it writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,6 @@ class RangeRead:
     """Contiguous and writable, of bytes (format "B"); filled one after another."""
     checks: tuple[tuple[int, int], ...] = ()
     """(size_bytes, crc32c) of consecutive stretches that cover the range together; empty for a read unchecked."""
-    version: str | None = None
-    """The file must still be this version; None for any."""
 
     @property
     def size_bytes(self) -> int:

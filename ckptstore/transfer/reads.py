@@ -50,10 +50,10 @@ def split(item: RangeRead, most_bytes: int) -> Iterator[RangeRead]:
     offset, first, total = item.offset, 0, 0
     for index, size_bytes in enumerate(sizes):
         if index > first and total + size_bytes > most_bytes:
-            yield RangeRead(item.key, offset, views.take(total), item.checks[first:index], item.version)
+            yield RangeRead(item.key, offset, views.take(total), item.checks[first:index])
             offset, first, total = offset + total, index, 0
         total += size_bytes
-    yield RangeRead(item.key, offset, views.take(total), item.checks[first:], item.version)
+    yield RangeRead(item.key, offset, views.take(total), item.checks[first:])
 
 
 class _Cursor:
@@ -109,10 +109,10 @@ def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
         engine.request(
             run,
             what,
-            lambda: read_steps(piece.key, piece.offset, steps, _Check(piece, steps), version=piece.version),
+            lambda: read_steps(piece.key, piece.offset, steps, _Check(piece, steps)),
         )
         return
-    request = partial(engine.storage.read_into, piece.key, piece.offset, piece.views, version=piece.version)
+    request = partial(engine.storage.read_into, piece.key, piece.offset, piece.views)
     check = _Check(piece, steps)
     engine.request(run, what, request)
     while not all(map(check, range(len(steps)))):

@@ -47,7 +47,7 @@ def save_directories(config: dict[str, Any]) -> None:
     if store.worker:
         place = store.worker
         assert place.broadcast(f"from rank {rank}") == "from rank 0"
-        note(config, "places", f"{rank}/{place.world_size} {place.node_id} {place.run_name} {place.path_of('there')}")
+        note(config, "places", f"{rank}/{place.world_size} {place.node_id} {place.path_of('there')}")
     for step in range(first, first + config["steps"]):
         path = Path(config["notes"], f"source-{rank}")
         path.mkdir(parents=True, exist_ok=True)

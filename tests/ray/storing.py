@@ -44,7 +44,6 @@ def worker_at(path: str, *, rank: int = 0, world_size: int = 1, filesystem: File
         rank=rank,
         world_size=world_size,
         node_id=f"node-{rank // 2}",
-        run_name="run",
         run_path=path,
         filesystem=filesystem or LocalFileSystem(),
     )

@@ -24,7 +24,6 @@ def worker_in(directory: Path, *, filesystem: Any = None) -> Worker:
         rank=0,
         world_size=1,
         node_id="node",
-        run_name=directory.name,
         run_path=str(directory),
         filesystem=filesystem or pyarrow.fs.LocalFileSystem(),
     )

@@ -40,7 +40,6 @@ def all_store(
             rank=rank,
             world_size=2,
             node_id=f"node{rank}",
-            run_name="run",
             run_path=str(tmp_path / "run"),
             filesystem=None,  # type: ignore[arg-type]
         )

@@ -92,7 +92,7 @@ def test_retries_do_not_multiply(storage: MemoryStorage) -> None:
     broken, calls = flaky(storage, "read_into", 99)
     transfer = Transfer(with_retries(broken, QUICK), config=TransferConfig(num_threads=2), retry=QUICK)
     with pytest.raises(StorageUnavailable):
-        transfer.read([RangeRead("there", 0, (memoryview(bytearray(4)),), (), None)])
+        transfer.read([RangeRead("there", 0, (memoryview(bytearray(4)),))])
     transfer.close()
     assert len(calls) == 4
     calls.clear()

@@ -61,12 +61,12 @@ def test_a_range_is_split_without_gaps(
     borders = [0, *cuts, total]
     sizes = [end - start for start, end in pairwise(borders)]
     checks = tuple((size, index) for index, size in enumerate(sizes)) if data.draw(st.booleans()) else ()
-    item = RangeRead("key", offset, views, checks, "v1")
+    item = RangeRead("key", offset, views, checks)
     pieces = list(split(item, most_bytes))
     at = offset
     for number, piece in enumerate(pieces):
         assert piece.offset == at
-        assert (piece.key, piece.version) == ("key", "v1")
+        assert piece.key == "key"
         assert piece.size_bytes <= most_bytes or len([size for size, _ in piece.checks if size]) == 1
         assert not checks or sum(size for size, _ in piece.checks) == piece.size_bytes
         for view in piece.views:
@@ -139,17 +139,6 @@ def test_a_short_or_missing_file_is_named(storage: Any) -> None:
     with pytest.raises(FileMissing) as caught:
         transfer.read([checked_range("missing", DATA, 0, 10), checked_range("big", DATA, 0, len(DATA))])
     assert caught.value.file == "missing"
-    transfer.close()
-
-
-def test_another_version_is_refused(storage: Any) -> None:
-    version = storage.stat("big").version
-    target = memoryview(bytearray(100))
-    transfer = transfer_over(storage)
-    transfer.read([RangeRead("big", 0, (target,), (), version)])
-    storage.write("big", [memoryview(DATA)])
-    with pytest.raises(CheckpointDamaged):
-        transfer.read([RangeRead("big", 0, (target,), (), version)])
     transfer.close()
 
 

@@ -28,8 +28,6 @@ class Worker:
     world_size: int
     node_id: str
     """Ray's id of the node, in hex."""
-    run_name: str
-    """`RunConfig.name`."""
     run_path: str
     """The run's directory in `filesystem`, `<storage_path>/<run name>`: Ray's checkpoints lie right below it."""
     filesystem: FileSystem = field(repr=False)
@@ -71,7 +69,6 @@ def current_worker() -> Worker | None:
         rank=context.get_world_rank(),
         world_size=context.get_world_size(),
         node_id=ray.get_runtime_context().get_node_id(),
-        run_name=context.get_experiment_name(),
         run_path=storage.experiment_fs_path,
         filesystem=storage.storage_filesystem,
         score=_score(),

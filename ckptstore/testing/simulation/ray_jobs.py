@@ -57,7 +57,6 @@ def worker_of(world: World, member: Member) -> SimWorker:
         rank=member.rank,
         world_size=member.actor.ranks,
         node_id=f"node-{member.rank % 2}",
-        run_name="run",
         run_path=str(world.directory / "run"),
         filesystem=None,  # nothing asks for it: the run is open
         world=world,
