@@ -25,10 +25,8 @@ from ckptstore.retention import Mode, check_there, ranked
 from ckptstore.runtime.notebook import html_table
 from ckptstore.saving import story
 from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, UploaderKind, install_sigterm
-from ckptstore.saving.directories import scan
-from ckptstore.saving.directory_shard import DirectoryShard
+from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.log_keeper import LogKeeper
-from ckptstore.saving.request import Request
 from ckptstore.upkeep.garbage import Garbage, collect_garbage
 from ckptstore.upkeep.prune import Trashed, prune, trash
 
@@ -274,7 +272,7 @@ class CheckpointStore:
         """
         job = self._in_turn(max_failures=0)
         asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
-        request, shard = _directory(job, path, asked, suffix=suffix, shared=shared, link=link)
+        request, shard = directory_of(job, path, asked, suffix=suffix, shared=shared, link=link)
         return self._checkpoint(story.save(job.group, LogKeeper(job), shard, request))
 
     def resume(
@@ -454,7 +452,7 @@ class CheckpointStore:
             not_started.callback(ended)
             job = self._in_turn(max_failures=0)
             asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
-            request, shard = _directory(job, path, asked, suffix=suffix, shared=shared, link=link)
+            request, shard = directory_of(job, path, asked, suffix=suffix, shared=shared, link=link)
             keeper = LogKeeper(job)
             begun = story.begin(job.group, keeper, shard, request)
             not_started.callback(begun.lane.close)
@@ -494,25 +492,6 @@ class CheckpointStore:
 
     def _checkpoint(self, record: Record) -> Checkpoint:
         return Checkpoint(files_of(self._job, record))
-
-
-def _directory(
-    job: Job,
-    path: str | os.PathLike[str] | None,
-    asked: Mapping[str, Any],
-    *,
-    suffix: str,
-    shared: Collection[str],
-    link: bool,
-) -> tuple[Request, DirectoryShard]:
-    """What is asked for, and what this rank's directory brings to it. Collective."""
-    options = {"suffix": suffix, "shared": sorted(shared), "link": link}
-    rank, storage, transfer = job.group.rank, job.storage, job.transfer
-    request = story.checked(job.group, kind="directory", **asked, **options)
-    shard = DirectoryShard(
-        lambda: scan(path), rank=rank, storage=storage, transfer=transfer, suffix=suffix, shared=shared, link=link
-    )
-    return request, shard
 
 
 def _check_uploader(uploader: UploaderKind) -> None:

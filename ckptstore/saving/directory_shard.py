@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ckptstore.events import SaveStarted, emit
@@ -11,8 +12,11 @@ from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import Naming, Offer, agree
 from ckptstore.group import Beat
-from ckptstore.saving.directories import Directory, sha256_of_files
+from ckptstore.job import Job
+from ckptstore.saving.directories import Directory, scan, sha256_of_files
+from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
+from ckptstore.saving.story import checked
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.planned import PlannedFile
@@ -100,3 +104,22 @@ class DirectoryShard:
             Receipt(stored, file.size_bytes, file.crc32c, rank, name if name != stored else None)
             for (name, stored), file in zip(names.items(), done, strict=True)
         ]
+
+
+def directory_of(
+    job: Job,
+    path: str | os.PathLike[str] | None,
+    asked: Mapping[str, Any],
+    *,
+    suffix: str,
+    shared: Collection[str],
+    link: bool,
+) -> tuple[Request, DirectoryShard]:
+    """What the caller asks for, and what this rank's directory brings to it. Collective where the former is wrong."""
+    options = {"suffix": suffix, "shared": sorted(shared), "link": link}
+    rank, storage, transfer = job.group.rank, job.storage, job.transfer
+    request = checked(job.group, kind="directory", **asked, **options)
+    shard = DirectoryShard(
+        lambda: scan(path), rank=rank, storage=storage, transfer=transfer, suffix=suffix, shared=shared, link=link
+    )
+    return request, shard
