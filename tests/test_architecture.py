@@ -207,9 +207,8 @@ def test_a_module_has_its_name_for_itself() -> None:
         found[path.stem] = name
 
 
-NAMED_TWICE = {"CheckpointStoreCallback", "Agreed"}
-"""The callbacks of two frameworks, each under its own import: users write the same word for both. And what the leader
-tells of a save, with what it tells each shard."""
+NAMED_TWICE = {"CheckpointStoreCallback"}
+"""The callbacks of two frameworks, each under its own import: users write the same word for both."""
 
 
 def test_a_class_has_its_name_for_itself() -> None:
