@@ -20,7 +20,7 @@ else:  # the releases of click that we take have no types in it
     _Kind = click.ParamType
 
 _UNITS_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+_DURATION = re.compile(r"(-?\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
 class Duration(_Kind):

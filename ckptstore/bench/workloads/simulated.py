@@ -42,9 +42,9 @@ def answers(rank: int) -> dict[int, tuple[str, bytes]]:
 
 
 def receipts(rank: int) -> bytes:
-    """What a rank says when it has stored its file."""
+    """What a rank says when it has stored its file: the seconds that it took, and what the leader needs to know."""
     receipt = Receipt(ranked_name(_FILE, rank), len(_DATA), crc32c(_DATA), rank, _FILE)
-    return json.dumps([receipt.to_json()]).encode()
+    return b"0.1\n" + json.dumps([receipt.to_json()]).encode()
 
 
 def leave_followers(root: Path, world_size: int) -> None:
