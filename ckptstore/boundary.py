@@ -29,7 +29,7 @@ def boundary(function: F) -> F:
         except CkptstoreError as error:
             if shows_full_tracebacks():
                 raise
-            raise error.with_traceback(None)  # CKPTSTORE_TRACEBACKS=full shows the frames inside  # noqa: B904
+            raise error.with_traceback(None)  # CKPTSTORE_TRACEBACKS=full shows the frames inside
         except ModuleNotFoundError as error:
             missing = not_installed(error)
             if missing is None:

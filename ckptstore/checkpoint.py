@@ -36,7 +36,7 @@ from ckptstore.storage.uri import redact
 from ckptstore.transfer import Transfer
 
 if TYPE_CHECKING:
-    from ckptstore.loading.load_report import LoadReport, ReadOnce
+    from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
     from ckptstore.loading.tensor_view import StoredTensors
     from ckptstore.state.read.stored import PerRank
 
@@ -233,6 +233,7 @@ class Checkpoint:
         include: str | Sequence[str] | None = None,
         strict: bool = True,
         device: Any = None,
+        dtype: Dtype = "same",
         read_once: ReadOnce = "rank",
         per_rank: PerRank = "error",
         allow_pickle: bool = False,
@@ -250,6 +251,7 @@ class Checkpoint:
             include=include,
             strict=strict,
             device=device,
+            dtype=dtype,
             read_once=read_once,
             per_rank=per_rank,
             allow_pickle=allow_pickle,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.dcp.store_target import StoreTarget
-from ckptstore.errors import InvalidInput, StoreMissing
+from ckptstore.errors import StoreMissing
 from ckptstore.format.changes import Change, Pin, Remove, Unpin
 from ckptstore.format.record import Record
 from ckptstore.job import Job, record_of_step
@@ -23,8 +23,8 @@ from ckptstore.loading.story import files_of
 from ckptstore.log.identity import read_identity
 from ckptstore.retention import Mode, check_there, ranked
 from ckptstore.runtime.notebook import html_table
-from ckptstore.saving import story
-from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, UploaderKind, install_sigterm
+from ckptstore.saving import background, story
+from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, UploaderKind
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.log_keeper import LogKeeper
 from ckptstore.upkeep.garbage import Garbage, collect_garbage
@@ -32,7 +32,7 @@ from ckptstore.upkeep.prune import Trashed, prune, trash
 
 if TYPE_CHECKING:
     from ckptstore.format.naming import Suffix
-    from ckptstore.loading.load_report import ReadOnce
+    from ckptstore.loading.load_report import Dtype, ReadOnce
     from ckptstore.saving.request import Exists
     from ckptstore.saving.save_state import StateSaver
     from ckptstore.saving.state_shard import Incremental, StockReadable
@@ -151,7 +151,7 @@ class CheckpointStore:
         from ckptstore.saving.state_shard import StateOptions
 
         started = time.monotonic()
-        _check_uploader(uploader)
+        background.check_uploader(uploader)
         if not self._background.is_free(self._job, on_busy, step=step):
             return PendingSave(step, skipped=True, stalled_seconds=time.monotonic() - started)
         job = self._in_turn(max_failures=max_failures)
@@ -177,7 +177,7 @@ class CheckpointStore:
         """Make the memory, plans and processes that a first `save_async` needs. Collective."""
         from ckptstore.saving.state_shard import StateOptions
 
-        _check_uploader(uploader)
+        background.check_uploader(uploader)
         self._in_turn()
         self._state_saver.warm_up(state, options=StateOptions(stock_readable=stock_readable), uploader=uploader)
 
@@ -194,7 +194,7 @@ class CheckpointStore:
 
         The handler that was there before is called too, unless it is the one that ends the process.
         """
-        install_sigterm(self._deadline, seconds)
+        background.install_sigterm(self._deadline, seconds)
 
     @property
     def stop_requested(self) -> bool:
@@ -208,6 +208,7 @@ class CheckpointStore:
         include: str | Sequence[str] | None = None,
         strict: bool = True,
         device: Any = None,
+        dtype: Dtype = "same",
         read_once: ReadOnce = "rank",
         per_rank: PerRank = "error",
         allow_pickle: bool = False,
@@ -223,6 +224,7 @@ class CheckpointStore:
                 the state must have a place; else what one side lacks is left out, as long as something is loaded.
             device: where modules on the meta device get their memory. Their buffers that are no part of a state are
                 made by `reset_parameters`, or `_init_weights` as in Hugging Face's models, or stay on meta.
+            dtype: "same" when a tensor must have the dtype that was saved, "state" to cast between floating-point ones.
             read_once: "rank" when every rank reads what it needs, "node" when what the ranks of a node need is
                 downloaded once to it, "job" when what all ranks need is read by one and broadcast.
             per_rank: at another number of ranks than the save had, for values that each rank had of its own: "error",
@@ -233,7 +235,7 @@ class CheckpointStore:
         Raises StoreMissing where there is no store, InvalidInput for a pattern that fits nothing, StateMismatch with
         everything that does not fit, NoUsableCheckpoint (the state may hold anything then).
         """
-        asked = {"include": include, "strict": strict, "device": device, "read_once": read_once}
+        asked = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
         return self._load(state, claim=False, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
 
     def save_directory(
@@ -282,6 +284,7 @@ class CheckpointStore:
         include: str | Sequence[str] | None = None,
         strict: bool = True,
         device: Any = None,
+        dtype: Dtype = "same",
         read_once: ReadOnce = "rank",
         per_rank: PerRank = "error",
         allow_pickle: bool = False,
@@ -297,7 +300,7 @@ class CheckpointStore:
         if state is None:
             record = resume(self._in_turn())
             return self._checkpoint(record) if record else None
-        asked = {"include": include, "strict": strict, "device": device, "read_once": read_once}
+        asked = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
         return self._load(state, claim=True, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
 
     def latest(self) -> Checkpoint | None:
@@ -492,8 +495,3 @@ class CheckpointStore:
 
     def _checkpoint(self, record: Record) -> Checkpoint:
         return Checkpoint(files_of(self._job, record))
-
-
-def _check_uploader(uploader: UploaderKind) -> None:
-    if uploader not in ("thread", "process"):
-        raise InvalidInput(f"uploader is {uploader!r}, it is 'thread' or 'process'")

@@ -8,6 +8,9 @@ from typing import Literal
 ReadOnce = Literal["rank", "node", "job"]
 """Who reads bytes that several ranks need: each of them, one process of each node, or one of the job."""
 
+Dtype = Literal["same", "state"]
+"""Whether a tensor must have been saved in the dtype that the state has, or is cast to it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:

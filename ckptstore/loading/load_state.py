@@ -24,7 +24,7 @@ from ckptstore.format.record import Record
 from ckptstore.group import Beat, Group
 from ckptstore.job import Job
 from ckptstore.loading.index_read import read_own_parts
-from ckptstore.loading.load_report import LoadReport, ReadOnce
+from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
 from ckptstore.loading.newest import Order, newest_first, told_resumed
 from ckptstore.loading.story import CheckpointFiles, NodeCopies, files_of
 from ckptstore.log.identity import read_identity
@@ -58,8 +58,11 @@ class LoadOptions:
     read_once: ReadOnce = "rank"
     per_rank: PerRank = "error"
     allow_pickle: bool = False
+    dtype: Dtype = "same"
 
     def __post_init__(self) -> None:
+        if self.dtype not in get_args(Dtype):
+            raise InvalidInput(f"dtype is {self.dtype!r}, it is one of {', '.join(get_args(Dtype))}")
         if self.read_once not in get_args(ReadOnce):
             raise InvalidInput(f"read_once is {self.read_once!r}, it is one of {', '.join(get_args(ReadOnce))}")
 
@@ -294,7 +297,9 @@ def _match(
 
     def work(_beat: Beat) -> bytes:
         try:
-            loading = begin_load(state, saved, include=options.include, device=options.device)
+            loading = begin_load(
+                state, saved, include=options.include, device=options.device, casts=options.dtype == "state"
+            )
         except CheckpointDamaged:
             if own_parts is None:
                 raise

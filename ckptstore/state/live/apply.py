@@ -12,6 +12,7 @@ Loading has two phases, so that bytes are read straight into the memory where th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -90,6 +91,22 @@ class Loading:
             part.abandon()
 
 
+@dataclass(frozen=True, slots=True)
+class _Casts:
+    """What was saved in another dtype goes where it belongs, before anything else is finished."""
+
+    matching: Matching
+
+    def finish(self) -> None:
+        with torch.no_grad():
+            for tensor, filled in self.matching.casts:
+                tensor.copy_(filled)
+        self.matching.casts.clear()
+
+    def abandon(self) -> None:
+        self.matching.casts.clear()
+
+
 @collector_paused()
 def begin_load(
     state: Mapping[str, Any],
@@ -97,22 +114,24 @@ def begin_load(
     *,
     include: str | Sequence[str] | None = None,
     device: torch.device | str | None = None,
+    casts: bool = False,
 ) -> Loading:
     """Find the place of everything that is to be loaded; the mismatch is for the caller to check.
 
     Only what the state names is loaded; what the checkpoint has below those names and finds no place is unexpected.
     `include` narrows it to keys that fit a pattern (fnmatch: `"model.*"`, or several). Optimizer state that is missing
     is created. Modules on the meta device get memory on `device` (None: that of their mesh, else torch's default);
-    tensors that the state lacks are made on `device` (None: the CPU). Collective where FSDP1 is in the state.
+    tensors that the state lacks are made on `device` (None: the CPU). With `casts` a floating-point tensor that was
+    saved in another floating-point dtype is cast, through memory of its own. Collective where FSDP1 is in the state.
 
     Raises InvalidState for a state that cannot be loaded into at all, and StateMismatch when an optimizer cannot create
     its state; the state is then as it was.
     """
     units = units_of(state)
     where = None if device is None else torch.device(device)
-    matching = Matching(saved, include=include)
+    matching = Matching(saved, include=include, casts=casts)
     modules = _modules(units)
-    parts: list[_Part] = []
+    parts: list[_Part] = [_Casts(matching)]
     try:
         for unit in sorted(units, key=lambda unit: unit.kind):  # stable: the caller's order within a kind
             if unit.kind is Kind.MODULE:

@@ -157,8 +157,11 @@ class Mismatch:
 class Matching:
     """Pairs places of a state with contents of a checkpoint; collects what is to be read and what does not fit."""
 
-    def __init__(self, saved: Saved, *, include: str | Sequence[str] | None = None) -> None:
+    def __init__(self, saved: Saved, *, include: str | Sequence[str] | None = None, casts: bool = False) -> None:
         self.saved = saved
+        self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tensors of the state, each with memory of the saved dtype that is filled in its place."""
+        self._may_cast = casts
         self.targets: dict[str, Target] = {}
         self.mismatch = Mismatch()
         self._include = None if include is None else (include,) if isinstance(include, str) else tuple(include)
@@ -205,8 +208,14 @@ class Matching:
             self.miss(keys[0], "a tensor")
             return False
         wanted, present = SavedTensor(tensor.dtype, tuple(tensor.shape)), self.saved.tensors[found[0]]
+        if self._may_cast and _can_cast(present, wanted):
+            filled = torch.empty_like(tensor, dtype=present.dtype, requires_grad=False)
+            self.casts.append((tensor, filled))
+            self.targets[keys[0]] = Target(filled, found[0])
+            return True
         if wanted != present:
-            self.mismatch.differing[keys[0]] = f"is {present} in the checkpoint and {wanted} in the state"
+            way = ' (dtype="state" casts it)' if _can_cast(present, wanted) else ""
+            self.mismatch.differing[keys[0]] = f"is {present} in the checkpoint and {wanted} in the state{way}"
             return False
         self.targets[keys[0]] = Target(tensor, found[0])
         return True
@@ -303,6 +312,11 @@ class Matching:
                 mismatch.unused[pattern] = near if near and _is_below(near, mismatch.names) else None
         if mismatch.absent or mismatch.unused:
             mismatch.there = frozenset(map(_top, known))
+
+
+def _can_cast(present: SavedTensor, wanted: SavedTensor) -> bool:
+    both = present.dtype.is_floating_point and wanted.dtype.is_floating_point
+    return both and present.dtype != wanted.dtype and present.shape == wanted.shape
 
 
 def _is_below(key: str, names: Collection[str]) -> bool:
