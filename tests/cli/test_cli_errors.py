@@ -222,6 +222,6 @@ def test_the_standalone_s3_server_says_how_to_reach_it(tmp_path: Path) -> None:
                 done = subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True)
                 assert done.returncode == (10 if arguments[0] == "ls" else 0), done.stderr
             server.send_signal(signal.SIGINT)
-            assert server.wait(20) == 130
+            assert server.wait(60) == 130
         finally:
             server.kill()

@@ -187,7 +187,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytes
         (directory / "f1").write_bytes(b"2" * 6000)
         return found
 
-    monkeypatch.setattr("ckptstore.store.scan", scan_then_change)
+    monkeypatch.setattr("ckptstore.saving.directory_shard.scan", scan_then_change)
 
     def flow(store: CheckpointStore, rank: int) -> None:
         store.save_directory(5, make_tree(tmp_path / f"rank{rank}", {"f0": b"0", "f1": b"1" * 5000}))

@@ -185,7 +185,7 @@ def test_a_job_that_forgot_to_resume_hears_of_the_later_checkpoint_once(
     assert forgotten(1, 5) == []  # the store was empty
     assert forgotten(6, 7) == []  # later than what is there
     assert forgotten(2, 3, 4) == [(2, 7)]
-    assert "ResumeForgotten step=2 latest_step=7" in caplog.text
+    assert "step 2 is the first save of this job, and step 7 is there" in caplog.text
     assert forgotten(3, resume=True) == []
     assert forgotten(3) == [(3, 3)]
 

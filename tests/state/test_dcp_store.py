@@ -60,7 +60,7 @@ def test_a_dcp_save_that_begins_anew_is_warned_of(tmp_path: Path, caplog: pytest
     for step in (4, 2):
         with open_store(tmp_path / "store") as store, translated():
             dcp.save(state(), storage_writer=StoreWriter(store.dcp_target(), step=step))
-    assert caplog.text.count("ResumeForgotten step=2 latest_step=4") == 1
+    assert caplog.text.count("step 2 is the first save of this job, and step 4 is there") == 1
 
 
 def test_bad_calls_are_refused(tmp_path: Path) -> None:

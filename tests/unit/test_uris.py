@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore.errors import InvalidInput
-from ckptstore.interchange.importing import import_state
 from ckptstore.storage.cloud.azure import AzureFiles
 from ckptstore.storage.cloud.gcs import GcsFiles
 from ckptstore.storage.memory import _spaces
@@ -159,9 +158,6 @@ def test_what_lies_on_this_machine_is_not_made_of_a_uri(
         checkpoint = store.save_directory(1, tmp_path, exists="replace")
         with pytest.raises(InvalidInput, match="of this machine"):
             checkpoint.to_directory(uri)
-        for kind in ("torch", "safetensors"):
-            with pytest.raises(InvalidInput, match="of this machine"):
-                import_state(uri, store, 2, kind=kind)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="The place is"):
         local_path(uri, "The place")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

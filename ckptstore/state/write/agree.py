@@ -73,7 +73,7 @@ def is_settled(reply: bytes) -> bool:
     return reply != _AGAIN and not Agreement.decode(reply).copies
 
 
-def agreement_of_one(own: frozenset[str]) -> Agreement:
+def agreement_of_one(own: frozenset[str] = frozenset()) -> Agreement:
     """What a rank alone agrees on with itself, which has some keys of its own."""
     return Agreement(1, (), {}, own, frozenset())
 
