@@ -149,8 +149,10 @@ def _load(world: World, member: Member, action: Action) -> Any:
 
 
 def survive(world: World, member: Member) -> None:
-    """After all troubles: a job that is whole saves again, after two errors at most. Ranks that come to the first call a
-    timeout apart do not meet there; the second brings them to one pace."""
+    """After all troubles: a job that is whole saves again, after two errors at most.
+
+    Ranks that come to the first call a timeout apart do not meet there; the second brings them to one pace.
+    """
     actor = member.actor
     members = world.members_of(actor.name)
     whole = all(not other.process.is_dead for other in members)
