@@ -12,7 +12,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 def run_blocks(page: str, code: list[tuple[int, str]], directory: Path) -> None:
     """Run blocks, given with the numbers of their first lines, in one namespace; `directory` is the current one."""
     for name in LAUNCHER_VARIABLES:
-        del os.environ[name]  # a page is read outside of any launcher
+        os.environ.pop(name, None)  # a page is read outside of any launcher
     os.chdir(directory)
     namespace: dict[str, Any] = {"__name__": "page"}
     for line, text in code:

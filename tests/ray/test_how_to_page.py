@@ -14,11 +14,14 @@ import pytest
 from cluster import ENVIRONMENT, ROOT
 
 PAGE = ROOT / "docs/how-to/ray-train.md"
+DOCS = ROOT / "tests/docs"
+RUN = "import json, sys; from page_runner import run_blocks; run_blocks(sys.argv[1], json.load(sys.stdin), sys.argv[2])"
 
 
 def load_docs_tests() -> Any:
     """How the other pages are read and run."""
-    spec = importlib.util.spec_from_file_location("test_docs", ROOT / "tests/docs/test_docs.py")
+    sys.path.insert(0, str(DOCS))
+    spec = importlib.util.spec_from_file_location("test_docs", DOCS / "test_docs.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,9 +37,9 @@ def test_every_block_runs(tmp_path: Path) -> None:
     code = [(block.line, block.text) for block in docs.blocks(PAGE) if block.language == "python"]
     assert len(code) > 10
     start = "import ray; ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)"
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(ROOT), str(DOCS)])}
     done = subprocess.run(
-        [sys.executable, "-c", docs.RUNNER, str(PAGE)],
+        [sys.executable, "-c", RUN, str(PAGE), str(tmp_path)],
         input=json.dumps([(1, start), *code]),
         cwd=tmp_path,
         env=environment,
