@@ -16,7 +16,6 @@ from typing import Any
 from ckptstore import open_store
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
-from ckptstore.group import SoloGroup
 from ckptstore.loading.index_read import read_own_parts
 from ckptstore.saving.commit import commit
 from ckptstore.saving.request import Request
@@ -27,6 +26,7 @@ from ckptstore.state.index.part import PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.write.agree import Negotiator
 from ckptstore.state.write.coverage import Expected
 
 _ROWS, _COLUMNS = 64, 1024
@@ -92,8 +92,9 @@ def join_and_commit(directory: str, num_ranks: int, num_tensors: int) -> dict[st
                 file.truncate(num_tensors * _FRAME_BYTES)
         shard = StateShard(
             FlatState,
-            request=lambda: request,
-            group=SoloGroup(),
+            rank=0,
+            world_size=num_ranks,
+            negotiator=Negotiator(),
             storage=job.storage,
             upload=job.transfer.upload,
             options=StateOptions(stock_readable=False),
