@@ -48,6 +48,18 @@ def test_a_replicated_tensor_that_not_all_of_its_mesh_hold(full: torch.Tensor, h
     assert save_and_load(4, state_of) == [[]] * 4
 
 
+@pytest.mark.parametrize("differing", [(), (1,)], ids=["alike", "one number differs"])
+def test_a_large_plain_tensor_is_compared_whole(differing: tuple[int, ...]) -> None:
+    plain = torch.zeros(9 << 18)  # 9 MiB
+
+    def state_of(rank: int) -> dict[str, Any]:
+        tensor = plain.clone()
+        tensor[123_457] = 1.0 if rank in differing else 0.0
+        return {"table": tensor}
+
+    assert save_and_load(2, state_of) == [[]] * 2
+
+
 def test_meshes_of_one_shape_over_other_ranks_are_dealt_apart() -> None:
     first, second = LARGE[: 1 << 12], LARGE[1 << 12 : 1 << 13]  # 1 MiB each: together they are two shares
 

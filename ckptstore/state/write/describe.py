@@ -30,9 +30,6 @@ from ckptstore.state.tensors.placement import (
 )
 from ckptstore.state.tensors.tensor_memory import bytes_of, check_memory
 
-COMPARE_BYTES = 8 << 20
-"""Plain tensors up to this size are compared between ranks by digest."""
-
 
 @dataclass(slots=True)
 class Described:
@@ -145,7 +142,7 @@ def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: boo
         mode, digest = Mode.COMPARE, _unlike_any() if compare else b""
     elif entry.replicated and not entry.lowest_rank_counts:
         mode = Mode.SPLIT
-    elif not entry.replicated and tensor.numel() * tensor.element_size() <= COMPARE_BYTES:
+    elif not entry.replicated:
         mode = Mode.COMPARE
         digest = _digest(pieces, dtype, shape) if compare else b""
     found.items.append(Item(key, mode, dtype, shape, boxes, digest=digest))
