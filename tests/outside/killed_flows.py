@@ -1,17 +1,24 @@
-"""What the sweep kills: `python killed_flows.py FLOW RANK WORLD TOKEN ROOT GIVEN`. Prints what came of it.
+"""What the sweep kills: `python killed_flows.py MODULE…` imports the modules, and forks a process for each line that
+asks for one. To import torch takes ten times as long as what the process then does.
 
-Everything is imported and opened first; then the process stops itself, if TRACED is set, until its tracer is there.
-A flow of a state loads torch, the others do not.
+A line is a JSON object: the arguments of `main`, variables of the environment, the file for what is printed, the file
+for the status, and what the tracer wants, if there is to be one. A process opens everything first; then it stops
+itself, if it is traced, until its tracer is there.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
+import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from system_calls import as_shell, trace
 
 from ckptstore import KeepLatest, StorageGroup, open_store
 from ckptstore.errors import CkptstoreError
@@ -23,11 +30,11 @@ LARGE = 400_000
 
 def ready() -> None:
     """All that takes long is done: the tracer may come, and the ranks begin at once."""
-    if os.environ.get("TRACED"):
+    if os.environ["TRACED"] == "yes":
         os.kill(os.getpid(), signal.SIGSTOP)
     meeting = Path(os.environ["MEETING"])
-    (meeting / sys.argv[2]).touch()
-    while len(list(meeting.iterdir())) < int(sys.argv[3]):
+    (meeting / os.environ["RANK"]).touch()
+    while len(list(meeting.iterdir())) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.005)
 
 
@@ -60,18 +67,12 @@ def save_directory(store: CheckpointStore, rank: int, given: str) -> None:
 
 def save(store: CheckpointStore, rank: int, given: str) -> None:
     state = state_of(STEP, rank)
-    import ckptstore.saving.save_state
-
-    assert ckptstore.saving.save_state
     ready()
     store.save(STEP, state)
 
 
 def save_async(store: CheckpointStore, rank: int, uploader: str) -> None:
     state = state_of(STEP, rank)
-    import ckptstore.saving.save_state
-
-    assert ckptstore.saving.save_state
     ready()
     store.save_async(STEP, state, uploader=uploader).result()
 
@@ -130,10 +131,50 @@ def main(flow: str, rank: int, world_size: int, token: str, root: str, given: st
     return None
 
 
-if __name__ == "__main__":
+def told(arguments: list[Any]) -> None:
+    """Run a flow; the last line that it prints says how it ended."""
     try:
-        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+        main(*arguments)
     except CkptstoreError as error:
         print(f"{type(error).__name__} committed={error.committed}: {error}")
     else:
         print("done")
+
+
+def become(asked: dict[str, Any]) -> None:
+    """Fork the process that is asked for, and write its status when it has ended.
+
+    It returns in that process too, so that the interpreter ends as it always does.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with open(os.devnull) as nothing, open(asked["output"], "wb") as output:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(asked["environment"])
+    if (pid := os.fork()) == 0:
+        return told(asked["arguments"])
+    status = as_shell(os.waitpid(pid, 0)[1]) if asked["traced"] is None else trace(pid, **asked["traced"])
+    ended = Path(asked["status"])
+    ended.with_suffix(".new").write_text(str(status))
+    ended.with_suffix(".new").rename(ended)
+    return None
+
+
+def serve(modules: list[str]) -> None:
+    """Begin a process for each line of the standard input."""
+    for name in modules:
+        importlib.import_module(name)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"a process with {len(threads)} threads cannot be forked"
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while line := sys.stdin.readline():
+        if os.fork() == 0:
+            return become(json.loads(line))
+    return None
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

@@ -14,15 +14,19 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from killed_flows import LARGE, STEP
@@ -40,6 +44,14 @@ END_SECONDS = 600.0
 OLD_SECONDS = 7 * 86400.0
 SAVES = ("save_directory", "save", "save_async_thread", "save_async_process")
 TWO_RANKS = frozenset(SAVES)
+STATES = frozenset({*SAVES[1:], "import"})
+OF_STATES = ("numpy", "torch", "ckptstore.saving.save_state", "ckptstore.interchange.importing")
+AT_START = {
+    "CKPTSTORE_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads when it is imported
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
 FLOWS = (*SAVES, "prune", "gc", "cp", "node_cache", "import")
 
 
@@ -61,6 +73,40 @@ class Outcome:
         return any(call[-1] == "killed" for call in self.calls)
 
 
+class Host:
+    """A process that has imported what a flow needs, and forks its ranks."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "killed_flows.py"), *modules],
+            env={**os.environ, **AT_START},
+            stdin=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._lock = threading.Lock()
+
+    def start(self, **asked: Any) -> None:
+        assert self._process.stdin is not None
+        with self._lock:
+            print(json.dumps(asked), file=self._process.stdin, flush=True)
+
+    def status(self, path: Path) -> int:
+        """What is in the file for the status, when it is there."""
+        ends_at = time.monotonic() + END_SECONDS
+        while not path.exists():
+            assert self._process.poll() is None, "the process to fork from has ended"
+            assert time.monotonic() < ends_at, f"a rank has not ended within {END_SECONDS:g} s"
+            time.sleep(0.005)
+        return int(path.read_text())
+
+    def end(self) -> None:
+        """End it, and all that its ranks have left."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
 @dataclass
 class Flow:
     """One flow in a directory of its own."""
@@ -69,46 +115,36 @@ class Flow:
     base: Path
     """As it is before; each run gets a copy."""
 
+    @cached_property
+    def host(self) -> Host:
+        return Host(OF_STATES if self.name in STATES else ())
+
     @property
     def num_ranks(self) -> int:
         return 2 if self.name in TWO_RANKS else 1
 
     def run(self, place: Path, victim: int, at: int | None, *, rank_timeout_seconds: float) -> Outcome:
         """Run it in `place`, a copy of the base, with the victim traced, and killed at its `at`-th change."""
-        token, processes, log = uuid4().hex, [], place / f"calls-{uuid4().hex}"
-        env = {
-            **os.environ,
+        token, log = uuid4().hex, place / f"calls-{uuid4().hex}"
+        outputs = [place / f"output-{uuid4().hex}" for _ in range(self.num_ranks)]
+        environment = {
             "RANK_TIMEOUT_SECONDS": str(rank_timeout_seconds),
             "CKPTSTORE_CACHE_DIR": str(place / "cache"),
-            "CKPTSTORE_NUM_THREADS": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
             "MEETING": tempfile.mkdtemp(dir=place, prefix="meeting-"),
+            "WORLD_SIZE": str(self.num_ranks),
         }
-        try:
-            for rank in range(self.num_ranks):
-                command = [sys.executable, str(HERE / "killed_flows.py"), self.name, str(rank), str(self.num_ranks)]
-                command += [token, str(place / "store"), str(self.given(place))]
-                if rank == victim:
-                    number = [] if at is None else ["--at", str(at)]
-                    under = [item for root in self.changed(place) for item in ("--under", str(root))]
-                    tracer = [sys.executable, str(HERE / "system_calls.py"), *under, *number, "--log", str(log), "--"]
-                    command = [*tracer, *command]
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=env | ({"TRACED": "1"} if rank == victim else {}),
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                    )
-                )
-            printed = [process.communicate(timeout=END_SECONDS)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        statuses = [process.returncode for process in processes]
+        traced = {"under": [str(root) for root in self.changed(place)], "at": at, "log": str(log)}
+        for rank, output in enumerate(outputs):
+            is_victim = rank == victim
+            self.host.start(
+                arguments=[self.name, rank, self.num_ranks, token, str(place / "store"), str(self.given(place))],
+                environment=environment | {"RANK": str(rank), "TRACED": "yes" if is_victim else "no"},
+                output=str(output),
+                status=str(output.with_suffix(".status")),
+                traced=traced if is_victim else None,
+            )
+        statuses = [self.host.status(output.with_suffix(".status")) for output in outputs]
+        printed = [output.read_text() for output in outputs]
         if statuses[victim] == NOT_ALLOWED:
             raise NotTraced(printed[victim])
         calls = [line.rsplit(" ", 1) for line in log.read_text().splitlines()]
@@ -388,11 +424,6 @@ def sweep(name: str, where: Path, *, most: int | None = None, every: int = 1, pa
     """Kill a flow at its points, at each `every`-th of them, or at `most` of them evenly spread."""
     started = time.monotonic()
     flow = make_flow(name, where)
-    points = flow.points()
-    if most is not None:
-        every = max(1, -(-len(points) // most))
-    # The middle of each stretch: with the first of each, all victims would die at their first call.
-    chosen = points[every // 2 :: every]
 
     def attempt(point: tuple[int, int]) -> str | None:
         try:
@@ -401,8 +432,16 @@ def sweep(name: str, where: Path, *, most: int | None = None, every: int = 1, pa
             return str(error)
         return None
 
-    with ThreadPoolExecutor(parallel) as pool:
-        problems = [problem for problem in pool.map(attempt, chosen) if problem]
+    try:
+        points = flow.points()
+        if most is not None:
+            every = max(1, -(-len(points) // most))
+        # The middle of each stretch: with the first of each, all victims would die at their first call.
+        chosen = points[every // 2 :: every]
+        with ThreadPoolExecutor(parallel) as pool:
+            problems = [problem for problem in pool.map(attempt, chosen) if problem]
+    finally:
+        flow.host.end()
     shutil.rmtree(flow.base)
     return Swept(name, len(points), len(chosen), time.monotonic() - started, problems)
 

@@ -1,22 +1,16 @@
-"""A command whose n-th system call that changes given directories ends its process with SIGKILL, before the call.
-
-    python system_calls.py --under /tmp/store --at 17 --log /tmp/calls -- python worker.py
+"""A process whose n-th system call that changes given directories ends it with SIGKILL, before the call.
 
 `strace` counts by thread and by call, so "the 17th change of this process and its children" cannot be said to it; this
-is a tracer that can. The command stops itself with SIGSTOP when it is ready; calls count from there, in it, in its
+is a tracer that can. The process stops itself with SIGSTOP when it is ready; calls count from there, in it, in its
 threads and in what it starts. The log has one line for each: its number, its name, its path, and whether it succeeded.
-The exit status is that of the command, 128 and the signal when it was killed, and NOT_ALLOWED where nothing can be
-traced.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import platform
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,16 +109,16 @@ class Tracer:
     _open: dict[int, tuple[int, str, str]] = field(default_factory=dict)
     """By thread the call that it is in, if that counts."""
 
-    def run(self, process: subprocess.Popen[bytes]) -> int:
-        """Trace the process from its SIGSTOP on; its status as a shell has it."""
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
+    def run(self, pid: int) -> int:
+        """Trace a child from its SIGSTOP on; its status as a shell has it."""
+        _, status = os.waitpid(pid, os.WUNTRACED)
         if not os.WIFSTOPPED(status):
-            return _as_shell(status)
-        threads = [int(name) for name in os.listdir(f"/proc/{process.pid}/task")]
+            return as_shell(status)
+        threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
         for tid in threads:
             _ptrace(_SEIZE, tid, 0, _OPTIONS)
             _ptrace(_INTERRUPT, tid)
-        os.kill(process.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         ended = None
         while True:
             try:
@@ -133,8 +127,8 @@ class Tracer:
                 return 1 if ended is None else ended
             if os.WIFSTOPPED(status):
                 self._stopped(tid, status)
-            elif tid == process.pid:
-                ended = _as_shell(status)
+            elif tid == pid:
+                ended = as_shell(status)
 
     def _stopped(self, tid: int, status: int) -> None:
         number, event = os.WSTOPSIG(status), status >> 16
@@ -209,28 +203,17 @@ def _process_of(tid: int) -> int:
     return int(status.partition("\nTgid:")[2].split()[0])
 
 
-def _as_shell(status: int) -> int:
+def as_shell(status: int) -> int:
+    """The status of a process as a shell has it: 128 and the signal when it was killed."""
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--under", action="append", required=True)
-    parser.add_argument("--at", type=int)
-    parser.add_argument("--log", required=True)
-    parser.add_argument("command", nargs="+")
-    given = parser.parse_args()
-    with open(given.log, "w") as log:
-        tracer = Tracer([os.path.realpath(root) for root in given.under], given.at, log)
-        process = subprocess.Popen(given.command)
-        try:
-            return tracer.run(process)
-        except PermissionError as error:
-            print(f"nothing can be traced here: {error}", file=sys.stderr)
-            return NOT_ALLOWED
-        finally:
-            process.kill()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def trace(pid: int, under: list[str], at: int | None, log: str) -> int:
+    """The status of a child when it has ended; NOT_ALLOWED where nothing can be traced."""
+    try:
+        with open(log, "w") as lines:
+            return Tracer([os.path.realpath(root) for root in under], at, lines).run(pid)
+    except PermissionError as error:
+        print(f"nothing can be traced here: {error}", flush=True)
+        os.kill(pid, signal.SIGKILL)
+        return NOT_ALLOWED
