@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptstore import CheckpointStore, InvalidInput, InvalidState, KeepLatest, SaveBusy, StorageUnavailable, open_store
-from ckptstore.testing import Call, FailAt, KillAt
+from ckptstore import CheckpointStore, InvalidInput, InvalidState, SaveBusy, StorageUnavailable, open_store
+from ckptstore.testing import Call, FailAt
 from ckptstore.testing.stores import with_faults
 
 
@@ -208,67 +208,3 @@ def test_sigterm_only_sets_a_deadline(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
         gate.opened.set()
         store.close()
-
-
-def save_and_die(root: str, index: int, when: str) -> None:
-    """An asynchronous save that is killed at its `index`-th change of the storage."""
-    from kill_worker import nth_change
-
-    torch.set_num_threads(1)
-    store = with_faults(
-        open_store(root, retention=KeepLatest(1), grace_seconds=0),
-        KillAt(nth_change(index), when=when),  # type: ignore[arg-type]
-    )
-    store.save_async(2, some_state(2.0)).result()
-    store.close()
-
-
-def kill_at(base: Path, index: int) -> int | None:
-    """The step that is there after a kill; None when the save came to its end before the kill."""
-    import shutil
-
-    from ckptstore.testing import RanksFailed, run_ranks
-
-    root = base.parent / f"kill-{index}"
-    shutil.copytree(base, root)
-    ended = False
-    try:
-        run_ranks(1, save_and_die, str(root), index, ("before", "during", "after")[index % 3], expect_killed=[0])
-    except RanksFailed:
-        ended = True
-    with open_store(root, grace_seconds=0) as store:
-        latest = store.latest()
-        assert latest is not None
-        assert latest.verify().ok
-        loaded = some_state(0.0)
-        store.resume(loaded)
-        assert loaded["w"].eq(latest.step).all()
-        store.prune()
-        store.collect_garbage()
-        referenced = {Path(item.uri).name for item in store} | {item.attempt for item in store.trash()}
-        assert {path.name for path in (root / "checkpoints").iterdir()} == referenced
-    return None if ended else latest.step
-
-
-def killed_base(tmp_path: Path) -> Path:
-    with open_store(tmp_path / "base", retention=KeepLatest(1)) as store:
-        store.save(1, some_state(1.0))
-    return tmp_path / "base"
-
-
-@pytest.mark.parametrize("index", [2, 6, 11])
-def test_a_background_save_killed_at_some_changes(tmp_path: Path, index: int) -> None:
-    assert kill_at(killed_base(tmp_path), index) in (1, 2)
-
-
-@pytest.mark.slow
-def test_a_background_save_killed_at_every_change(tmp_path: Path) -> None:
-    base, seen = killed_base(tmp_path), []
-    for index in range(100):
-        step = kill_at(base, index)
-        if step is None:
-            break
-        seen.append(step)
-    assert len(seen) > 12
-    assert seen == sorted(seen)
-    assert set(seen) == {1, 2}
