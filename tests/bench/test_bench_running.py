@@ -167,7 +167,10 @@ def test_a_secret_is_not_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_workload_runs_on_a_disk(tmp_path: Path) -> None:
+def test_every_workload_runs_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With short curves: each point is a contest of all contenders in as many processes as there are ranks."""
+    for name, points in {"REAL_RANKS": (1, 2), "_SIZES": (1,), "_FILE_COUNTS": (10,)}.items():
+        monkeypatch.setattr(f"ckptstore.bench.workloads.scaling.{name}", points)
     told, shown = tmp_path / "told.json", tmp_path / "shown.html"
     options = ["--size", "8MiB", "--repeat", 1, "--max-ranks", 256, "--latency-ms", 1, "--to", tmp_path / "place"]
     bench("all", *options, "--json", told, "--html", shown)
@@ -179,8 +182,8 @@ def test_every_workload_runs_on_a_disk(tmp_path: Path) -> None:
     assert {"ckptstore", "Ray Train as_directory", "one raw copy"} <= set(found["node-cache"])
     failed = [one for workload in value["workloads"] for one in workload["outcomes"] if one["status"] == "failed"]
     assert failed == []
-    assert [point["at"] for point in value["scaling"]["real"]["ranks"]] == [1, 2, 4, 8]
-    assert [point["at"] for point in value["scaling"]["real"]["files"]] == [10, 100, 1000]
+    assert [point["at"] for point in value["scaling"]["real"]["ranks"]] == [1, 2]
+    assert [point["at"] for point in value["scaling"]["real"]["files"]] == [10]
     assert value["scaling"]["simulated"]["laws"]["requests"]["exponent"] == pytest.approx(1, abs=0.1)
     assert not (tmp_path / "place").exists()
 
