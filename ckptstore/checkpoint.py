@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
     from ckptstore.loading.tensor_view import StoredTensors
     from ckptstore.state.read.stored import PerRank
+    from ckptstore.transfer.executor import Executor
 
 
 @bounded
@@ -277,9 +278,12 @@ class Checkpoint:
 
         return values_of_ranks(self._files, key)
 
-    def verify(self, sample: float | str | None = None) -> VerifyReport:
-        """Check every byte against its digest, or a random share of the files ("5%"); see `VerifyReport`."""
-        return verify(self._files, sample=sample)
+    def verify(self, sample: float | str | None = None, *, executor: Executor | None = None) -> VerifyReport:
+        """Check every byte against its digest, or a random share of the files ("5%"); see `VerifyReport`.
+
+        `executor` says where the files are read, in this process when it is None.
+        """
+        return verify(self._files, sample=sample, executor=executor)
 
     def _require_there(self) -> None:
         if self._files.record is not None and not any(True for _ in self._files.storage.list(self._files.prefix)):
@@ -298,6 +302,11 @@ class Checkpoint:
     def __repr__(self) -> str:
         number = "" if self.number is None else f", number={self.number}"
         return f"Checkpoint(step={self.step}{number}, uri={self.uri!r})"
+
+
+def files_behind(checkpoint: Checkpoint) -> CheckpointFiles:
+    """The files of a checkpoint, for what is built on checkpoints inside ckptstore."""
+    return checkpoint._files
 
 
 @dataclass(frozen=True, slots=True)

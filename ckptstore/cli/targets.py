@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput, NoUsableCheckpoint, StoreMissing
 from ckptstore.format.layout import MANIFEST_NAME, STORE_KEY
-from ckptstore.log.identity import read_identity
 from ckptstore.opening import open_store
 from ckptstore.retention import Mode
 from ckptstore.store import CheckpointStore
@@ -60,7 +60,7 @@ def parse_target(text: str) -> CommandTarget:
 def opened_store(uri: str, storage_options: Mapping[str, Any], **keywords: Any) -> Iterator[CheckpointStore]:
     """The store at a URI. Raises StoreMissing when there is none, InvalidInput where a checkpoint was meant."""
     with open_store(uri, storage_options=storage_options, **keywords) as store:
-        if read_identity(store._job.storage) is None:
+        if not store.exists():
             if parse_target(uri).step is not None:
                 raise InvalidInput(f"There is no store called {store.uri}", hint="This command takes no step")
             raise StoreMissing(f"There is no store at {store.uri}", hint=_rule_of_targets(uri, storage_options))
@@ -127,7 +127,7 @@ def _is_something(uri: str, storage_options: Mapping[str, Any]) -> bool:
 
 def _holds(uri: str, storage_options: Mapping[str, Any], *keys: str) -> bool:
     with open_store(uri, storage_options=storage_options) as store:
-        return any(file.key == key for key in keys for file in store._job.storage.list(key))
+        return any(file.key == key for key in keys for file in job_of(store).storage.list(key))
 
 
 def _checkpoint(store: CheckpointStore, step: int | str | Best | None) -> Checkpoint:

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptstore.catalogue import Catalogue, job_of
+from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StoreMissing
 from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Pin
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, USER_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.format.record import Record
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.story import CheckpointFiles, files_of
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, write_identity
 from ckptstore.runtime.beat import Beat, no_beat
@@ -113,7 +115,7 @@ def open_target(
 
 
 def copy_checkpoint(
-    files: CheckpointFiles,
+    checkpoint: Checkpoint,
     target: CopyTarget,
     *,
     prefix: str = "",
@@ -126,6 +128,7 @@ def copy_checkpoint(
     prefixes of the target is taken over. Raises CheckpointDamaged when the source is not what its manifest says;
     nothing is complete at the target then.
     """
+    files = files_behind(checkpoint)
     with files.held():
         return _copy_checkpoint(files, target, prefix, earlier, executor or InProcess())
 
@@ -202,23 +205,16 @@ def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
     return whole, data if whole is manifest else whole.encode()
 
 
-def copy_store(
-    log: Log,
-    storage: Storage,
-    target: CopyTarget,
-    open_files: Callable[[Record], CheckpointFiles],
-    *,
-    executor: Executor | None = None,
-) -> CopyReport:
+def copy_store(store: Catalogue, target: CopyTarget, *, executor: Executor | None = None) -> CopyReport:
     """Copy all live checkpoints of a store to another root, oldest first, with pins, into a log of its own.
 
     The copy keeps the store's id, so it is the same run at another place; what it already holds is left. Raises
     StoreMissing without a source, InvalidInput when another store lives at the target.
     """
-    newest = log.newest()
-    store_id = read_identity(storage)
+    job = job_of(store)
+    log, newest, store_id = job.log, job.log.newest(), read_identity(job.storage)
     if newest is None or store_id is None:
-        raise StoreMissing(f"There is no store at {storage.uri}")
+        raise StoreMissing(f"There is no store at {store.uri}")
     if write_identity(target.storage, store_id) != store_id:
         raise InvalidInput(f"Another store lives at {target.storage.uri}", hint="Copy to an empty place")
     own = Log(target.storage, retry=target.config.retry, single_writer=target.config.single_writer)
@@ -234,7 +230,7 @@ def copy_store(
         attempt = replace(_origin(record), epoch=epoch)
         committed_at = log.commit_times([record])[record.number]
         entry = replace(record.entry, epoch=epoch, attempt=str(attempt), committed_at=committed_at)
-        report, committed = _copy_and_commit(entry, open_files(record), own, target, attempt, executor)
+        report, committed = _copy_and_commit(entry, files_of(job, record), own, target, attempt, executor)
         if record.number in newest.state.pinned:
             own.append(lambda _newest, number=committed.number: Pin((number,)))  # type: ignore[misc]
         total = replace(
@@ -257,7 +253,7 @@ def _copy_and_commit(
 ) -> tuple[CopyReport, Record]:
     earlier = _earlier_tries(target.storage, own, attempt)
     prefixes = [try_.prefix for try_ in earlier]
-    report = copy_checkpoint(files, target, prefix=attempt.prefix, earlier=prefixes, executor=executor)
+    report = copy_checkpoint(Checkpoint(files), target, prefix=attempt.prefix, earlier=prefixes, executor=executor)
     if entry.bases:
         entry = replace(entry, bases=(), manifest_sha256=sha256_of(whole_manifest(files)[1]))
     committed = own.append(lambda _newest: Commit(entry=entry))

@@ -82,7 +82,7 @@ READERS: dict[str, Callable[[Checkpoint, Path], object]] = {
     "verify": lambda checkpoint, _: checkpoint.verify().raise_if_damaged(),
     "export": lambda checkpoint, path: export(checkpoint, path / "out", to="safetensors"),
     "cp": lambda checkpoint, path: copying.copy_checkpoint(
-        checkpoint._files, open_target(str(path / "copy"), storage_options=None)
+        checkpoint, open_target(str(path / "copy"), storage_options=None)
     ),
 }
 
@@ -272,10 +272,9 @@ def test_the_root_may_lie_below_a_link(tmp_path: Path) -> None:
 
 def copy(source: Path, target: Path) -> CopyReport:
     with open_store(source) as store:
-        job = store._job
         opened = open_target(str(target), storage_options=None)
         try:
-            return copy_store(job.log, job.storage, opened, lambda record: store._checkpoint(record)._files)
+            return copy_store(store, opened)
         finally:
             opened.close()
 

@@ -127,8 +127,7 @@ def test_a_life(place: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
         ckptstore.open_store(uri, **keywords) as store,
         closing(open_target(f"{uri}-copy", **given, config=config)) as target,
     ):
-        job = store._job
-        report = copy_store(job.log, job.storage, target, lambda record: store._checkpoint(record)._files)
+        report = copy_store(store, target)
         assert set(report.steps) == kept.keys()
     with ckptstore.open_store(f"{uri}-copy", **keywords) as copy:
         assert [checkpoint.step for checkpoint in copy] == sorted(kept)

@@ -185,7 +185,6 @@ def test_references_name_live_checkpoints_and_keep_them(root: str, tmp_path: Pat
 
 def test_a_copy_of_a_reference_is_whole(tmp_path: Path) -> None:
     from ckptstore.interchange.copying import copy_checkpoint, copy_store, open_target
-    from ckptstore.loading.story import files_of
 
     state = lora_state(1 << 20)
     with open_store(tmp_path / "store") as store:
@@ -196,10 +195,10 @@ def test_a_copy_of_a_reference_is_whole(tmp_path: Path) -> None:
         with checkpoint.as_directory() as path:
             assert Checkpoint.from_directory(path).verify().ok
         target = open_target(str(tmp_path / "one"), storage_options=None)
-        copy_checkpoint(checkpoint._files, target)
+        copy_checkpoint(checkpoint, target)
         target.close()
         whole = open_target(str(tmp_path / "all"), storage_options=None)
-        copy_store(store._job.log, store._job.storage, whole, lambda record: files_of(store._job, record))
+        copy_store(store, whole)
         whole.close()
         with pytest.raises(CheckpointDamaged, match="ckptstore cp"):
             Checkpoint.from_directory(checkpoint.uri)

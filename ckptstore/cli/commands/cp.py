@@ -70,14 +70,11 @@ def command(
 
 def _copy_store(source: str, target: CopyTarget, storage_options: dict[str, Any], executor: Executor) -> CopyReport:
     with opened_store(source, storage_options) as store:
-        job = store._job
-        return copy_store(
-            job.log, job.storage, target, lambda record: store._checkpoint(record)._files, executor=executor
-        )
+        return copy_store(store, target, executor=executor)
 
 
 def _copy_checkpoint(
     source: str, target: CopyTarget, storage_options: dict[str, Any], executor: Executor
 ) -> CopyReport:
     with opened_checkpoint(source, storage_options) as checkpoint:
-        return copy_checkpoint(checkpoint._files, target, executor=executor)
+        return copy_checkpoint(checkpoint, target, executor=executor)

@@ -81,7 +81,7 @@ class FastStorage(ProcessBound):
 
     def __init__(self, uri: str, options: Mapping[str, Any], config: ObstoreConfig) -> None:
         super().__init__()
-        self._opened_as = (uri, dict(options))
+        self.opened_as = (uri, dict(options))
         self._config = config
         self._lock = threading.Lock()
         self._files = _files_of(config, options)
@@ -97,7 +97,7 @@ class FastStorage(ProcessBound):
         return f"{type(self).__name__}({self.uri!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_fast, self._opened_as
+        return open_fast, self.opened_as
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
         with self._seam("write", key):
