@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.boundary import bounded
-from ckptstore.config import StoreConfig
 from ckptstore.errors import (
     CheckpointDamaged,
     CheckpointGone,
@@ -31,9 +30,8 @@ from ckptstore.loading.verify import VerifyReport, verify
 from ckptstore.runtime.notebook import html_table
 from ckptstore.storage.base import Disk
 from ckptstore.storage.open import open_storage
-from ckptstore.storage.retried import with_retries
 from ckptstore.storage.uri import redact
-from ckptstore.transfer import Transfer
+from ckptstore.transfer.opened import open_place
 
 if TYPE_CHECKING:
     from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
@@ -74,12 +72,8 @@ class Checkpoint:
         manifest, CheckpointDamaged unless every file that it lists is there with its size: a copy made by other tools
         may be incomplete.
         """
-        config = StoreConfig.from_env()
-        storage = with_retries(open_storage(uri, storage_options=storage_options), config.retry)
-        transfer = Transfer(storage, config=config.transfer, retry=config.retry)
-        files = CheckpointFiles(
-            storage=storage, transfer=transfer, config=config, prefix="", record=None, given_group=group
-        )
+        place = open_place(uri, storage_options=storage_options)
+        files = CheckpointFiles.at(place, given_group=group)
         checkpoint = cls(files)
         try:
             manifest = checkpoint._manifest
@@ -318,15 +312,8 @@ class _Place:
     record: tuple[bytes, int] | None
 
     def opened(self) -> CheckpointFiles:
-        config = StoreConfig.from_env()
-        storage = with_retries(open_storage(self.uri), config.retry)
-        return CheckpointFiles(
-            storage=storage,
-            transfer=Transfer(storage, config=config.transfer, retry=config.retry),
-            config=config,
-            prefix=self.prefix,
-            record=None if self.record is None else Record.decode(*self.record),
-        )
+        record = None if self.record is None else Record.decode(*self.record)
+        return CheckpointFiles.at(open_place(self.uri), prefix=self.prefix, record=record)
 
 
 def _arrived(place: _Place) -> Checkpoint:

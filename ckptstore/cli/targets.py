@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput, NoUsableCheckpoint, StoreMissing
 from ckptstore.format.layout import MANIFEST_NAME, STORE_KEY
 from ckptstore.opening import open_store
 from ckptstore.retention import Mode
 from ckptstore.store import CheckpointStore
+from ckptstore.transfer.opened import open_place
 
 _TARGET = re.compile(r"(.+)@(\d+|latest)")
 _BEST = re.compile(r"(.+?)@best:(.+?)(?::(min|max))?")
@@ -126,8 +126,8 @@ def _is_something(uri: str, storage_options: Mapping[str, Any]) -> bool:
 
 
 def _holds(uri: str, storage_options: Mapping[str, Any], *keys: str) -> bool:
-    with open_store(uri, storage_options=storage_options) as store:
-        return any(file.key == key for key in keys for file in job_of(store).storage.list(key))
+    with closing(open_place(uri, storage_options=storage_options)) as place:
+        return any(file.key == key for key in keys for file in place.storage.list(key))
 
 
 def _checkpoint(store: CheckpointStore, step: int | str | Best | None) -> Checkpoint:

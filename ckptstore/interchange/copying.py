@@ -18,11 +18,9 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ckptstore.catalogue import Catalogue, job_of
 from ckptstore.checkpoint import Checkpoint, files_behind
-from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StoreMissing
 from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Pin
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, USER_METADATA_NAME, Attempt
@@ -33,10 +31,8 @@ from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, write_identity
 from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.storage.base import CopiesFrom, CopiesInside, Disk, Storage
-from ckptstore.storage.open import open_storage
-from ckptstore.storage.retried import with_retries
-from ckptstore.transfer import Transfer
 from ckptstore.transfer.executor import Executor, InProcess
+from ckptstore.transfer.opened import OpenedPlace
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import Read
 from ckptstore.upkeep.prune import delete_attempts
@@ -78,45 +74,9 @@ class StorageSource:
         yield read
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyTarget:
-    """Where a copy goes."""
-
-    storage: Storage
-    transfer: Transfer
-    config: StoreConfig
-
-    def close(self) -> None:
-        """Give connections back."""
-        self.transfer.close()
-        self.storage.close()
-
-
-def open_target(
-    uri: str,
-    *,
-    storage_options: Mapping[str, Any] | None,
-    config: StoreConfig | None = None,
-    engine: str | None = None,
-) -> CopyTarget:
-    """Open the root that a copy goes to."""
-    config = config or StoreConfig.from_env()
-    storage = open_storage(
-        uri,
-        storage_options=storage_options,
-        engine=engine,
-        durable=config.transfer.durable,
-        direct_io=config.transfer.direct_io,
-    )
-    storage = with_retries(storage, config.retry)
-    return CopyTarget(
-        storage=storage, transfer=Transfer(storage, config=config.transfer, retry=config.retry), config=config
-    )
-
-
 def copy_checkpoint(
     checkpoint: Checkpoint,
-    target: CopyTarget,
+    target: OpenedPlace,
     *,
     prefix: str = "",
     earlier: Sequence[str] = (),
@@ -134,7 +94,7 @@ def copy_checkpoint(
 
 
 def _copy_checkpoint(
-    files: CheckpointFiles, target: CopyTarget, prefix: str, earlier: Sequence[str], executor: Executor
+    files: CheckpointFiles, target: OpenedPlace, prefix: str, earlier: Sequence[str], executor: Executor
 ) -> CopyReport:
     manifest, data = whole_manifest(files)
     there = {file.key.removeprefix(prefix): file.size_bytes for file in target.storage.list(prefix)}
@@ -174,7 +134,7 @@ class _Share:
     """Copies some of the files."""
 
     files: CheckpointFiles
-    target: CopyTarget
+    target: OpenedPlace
     prefix: str
     sources: Mapping[str, str]
     """By the name of a file the key from which it comes."""
@@ -205,7 +165,7 @@ def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
     return whole, data if whole is manifest else whole.encode()
 
 
-def copy_store(store: Catalogue, target: CopyTarget, *, executor: Executor | None = None) -> CopyReport:
+def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | None = None) -> CopyReport:
     """Copy all live checkpoints of a store to another root, oldest first, with pins, into a log of its own.
 
     The copy keeps the store's id, so it is the same run at another place; what it already holds is left. Raises
@@ -247,7 +207,7 @@ def _copy_and_commit(
     entry: CheckpointEntry,
     files: CheckpointFiles,
     own: Log,
-    target: CopyTarget,
+    target: OpenedPlace,
     attempt: Attempt,
     executor: Executor | None,
 ) -> tuple[CopyReport, Record]:
@@ -293,7 +253,7 @@ def _claim(log: Log, *, above: int) -> int:
 
 
 def _refuse_other_contents(
-    manifest: Manifest, data: bytes, target: CopyTarget, prefix: str, there: Mapping[str, int]
+    manifest: Manifest, data: bytes, target: OpenedPlace, prefix: str, there: Mapping[str, int]
 ) -> None:
     if not there:
         return
@@ -311,7 +271,7 @@ def _refuse_other_contents(
         )
 
 
-def _intact(target: CopyTarget, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
+def _intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
     wanted = [CheckpointFiles.wanted_at(prefix, receipt) for receipt in receipts if receipt.crc32c is not None]
     checked = target.transfer.check(wanted)
     good = {item.wanted.key for item in checked if item.crc32c == item.wanted.crc32c}
@@ -319,7 +279,7 @@ def _intact(target: CopyTarget, prefix: str, receipts: Sequence[Receipt]) -> set
 
 
 def _take_over(
-    target: CopyTarget, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
+    target: OpenedPlace, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
 ) -> set[str]:
     """Copy files of an earlier try inside the storage, and give the names of what is whole. The try may still be
     writing them, so they are no links."""
@@ -343,7 +303,7 @@ def _take_over(
 def _copy_inside(
     files: CheckpointFiles,
     sources: Mapping[str, str],
-    target: CopyTarget,
+    target: OpenedPlace,
     prefix: str,
     receipts: Sequence[Receipt],
 ) -> set[str]:
@@ -373,7 +333,7 @@ def _copy_inside(
 def _copy_files(
     files: CheckpointFiles,
     sources: Mapping[str, str],
-    target: CopyTarget,
+    target: OpenedPlace,
     prefix: str,
     receipts: Sequence[Receipt],
 ) -> None:
@@ -392,7 +352,7 @@ def _copy_files(
             )
 
 
-def _check_arrived(target: CopyTarget, prefix: str, receipts: Sequence[Receipt]) -> None:
+def _check_arrived(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> None:
     missing = {receipt.name for receipt in receipts if receipt.crc32c is not None} - _intact(target, prefix, receipts)
     if missing:
         raise CheckpointDamaged(f"{len(missing)} files did not arrive whole, for instance {min(missing)}")

@@ -25,7 +25,8 @@ from ckptstore import (
     open_store,
 )
 from ckptstore.events import CheckpointSkipped, CheckpointsPruned, Event, ResumeForgotten, listening
-from ckptstore.interchange.copying import copy_checkpoint, copy_store, open_target
+from ckptstore.interchange.copying import copy_checkpoint, copy_store
+from ckptstore.transfer.opened import open_place
 
 
 def save(store: CheckpointStore, tmp_path: Path, step: int, loss: float = 1.0, data: bytes = b"x") -> Checkpoint:
@@ -348,7 +349,7 @@ def full_disk(tmp_path: Path, root: Path) -> None:
 
 
 def copy(store: CheckpointStore, uri: str) -> object:
-    target = open_target(uri, storage_options=None)
+    target = open_place(uri)
     try:
         return copy_store(store, target)
     finally:
@@ -386,7 +387,7 @@ def test_an_interrupted_copy_goes_on_where_it_broke_off(tmp_path: Path) -> None:
         files = {f"f{index}": os.urandom(1000) for index in range(10)}
         store.save_directory(1, make_tree(tmp_path / "s", files))
         source = store[1]
-        target = open_target(str(tmp_path / "copy"), storage_options=None)
+        target = open_place(str(tmp_path / "copy"))
         copied = make_tree(tmp_path / "copy", {name: files[name] for name in ("f0", "f1", "f2")})
         (copied / "f2").write_bytes(b"z" * 1000)
         report = copy_checkpoint(source, target)
@@ -400,7 +401,7 @@ def test_an_interrupted_copy_goes_on_where_it_broke_off(tmp_path: Path) -> None:
 def test_a_copy_that_was_killed_while_it_wrote_the_manifest_goes_on(tmp_path: Path, kept_bytes: int) -> None:
     with open_store(tmp_path / "a") as store:
         save(store, tmp_path, 1)
-        target = open_target(str(tmp_path / "copy"), storage_options=None)
+        target = open_place(str(tmp_path / "copy"))
         copy_checkpoint(store[1], target)
         manifest = tmp_path / "copy" / "ckptstore.json"
         torn = manifest.read_bytes()[:kept_bytes]
@@ -422,7 +423,7 @@ def test_a_copy_refuses_a_place_that_is_taken(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="Another store"):
             copy(store, str(tmp_path / "b"))
         make_tree(tmp_path / "c", {"mine": b"1"})
-        target = open_target(str(tmp_path / "c"), storage_options=None)
+        target = open_place(str(tmp_path / "c"))
         with pytest.raises(InvalidInput, match="mine"):
             copy_checkpoint(store[1], target)
         target.close()

@@ -84,10 +84,11 @@ def import_file(store: CheckpointStore, given: str) -> None:
 
 
 def copy(root: str, target: str) -> None:
-    from ckptstore.interchange.copying import copy_store, open_target
+    from ckptstore.interchange.copying import copy_store
+    from ckptstore.transfer.opened import open_place
 
     with open_store(root) as store:
-        place = open_target(target, storage_options=None)
+        place = open_place(target)
         ready()
         copy_store(store, place)
         place.close()

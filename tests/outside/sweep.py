@@ -201,14 +201,15 @@ def check_prune(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None
 
 def check_copy(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
     """What the target's log names is whole; the same copy goes on and ends; nothing else is left."""
-    from ckptstore.interchange.copying import copy_store, open_target
+    from ckptstore.interchange.copying import copy_store
+    from ckptstore.transfer.opened import open_place
 
     target = place / "target"
     with open_store(target) as reader:
         for checkpoint in reader:
             assert checkpoint.verify().ok
     with open_store(place / "store") as source:
-        end = open_target(str(target), storage_options=None)
+        end = open_place(str(target))
         copy_store(source, end)
         end.close()
         with open_store(target) as copied:

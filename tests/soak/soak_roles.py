@@ -116,7 +116,8 @@ def reader(ledger: Path, root: str, options: dict[str, Any]) -> None:
 
 def janitor(ledger: Path, root: str, options: dict[str, Any], target: str) -> None:
     """Prunes, collects, and copies the store to another place."""
-    from ckptstore.interchange.copying import copy_store, open_target
+    from ckptstore.interchange.copying import copy_store
+    from ckptstore.transfer.opened import open_place
 
     with opened(root, options) as store:
         for number, _ in enumerate(turns(ledger, 1.0)):
@@ -124,7 +125,7 @@ def janitor(ledger: Path, root: str, options: dict[str, Any], target: str) -> No
                 store.prune()
                 store.collect_garbage()
                 if number % 5 == 4:
-                    place = open_target(target, storage_options=None)
+                    place = open_place(target)
                     try:
                         copy_store(store, place)
                     finally:

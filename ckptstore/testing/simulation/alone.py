@@ -18,13 +18,14 @@ from ckptstore.errors import (
 )
 from ckptstore.group import StorageGroup
 from ckptstore.integrations.ray.worker_group import RayWorkers
-from ckptstore.interchange.copying import copy_store, open_target
+from ckptstore.interchange.copying import copy_store
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepLatest
 from ckptstore.testing.simulation.model import Violation, told_in
 from ckptstore.testing.simulation.plan import POLICIES, Action
 from ckptstore.testing.simulation.virtual.clocks import sleep
 from ckptstore.testing.simulation.world import COPY_URI, STORE_URI, Member, World, kind_of
+from ckptstore.transfer.opened import open_place
 
 
 def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
@@ -143,7 +144,7 @@ def _look_latest(world: World, store: Any) -> None:
 
 
 def _copy(store: Any) -> None:
-    target = open_target(COPY_URI, storage_options=None, config=job_of(store).config)
+    target = open_place(COPY_URI, config=job_of(store).config)
     try:
         copy_store(store, target)
     finally:
