@@ -11,28 +11,23 @@ import base64
 import functools
 import http.client
 import struct
-import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, StorageUnavailable
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.client_options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment
+from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS, LazyClient
 from ckptstore.storage.uri import Location
 
-_MAX_CONNECTIONS = 64
 
-
-class AwsConnection:
-    """A botocore client made from the options of s3fs, in the process that uses it, when it is first used."""
+class AwsConnection(LazyClient):
+    """A botocore client made from the options of s3fs."""
 
     def __init__(self, location: Location, options: Mapping[str, Any], environ: Environment) -> None:
+        super().__init__()
         self.bucket = location.container
         self._options = {name: value for name, value in options.items() if value is not None}
-        self._lock = threading.Lock()
-        self._client: Any = None
-        self._renewal = foreign.Renewal()
         config = self._options.get("config_kwargs") or {}
         when = config.get("request_checksum_calculation") or environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "")
         self.sends_checksum = str(when).lower() != "when_required"
@@ -40,29 +35,6 @@ class AwsConnection:
         self.every: dict[str, Any] = {"Bucket": self.bucket}
         if self._options.get("requester_pays"):
             self.every["RequestPayer"] = "requester"
-
-    @property
-    def client(self) -> Any:
-        """The client; safe for threads."""
-        with self._lock:
-            if self._client is None:
-                self._client = self._connect()
-            return self._client
-
-    def close(self) -> None:
-        """Give back the connections."""
-        with self._lock:
-            if self._client is not None:
-                self._client.close()
-                self._client = None
-
-    def succeeded(self) -> None:
-        """A request went through."""
-        self._renewal.succeeded()
-
-    def seam(self, what: str, key: str) -> AbstractContextManager[None]:
-        """Turns foreign errors into ours."""
-        return foreign.seam(lambda error: self._translated(error, what=what, key=key))
 
     def _connect(self) -> Any:
         import botocore
@@ -75,7 +47,7 @@ class AwsConnection:
         config = {
             "connect_timeout": CONNECT_TIMEOUT_SECONDS,
             "read_timeout": READ_TIMEOUT_SECONDS,
-            "max_pool_connections": _MAX_CONNECTIONS,
+            "max_pool_connections": MAX_CONNECTIONS,
             "request_checksum_calculation": "when_required",  # ours goes along as a value of its own
             "response_checksum_validation": "when_required",
             **(options.get("config_kwargs") or {}),
@@ -131,10 +103,6 @@ class AwsConnection:
         if isinstance(error, broken) or type(error).__module__.startswith("urllib3"):
             return foreign.broken_off(error, what=what, key=key)
         return foreign.unexpected(error, what=what, key=key)
-
-    def _forget(self) -> None:
-        with self._lock:
-            self._client = None
 
 
 @functools.cache

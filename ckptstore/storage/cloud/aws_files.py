@@ -9,10 +9,11 @@ from typing import Any
 
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
 from ckptstore.format import digest
-from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
+from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import foreign
 from ckptstore.storage.cloud.aws import AwsConnection, crc32c_header
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, part_bytes, total_bytes
+from ckptstore.storage.cloud.lazy_client import CloudFiles
 from ckptstore.storage.uri import Location
 
 _DELETE_KEYS = 1000
@@ -24,21 +25,12 @@ _COPY_PART_BYTES = 1 << 30
 _CLEARING_TRIES = 5
 
 
-class S3Files(ProcessBound):
+class S3Files(CloudFiles[AwsConnection]):
     """Files below a prefix of a bucket."""
 
     def __init__(self, location: Location, connection: AwsConnection) -> None:
-        super().__init__()
-        self._location = location
-        self._connection = connection
+        super().__init__(location, connection)
         self._maybe_begun: set[str] = set()
-
-    @property
-    def uri(self) -> str:
-        return self._location.uri
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.uri!r})"
 
     def call(self, operation: str, *, file: str, **parameters: Any) -> Any:
         """One request; `file` is the key that an error names."""
@@ -212,10 +204,6 @@ class S3Files(ProcessBound):
                 if days and rule.get("Status") == "Enabled":
                     return f"aborted after {days} days"
         return ""
-
-    def close(self) -> None:
-        if self.is_here:
-            self._connection.close()
 
 
 class _Upload:
