@@ -9,9 +9,7 @@ and deleted. A process that is killed meanwhile leaves them in the attempt's dir
 
 from __future__ import annotations
 
-import base64
 import json
-import struct
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +21,7 @@ from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageU
 from ckptstore.format import digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
-from ckptstore.storage.cloud.bodies import Filling, ViewsBody, total_bytes
+from ckptstore.storage.cloud.bodies import Filling, ViewsBody, crc32c_header, total_bytes
 from ckptstore.storage.cloud.client_options import (
     CONNECT_TIMEOUT_SECONDS,
     READ_TIMEOUT_SECONDS,
@@ -156,7 +154,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
     def put(self, key: str, views: Sequence[memoryview], *, crc32c: int | None = None, **condition: str) -> int:
         """Upload an object in one request; returns its CRC32C."""
         value = digest.crc32c_of(views) if crc32c is None else crc32c
-        resource = {"name": self._location.full_key(key), "crc32c": _as_header(value)}
+        resource = {"name": self._location.full_key(key), "crc32c": crc32c_header(value)}
         border = uuid.uuid4().hex
         head = (
             f"--{border}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{json.dumps(resource)}\r\n"
@@ -176,7 +174,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
         return value
 
     def _check(self, stored: Mapping[str, Any], *, key: str, size_bytes: int, crc32c: int) -> None:
-        if stored.get("crc32c", _as_header(crc32c)) != _as_header(crc32c) or int(stored["size"]) != size_bytes:
+        if stored.get("crc32c", crc32c_header(crc32c)) != crc32c_header(crc32c) or int(stored["size"]) != size_bytes:
             raise StorageUnavailable("The bytes arrived damaged", file=key)
 
     def read(self, key: str) -> bytes:
@@ -350,7 +348,3 @@ def _stored(key: str, item: Mapping[str, Any]) -> StoredFile:
 
 def _json(answer: Any) -> Any:
     return json.loads(answer.content or b"{}")
-
-
-def _as_header(crc32c: int) -> str:
-    return base64.b64encode(struct.pack(">I", crc32c)).decode()
