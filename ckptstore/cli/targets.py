@@ -101,7 +101,7 @@ def opened_step(text: str, storage_options: Mapping[str, Any]) -> Iterator[tuple
     if target.step is None:
         raise InvalidInput(f"{text} names no checkpoint", hint="Write STORE@STEP, STORE@latest or STORE@best:METRIC")
     with opened_store(target.uri, storage_options) as store:
-        yield store, _checkpoint(store, target.step).step
+        yield store, checkpoint_in(store, target.step).step
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def opened_checkpoint(text: str, storage_options: Mapping[str, Any]) -> Iterator
         yield Checkpoint.from_uri(target.uri, storage_options=storage_options)
         return
     with opened_store(target.uri, storage_options) as store:
-        yield _checkpoint(store, target.step)
+        yield checkpoint_in(store, target.step)
 
 
 def is_checkpoint(uri: str, storage_options: Mapping[str, Any]) -> bool:
@@ -130,7 +130,8 @@ def _holds(uri: str, storage_options: Mapping[str, Any], *keys: str) -> bool:
         return any(file.key == key for key in keys for file in place.storage.list(key))
 
 
-def _checkpoint(store: CheckpointStore, step: int | str | Best | None) -> Checkpoint:
+def checkpoint_in(store: CheckpointStore, step: int | str | Best | None) -> Checkpoint:
+    """The checkpoint of a step, the best one, or else the latest. Raises NoUsableCheckpoint where there is none."""
     if isinstance(step, int):
         return store[step]
     checkpoint = store.best(step.metric, step.mode) if isinstance(step, Best) else store.latest()
