@@ -278,6 +278,16 @@ def _intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> se
     return {receipt.name for receipt in receipts if prefix + receipt.name in good}
 
 
+def _keep_intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
+    """Make durable what the storage has copied by itself, delete what is not whole, and give the names of the rest."""
+    storage = target.storage
+    if receipts and isinstance(storage, Disk) and target.config.transfer.durable:
+        storage.persist([prefix + receipt.name for receipt in receipts])
+    intact = _intact(target, prefix, receipts)
+    storage.delete([prefix + receipt.name for receipt in receipts if receipt.name not in intact])
+    return intact
+
+
 def _take_over(
     target: OpenedPlace, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
 ) -> set[str]:
@@ -293,11 +303,7 @@ def _take_over(
             with contextlib.suppress(FileMissing):  # it is garbage, and may be collected meanwhile
                 storage.copy(key, prefix + receipt.name)
                 taken.append(receipt)
-    if taken and isinstance(storage, Disk) and target.config.transfer.durable:
-        storage.persist([prefix + receipt.name for receipt in taken])
-    intact = _intact(target, prefix, taken)
-    storage.delete([prefix + receipt.name for receipt in taken if receipt.name not in intact])
-    return intact
+    return _keep_intact(target, prefix, taken)
 
 
 def _copy_inside(
@@ -323,11 +329,7 @@ def _copy_inside(
         return set()
     with ThreadPoolExecutor(target.transfer.num_tasks) as pool:
         list(pool.map(copy, known[1:]))
-    if isinstance(storage, Disk) and target.config.transfer.durable:
-        storage.persist([prefix + receipt.name for receipt in known])
-    intact = _intact(target, prefix, known)
-    storage.delete([prefix + receipt.name for receipt in known if receipt.name not in intact])
-    return intact
+    return _keep_intact(target, prefix, known)
 
 
 def _copy_files(
