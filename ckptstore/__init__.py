@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptstore.catalogue import Entry
     from ckptstore.checkpoint import Checkpoint
     from ckptstore.errors import (
         AccessDenied,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from ckptstore.opening import open_store
     from ckptstore.retention import KeepAll, KeepBest, KeepEvery, KeepLatest, KeepSince
     from ckptstore.saving.background import PendingSave
-    from ckptstore.store import CheckpointStore, Entry
+    from ckptstore.store import CheckpointStore
     from ckptstore.upkeep.prune import Trashed
 
 __version__ = "0.1.0"
@@ -104,7 +105,7 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "ckptstore.checkpoint",
     "CheckpointStore": "ckptstore.store",
-    "Entry": "ckptstore.store",
+    "Entry": "ckptstore.catalogue",
     "KeepAll": "ckptstore.retention",
     "KeepBest": "ckptstore.retention",
     "KeepEvery": "ckptstore.retention",

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.boundary import bounded
-from ckptstore.config import StoreConfig
 from ckptstore.errors import (
     CheckpointDamaged,
     CheckpointGone,
@@ -31,14 +30,14 @@ from ckptstore.loading.verify import VerifyReport, verify
 from ckptstore.runtime.notebook import html_table
 from ckptstore.storage.base import Disk
 from ckptstore.storage.open import open_storage
-from ckptstore.storage.retried import with_retries
 from ckptstore.storage.uri import redact
-from ckptstore.transfer import Transfer
+from ckptstore.transfer.opened import open_place
 
 if TYPE_CHECKING:
     from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
     from ckptstore.loading.tensor_view import StoredTensors
     from ckptstore.state.read.stored import PerRank
+    from ckptstore.transfer.executor import Executor
 
 
 @bounded
@@ -73,12 +72,8 @@ class Checkpoint:
         manifest, CheckpointDamaged unless every file that it lists is there with its size: a copy made by other tools
         may be incomplete.
         """
-        config = StoreConfig.from_env()
-        storage = with_retries(open_storage(uri, storage_options=storage_options), config.retry)
-        transfer = Transfer(storage, config=config.transfer, retry=config.retry)
-        files = CheckpointFiles(
-            storage=storage, transfer=transfer, config=config, prefix="", record=None, given_group=group
-        )
+        place = open_place(uri, storage_options=storage_options)
+        files = CheckpointFiles.at(place, given_group=group)
         checkpoint = cls(files)
         try:
             manifest = checkpoint._manifest
@@ -277,9 +272,12 @@ class Checkpoint:
 
         return values_of_ranks(self._files, key)
 
-    def verify(self, sample: float | str | None = None) -> VerifyReport:
-        """Check every byte against its digest, or a random share of the files ("5%"); see `VerifyReport`."""
-        return verify(self._files, sample=sample)
+    def verify(self, sample: float | str | None = None, *, executor: Executor | None = None) -> VerifyReport:
+        """Check every byte against its digest, or a random share of the files ("5%"); see `VerifyReport`.
+
+        `executor` says where the files are read, in this process when it is None.
+        """
+        return verify(self._files, sample=sample, executor=executor)
 
     def _require_there(self) -> None:
         if self._files.record is not None and not any(True for _ in self._files.storage.list(self._files.prefix)):
@@ -300,6 +298,11 @@ class Checkpoint:
         return f"Checkpoint(step={self.step}{number}, uri={self.uri!r})"
 
 
+def files_behind(checkpoint: Checkpoint) -> CheckpointFiles:
+    """The files of a checkpoint, for what is built on checkpoints inside ckptstore."""
+    return checkpoint._files
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """What of a checkpoint travels to another process: no credentials, and nothing that is open."""
@@ -309,15 +312,8 @@ class _Place:
     record: tuple[bytes, int] | None
 
     def opened(self) -> CheckpointFiles:
-        config = StoreConfig.from_env()
-        storage = with_retries(open_storage(self.uri), config.retry)
-        return CheckpointFiles(
-            storage=storage,
-            transfer=Transfer(storage, config=config.transfer, retry=config.retry),
-            config=config,
-            prefix=self.prefix,
-            record=None if self.record is None else Record.decode(*self.record),
-        )
+        record = None if self.record is None else Record.decode(*self.record)
+        return CheckpointFiles.at(open_place(self.uri), prefix=self.prefix, record=record)
 
 
 def _arrived(place: _Place) -> Checkpoint:

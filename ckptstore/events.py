@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from ckptstore.runtime.shown import show_seconds, show_size, show_speed
+from ckptstore.runtime.shown import show_move, show_seconds, show_size
 
 logger = logging.getLogger("ckptstore")
 
@@ -100,10 +100,7 @@ class CheckpointCommitted(Event):
         return logging.DEBUG if self.rank else self.level
 
     def line(self) -> str:
-        text = (
-            f"step {self.step} saved: {show_size(self.size_bytes)} in {show_seconds(self.seconds)} "
-            f"({show_speed(self.size_bytes, self.seconds)})"
-        )
+        text = f"step {self.step} saved: {show_move(self.size_bytes, self.seconds)}"
         if self.world_size > 1:
             text += f", {self.world_size} ranks"
         if self.slowest_rank is not None:
@@ -250,10 +247,7 @@ class DownloadFinished(Event):
     seconds: float
 
     def line(self) -> str:
-        return (
-            f"step {self.step} downloaded: {show_size(self.size_bytes)} in {show_seconds(self.seconds)} "
-            f"({show_speed(self.size_bytes, self.seconds)})"
-        )
+        return f"step {self.step} downloaded: {show_move(self.size_bytes, self.seconds)}"
 
 
 def _listed(steps: tuple[int, ...]) -> str:

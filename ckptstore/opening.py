@@ -12,10 +12,8 @@ from ckptstore.errors import InvalidInput
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.retention import KeepAll, Policy
-from ckptstore.storage.open import open_storage
-from ckptstore.storage.retried import with_retries
 from ckptstore.store import CheckpointStore
-from ckptstore.transfer import Transfer
+from ckptstore.transfer.opened import open_place
 
 
 @boundary
@@ -59,27 +57,19 @@ def open_store(
     policy = KeepAll() if retention is None else retention
     if not isinstance(policy, Policy):
         raise InvalidInput(f"retention is {retention!r}, it is a policy such as KeepLatest(3)")
-    transfer_config = TransferConfig.from_env(durable=durable, memory_budget_bytes=memory_budget_bytes)
     config = StoreConfig.from_env(
         grace_seconds=grace_seconds,
         rank_timeout_seconds=rank_timeout_seconds,
         single_writer=single_writer,
         num_prefixes=num_prefixes,
-        transfer=transfer_config,
+        transfer=TransferConfig.from_env(durable=durable, memory_budget_bytes=memory_budget_bytes),
     )
-    storage = open_storage(
-        os.fspath(uri),
-        storage_options=storage_options,
-        engine=engine,
-        durable=transfer_config.durable,
-        direct_io=transfer_config.direct_io,
-    )
-    storage = with_retries(storage, config.retry)
+    place = open_place(uri, config=config, storage_options=storage_options, engine=engine)
     return CheckpointStore(
         Job(
-            storage=storage,
-            log=Log(storage, retry=config.retry, single_writer=config.single_writer),
-            transfer=Transfer(storage, config=config.transfer, retry=config.retry),
+            storage=place.storage,
+            log=Log(place.storage, retry=config.retry, single_writer=config.single_writer),
+            transfer=place.transfer,
             config=config,
             policy=policy,
             missing=missing,

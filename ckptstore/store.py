@@ -4,53 +4,36 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptstore.boundary import bounded
+from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.dcp.store_target import StoreTarget
-from ckptstore.errors import StoreMissing
-from ckptstore.format.changes import Change, Pin, Remove, Unpin
-from ckptstore.format.record import Record
-from ckptstore.job import Job, record_of_step
+from ckptstore.job import Job
 from ckptstore.loading.newest import Order, newest_first, resume
 from ckptstore.loading.story import files_of
-from ckptstore.log.identity import read_identity
-from ckptstore.retention import Mode, check_there, ranked
-from ckptstore.runtime.notebook import html_table
 from ckptstore.saving import background, story
 from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, UploaderKind
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.log_keeper import LogKeeper
-from ckptstore.upkeep.garbage import Garbage, collect_garbage
-from ckptstore.upkeep.prune import Trashed, prune, trash
 
 if TYPE_CHECKING:
     from ckptstore.format.naming import Suffix
     from ckptstore.loading.load_report import Dtype, ReadOnce
-    from ckptstore.saving.request import Exists
+    from ckptstore.saving.request import Exists, Request
     from ckptstore.saving.save_state import StateSaver
+    from ckptstore.saving.shard import Shard
     from ckptstore.saving.state_shard import Incremental, StockReadable
     from ckptstore.state.read.stored import PerRank
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One live checkpoint in a listing."""
-
-    checkpoint: Checkpoint
-    is_pinned: bool
-    is_latest: bool
-    is_resume_source: bool
-
-
 @bounded
-class CheckpointStore:
+class CheckpointStore(Catalogue):
     """The checkpoints of one training run, at one URI.
 
     Collective, so called by all ranks in the same order: `save`, `save_async`, `save_directory`, `load`, `resume`,
@@ -62,20 +45,9 @@ class CheckpointStore:
     """
 
     def __init__(self, job: Job) -> None:
-        self._held = job
+        super().__init__(job)
         self._background = Background()
         self._deadline = Deadline()
-
-    @property
-    def uri(self) -> str:
-        """The root, without secrets."""
-        return self._held.storage.uri
-
-    @property
-    def _job(self) -> Job:
-        """The job, for everything that needs the store to be open."""
-        self._held.check_open()
-        return self._held
 
     def _in_turn(self, *, max_failures: int | None = None) -> Job:
         """The job, for a collective call, after what was in flight. With `max_failures`, what that failed with is
@@ -272,10 +244,8 @@ class CheckpointStore:
         Raises InvalidInput and its kin before anything is written, SourceChanged, StorageError, RankFailed,
         RankTimeout, StoreFenced.
         """
-        job = self._in_turn(max_failures=0)
         asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
-        request, shard = directory_of(job, path, asked, suffix=suffix, shared=shared, link=link)
-        return self._checkpoint(story.save(job.group, LogKeeper(job), shard, request))
+        return save_shard(self, lambda job: directory_of(job, path, asked, suffix=suffix, shared=shared, link=link))
 
     def resume(
         self,
@@ -303,101 +273,6 @@ class CheckpointStore:
         asked = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
         return self._load(state, claim=True, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
 
-    def latest(self) -> Checkpoint | None:
-        """The checkpoint that was committed last and is live; None in an empty store. At most two requests."""
-        record = self._job.log.latest()
-        return self._checkpoint(record) if record else None
-
-    def best(self, metric: str, mode: Mode | None = None) -> Checkpoint | None:
-        """The live checkpoint with the best finite value of `metric`, the later of equals; None if none has one.
-
-        `mode` is "min" or "max", and may be left out where the metric's name tells it, such as "eval_loss". Raises
-        InvalidMetric, with the metrics that there are, when no live checkpoint has this one.
-        """
-        candidates = self._job.candidates(self._job.log.newest())
-        check_there(candidates, metric)
-        found = ranked(candidates, metric, mode)
-        return self._checkpoint(self._job.log.records([found[0].number])[0]) if found else None
-
-    def __getitem__(self, step: int) -> Checkpoint:
-        """The live checkpoint of a step, the newest if there are several. Raises CheckpointGone, which names others."""
-        return self._checkpoint(self._record_of(step, self._job.log.newest()))
-
-    def __iter__(self) -> Iterator[Checkpoint]:
-        """All live checkpoints, in the order of their commits."""
-        return (entry.checkpoint for entry in self.entries())
-
-    def __len__(self) -> int:
-        """How many checkpoints are live."""
-        newest = self._job.log.newest()
-        return len(newest.state.live) if newest else 0
-
-    def __bool__(self) -> bool:
-        """A store is one, empty or not."""
-        return True
-
-    def __contains__(self, step: object) -> bool:
-        return any(checkpoint.step == step for checkpoint in self)
-
-    def entries(self) -> list[Entry]:
-        """All live checkpoints in the order of their commits, with what protects them."""
-        newest = self._job.log.newest()
-        if newest is None:
-            return []
-        state = newest.state
-        return [
-            Entry(
-                checkpoint=self._checkpoint(record),
-                is_pinned=record.number in state.pinned,
-                is_latest=record.number == state.latest,
-                is_resume_source=record.number == state.resume_from,
-            )
-            for record in self._job.log.records(state.live)
-        ]
-
-    def trash(self) -> list[Trashed]:
-        """What retention dropped and no prune has deleted yet, with the time left and what holds it."""
-        return trash(self._job.log, self._job.storage, grace_seconds=self._job.config.grace_seconds)
-
-    def pin(self, step: int) -> None:
-        """Protect the live checkpoint of a step from retention, until `unpin`. Raises CheckpointGone."""
-        self._change(lambda newest: Pin((self._record_of(step, newest).number,), self._job.epoch))
-
-    def unpin(self, step: int) -> None:
-        """Undo `pin`. Raises CheckpointGone."""
-        self._change(lambda newest: Unpin((self._record_of(step, newest).number,), self._job.epoch))
-
-    def roll_back(self, step: int) -> Checkpoint:
-        """Make the checkpoint of `step` the latest: all that were committed after it go to the trash.
-
-        Raises CheckpointGone when the step is not live, InvalidInput when a later one is pinned.
-        """
-
-        def change(newest: Record | None) -> Change | None:
-            target = self._record_of(step, newest)
-            assert newest is not None  # else there was no such step
-            later = tuple(number for number in newest.state.live if number > target.number)
-            reason = f"roll back to step {step}"
-            return Remove(trash=later, epoch=self._job.epoch, reason=reason) if later else None
-
-        self._change(change)
-        return self[step]
-
-    def prune(self, *, dry_run: bool = False) -> list[Trashed]:
-        """Delete what has been in the trash for the grace period and that nothing protects; returns it.
-
-        A save does this in the background. A dry run returns the same list and deletes nothing. Raises StoreFenced.
-        """
-        job = self._job
-        return prune(job.log, job.storage, job.config, epoch=job.epoch, dry_run=dry_run)
-
-    def collect_garbage(self, *, claim: bool = False, dry_run: bool = False) -> Garbage:
-        """Remove what crashes left behind: attempts that no record names and whose job was superseded.
-
-        `claim` takes the store over from a dead job first, so that its attempts count; a job that is alive is fenced.
-        """
-        return collect_garbage(self._job.log, self._job.storage, claim=claim, dry_run=dry_run)
-
     def close(self) -> None:
         """Finish what runs in the background and give connections back. Collective where a save was.
 
@@ -421,56 +296,6 @@ class CheckpointStore:
     ) -> None:
         self.close()
 
-    def _repr_html_(self) -> str:
-        rows = [(it.checkpoint.step, it.checkpoint.metrics, "latest" if it.is_latest else "") for it in self.entries()]
-        return html_table(self.uri, [("step", "metrics", ""), *rows])
-
-    def __repr__(self) -> str:
-        return f"CheckpointStore({self.uri!r})"
-
-    def _settle_saves(self, *, max_failures: int = 0) -> None:
-        """Wait for the save in flight, and raise here what it failed with, unless somebody has seen it already."""
-        self._background.wait()
-        self._background.raise_failure(max_failures=max_failures)
-
-    def _start_directory(
-        self,
-        step: int,
-        path: str | os.PathLike[str] | None,
-        *,
-        ended: Callable[[], object],
-        metrics: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        exists: str = "replace",
-        suffix: str = "auto",
-        shared: Collection[str] = (),
-        link: bool = False,
-    ) -> PendingSave:
-        """`save_directory`, but what follows the agreement of the ranks goes on in the background. Collective.
-
-        The files stay until `ended` is called, on some thread: they are stored then, or never will be.
-        """
-        started = time.monotonic()
-        with ExitStack() as not_started:
-            not_started.callback(ended)
-            job = self._in_turn(max_failures=0)
-            asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
-            request, shard = directory_of(job, path, asked, suffix=suffix, shared=shared, link=link)
-            keeper = LogKeeper(job)
-            begun = story.begin(job.group, keeper, shard, request)
-            not_started.callback(begun.lane.close)
-
-            def finish() -> Checkpoint:
-                try:
-                    return self._checkpoint(story.finish(keeper, shard, begun))
-                finally:
-                    ended()
-
-            pending = PendingSave(request.step, stalled_seconds=time.monotonic() - started)
-            self._background.start(pending, finish)
-            not_started.pop_all()
-        return pending
-
     @cached_property
     def _state_saver(self) -> StateSaver:
         from ckptstore.saving.save_state import StateSaver
@@ -485,13 +310,54 @@ class CheckpointStore:
         found = load_newest(self._in_turn(), state, LoadOptions(**options), claim=claim, order=order)
         return Checkpoint(files_of(self._job, found[0]), load_report=found[1]) if found else None
 
-    def _change(self, change: Any) -> None:
-        if read_identity(self._job.storage) is None:
-            raise StoreMissing(f"There is no store at {self.uri}")
-        self._job.log.append(change)
 
-    def _record_of(self, step: int, newest: Record | None) -> Record:
-        return record_of_step(self._job.log, newest, step)
+def save_shard(store: CheckpointStore, make: Callable[[Job], tuple[Request, Shard]]) -> Checkpoint:
+    """Save what `make` returns, as `save_directory` does. Collective."""
+    job = store._in_turn(max_failures=0)
+    request, shard = make(job)
+    return Checkpoint(files_of(job, story.save(job.group, LogKeeper(job), shard, request)))
 
-    def _checkpoint(self, record: Record) -> Checkpoint:
-        return Checkpoint(files_of(self._job, record))
+
+def start_directory(
+    store: CheckpointStore,
+    step: int,
+    path: str | os.PathLike[str] | None,
+    *,
+    ended: Callable[[], object],
+    metrics: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    exists: str = "replace",
+    suffix: str = "auto",
+    shared: Collection[str] = (),
+    link: bool = False,
+) -> PendingSave:
+    """`save_directory`, but what follows the agreement of the ranks goes on in the background. Collective.
+
+    The files stay until `ended` is called, on some thread: they are stored then, or never will be.
+    """
+    started = time.monotonic()
+    with ExitStack() as not_started:
+        not_started.callback(ended)
+        job = store._in_turn(max_failures=0)
+        asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
+        request, shard = directory_of(job, path, asked, suffix=suffix, shared=shared, link=link)
+        keeper = LogKeeper(job)
+        begun = story.begin(job.group, keeper, shard, request)
+        not_started.callback(begun.lane.close)
+
+        def finish() -> Checkpoint:
+            try:
+                return Checkpoint(files_of(job, story.finish(keeper, shard, begun)))
+            finally:
+                ended()
+
+        pending = PendingSave(request.step, stalled_seconds=time.monotonic() - started)
+        store._background.start(pending, finish)
+        not_started.pop_all()
+    return pending
+
+
+def settle_saves(store: CheckpointStore, *, max_failures: int = 0) -> None:
+    """Wait for the save in flight, and raise here what it failed with, unless somebody has seen it already."""
+    store._background.wait()
+    store._background.raise_failure(max_failures=max_failures)

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,13 @@ def api(module: Any) -> str:
 
 
 def _members(cls: type) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(cls).items():
-        if not name.startswith("_") and (callable(value) or isinstance(value, property | classmethod | staticmethod)):
-            yield name, value
+    """Its own, and those of its half in another module that has no section of its own."""
+    halves = (base for base in cls.__mro__[1:] if base.__module__ not in ("builtins", cls.__module__))
+    for half in (cls, *takewhile(lambda base: base.__name__ not in ckptstore.__all__, halves)):
+        for name, value in vars(half).items():
+            is_member = callable(value) or isinstance(value, property | classmethod | staticmethod)
+            if not name.startswith("_") and is_member:
+                yield name, value
 
 
 def _described(name: str, value: Any) -> str:

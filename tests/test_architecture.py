@@ -27,6 +27,7 @@ LAYERS: list[set[str]] = [
     {"upkeep"},
     {"loading"},
     {"checkpoint"},
+    {"catalogue"},
     {"saving"},
     {"dcp"},
     {"store"},
@@ -105,7 +106,7 @@ LONG_FILE_LINES = 400
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 8
-WIDE_SIGNATURES = {"open_store", "save", "save_async", "save_directory", "_start_directory", "load", "resume"}
+WIDE_SIGNATURES = {"open_store", "save", "save_async", "save_directory", "start_directory", "load", "resume"}
 WIDE_SIGNATURES |= {"import_state", "export"}
 """The public surface, where each keyword has a default and a line in the reference."""
 
@@ -278,6 +279,37 @@ def test_the_environment_is_read_in_one_place(name: str) -> None:
         return
     for node in ast.walk(TREES[name]):
         assert ast.unparse(node) not in ("os.environ", "os.getenv"), f"ckptstore.{name} reads the environment"
+
+
+def private_names_of(name: str) -> set[str]:
+    """What the classes of a module keep to themselves: methods, class attributes, and what is set on `self`."""
+    found = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ClassDef):
+            found |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            found |= {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
+            found.add(node.attr)
+    return {item for item in found if item.startswith("_") and not item.startswith("__")}
+
+
+def _is_own(value: ast.expr) -> bool:
+    return ast.unparse(value) in ("self", "cls", "super()")
+
+
+FOREIGN_NAMES = {"_replace", "_threads", "_value"}
+"""Those of classes that are not ours: of a named tuple, a thread pool and a semaphore."""
+
+PRIVATE_NAMES = {name: private_names_of(name) for name in MODULES}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_nobody_reaches_into_a_class_of_another_module(name: str) -> None:
+    """A class that is needed elsewhere has a public method for that, or its module has a function."""
+    others = set().union(*PRIVATE_NAMES.values()) - PRIVATE_NAMES[name] - FOREIGN_NAMES
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Attribute) and node.attr in others:
+            assert _is_own(node.value), f"line {node.lineno} of ckptstore.{name} reaches for {ast.unparse(node)}"
 
 
 def loaded_by(code: str) -> set[str]:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput, NoUsableCheckpoint, StoreMissing
 from ckptstore.format.layout import MANIFEST_NAME, STORE_KEY
-from ckptstore.log.identity import read_identity
 from ckptstore.opening import open_store
 from ckptstore.retention import Mode
 from ckptstore.store import CheckpointStore
+from ckptstore.transfer.opened import open_place
 
 _TARGET = re.compile(r"(.+)@(\d+|latest)")
 _BEST = re.compile(r"(.+?)@best:(.+?)(?::(min|max))?")
@@ -60,7 +60,7 @@ def parse_target(text: str) -> CommandTarget:
 def opened_store(uri: str, storage_options: Mapping[str, Any], **keywords: Any) -> Iterator[CheckpointStore]:
     """The store at a URI. Raises StoreMissing when there is none, InvalidInput where a checkpoint was meant."""
     with open_store(uri, storage_options=storage_options, **keywords) as store:
-        if read_identity(store._job.storage) is None:
+        if not store.exists():
             if parse_target(uri).step is not None:
                 raise InvalidInput(f"There is no store called {store.uri}", hint="This command takes no step")
             raise StoreMissing(f"There is no store at {store.uri}", hint=_rule_of_targets(uri, storage_options))
@@ -101,7 +101,7 @@ def opened_step(text: str, storage_options: Mapping[str, Any]) -> Iterator[tuple
     if target.step is None:
         raise InvalidInput(f"{text} names no checkpoint", hint="Write STORE@STEP, STORE@latest or STORE@best:METRIC")
     with opened_store(target.uri, storage_options) as store:
-        yield store, _checkpoint(store, target.step).step
+        yield store, checkpoint_in(store, target.step).step
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def opened_checkpoint(text: str, storage_options: Mapping[str, Any]) -> Iterator
         yield Checkpoint.from_uri(target.uri, storage_options=storage_options)
         return
     with opened_store(target.uri, storage_options) as store:
-        yield _checkpoint(store, target.step)
+        yield checkpoint_in(store, target.step)
 
 
 def is_checkpoint(uri: str, storage_options: Mapping[str, Any]) -> bool:
@@ -126,11 +126,12 @@ def _is_something(uri: str, storage_options: Mapping[str, Any]) -> bool:
 
 
 def _holds(uri: str, storage_options: Mapping[str, Any], *keys: str) -> bool:
-    with open_store(uri, storage_options=storage_options) as store:
-        return any(file.key == key for key in keys for file in store._job.storage.list(key))
+    with closing(open_place(uri, storage_options=storage_options)) as place:
+        return any(file.key == key for key in keys for file in place.storage.list(key))
 
 
-def _checkpoint(store: CheckpointStore, step: int | str | Best | None) -> Checkpoint:
+def checkpoint_in(store: CheckpointStore, step: int | str | Best | None) -> Checkpoint:
+    """The checkpoint of a step, the best one, or else the latest. Raises NoUsableCheckpoint where there is none."""
     if isinstance(step, int):
         return store[step]
     checkpoint = store.best(step.metric, step.mode) if isinstance(step, Best) else store.latest()

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.dcp.store_writer import DCP_VERSION, is_same_place, printable
 from ckptstore.dcp.view import View, view_of_state
 from ckptstore.errors import (
@@ -46,9 +45,8 @@ from ckptstore.state.read.stored import PerRank, StoredState
 from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.wrapped import Wrapped, check_same, unwrap
 from ckptstore.storage.base import Storage
-from ckptstore.storage.open import open_storage
-from ckptstore.storage.retried import with_retries
 from ckptstore.transfer import Transfer
+from ckptstore.transfer.opened import OpenedPlace, open_place
 
 _Wanted = tuple[str, Box, torch.Tensor]
 
@@ -92,7 +90,7 @@ class StoreReader(StorageReader):
         self._per_rank = per_rank
         self._allow_pickle = allow_pickle
         self._storage_options = storage_options
-        self._opened: tuple[Storage, Transfer] | None = None
+        self._opened: OpenedPlace | None = None
         self._state: StoredState | StockState | None = None
         self._view = View()
         self._rank = 0
@@ -107,17 +105,14 @@ class StoreReader(StorageReader):
         """Where the checkpoint is, as it was given; without secrets."""
         return printable(self._given)
 
-    def _open(self) -> tuple[Storage, Transfer]:
+    def _open(self) -> OpenedPlace:
         if self._opened is None:
-            retry = RetryConfig.from_env()
-            storage = with_retries(open_storage(os.fspath(self._given), storage_options=self._storage_options), retry)
-            transfer = Transfer(storage, config=TransferConfig.from_env(), retry=retry)
-            self._opened = storage, transfer
+            self._opened = open_place(self._given, storage_options=self._storage_options)
         return self._opened
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew; a `checkpoint_id` given to `dcp.load` must be where the reader reads."""
-        if checkpoint_id is not None and not is_same_place(checkpoint_id, self._open()[0].uri):
+        if checkpoint_id is not None and not is_same_place(checkpoint_id, self._open().storage.uri):
             raise InvalidInput(f"the reader reads {self.checkpoint_id}, checkpoint_id is {checkpoint_id}")
         self._state, self._view, self._failed = None, View(), None
         self._load_id = str(uuid.uuid4())
@@ -127,7 +122,8 @@ class StoreReader(StorageReader):
 
         With `rank`, what stock DCP wrote for that rank with `use_collectives=False`.
         """
-        storage, transfer = self._open()
+        place = self._open()
+        storage, transfer = place.storage, place.transfer
         self._rank = _rank_of(kwargs)
         if kwargs.get("rank") is not None and self._failed is not None:
             raise self._failed  # DCP asks for the rank's after any failure: what is there and damaged is not missing

@@ -11,15 +11,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ckptstore.config import RetryConfig, TransferConfig
+from ckptstore.config import StoreConfig, TransferConfig
 from ckptstore.errors import InvalidInput
 from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.storage.base import Disk, Storage
-from ckptstore.storage.open import open_storage
-from ckptstore.storage.retried import with_retries
 from ckptstore.transfer import Transfer
+from ckptstore.transfer.opened import OpenedPlace, open_place
 
 _OWN_FILE = re.compile(r"state-rank=\d{5,}-\d{2,}\.distcp")
 
@@ -58,7 +57,7 @@ class DirectoryTarget:
         self._given = os.fspath(uri)
         self._storage_options = storage_options
         self._config = config or TransferConfig.from_env()
-        self._opened: tuple[Storage, Transfer] | None = None
+        self._opened: OpenedPlace | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
@@ -71,16 +70,9 @@ class DirectoryTarget:
     def open(self) -> tuple[Storage, Transfer]:
         """The storage whose root is the directory."""
         if self._opened is None:
-            retry = RetryConfig.from_env()
-            given = open_storage(
-                self._given,
-                storage_options=self._storage_options,
-                durable=self._config.durable,
-                direct_io=self._config.direct_io,
-            )
-            storage = with_retries(given, retry)
-            self._opened = storage, Transfer(storage, config=self._config, retry=retry)
-        return self._opened
+            config = StoreConfig.from_env(transfer=self._config)
+            self._opened = open_place(self._given, config=config, storage_options=self._storage_options)
+        return self._opened.storage, self._opened.transfer
 
     def begin(self, step: int | None) -> str:
         """Remove what a save that failed left. Raises InvalidInput when the directory holds a checkpoint: nothing is
@@ -114,5 +106,4 @@ class DirectoryTarget:
         """End the threads and connections."""
         opened, self._opened = self._opened, None
         if opened is not None:
-            opened[1].close()
-            opened[0].close()
+            opened.close()

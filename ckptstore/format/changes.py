@@ -129,6 +129,10 @@ class Noop:
 Change = Claim | Commit | Remove | Pin | Unpin | Noop
 
 
+RESUMED_FROM = "the running job resumed from it"
+"""Why a resume source stays."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreState:
     """What a store holds after a record. Checkpoints are known by the numbers of the records that committed them."""
@@ -151,6 +155,12 @@ class StoreState:
     def latest(self) -> int | None:
         """The number of the latest checkpoint, None when nothing is live."""
         return self.live.highest
+
+    def protected(self, *, latest: int | None) -> dict[int, str]:
+        """Which numbers retention leaves alone, with the reason. `latest` is, or is about to be, the latest."""
+        reasons = dict.fromkeys(self.pinned, "pinned")
+        reasons |= {} if self.resume_from is None else {self.resume_from: RESUMED_FROM}
+        return reasons | ({} if latest is None else {latest: "the latest"})
 
     def droppable(self, expired: Iterable[int]) -> tuple[int, ...]:
         """Which of these numbers a `Remove` may drop now, in ascending order: those in the trash that nothing holds.

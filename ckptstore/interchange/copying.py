@@ -15,26 +15,24 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
-from ckptstore.config import StoreConfig
+from ckptstore.catalogue import Catalogue, job_of
+from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StoreMissing
 from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Pin
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, USER_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.format.record import Record
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.story import CheckpointFiles, files_of
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, write_identity
 from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.storage.base import CopiesFrom, CopiesInside, Disk, Storage
-from ckptstore.storage.open import open_storage
-from ckptstore.storage.retried import with_retries
-from ckptstore.transfer import Transfer
 from ckptstore.transfer.executor import Executor, InProcess
+from ckptstore.transfer.opened import OpenedPlace
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import Read
 from ckptstore.upkeep.prune import delete_attempts
@@ -76,45 +74,9 @@ class StorageSource:
         yield read
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyTarget:
-    """Where a copy goes."""
-
-    storage: Storage
-    transfer: Transfer
-    config: StoreConfig
-
-    def close(self) -> None:
-        """Give connections back."""
-        self.transfer.close()
-        self.storage.close()
-
-
-def open_target(
-    uri: str,
-    *,
-    storage_options: Mapping[str, Any] | None,
-    config: StoreConfig | None = None,
-    engine: str | None = None,
-) -> CopyTarget:
-    """Open the root that a copy goes to."""
-    config = config or StoreConfig.from_env()
-    storage = open_storage(
-        uri,
-        storage_options=storage_options,
-        engine=engine,
-        durable=config.transfer.durable,
-        direct_io=config.transfer.direct_io,
-    )
-    storage = with_retries(storage, config.retry)
-    return CopyTarget(
-        storage=storage, transfer=Transfer(storage, config=config.transfer, retry=config.retry), config=config
-    )
-
-
 def copy_checkpoint(
-    files: CheckpointFiles,
-    target: CopyTarget,
+    checkpoint: Checkpoint,
+    target: OpenedPlace,
     *,
     prefix: str = "",
     earlier: Sequence[str] = (),
@@ -126,12 +88,13 @@ def copy_checkpoint(
     prefixes of the target is taken over. Raises CheckpointDamaged when the source is not what its manifest says;
     nothing is complete at the target then.
     """
+    files = files_behind(checkpoint)
     with files.held():
         return _copy_checkpoint(files, target, prefix, earlier, executor or InProcess())
 
 
 def _copy_checkpoint(
-    files: CheckpointFiles, target: CopyTarget, prefix: str, earlier: Sequence[str], executor: Executor
+    files: CheckpointFiles, target: OpenedPlace, prefix: str, earlier: Sequence[str], executor: Executor
 ) -> CopyReport:
     manifest, data = whole_manifest(files)
     there = {file.key.removeprefix(prefix): file.size_bytes for file in target.storage.list(prefix)}
@@ -171,7 +134,7 @@ class _Share:
     """Copies some of the files."""
 
     files: CheckpointFiles
-    target: CopyTarget
+    target: OpenedPlace
     prefix: str
     sources: Mapping[str, str]
     """By the name of a file the key from which it comes."""
@@ -202,23 +165,16 @@ def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
     return whole, data if whole is manifest else whole.encode()
 
 
-def copy_store(
-    log: Log,
-    storage: Storage,
-    target: CopyTarget,
-    open_files: Callable[[Record], CheckpointFiles],
-    *,
-    executor: Executor | None = None,
-) -> CopyReport:
+def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | None = None) -> CopyReport:
     """Copy all live checkpoints of a store to another root, oldest first, with pins, into a log of its own.
 
     The copy keeps the store's id, so it is the same run at another place; what it already holds is left. Raises
     StoreMissing without a source, InvalidInput when another store lives at the target.
     """
-    newest = log.newest()
-    store_id = read_identity(storage)
+    job = job_of(store)
+    log, newest, store_id = job.log, job.log.newest(), read_identity(job.storage)
     if newest is None or store_id is None:
-        raise StoreMissing(f"There is no store at {storage.uri}")
+        raise StoreMissing(f"There is no store at {store.uri}")
     if write_identity(target.storage, store_id) != store_id:
         raise InvalidInput(f"Another store lives at {target.storage.uri}", hint="Copy to an empty place")
     own = Log(target.storage, retry=target.config.retry, single_writer=target.config.single_writer)
@@ -234,7 +190,7 @@ def copy_store(
         attempt = replace(_origin(record), epoch=epoch)
         committed_at = log.commit_times([record])[record.number]
         entry = replace(record.entry, epoch=epoch, attempt=str(attempt), committed_at=committed_at)
-        report, committed = _copy_and_commit(entry, open_files(record), own, target, attempt, executor)
+        report, committed = _copy_and_commit(entry, files_of(job, record), own, target, attempt, executor)
         if record.number in newest.state.pinned:
             own.append(lambda _newest, number=committed.number: Pin((number,)))  # type: ignore[misc]
         total = replace(
@@ -251,13 +207,13 @@ def _copy_and_commit(
     entry: CheckpointEntry,
     files: CheckpointFiles,
     own: Log,
-    target: CopyTarget,
+    target: OpenedPlace,
     attempt: Attempt,
     executor: Executor | None,
 ) -> tuple[CopyReport, Record]:
     earlier = _earlier_tries(target.storage, own, attempt)
     prefixes = [try_.prefix for try_ in earlier]
-    report = copy_checkpoint(files, target, prefix=attempt.prefix, earlier=prefixes, executor=executor)
+    report = copy_checkpoint(Checkpoint(files), target, prefix=attempt.prefix, earlier=prefixes, executor=executor)
     if entry.bases:
         entry = replace(entry, bases=(), manifest_sha256=sha256_of(whole_manifest(files)[1]))
     committed = own.append(lambda _newest: Commit(entry=entry))
@@ -297,7 +253,7 @@ def _claim(log: Log, *, above: int) -> int:
 
 
 def _refuse_other_contents(
-    manifest: Manifest, data: bytes, target: CopyTarget, prefix: str, there: Mapping[str, int]
+    manifest: Manifest, data: bytes, target: OpenedPlace, prefix: str, there: Mapping[str, int]
 ) -> None:
     if not there:
         return
@@ -315,15 +271,25 @@ def _refuse_other_contents(
         )
 
 
-def _intact(target: CopyTarget, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
+def _intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
     wanted = [CheckpointFiles.wanted_at(prefix, receipt) for receipt in receipts if receipt.crc32c is not None]
     checked = target.transfer.check(wanted)
     good = {item.wanted.key for item in checked if item.crc32c == item.wanted.crc32c}
     return {receipt.name for receipt in receipts if prefix + receipt.name in good}
 
 
+def _keep_intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
+    """Make durable what the storage has copied by itself, delete what is not whole, and give the names of the rest."""
+    storage = target.storage
+    if receipts and isinstance(storage, Disk) and target.config.transfer.durable:
+        storage.persist([prefix + receipt.name for receipt in receipts])
+    intact = _intact(target, prefix, receipts)
+    storage.delete([prefix + receipt.name for receipt in receipts if receipt.name not in intact])
+    return intact
+
+
 def _take_over(
-    target: CopyTarget, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
+    target: OpenedPlace, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
 ) -> set[str]:
     """Copy files of an earlier try inside the storage, and give the names of what is whole. The try may still be
     writing them, so they are no links."""
@@ -337,17 +303,13 @@ def _take_over(
             with contextlib.suppress(FileMissing):  # it is garbage, and may be collected meanwhile
                 storage.copy(key, prefix + receipt.name)
                 taken.append(receipt)
-    if taken and isinstance(storage, Disk) and target.config.transfer.durable:
-        storage.persist([prefix + receipt.name for receipt in taken])
-    intact = _intact(target, prefix, taken)
-    storage.delete([prefix + receipt.name for receipt in taken if receipt.name not in intact])
-    return intact
+    return _keep_intact(target, prefix, taken)
 
 
 def _copy_inside(
     files: CheckpointFiles,
     sources: Mapping[str, str],
-    target: CopyTarget,
+    target: OpenedPlace,
     prefix: str,
     receipts: Sequence[Receipt],
 ) -> set[str]:
@@ -367,17 +329,13 @@ def _copy_inside(
         return set()
     with ThreadPoolExecutor(target.transfer.num_tasks) as pool:
         list(pool.map(copy, known[1:]))
-    if isinstance(storage, Disk) and target.config.transfer.durable:
-        storage.persist([prefix + receipt.name for receipt in known])
-    intact = _intact(target, prefix, known)
-    storage.delete([prefix + receipt.name for receipt in known if receipt.name not in intact])
-    return intact
+    return _keep_intact(target, prefix, known)
 
 
 def _copy_files(
     files: CheckpointFiles,
     sources: Mapping[str, str],
-    target: CopyTarget,
+    target: OpenedPlace,
     prefix: str,
     receipts: Sequence[Receipt],
 ) -> None:
@@ -396,7 +354,7 @@ def _copy_files(
             )
 
 
-def _check_arrived(target: CopyTarget, prefix: str, receipts: Sequence[Receipt]) -> None:
+def _check_arrived(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> None:
     missing = {receipt.name for receipt in receipts if receipt.crc32c is not None} - _intact(target, prefix, receipts)
     if missing:
         raise CheckpointDamaged(f"{len(missing)} files did not arrive whole, for instance {min(missing)}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptstore.errors import InvalidInput, InvalidSource, StorageError, StorageFull
 from ckptstore.format.layout import DCP_METADATA_NAME
-from ckptstore.interchange.remote_files import is_remote, opened_folder
+from ckptstore.interchange.remote_files import is_remote, opened_folder, send
 from ckptstore.storage.uri import local_path, redact
 
 _OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".distcp", DCP_METADATA_NAME)
@@ -95,13 +95,13 @@ class ExportPlace:
             before, sent = sorted(folder.sizes_bytes()), set[str]()
             folder.storage.delete([name for name in before if _leads(name)])
 
-            def send(names: Sequence[str]) -> None:
-                folder.send(Path(made), names)
+            def send_ahead(names: Sequence[str]) -> None:
+                send(Path(made), names, folder)
                 sent.update(names)
 
-            yield Path(made), send
+            yield Path(made), send_ahead
             self._copy_beside(Path(made))
-            send(sorted((item.name for item in Path(made).iterdir()), key=lambda name: (_leads(name), name)))
+            send_ahead(sorted((item.name for item in Path(made).iterdir()), key=lambda name: (_leads(name), name)))
             folder.storage.delete([name for name in before if name not in sent])
 
     def _copy_beside(self, directory: Path) -> None:

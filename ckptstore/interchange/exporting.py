@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.boundary import boundary
-from ckptstore.checkpoint import Checkpoint
+from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import InvalidInput, InvalidState
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest
@@ -102,7 +102,7 @@ def export(
     if place.is_remote and not executor.is_local:
         raise InvalidInput(f"{place.uri} is written by one process", hint="Leave the engine out")
     place.check()
-    files = checkpoint._files
+    files = files_behind(checkpoint)
     with files.held():
         return _export(files, place, to, include, strip_prefix, max_file_bytes, executor)
 

@@ -15,13 +15,12 @@ from ckptstore.interchange.from_files import read_dcp, read_safetensors, read_to
 from ckptstore.interchange.intake import Intake, Rename
 from ckptstore.interchange.remote_files import on_this_machine, opened_folder
 from ckptstore.interchange.selection import KINDS, Kind
-from ckptstore.saving.log_keeper import LogKeeper
+from ckptstore.job import Job
 from ckptstore.saving.request import Request
 from ckptstore.saving.state_shard import StateOptions, StateShard
-from ckptstore.saving.story import save
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.write.agree import Negotiator
-from ckptstore.store import CheckpointStore
+from ckptstore.store import CheckpointStore, save_shard
 
 
 @boundary
@@ -92,20 +91,21 @@ def _is_of_safetensors(name: str) -> bool:
 
 
 def _commit(flat: FlatState, store: CheckpointStore, asked: Mapping[str, Any], *, allow_pickle: bool) -> Checkpoint:
-    job = store._in_turn(max_failures=0)
-    if job.group.world_size != 1:
-        raise InvalidInput(f"An import is for one process, and there are {job.group.world_size}")
-    request = Request.of(kind="state", **asked)
-    shard = StateShard(
-        lambda: flat,
-        rank=0,
-        world_size=1,
-        negotiator=Negotiator(),
-        storage=job.storage,
-        upload=job.transfer.upload,
-        options=StateOptions(allow_pickle=allow_pickle),
-    )
-    return store._checkpoint(save(job.group, LogKeeper(job), shard, request))
+    def make(job: Job) -> tuple[Request, StateShard]:
+        if job.group.world_size != 1:
+            raise InvalidInput(f"An import is for one process, and there are {job.group.world_size}")
+        shard = StateShard(
+            lambda: flat,
+            rank=0,
+            world_size=1,
+            negotiator=Negotiator(),
+            storage=job.storage,
+            upload=job.transfer.upload,
+            options=StateOptions(allow_pickle=allow_pickle),
+        )
+        return Request.of(kind="state", **asked), shard
+
+    return save_shard(store, make)
 
 
 def _read_dcp(uri: str, intake: Intake, storage_options: Mapping[str, Any] | None) -> FlatState:

@@ -12,42 +12,29 @@ from typing import Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import FileMissing, InvalidInput
-from ckptstore.storage.base import Storage
-from ckptstore.storage.open import open_storage
-from ckptstore.storage.retried import with_retries
 from ckptstore.storage.uri import local_path, parse_uri, redact
-from ckptstore.transfer import Transfer, Wanted
+from ckptstore.transfer import Wanted
+from ckptstore.transfer.opened import OpenedPlace, open_place
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import FileSource
 
 
-class Folder:
-    """A directory at a URI, and what moves files between it and this machine."""
-
-    def __init__(self, storage: Storage, transfer: Transfer) -> None:
-        self.storage = storage
-        self.transfer = transfer
-
-    def sizes_bytes(self) -> dict[str, int]:
-        """The size of every file below it, by name."""
-        return {file.key: file.size_bytes for file in self.storage.list("")}
-
-    def send(self, directory: Path, names: Sequence[str]) -> None:
-        """Write files of a directory of this machine under the same names, in this order of visibility, and remove them
-        here."""
-        for name in names:
-            self.transfer.upload([PlannedFile(name, FileSource.of(directory / name))])
-            (directory / name).unlink()
-
-
 @contextmanager
-def opened_folder(uri: str, storage_options: Mapping[str, Any] | None) -> Iterator[Folder]:
+def opened_folder(uri: str, storage_options: Mapping[str, Any] | None) -> Iterator[OpenedPlace]:
     """The directory at a URI; it need not be there."""
     config = StoreConfig.from_env()
-    storage = with_retries(open_storage(uri, storage_options=storage_options), config.retry)
     moving = replace(config.transfer, durable=False)  # what is downloaded is temporary
-    with closing(storage), closing(Transfer(storage, config=moving, retry=config.retry)) as transfer:
-        yield Folder(storage, transfer)
+    place = open_place(uri, config=replace(config, transfer=moving), storage_options=storage_options)
+    with closing(place):
+        yield place
+
+
+def send(directory: Path, names: Sequence[str], folder: OpenedPlace) -> None:
+    """Write files of a directory of this machine under the same names, in this order of visibility, and remove them
+    here."""
+    for name in names:
+        folder.transfer.upload([PlannedFile(name, FileSource.of(directory / name))])
+        (directory / name).unlink()
 
 
 def is_remote(uri: str | os.PathLike[str]) -> bool:

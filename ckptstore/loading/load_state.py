@@ -11,13 +11,9 @@ from typing import Any, get_args
 
 from ckptstore.errors import (
     CheckpointDamaged,
-    CheckpointGone,
     InvalidInput,
-    InvalidName,
-    NoUsableCheckpoint,
     StoreMissing,
 )
-from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.record import Record
@@ -25,7 +21,7 @@ from ckptstore.group import Beat, Group
 from ckptstore.job import Job
 from ckptstore.loading.index_read import read_own_parts
 from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
-from ckptstore.loading.newest import Order, newest_first, told_resumed
+from ckptstore.loading.newest import Order, first_usable, newest_first, told_resumed
 from ckptstore.loading.story import CheckpointFiles, NodeCopies, files_of
 from ckptstore.log.identity import read_identity
 from ckptstore.runtime.beat import no_beat
@@ -76,20 +72,13 @@ def load_newest(
     on to the next one. Raises StoreMissing when there is no store to load from and none is claimed, NoUsableCheckpoint
     when no checkpoint is left (the state may hold anything then), StateMismatch for one that does not fit.
     """
-    reasons = []
-    for record in _candidates(job, claim=claim, order=order):
-        try:
-            report = load_state(job.group, files_of(job, record), state, options)
-        except (CheckpointDamaged, CheckpointGone, InvalidName) as error:
-            emit(CheckpointSkipped(step=record.entry.step, number=record.number, reason=str(error)))
-            reasons.append(f"step {record.entry.step}: {error}")
-            continue
-        if claim:
-            told_resumed(job, record)
-        return record, report
-    if reasons:
-        raise NoUsableCheckpoint(f"None of {len(reasons)} checkpoints can be used: {'; '.join(reasons)}")
-    return None
+    candidates = _candidates(job, claim=claim, order=order)
+    found = first_usable(
+        candidates, lambda record: load_state(job.group, files_of(job, record), state, options), no_beat
+    )
+    if found is not None and claim:
+        told_resumed(job, found[0])
+    return found
 
 
 def _candidates(job: Job, *, claim: bool, order: Order) -> list[Record]:

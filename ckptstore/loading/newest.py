@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidName, NoUsableCheckpoint
 from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
@@ -11,6 +11,8 @@ from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.loading.story import files_of
+
+T = TypeVar("T")
 
 Order = Callable[[Sequence[int]], Iterable[int]]
 """From the numbers of the live checkpoints, oldest first, to the order in which they are tried. The leader calls it."""
@@ -48,21 +50,31 @@ def told_resumed(job: Job, record: Record) -> None:
 def first_whole(job: Job, numbers: Iterable[int], beat: Beat) -> Record | None:
     """The first checkpoint whose manifest is the committed one and whose files all have their sizes.
 
-    Raises NoUsableCheckpoint, which says what is wrong with each, when there are some and none is whole.
+    Raises NoUsableCheckpoint as `first_usable` does.
+    """
+
+    def check(record: Record) -> None:
+        files = files_of(job, record)
+        with files.held():
+            files.check_complete(files.read_manifest()[0])
+
+    found = first_usable((job.log.records([number])[0] for number in numbers), check, beat)
+    return found[0] if found else None
+
+
+def first_usable(records: Iterable[Record], use: Callable[[Record], T], beat: Beat) -> tuple[Record, T] | None:
+    """The first checkpoint that `use` does not find damaged, with what it returned; None where there are none.
+
+    Raises NoUsableCheckpoint, which says what is wrong with each, when there are some and none can be used.
     """
     reasons = []
-    for number in numbers:
-        (record,) = job.log.records([number])
-        files = files_of(job, record)
+    for record in records:
         try:
-            with files.held():
-                files.check_complete(files.read_manifest()[0])
+            return record, use(record)
         except (CheckpointDamaged, CheckpointGone, InvalidName) as error:
-            emit(CheckpointSkipped(step=record.entry.step, number=number, reason=str(error)))
+            emit(CheckpointSkipped(step=record.entry.step, number=record.number, reason=str(error)))
             reasons.append(f"step {record.entry.step}: {error}")
             beat()
-            continue
-        return record
     if reasons:
         raise NoUsableCheckpoint(f"None of {len(reasons)} checkpoints can be used: {'; '.join(reasons)}")
     return None

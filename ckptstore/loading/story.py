@@ -36,6 +36,7 @@ from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.uri import local_path
 from ckptstore.transfer import RangeRead, Transfer, Wanted
+from ckptstore.transfer.opened import OpenedPlace
 from ckptstore.upkeep import leases
 
 
@@ -54,6 +55,20 @@ class CheckpointFiles:
     """Whose ranks load a state together, None outside of a store."""
     given_group: object = None
     """The same outside of a store, as for `find_group`."""
+
+    @staticmethod
+    def at(
+        place: OpenedPlace, *, prefix: str = "", record: Record | None = None, given_group: object = None
+    ) -> CheckpointFiles:
+        """The files below `prefix` in a place that was opened for them."""
+        return CheckpointFiles(
+            storage=place.storage,
+            transfer=place.transfer,
+            config=place.config,
+            prefix=prefix,
+            record=record,
+            given_group=given_group,
+        )
 
     @property
     def uri(self) -> str:

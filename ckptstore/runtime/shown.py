@@ -20,6 +20,11 @@ def show_speed(size_bytes: float, seconds: float) -> str:
     return f"{show_size(size_bytes / max(seconds, 1e-9))}/s"
 
 
+def show_move(size_bytes: float, seconds: float) -> str:
+    """How much was moved how fast, for people: "5.0 GiB in 2.00 s (2.5 GiB/s)"."""
+    return f"{show_size(size_bytes)} in {show_seconds(seconds)} ({show_speed(size_bytes, seconds)})"
+
+
 def show_duration(seconds: float) -> str:
     """A duration for people: "59 min"."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):

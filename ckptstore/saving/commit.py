@@ -118,11 +118,8 @@ def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references:
     manifest_key = entry.prefix + MANIFEST_NAME  # just written, so its time is the present one
     committed_at = job.storage.stat(manifest_key).modified_seconds if is_timed else math.nan
     candidate = Candidate(number=number, step=entry.step, committed_at=committed_at, metrics=entry.metrics)
-    protected = {number: "the latest", **dict.fromkeys(pinned, "pinned")}
-    if newest.state.resume_from is not None:
-        protected[newest.state.resume_from] = "this job resumed from it"
     left = [item for item in earlier if item.number not in replaces]
-    verdicts = decide(job.policy, [*left, candidate], protected=protected)
+    verdicts = decide(job.policy, [*left, candidate], protected=newest.state.protected(latest=number))
     dropped = [verdict for verdict in verdicts if not verdict.keep]
     for verdict in dropped:
         logger.info("step %d goes to the trash: %s", verdict.step, verdict.reason)

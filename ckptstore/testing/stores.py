@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ckptstore.catalogue import job_of
 from ckptstore.log import Log
 from ckptstore.store import CheckpointStore
 from ckptstore.testing.hooked import Hook, wrap
@@ -17,7 +18,7 @@ def with_faults(store: CheckpointStore, hook: Hook) -> CheckpointStore:
 
     Closing it closes both.
     """
-    job, config = store._job, store._job.config
+    job, config = job_of(store), job_of(store).config
     storage = wrap(job.storage, hook)
     return CheckpointStore(
         replace(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ckptstore.config import StoreConfig
 from ckptstore.errors import StorageError, StoreFenced
 from ckptstore.events import CheckpointsPruned, PruneFailed, emit
-from ckptstore.format.changes import Claim, Commit, Remove
+from ckptstore.format.changes import RESUMED_FROM, Claim, Commit, Remove
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.record import Record
 from ckptstore.log import Log
@@ -79,7 +79,7 @@ def _held(newest: Record, readers: Mapping[int, int]) -> dict[int, str]:
     state = newest.state
     held = {number: f"{len(users)} checkpoints refer to it" for number, users in state.bases.items()}
     if state.resume_from is not None:
-        held[state.resume_from] = "the running job resumed from it"
+        held[state.resume_from] = RESUMED_FROM
     return held | {number: f"{count} readers hold a lease" for number, count in readers.items()}
 
 

@@ -34,9 +34,5 @@ def verdicts_on(log: Log, newest: Record | None, policy: Policy) -> list[Verdict
     if newest is None:
         return []
     state = newest.state
-    protected = dict.fromkeys(state.pinned, "pinned")
-    if state.resume_from is not None:
-        protected[state.resume_from] = "the running job resumed from it"
-    if state.latest is not None:
-        protected[state.latest] = "the latest"
+    protected = state.protected(latest=state.latest)
     return decide(policy, candidates(log, newest, timed=policy.compares_times()), protected=protected)

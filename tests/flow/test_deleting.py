@@ -33,10 +33,11 @@ from ckptstore.format.changes import Claim, Commit
 from ckptstore.format.layout import HINT_KEY, record_key
 from ckptstore.format.record import Record
 from ckptstore.interchange import copying
-from ckptstore.interchange.copying import CopyReport, copy_store, open_target
+from ckptstore.interchange.copying import CopyReport, copy_store
 from ckptstore.interchange.exporting import export
 from ckptstore.log.hint import Hint
 from ckptstore.testing import Call, with_faults
+from ckptstore.transfer.opened import open_place
 from ckptstore.upkeep.retain import retain
 
 YEAR_SECONDS = 365 * 86400.0
@@ -81,9 +82,7 @@ READERS: dict[str, Callable[[Checkpoint, Path], object]] = {
     "to_directory": lambda checkpoint, path: checkpoint.to_directory(path / "out"),
     "verify": lambda checkpoint, _: checkpoint.verify().raise_if_damaged(),
     "export": lambda checkpoint, path: export(checkpoint, path / "out", to="safetensors"),
-    "cp": lambda checkpoint, path: copying.copy_checkpoint(
-        checkpoint._files, open_target(str(path / "copy"), storage_options=None)
-    ),
+    "cp": lambda checkpoint, path: copying.copy_checkpoint(checkpoint, open_place(str(path / "copy"))),
 }
 
 
@@ -272,10 +271,9 @@ def test_the_root_may_lie_below_a_link(tmp_path: Path) -> None:
 
 def copy(source: Path, target: Path) -> CopyReport:
     with open_store(source) as store:
-        job = store._job
-        opened = open_target(str(target), storage_options=None)
+        opened = open_place(str(target))
         try:
-            return copy_store(job.log, job.storage, opened, lambda record: store._checkpoint(record)._files)
+            return copy_store(store, opened)
         finally:
             opened.close()
 

@@ -25,8 +25,8 @@ from ckptstore import (
     open_store,
 )
 from ckptstore.events import CheckpointSkipped, CheckpointsPruned, Event, ResumeForgotten, listening
-from ckptstore.interchange.copying import copy_checkpoint, copy_store, open_target
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.interchange.copying import copy_checkpoint, copy_store
+from ckptstore.transfer.opened import open_place
 
 
 def save(store: CheckpointStore, tmp_path: Path, step: int, loss: float = 1.0, data: bytes = b"x") -> Checkpoint:
@@ -349,20 +349,9 @@ def full_disk(tmp_path: Path, root: Path) -> None:
 
 
 def copy(store: CheckpointStore, uri: str) -> object:
-    job = store._job
-
-    def open_files(record: object) -> CheckpointFiles:
-        return CheckpointFiles(
-            storage=job.storage,
-            transfer=job.transfer,
-            config=job.config,
-            prefix=record.entry.prefix,  # type: ignore[attr-defined]
-            record=record,  # type: ignore[arg-type]
-        )
-
-    target = open_target(uri, storage_options=None)
+    target = open_place(uri)
     try:
-        return copy_store(job.log, job.storage, target, open_files)
+        return copy_store(store, target)
     finally:
         target.close()
 
@@ -397,8 +386,8 @@ def test_an_interrupted_copy_goes_on_where_it_broke_off(tmp_path: Path) -> None:
     with open_store(tmp_path / "a") as store:
         files = {f"f{index}": os.urandom(1000) for index in range(10)}
         store.save_directory(1, make_tree(tmp_path / "s", files))
-        source = store[1]._files
-        target = open_target(str(tmp_path / "copy"), storage_options=None)
+        source = store[1]
+        target = open_place(str(tmp_path / "copy"))
         copied = make_tree(tmp_path / "copy", {name: files[name] for name in ("f0", "f1", "f2")})
         (copied / "f2").write_bytes(b"z" * 1000)
         report = copy_checkpoint(source, target)
@@ -412,18 +401,18 @@ def test_an_interrupted_copy_goes_on_where_it_broke_off(tmp_path: Path) -> None:
 def test_a_copy_that_was_killed_while_it_wrote_the_manifest_goes_on(tmp_path: Path, kept_bytes: int) -> None:
     with open_store(tmp_path / "a") as store:
         save(store, tmp_path, 1)
-        target = open_target(str(tmp_path / "copy"), storage_options=None)
-        copy_checkpoint(store[1]._files, target)
+        target = open_place(str(tmp_path / "copy"))
+        copy_checkpoint(store[1], target)
         manifest = tmp_path / "copy" / "ckptstore.json"
         torn = manifest.read_bytes()[:kept_bytes]
         manifest.unlink()
         manifest.write_bytes(torn)
-        copy_checkpoint(store[1]._files, target)
+        copy_checkpoint(store[1], target)
         assert Checkpoint.from_directory(tmp_path / "copy").verify().ok
         manifest.unlink()
         manifest.write_bytes(torn + b"x")
         with pytest.raises(InvalidInput, match="Another checkpoint"):
-            copy_checkpoint(store[1]._files, target)
+            copy_checkpoint(store[1], target)
         target.close()
 
 
@@ -434,9 +423,9 @@ def test_a_copy_refuses_a_place_that_is_taken(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="Another store"):
             copy(store, str(tmp_path / "b"))
         make_tree(tmp_path / "c", {"mine": b"1"})
-        target = open_target(str(tmp_path / "c"), storage_options=None)
+        target = open_place(str(tmp_path / "c"))
         with pytest.raises(InvalidInput, match="mine"):
-            copy_checkpoint(store[1]._files, target)
+            copy_checkpoint(store[1], target)
         target.close()
 
 

@@ -85,13 +85,13 @@ def import_file(store: CheckpointStore, given: str) -> None:
 
 
 def copy(root: str, target: str) -> None:
-    from ckptstore.interchange.copying import copy_store, open_target
-    from ckptstore.loading.story import files_of
+    from ckptstore.interchange.copying import copy_store
+    from ckptstore.transfer.opened import open_place
 
     with open_store(root) as store:
-        job, place = store._job, open_target(target, storage_options=None)
+        place = open_place(target)
         ready()
-        copy_store(job.log, job.storage, place, lambda record: files_of(job, record))
+        copy_store(store, place)
         place.close()
 
 

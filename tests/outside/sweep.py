@@ -237,16 +237,16 @@ def check_prune(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None
 
 def check_copy(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
     """What the target's log names is whole; the same copy goes on and ends; nothing else is left."""
-    from ckptstore.interchange.copying import copy_store, open_target
-    from ckptstore.loading.story import files_of
+    from ckptstore.interchange.copying import copy_store
+    from ckptstore.transfer.opened import open_place
 
     target = place / "target"
     with open_store(target) as reader:
         for checkpoint in reader:
             assert checkpoint.verify().ok
     with open_store(place / "store") as source:
-        job, end = source._job, open_target(str(target), storage_options=None)
-        copy_store(job.log, job.storage, end, lambda record: files_of(job, record))
+        end = open_place(str(target))
+        copy_store(source, end)
         end.close()
         with open_store(target) as copied:
             assert [checkpoint.step for checkpoint in copied] == [checkpoint.step for checkpoint in source]

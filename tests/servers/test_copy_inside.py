@@ -11,10 +11,11 @@ import pytest
 
 import ckptstore
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.interchange.copying import CopyReport, copy_checkpoint, copy_store, open_target
+from ckptstore.interchange.copying import CopyReport, copy_checkpoint, copy_store
 from ckptstore.storage.base import CopiesFrom
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import S3Server, s3_server
+from ckptstore.transfer.opened import open_place
 
 MIB = 1 << 20
 Options = dict[str, Any] | None
@@ -30,10 +31,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy_all(uri: str, target: str, options: Options, target_options: Options) -> CopyReport:
-    opened = closing(open_target(target, storage_options=target_options))
+    opened = closing(open_place(target, storage_options=target_options))
     with ckptstore.open_store(uri, storage_options=options) as store, opened as place:
-        job = store._job
-        return copy_store(job.log, job.storage, place, lambda record: store._checkpoint(record)._files)
+        return copy_store(store, place)
 
 
 def check(uri: str, options: dict[str, Any] | None, directory: Path, into: Path) -> None:
@@ -68,10 +68,10 @@ def test_a_copy_goes_on_where_it_broke_off(fast_s3: S3Server, directory: Path) -
     options, uri = fast_s3.storage_options, "s3://test/resumed"
     with ckptstore.open_store(uri, storage_options=options) as store:
         checkpoint = store.save_directory(1, directory)
-        with closing(open_target(f"{uri}-copy", storage_options=options)) as target:
-            copy_checkpoint(checkpoint._files, target)
+        with closing(open_place(f"{uri}-copy", storage_options=options)) as target:
+            copy_checkpoint(checkpoint, target)
             target.storage.delete(["ckptstore.json", "b.bin"])
-            report = copy_checkpoint(checkpoint._files, target)
+            report = copy_checkpoint(checkpoint, target)
     assert (report.num_copied, report.num_found) == (1, len(SIZES) - 1)
 
 
@@ -91,9 +91,9 @@ def test_damage_at_the_source_is_told(fast_s3: S3Server, directory: Path) -> Non
         checkpoint = store.save_directory(1, directory)
         storage = open_storage(checkpoint.uri, storage_options=options)
         storage.write("b.bin", [memoryview(os.urandom(SIZES["b.bin"]))])
-        with closing(open_target(f"{uri}-copy", storage_options=options)) as target:
+        with closing(open_place(f"{uri}-copy", storage_options=options)) as target:
             with pytest.raises(CheckpointDamaged, match="damaged at the source"):
-                copy_checkpoint(checkpoint._files, target)
+                copy_checkpoint(checkpoint, target)
             assert not {"b.bin", "ckptstore.json"} & {file.key for file in target.storage.list("")}
         storage.close()
 

@@ -16,10 +16,11 @@ import pytest
 import ckptstore
 from ckptstore import KeepLatest, StorageGroup
 from ckptstore.config import StoreConfig
-from ckptstore.interchange.copying import copy_store, open_target
+from ckptstore.interchange.copying import copy_store
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import RanksFailed, run_ranks
 from ckptstore.testing.s3_server import S3Server
+from ckptstore.transfer.opened import open_place
 
 numbers = itertools.count()
 STORES = [
@@ -125,10 +126,9 @@ def test_a_life(place: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     config = StoreConfig(single_writer=given.pop("single_writer", False))
     with (
         ckptstore.open_store(uri, **keywords) as store,
-        closing(open_target(f"{uri}-copy", **given, config=config)) as target,
+        closing(open_place(f"{uri}-copy", **given, config=config)) as target,
     ):
-        job = store._job
-        report = copy_store(job.log, job.storage, target, lambda record: store._checkpoint(record)._files)
+        report = copy_store(store, target)
         assert set(report.steps) == kept.keys()
     with ckptstore.open_store(f"{uri}-copy", **keywords) as copy:
         assert [checkpoint.step for checkpoint in copy] == sorted(kept)

@@ -174,7 +174,7 @@ def _only_here(process_id: int) -> Any:
 def test_a_storage_that_cannot_be_handed_over_is_refused_before_anything_is_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: type[LocalStorage]
 ) -> None:
-    monkeypatch.setattr("ckptstore.opening.open_storage", lambda uri, **_options: kind(uri))
+    monkeypatch.setattr("ckptstore.transfer.opened.open_storage", lambda uri, **_options: kind(uri))
     with open_store(tmp_path / "store") as store:
         with pytest.raises(InvalidInput, match="cannot be handed to an upload process") as caught:
             store.save_async(1, some_state(), uploader="process")

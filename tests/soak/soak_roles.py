@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -117,8 +116,8 @@ def reader(ledger: Path, root: str, options: dict[str, Any]) -> None:
 
 def janitor(ledger: Path, root: str, options: dict[str, Any], target: str) -> None:
     """Prunes, collects, and copies the store to another place."""
-    from ckptstore.interchange.copying import copy_store, open_target
-    from ckptstore.loading.story import files_of
+    from ckptstore.interchange.copying import copy_store
+    from ckptstore.transfer.opened import open_place
 
     with opened(root, options) as store:
         for number, _ in enumerate(turns(ledger, 1.0)):
@@ -126,9 +125,9 @@ def janitor(ledger: Path, root: str, options: dict[str, Any], target: str) -> No
                 store.prune()
                 store.collect_garbage()
                 if number % 5 == 4:
-                    job, place = store._job, open_target(target, storage_options=None)
+                    place = open_place(target)
                     try:
-                        copy_store(job.log, job.storage, place, partial(files_of, job))
+                        copy_store(store, place)
                     finally:
                         place.close()
                     with open_store(target) as copied:

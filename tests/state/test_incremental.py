@@ -184,8 +184,8 @@ def test_references_name_live_checkpoints_and_keep_them(root: str, tmp_path: Pat
 
 
 def test_a_copy_of_a_reference_is_whole(tmp_path: Path) -> None:
-    from ckptstore.interchange.copying import copy_checkpoint, copy_store, open_target
-    from ckptstore.loading.story import files_of
+    from ckptstore.interchange.copying import copy_checkpoint, copy_store
+    from ckptstore.transfer.opened import open_place
 
     state = lora_state(1 << 20)
     with open_store(tmp_path / "store") as store:
@@ -195,11 +195,11 @@ def test_a_copy_of_a_reference_is_whole(tmp_path: Path) -> None:
         assert {item.attempt for item in checkpoint.files} != {None}
         with checkpoint.as_directory() as path:
             assert Checkpoint.from_directory(path).verify().ok
-        target = open_target(str(tmp_path / "one"), storage_options=None)
-        copy_checkpoint(checkpoint._files, target)
+        target = open_place(str(tmp_path / "one"))
+        copy_checkpoint(checkpoint, target)
         target.close()
-        whole = open_target(str(tmp_path / "all"), storage_options=None)
-        copy_store(store._job.log, store._job.storage, whole, lambda record: files_of(store._job, record))
+        whole = open_place(str(tmp_path / "all"))
+        copy_store(store, whole)
         whole.close()
         with pytest.raises(CheckpointDamaged, match="ckptstore cp"):
             Checkpoint.from_directory(checkpoint.uri)

@@ -9,6 +9,7 @@ from typing import Any
 from ckptstore.bench.destination import Place
 from ckptstore.bench.figures.report import OURS, Sample, Workload, WorkloadOutcome
 from ckptstore.bench.measure import Meter
+from ckptstore.catalogue import job_of
 from ckptstore.config import RetryConfig
 from ckptstore.format.changes import CheckpointEntry, Claim, Commit
 from ckptstore.log import Log
@@ -72,7 +73,7 @@ def _measure(uri: str, place: Place, number: int, repeat: int) -> Workload:
             assert len(store.entries()) == number
 
     def raw() -> None:
-        storage = with_faults(open_store(uri, storage_options=place.storage_options), counted)._job.storage
+        storage = job_of(with_faults(open_store(uri, storage_options=place.storage_options), counted)).storage
         assert len([*storage.list("log/")]) > number
         storage.close()
 

@@ -12,9 +12,10 @@ from ckptstore.cli.options import as_json, engine_option, opened_executor, parse
 from ckptstore.cli.output import print_json
 from ckptstore.cli.targets import find_target, is_checkpoint, opened_checkpoint, opened_store
 from ckptstore.cli.terminal import progress
-from ckptstore.interchange.copying import CopyReport, CopyTarget, copy_checkpoint, copy_store, open_target
+from ckptstore.interchange.copying import CopyReport, copy_checkpoint, copy_store
 from ckptstore.runtime.shown import show_size
 from ckptstore.transfer.executor import Executor
+from ckptstore.transfer.opened import OpenedPlace, open_place
 
 
 @click.command()
@@ -49,7 +50,7 @@ def command(
     shown = False if as_json else None
     with (
         opened_executor(engine) as executor,
-        closing(open_target(destination, storage_options=given)) as target,
+        closing(open_place(destination, storage_options=given)) as target,
         progress("copy", shown=shown),
     ):
         report = copy(source, target, storage_options, executor)
@@ -68,16 +69,13 @@ def command(
     click.echo(f"files copied: {report.num_copied}, {show_size(report.copied_bytes)}; {found}")
 
 
-def _copy_store(source: str, target: CopyTarget, storage_options: dict[str, Any], executor: Executor) -> CopyReport:
+def _copy_store(source: str, target: OpenedPlace, storage_options: dict[str, Any], executor: Executor) -> CopyReport:
     with opened_store(source, storage_options) as store:
-        job = store._job
-        return copy_store(
-            job.log, job.storage, target, lambda record: store._checkpoint(record)._files, executor=executor
-        )
+        return copy_store(store, target, executor=executor)
 
 
 def _copy_checkpoint(
-    source: str, target: CopyTarget, storage_options: dict[str, Any], executor: Executor
+    source: str, target: OpenedPlace, storage_options: dict[str, Any], executor: Executor
 ) -> CopyReport:
     with opened_checkpoint(source, storage_options) as checkpoint:
-        return copy_checkpoint(checkpoint._files, target, executor=executor)
+        return copy_checkpoint(checkpoint, target, executor=executor)

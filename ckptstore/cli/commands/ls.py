@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ckptstore.catalogue import Entry, job_of
 from ckptstore.cli.kinds import STORE
 from ckptstore.cli.options import as_json, storage_option
 from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_metrics
@@ -18,7 +19,6 @@ from ckptstore.format.record import Record
 from ckptstore.log import Log
 from ckptstore.runtime.near import meant, nearest, shown
 from ckptstore.runtime.shown import show_duration, show_size
-from ckptstore.store import Entry
 
 METRICS_WIDTH = 24
 """How much of a line metrics may take that nobody asked for by name."""
@@ -47,7 +47,7 @@ def command(
     is counted below, until its grace period is over.
     """
     with opened_store(store, storage_options) as opened:
-        every, trashed = opened.entries(), trashed_records(opened._job.log)
+        every, trashed = opened.entries(), trashed_records(job_of(opened).log)
         entries = chosen(every, metrics=metrics, sort=sort, limit=limit)
         trash_bytes = sum(record.entry.size_bytes for record in trashed)
         if as_json:

@@ -15,7 +15,6 @@ from ckptstore.errors import InvalidInput
 from ckptstore.retention import KeepBest, KeepEvery, KeepLatest, KeepSince, Policy, Verdict
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.upkeep.prune import Trashed
-from ckptstore.upkeep.retain import retain
 
 
 @click.command()
@@ -54,7 +53,7 @@ def command(
     """
     policy = parse_policy(**keep)
     with opened_store(store, storage_options, grace_seconds=grace_seconds) as opened:
-        verdicts = [] if policy is None else retain(opened._job.log, policy, dry_run=dry_run)
+        verdicts = [] if policy is None else opened.retain(policy, dry_run=dry_run)
         removed = opened.prune(dry_run=dry_run)
         gone = {item.number for item in removed}
         left = [item for item in opened.trash() if item.number not in gone]

@@ -7,25 +7,19 @@ from typing import Any
 import click
 
 from ckptstore.cli.kinds import TARGET
-from ckptstore.cli.options import as_json, storage_option
-from ckptstore.cli.output import checkpoint_json, print_json
+from ckptstore.cli.output import checkpoint_json
+from ckptstore.cli.short import Answer, short_command
 from ckptstore.cli.targets import opened_step
 
 
-@click.command()
-@click.argument("target", type=TARGET)
-@storage_option
-@as_json
-def command(target: str, storage_options: dict[str, Any], as_json: bool) -> None:
+@short_command(click.argument("target", type=TARGET))
+def command(target: str, storage_options: dict[str, Any]) -> Answer:
     """Make STORE@STEP the latest checkpoint: what was committed after it goes to the trash."""
     with opened_step(target, storage_options) as (store, step):
         before = {item.number: item.step for item in store}
         checkpoint = store.roll_back(step)
         after = {item.number for item in store}
         trashed = [found for number, found in before.items() if number not in after]
-        if as_json:
-            print_json(checkpoint=checkpoint_json(checkpoint), trashed_steps=trashed)
-        else:
-            click.echo(f"step {step} is the latest")
-            if trashed:
-                click.echo(f"in the trash: {', '.join(map(str, trashed))}")
+        lines = [f"step {step} is the latest"]
+        lines += [f"in the trash: {', '.join(map(str, trashed))}"] if trashed else []
+        return {"checkpoint": checkpoint_json(checkpoint), "trashed_steps": trashed}, "\n".join(lines)

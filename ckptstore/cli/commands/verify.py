@@ -15,7 +15,7 @@ from ckptstore.cli.output import print_json
 from ckptstore.cli.targets import opened_checkpoint, opened_store
 from ckptstore.cli.terminal import progress
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.loading.verify import VerifyReport, parse_sample, verify
+from ckptstore.loading.verify import VerifyReport, parse_sample
 from ckptstore.runtime.shown import show_size
 
 
@@ -40,7 +40,7 @@ def command(
         for checkpoint in checkpoints:
             total = checkpoint.size_bytes if sample is None else None
             with progress(f"step {checkpoint.step}", total_bytes=total, shown=False if as_json else None):
-                report = verify(checkpoint._files, sample=sample, executor=executor)
+                report = checkpoint.verify(sample=sample, executor=executor)
             reports.append((checkpoint, report))
             if not as_json:
                 _echo(checkpoint, report)
@@ -60,7 +60,7 @@ def _chosen(target: str, every: bool, storage_options: dict[str, Any]) -> Iterat
     """The checkpoints to verify, and what is wrong with the log where that is asked for too."""
     if every:
         with opened_store(target, storage_options) as store:
-            yield list(store), store._job.log.verify_chain()
+            yield list(store), store.verify_log()
     else:
         with opened_checkpoint(target, storage_options) as checkpoint:
             yield [checkpoint], []

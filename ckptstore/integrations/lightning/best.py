@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptstore.checkpoint import Checkpoint
+from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import InvalidState
 from ckptstore.loading.load_state import open_alone
 from ckptstore.retention import KeepAny, KeepBest, Mode, Policy
@@ -32,7 +32,7 @@ def write_file(checkpoint: Checkpoint, directory: Path, *, version: str, allow_p
     Of what differs between ranks, the lowest rank's. Needs memory for all weights. `version` is that of Lightning.
     Raises InvalidState for tensors that wrap others, which no such file holds.
     """
-    files = checkpoint._files.alone()
+    files = files_behind(checkpoint).alone()
     with files.held():
         stored = open_alone(files)
         stored.allow_pickle = allow_pickle

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.format.manifest import sha256_of
 from ckptstore.integrations.given_store import GivenStore, StoreGiven
 from ckptstore.integrations.lightning.best import FILE_NAME, mode_in, write_file
@@ -23,7 +24,6 @@ else:
     from lightning.pytorch.callbacks import Checkpoint as _Base
 
 if TYPE_CHECKING:
-    from ckptstore.checkpoint import Checkpoint
     from ckptstore.saving.background import PendingSave
     from ckptstore.store import CheckpointStore
 
@@ -97,7 +97,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         store = self.store
         if self._monitor is None or not store.entries():
             return store.latest()
-        return store.best(self._monitor, mode_in(store._job.policy, self._monitor))
+        return store.best(self._monitor, mode_in(store.retention, self._monitor))
 
     @property
     def best_model_score(self) -> float | None:
@@ -119,7 +119,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             return ""
         if self._file is None or self._file[0] != checkpoint.uri:
             self._held_file.close()
-            files, allow = checkpoint._files, bool(self._load_options.get("allow_pickle", False))
+            files, allow = files_behind(checkpoint), bool(self._load_options.get("allow_pickle", False))
             fetched = NodeCache(files.config.cache).fetch_once(
                 sha256_of(f"{checkpoint.uri}/{FILE_NAME}".encode() + files.read_manifest()[1]),
                 step=checkpoint.step,

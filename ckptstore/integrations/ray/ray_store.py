@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
@@ -245,6 +246,16 @@ class RayStore(CheckpointStore):
         self._settle()
         super().close()
 
+    def _report_to(self, worker: Worker, *, root: str, max_in_flight: int) -> None:
+        """Report every save from now on; pointers name the store `root`."""
+        self._reports = Reports(
+            worker=worker,
+            root=root,
+            retry=RetryConfig.from_env(),
+            max_in_flight=max_in_flight,
+            forgive=self._background.forgive,
+        )
+
     def _settle(self) -> None:
         if self._reports:
             self._reports.settle()
@@ -299,16 +310,10 @@ def store(
         uri, storage_options = place.uri, place.storage_options
     if group is None and worker is not None:
         group = RayWorkers(worker)
-    opened = RayStore(open_store(uri, storage_options=storage_options, group=group, **options)._job)
+    opened = RayStore(job_of(open_store(uri, storage_options=storage_options, group=group, **options)))
     opened._ignores_ray, opened._run_options = ignore_ray, run_options
     if worker is not None:
-        opened._reports = Reports(
-            worker=worker,
-            root=ROOT_NAME if root is None else opened.uri,
-            retry=RetryConfig.from_env(),
-            max_in_flight=max_in_flight,
-            forgive=opened._background.forgive,
-        )
+        opened._report_to(worker, root=ROOT_NAME if root is None else opened.uri, max_in_flight=max_in_flight)
     _opened[:] = [opened]
     return opened
 

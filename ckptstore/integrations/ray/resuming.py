@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CheckpointGone, FileMissing
@@ -75,5 +76,5 @@ def _resolved(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None,
         run_path = ray_checkpoint.path.rstrip("/").rpartition("/")[0]
         place = place_of(ray_checkpoint.filesystem, f"{run_path}/{ROOT_NAME}", storage_options=storage_options)
         uri, storage_options = place.uri, place.storage_options
-    opened = RayStore(open_store(uri, storage_options=storage_options, group=group)._job)
+    opened = RayStore(job_of(open_store(uri, storage_options=storage_options, group=group)))
     return opened.at(pointer)

@@ -13,10 +13,10 @@ from transformers import TrainerCallback
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_wire, to_wire
 from ckptstore.integrations.given_store import GivenStore, StoreGiven
 from ckptstore.integrations.transformers.shares import Links, Seen, divide, seen_in
+from ckptstore.store import CheckpointStore, settle_saves, start_directory
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint import Checkpoint
-    from ckptstore.store import CheckpointStore
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         asked = {"metrics": metrics_of(state), "metadata": {"epoch": state.epoch}, **self._save_options}
         if self._asynchronous:
             self._saves_in = self.store
-            self.store._start_directory(step, path, ended=links.remove, **asked)
+            start_directory(self.store, step, path, ended=links.remove, **asked)
             return
         try:
             self.store.save_directory(step, path, **asked)
@@ -124,7 +124,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         store, self._saves_in = self._saves_in, None
         try:
             if store is not None:
-                store._settle_saves()
+                settle_saves(store)
         finally:
             self._resumed_directory.close()
             self._given.close()
@@ -134,7 +134,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
 
         def look() -> Seen:
             if self._asynchronous:  # the save in flight has the second names, and the store stores one at a time
-                self.store._settle_saves(max_failures=self._max_failures)
+                settle_saves(self.store, max_failures=self._max_failures)
             return seen_in(directory)
 
         seen = _exchanged(look)

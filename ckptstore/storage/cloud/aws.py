@@ -1,38 +1,43 @@
-"""S3 through botocore, SDK of s3fs: the calls that the engines make on S3 by themselves. The only importer of botocore.
+"""S3 through botocore, SDK of s3fs: what the fsspec engine is on S3, and the parts of the obstore engine.
 
-Requests run on the calling thread, not on s3fs' one event loop: sockets send from views and the interpreter lock is
-free meanwhile. The body of an upload carries its CRC32C, which the server checks, and is not signed as well (SHA-256
-would cost more than the transfer); without that checksum it is signed over plain HTTP.
+Beside `chains` the only importer of botocore. Requests run on the calling thread, not on s3fs' one event loop: sockets
+send from views and the interpreter lock is free meanwhile. The body of an upload carries its CRC32C, which the server
+checks, and is not signed as well (SHA-256 would cost more than the transfer); without that checksum it is signed over
+plain HTTP.
 """
 
 from __future__ import annotations
 
-import base64
 import functools
 import http.client
-import struct
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from ckptstore.errors import CkptstoreError, StorageUnavailable
+from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
+from ckptstore.format import digest
+from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
+from ckptstore.storage.cloud.bodies import Filling, ViewsBody, crc32c_header, part_bytes, total_bytes
 from ckptstore.storage.cloud.client_options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment
+from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS, CloudFiles, LazyClient
 from ckptstore.storage.uri import Location
 
-_MAX_CONNECTIONS = 64
+_DELETE_KEYS = 1000
+_COPY_BYTES = 5 << 30
+"""The most that one copy request takes."""
+_COPY_PART_BYTES = 1 << 30
+_CLEARING_TRIES = 5
 
 
-class AwsConnection:
-    """A botocore client made from the options of s3fs, in the process that uses it, when it is first used."""
+class AwsConnection(LazyClient):
+    """A botocore client made from the options of s3fs."""
 
     def __init__(self, location: Location, options: Mapping[str, Any], environ: Environment) -> None:
+        super().__init__()
         self.bucket = location.container
         self._options = {name: value for name, value in options.items() if value is not None}
-        self._lock = threading.Lock()
-        self._client: Any = None
-        self._renewal = foreign.Renewal()
         config = self._options.get("config_kwargs") or {}
         when = config.get("request_checksum_calculation") or environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "")
         self.sends_checksum = str(when).lower() != "when_required"
@@ -40,29 +45,6 @@ class AwsConnection:
         self.every: dict[str, Any] = {"Bucket": self.bucket}
         if self._options.get("requester_pays"):
             self.every["RequestPayer"] = "requester"
-
-    @property
-    def client(self) -> Any:
-        """The client; safe for threads."""
-        with self._lock:
-            if self._client is None:
-                self._client = self._connect()
-            return self._client
-
-    def close(self) -> None:
-        """Give back the connections."""
-        with self._lock:
-            if self._client is not None:
-                self._client.close()
-                self._client = None
-
-    def succeeded(self) -> None:
-        """A request went through."""
-        self._renewal.succeeded()
-
-    def seam(self, what: str, key: str) -> AbstractContextManager[None]:
-        """Turns foreign errors into ours."""
-        return foreign.seam(lambda error: self._translated(error, what=what, key=key))
 
     def _connect(self) -> Any:
         import botocore
@@ -75,7 +57,7 @@ class AwsConnection:
         config = {
             "connect_timeout": CONNECT_TIMEOUT_SECONDS,
             "read_timeout": READ_TIMEOUT_SECONDS,
-            "max_pool_connections": _MAX_CONNECTIONS,
+            "max_pool_connections": MAX_CONNECTIONS,
             "request_checksum_calculation": "when_required",  # ours goes along as a value of its own
             "response_checksum_validation": "when_required",
             **(options.get("config_kwargs") or {}),
@@ -132,10 +114,6 @@ class AwsConnection:
             return foreign.broken_off(error, what=what, key=key)
         return foreign.unexpected(error, what=what, key=key)
 
-    def _forget(self) -> None:
-        with self._lock:
-            self._client = None
-
 
 @functools.cache
 def _loader() -> Any:
@@ -145,6 +123,267 @@ def _loader() -> Any:
     return create_loader()
 
 
-def crc32c_header(value: int) -> str:
-    """A CRC32C as S3 writes it."""
-    return base64.b64encode(struct.pack(">I", value)).decode()
+class S3Files(CloudFiles[AwsConnection]):
+    """Files below a prefix of a bucket."""
+
+    def __init__(self, location: Location, connection: AwsConnection) -> None:
+        super().__init__(location, connection)
+        self._maybe_begun: set[str] = set()
+
+    def call(self, operation: str, *, file: str, **parameters: Any) -> Any:
+        """One request; `file` is the key that an error names."""
+        self.check_process()
+        connection = self._connection
+        with connection.seam(f"{operation} {self.uri}", file):
+            answer = getattr(connection.client, operation)(**connection.every, **parameters)
+        connection.succeeded()
+        return answer
+
+    def full(self, key: str) -> str:
+        """The key in the bucket."""
+        return self._location.full_key(key)
+
+    def write(self, key: str, views: Sequence[memoryview]) -> None:
+        self._put(key, views)
+
+    def create(self, key: str, data: bytes) -> bool:
+        try:
+            self._put(key, [memoryview(data)], IfNoneMatch="*")
+        except foreign.ConditionFailed:
+            return False
+        return True
+
+    def _put(self, key: str, views: Sequence[memoryview], **condition: str) -> None:
+        body = ViewsBody(views)
+        self.call(
+            "put_object",
+            file=key,
+            Key=self.full(key),
+            Body=body,
+            ContentLength=len(body),
+            **self.checksum(views),
+            **self._connection.put_options,
+            **condition,
+        )
+
+    def checksum(self, views: Sequence[memoryview], crc32c: int | None = None) -> dict[str, str]:
+        """The digest that goes with a body; `crc32c` where it is known."""
+        if not self._connection.sends_checksum:
+            return {}
+        return {"ChecksumCRC32C": crc32c_header(digest.crc32c_of(views) if crc32c is None else crc32c)}
+
+    def read(self, key: str) -> bytes:
+        answer = self.call("get_object", file=key, Key=self.full(key))
+        with self._connection.seam(f"read {self.uri}", key), answer["Body"] as body:
+            return bytes(body.read())
+
+    def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
+        filling = Filling(views, key=key)
+        if not filling.missing_bytes:
+            return
+        end = offset + filling.missing_bytes
+        pin = {"IfMatch": version} if version else {}
+        try:
+            answer = self.call("get_object", file=key, Key=self.full(key), Range=f"bytes={offset}-{end - 1}", **pin)
+        except foreign.ConditionFailed as error:
+            raise foreign.other_version(key) from error
+        with self._connection.seam(f"read {self.uri}", key), answer["Body"] as body:
+            while filling.missing_bytes:
+                count = body.readinto(filling.next())
+                if not count:
+                    break
+                filling.advance(count)
+        filling.end(file_bytes=_file_bytes(answer), end_offset=end)
+
+    def stat(self, key: str) -> StoredFile:
+        answer = self.call("head_object", file=key, Key=self.full(key))
+        return StoredFile(key, answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"])
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        cut = len(self.full(""))
+        token: dict[str, str] = {}
+        while True:
+            page = self.call("list_objects_v2", file=prefix, Prefix=self.full(prefix), **token)
+            for item in page.get("Contents", ()):
+                if not item["Key"].endswith("/"):  # what some tools leave for a directory
+                    modified = item["LastModified"].timestamp()
+                    yield StoredFile(item["Key"][cut:], item["Size"], modified, item["ETag"])
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), _DELETE_KEYS):
+            batch = [{"Key": self.full(key)} for key in dict.fromkeys(keys[start : start + _DELETE_KEYS])]
+            answer = self.call("delete_objects", file=keys[start], Delete={"Objects": batch, "Quiet": True})
+            for refused in answer.get("Errors", ()):
+                if refused.get("Code") != "NoSuchKey":
+                    raise _refusal(refused, cut=len(self.full("")))
+
+    def copy(self, source_key: str, key: str, *, files: S3Files | None = None) -> None:
+        """From another bucket, where `files` says so."""
+        files = files or self
+        source = {"Bucket": files._location.container, "Key": files.full(source_key)}
+        size_bytes = files.stat(source_key).size_bytes
+        if size_bytes <= _COPY_BYTES:
+            options = self._connection.put_options
+            self.call("copy_object", file=source_key, Key=self.full(key), CopySource=source, **options)
+            return
+        upload = _Upload(self, key, size_bytes, checksum=False)
+        try:
+            for number, start in enumerate(range(0, size_bytes, _COPY_PART_BYTES), start=1):
+                last = min(start + _COPY_PART_BYTES, size_bytes) - 1
+                upload.copy_part(number, source, f"bytes={start}-{last}")
+            upload.finish()
+        except BaseException:
+            upload.abort()
+            raise
+
+    def part_bytes(self, size_bytes: int) -> int:
+        return part_bytes(size_bytes)
+
+    def open_parts(self, key: str, size_bytes: int) -> PartWriter:
+        try:
+            return _Upload(self, key, size_bytes, checksum=self._connection.sends_checksum)
+        except StorageUnavailable:
+            self._maybe_begun.add(key)
+            raise
+
+    def drop_other_uploads(self, key: str) -> None:
+        """Abort the uploads of a key that were begun without an answer. Best effort; the key is written by us alone."""
+        for _ in range(_CLEARING_TRIES):
+            if key not in self._maybe_begun:
+                return
+            with suppress(CkptstoreError):  # where one answer was lost, the next may be
+                for found, upload_id in self.unfinished(key):
+                    if found == key:
+                        self.abort_unfinished(key, upload_id)
+                self._maybe_begun.discard(key)
+
+    def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
+        cut = len(self.full(""))
+        found: list[tuple[str, str]] = []
+        marker: dict[str, str] = {}
+        while True:
+            page = self.call("list_multipart_uploads", file=prefix, Prefix=self.full(prefix), **marker)
+            found += [(item["Key"][cut:], item["UploadId"]) for item in page.get("Uploads", ())]
+            if not page.get("IsTruncated"):
+                return found
+            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def abort_unfinished(self, key: str, upload_id: str) -> None:
+        with suppress(FileMissing):
+            self.call("abort_multipart_upload", file=key, Key=self.full(key), UploadId=upload_id)
+
+    def rules(self) -> dict[str, str]:
+        """See `Bucket`. Each of them needs a permission of its own; what may not be asked is left out."""
+        found = {"upload checksum": "CRC32C" if self._connection.sends_checksum else ""}
+        with suppress(AccessDenied):
+            status = self.call("get_bucket_versioning", file="").get("Status", "")
+            found["versioning"] = "" if status in ("", "Suspended") else str(status)
+        with suppress(AccessDenied):
+            found["object lock"] = self._object_lock()
+        with suppress(AccessDenied):
+            found["unfinished uploads"] = self._lifecycle()
+        return found
+
+    def _object_lock(self) -> str:
+        with suppress(FileMissing):
+            answer = self.call("get_object_lock_configuration", file="")["ObjectLockConfiguration"]
+            kept = answer.get("Rule", {}).get("DefaultRetention", {})
+            days = kept.get("Days") or 365 * kept.get("Years", 0)
+            return f"{kept.get('Mode', '')} for {days} days" if kept else ""
+        return ""
+
+    def _lifecycle(self) -> str:
+        with suppress(FileMissing):
+            for rule in self.call("get_bucket_lifecycle_configuration", file="").get("Rules", ()):
+                days = rule.get("AbortIncompleteMultipartUpload", {}).get("DaysAfterInitiation")
+                if days and rule.get("Status") == "Enabled":
+                    return f"aborted after {days} days"
+        return ""
+
+
+class _Upload:
+    """A multipart upload. Parts are sent again one by one; the last one to be sent of a number counts."""
+
+    def __init__(self, files: S3Files, key: str, size_bytes: int, *, checksum: bool) -> None:
+        self._files = files
+        self._key = key
+        self._size_bytes = size_bytes
+        self._part_bytes = part_bytes(size_bytes)
+        self._parts: dict[int, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        self._finishing = False
+        options = {"ChecksumAlgorithm": "CRC32C"} if checksum else {}
+        options |= files._connection.put_options
+        answer = files.call("create_multipart_upload", file=key, Key=files.full(key), **options)
+        self._at = {"Key": files.full(key), "UploadId": answer["UploadId"]}
+
+    def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
+        number = offset // self._part_bytes + 1
+        checksum = self._files.checksum(views, crc32c)
+        answer = self._files.call(
+            "upload_part",
+            file=self._key,
+            **self._at,
+            PartNumber=number,
+            Body=ViewsBody(views),
+            ContentLength=total_bytes(views),
+            **checksum,
+        )
+        self._sent(number, {"ETag": answer["ETag"], **checksum})
+
+    def copy_part(self, number: int, source: dict[str, str], range_header: str) -> None:
+        """A part from another file of the bucket."""
+        answer = self._files.call(
+            "upload_part_copy",
+            file=self._key,
+            **self._at,
+            PartNumber=number,
+            CopySource=source,
+            CopySourceRange=range_header,
+        )
+        self._sent(number, {"ETag": answer["CopyPartResult"]["ETag"]})
+
+    def _sent(self, number: int, proof: dict[str, str]) -> None:
+        with self._lock:
+            self._parts[number] = {"PartNumber": number, **proof}
+
+    def finish(self) -> None:
+        """May be called again after an error: an upload that is gone by then has been finished by the first call."""
+        self._finishing = True
+        parts = [part for _, part in sorted(self._parts.items())]
+        try:
+            self._files.call("complete_multipart_upload", file=self._key, **self._at, MultipartUpload={"Parts": parts})
+        except FileMissing as error:
+            if not self._landed(len(parts)):
+                raise StorageError("The multipart upload is gone", file=self._key) from error
+        self._files.drop_other_uploads(self._key)
+
+    def _landed(self, num_parts: int) -> bool:
+        with suppress(FileMissing):
+            found = self._files.stat(self._key)
+            etag = (found.version or "").strip('"')
+            return found.size_bytes == self._size_bytes and etag.endswith(f"-{num_parts}")
+        return False
+
+    def abort(self) -> None:
+        try:
+            self._files.call("abort_multipart_upload", file=self._key, **self._at)
+        except CkptstoreError:
+            if self._finishing:  # and gone, so perhaps visible
+                with suppress(CkptstoreError):
+                    self._files.delete([self._key])
+        self._files.drop_other_uploads(self._key)
+
+
+def _file_bytes(answer: dict[str, Any]) -> int | None:
+    total = str(answer.get("ContentRange", "")).rpartition("/")[2]
+    return int(total) if total.isdigit() else None
+
+
+def _refusal(refused: dict[str, Any], *, cut: int) -> CkptstoreError | foreign.ConditionFailed:
+    code = str(refused.get("Code", ""))
+    status = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503, "ServiceUnavailable": 503}.get(code, 400)
+    return foreign.from_status(status, code, key=str(refused.get("Key", ""))[cut:], what="delete")

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import base64
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, FileMissing, StorageUnavailable
-from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
+from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, part_bytes, total_bytes
 from ckptstore.storage.cloud.client_options import (
@@ -29,40 +27,30 @@ from ckptstore.storage.cloud.client_options import (
     Environment,
     azure_names,
 )
+from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS, CloudFiles, LazyClient
 from ckptstore.storage.uri import Location
 
-_MAX_CONNECTIONS = 64
-_DELETE_THREADS = 16
 _MAX_PUT_BYTES = 5000 << 20
 _READ_BYTES = 16 << 20
 _COPY_POLL_SECONDS = 0.5
 
 
-class AzureConnection:
-    """A container client, made in the process that uses it, when it is first used."""
+class AzureConnection(LazyClient):
+    """A container client."""
 
     def __init__(self, location: Location, names: Mapping[str, Any], environ: Environment) -> None:
+        super().__init__()
         self._container = location.container
         self._names = azure_names(location, names, environ)
-        self._lock = threading.Lock()
-        self._client: Any = None
         self._session: Any = None
-
-    @property
-    def client(self) -> Any:
-        """The client of the container; safe for threads."""
-        with self._lock:
-            if self._client is None:
-                self._client = self._connect()
-            return self._client
 
     def close(self) -> None:
         """Give back the connections."""
+        super().close()
         with self._lock:
-            if self._client is not None:
-                self._client.close()
+            if self._session is not None:  # the client does not own it
                 self._session.close()
-                self._client = None
+                self._session = None
 
     def _connect(self) -> Any:
         import requests
@@ -74,7 +62,7 @@ class AzureConnection:
         logging.getLogger("azure.core.pipeline.policies.http_logging_policy").setLevel(logging.WARNING)
         self._session = requests.Session()
         for scheme in ("http://", "https://"):
-            adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS, max_retries=0)
+            adapter = requests.adapters.HTTPAdapter(pool_maxsize=MAX_CONNECTIONS, max_retries=0)
             self._session.mount(scheme, adapter)
         options = {
             "retry_total": 0,  # there is one layer of retries, above
@@ -102,43 +90,25 @@ class AzureConnection:
             return chains.AzureSecret(names["tenant_id"], names["client_id"], names["client_secret"])
         return chains.AzureChain()
 
-    def seam(self, what: str, key: str) -> AbstractContextManager[None]:
-        """Turns foreign errors into ours."""
-        return foreign.seam(lambda error: _translated(error, what=what, key=key))
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+        from azure.core import exceptions
 
-
-def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
-    from azure.core import exceptions
-
-    if isinstance(error, exceptions.ClientAuthenticationError) and error.status_code is None:
-        return chains.azure_refusal(error, what=what, key=key)
-    if isinstance(error, exceptions.HttpResponseError) and error.status_code is not None:
-        code = (
-            getattr(error.error_code, "value", None) or error.error_code or "" if hasattr(error, "error_code") else ""
+        if isinstance(error, exceptions.ClientAuthenticationError) and error.status_code is None:
+            return chains.azure_refusal(error, what=what, key=key)
+        if isinstance(error, exceptions.HttpResponseError) and error.status_code is not None:
+            code = getattr(error, "error_code", None)
+            code = str(getattr(code, "value", None) or code or "")
+            if code == "BlobAlreadyExists":
+                return foreign.ConditionFailed(f"{what}: {code}")
+            return foreign.from_status(error.status_code, code, key=key, what=what)
+        is_broken = isinstance(error, exceptions.AzureError | OSError) or type(error).__module__.startswith(
+            ("urllib3", "requests")
         )
-        if code == "BlobAlreadyExists":
-            return foreign.ConditionFailed(f"{what}: {code}")
-        return foreign.from_status(error.status_code, str(code), key=key, what=what)
-    is_broken = isinstance(error, exceptions.AzureError | OSError) or type(error).__module__.startswith(
-        ("urllib3", "requests")
-    )
-    return (foreign.broken_off if is_broken else foreign.unexpected)(error, what=what, key=key)
+        return (foreign.broken_off if is_broken else foreign.unexpected)(error, what=what, key=key)
 
 
-class AzureFiles(ProcessBound):
+class AzureFiles(CloudFiles[AzureConnection]):
     """Files below a prefix of a container."""
-
-    def __init__(self, location: Location, connection: AzureConnection) -> None:
-        super().__init__()
-        self._location = location
-        self._connection = connection
-
-    @property
-    def uri(self) -> str:
-        return self._location.uri
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.uri!r})"
 
     def blob(self, key: str) -> Any:
         """The SDK's client of one blob."""
@@ -205,14 +175,6 @@ class AzureFiles(ProcessBound):
             if not item.name.endswith("/") and not (item.metadata or {}).get("hdi_isfolder"):
                 yield _stored(item.name[cut:], item)
 
-    def delete(self, keys: Sequence[str]) -> None:
-        unique = list(dict.fromkeys(keys))
-        if len(unique) == 1:
-            self._delete_one(unique[0])
-        elif unique:
-            with ThreadPoolExecutor(min(_DELETE_THREADS, len(unique))) as pool:
-                list(pool.map(self._delete_one, unique))
-
     def _delete_one(self, key: str) -> None:
         with suppress(FileMissing), self.seam("delete", key):
             self.blob(key).delete_blob()
@@ -233,10 +195,6 @@ class AzureFiles(ProcessBound):
 
     def open_parts(self, key: str, size_bytes: int) -> PartWriter:
         return _Blocks(self, key, size_bytes)
-
-    def close(self) -> None:
-        if self.is_here:
-            self._connection.close()
 
 
 class _Blocks:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import struct
 from collections.abc import Iterable, Sequence
 
 from ckptstore.errors import CheckpointDamaged, StorageUnavailable
@@ -118,3 +120,8 @@ class Filling:
         if file_bytes is not None and file_bytes < end_offset:
             raise CheckpointDamaged(f"The file has {file_bytes} bytes, {end_offset} were expected", file=self._key)
         raise StorageUnavailable(f"The answer broke off, {self.missing_bytes} bytes are missing", file=self._key)
+
+
+def crc32c_header(value: int) -> str:
+    """A CRC32C as S3 and Google write it."""
+    return base64.b64encode(struct.pack(">I", value)).decode()

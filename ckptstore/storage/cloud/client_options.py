@@ -72,10 +72,10 @@ def files_of_same_account(target: Any, source: Any) -> Any:
 
     Both are storages that were opened from a URI and options; the engines may differ.
     """
-    given = getattr(source, "_opened_as", None)
+    given = getattr(source, "opened_as", None)
     if given is None:
         return None
-    here, there = (_account(*item) for item in (target._opened_as, given))
+    here, there = (_account(*item) for item in (target.opened_as, given))
     return getattr(source, "_files", source) if here == there and here[0] is not None else None
 
 

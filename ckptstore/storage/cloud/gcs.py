@@ -9,23 +9,19 @@ and deleted. A process that is killed meanwhile leaves them in the attempt's dir
 
 from __future__ import annotations
 
-import base64
 import json
-import struct
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageUnavailable
 from ckptstore.format import digest
-from ckptstore.storage.base import PartWriter, ProcessBound, StoredFile
+from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
-from ckptstore.storage.cloud.bodies import Filling, ViewsBody, total_bytes
+from ckptstore.storage.cloud.bodies import Filling, ViewsBody, crc32c_header, total_bytes
 from ckptstore.storage.cloud.client_options import (
     CONNECT_TIMEOUT_SECONDS,
     READ_TIMEOUT_SECONDS,
@@ -33,69 +29,52 @@ from ckptstore.storage.cloud.client_options import (
     gcs_endpoint,
     seconds_of,
 )
+from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS, CloudFiles, LazyClient
 from ckptstore.storage.uri import Location
 
 _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 _GOOGLE = "https://storage.googleapis.com"
-_MAX_CONNECTIONS = 64
-_DELETE_THREADS = 16
 _LIST_FILES = 1000
 _MAX_COMPOSED = 32
 _PART_BYTES = 16 << 20
 _MIB = 1 << 20
 
 
-class GcsConnection:
-    """An HTTP session with credentials, made in the process that uses it, when it is first used."""
+class GcsConnection(LazyClient):
+    """An HTTP session with credentials."""
 
     def __init__(
         self, *, endpoint_url: str, credentials: Callable[[], Any], read_seconds: float = READ_TIMEOUT_SECONDS
     ) -> None:
+        super().__init__()
         self._endpoint = endpoint_url.rstrip("/")
         self._credentials = credentials
         self._timeout = (CONNECT_TIMEOUT_SECONDS, read_seconds)
-        self._lock = threading.Lock()
-        self._session: Any = None
-        self._renewal = foreign.Renewal()
 
     def request(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
         """One request; its answer's body is not read yet."""
         with self.seam(what, key):
-            answer = self._open().request(
+            answer = self.client.request(
                 method, f"{self._endpoint}{path}", timeout=self._timeout, stream=True, **options
             )
             if answer.status_code >= 300:
                 with answer:
                     raise self._refused(answer, what=what, key=key)
-        self._renewal.succeeded()
+        self.succeeded()
         return answer
 
-    def close(self) -> None:
-        """Give back the connections."""
-        with self._lock:
-            if self._session is not None:
-                self._session.close()
-                self._session = None
-
-    def seam(self, what: str, key: str) -> AbstractContextManager[None]:
-        """Turns foreign errors into ours."""
-        return foreign.seam(lambda error: _translated(error, what=what, key=key))
-
-    def _open(self) -> Any:
+    def _connect(self) -> Any:
         import requests
         import requests.adapters
         from google.auth.transport.requests import AuthorizedSession
 
-        with self._lock:
-            if self._session is None:
-                credentials = self._credentials()
-                session = requests.Session() if credentials is None else AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
-                adapter = requests.adapters.HTTPAdapter(pool_maxsize=_MAX_CONNECTIONS, max_retries=0)
-                session.mount("https://", adapter)
-                session.mount("http://", adapter)
-                session.headers["Accept-Encoding"] = "identity"
-                self._session = session
-            return self._session
+        credentials = self._credentials()
+        session = requests.Session() if credentials is None else AuthorizedSession(credentials)  # type: ignore[no-untyped-call]
+        adapter = requests.adapters.HTTPAdapter(pool_maxsize=MAX_CONNECTIONS, max_retries=0)
+        session.mount("https://", adapter)
+        session.mount("http://", adapter)
+        session.headers["Accept-Encoding"] = "identity"
+        return session
 
     def _refused(self, answer: Any, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
         try:
@@ -107,32 +86,23 @@ class GcsConnection:
             return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
         return foreign.from_status(answer.status_code, reason, key=key, what=what)
 
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+        import google.auth.exceptions
+        import requests
 
-def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
-    import google.auth.exceptions
-    import requests
-
-    if isinstance(error, google.auth.exceptions.GoogleAuthError):
-        return chains.google_refusal(error, what=what, key=key)
-    is_broken = isinstance(error, requests.RequestException | OSError) or type(error).__module__.startswith("urllib3")
-    return (foreign.broken_off if is_broken else foreign.unexpected)(error, what=what, key=key)
+        if isinstance(error, google.auth.exceptions.GoogleAuthError):
+            return chains.google_refusal(error, what=what, key=key)
+        is_broken = isinstance(error, requests.RequestException | OSError)
+        is_broken = is_broken or type(error).__module__.startswith("urllib3")
+        return (foreign.broken_off if is_broken else foreign.unexpected)(error, what=what, key=key)
 
 
-class GcsFiles(ProcessBound):
+class GcsFiles(CloudFiles[GcsConnection]):
     """Files below a prefix of a bucket."""
 
     def __init__(self, location: Location, connection: GcsConnection) -> None:
-        super().__init__()
-        self._location = location
-        self._connection = connection
+        super().__init__(location, connection)
         self._bucket = f"/b/{quote(location.container, safe='')}"
-
-    @property
-    def uri(self) -> str:
-        return self._location.uri
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.uri!r})"
 
     def call(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
         """One request, its answer as JSON."""
@@ -184,7 +154,7 @@ class GcsFiles(ProcessBound):
     def put(self, key: str, views: Sequence[memoryview], *, crc32c: int | None = None, **condition: str) -> int:
         """Upload an object in one request; returns its CRC32C."""
         value = digest.crc32c_of(views) if crc32c is None else crc32c
-        resource = {"name": self._location.full_key(key), "crc32c": _as_header(value)}
+        resource = {"name": self._location.full_key(key), "crc32c": crc32c_header(value)}
         border = uuid.uuid4().hex
         head = (
             f"--{border}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{json.dumps(resource)}\r\n"
@@ -204,7 +174,7 @@ class GcsFiles(ProcessBound):
         return value
 
     def _check(self, stored: Mapping[str, Any], *, key: str, size_bytes: int, crc32c: int) -> None:
-        if stored.get("crc32c", _as_header(crc32c)) != _as_header(crc32c) or int(stored["size"]) != size_bytes:
+        if stored.get("crc32c", crc32c_header(crc32c)) != crc32c_header(crc32c) or int(stored["size"]) != size_bytes:
             raise StorageUnavailable("The bytes arrived damaged", file=key)
 
     def read(self, key: str) -> bytes:
@@ -265,14 +235,6 @@ class GcsFiles(ProcessBound):
                 return
             params["pageToken"] = page["nextPageToken"]
 
-    def delete(self, keys: Sequence[str]) -> None:
-        unique = list(dict.fromkeys(keys))
-        if len(unique) == 1:
-            self._delete_one(unique[0])
-        elif unique:
-            with ThreadPoolExecutor(min(_DELETE_THREADS, len(unique))) as pool:
-                list(pool.map(self._delete_one, unique))
-
     def _delete_one(self, key: str) -> None:
         with suppress(FileMissing):
             self._stream("DELETE", f"/storage/v1{self.object(key)}", what="delete", key=key).close()
@@ -302,10 +264,6 @@ class GcsFiles(ProcessBound):
         }
         answer = self.call("POST", f"{self.object(key)}/compose", what="compose", key=key, json=body)
         self._check(answer, key=key, size_bytes=size_bytes, crc32c=crc32c)
-
-    def close(self) -> None:
-        if self.is_here:
-            self._connection.close()
 
 
 class _Composition:
@@ -390,7 +348,3 @@ def _stored(key: str, item: Mapping[str, Any]) -> StoredFile:
 
 def _json(answer: Any) -> Any:
     return json.loads(answer.content or b"{}")
-
-
-def _as_header(crc32c: int) -> str:
-    return base64.b64encode(struct.pack(">I", crc32c)).decode()

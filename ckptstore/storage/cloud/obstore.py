@@ -2,7 +2,7 @@
 
 Whole files, ranges, listings and deletions go through obstore. It has no call for one part of an upload, none that
 finds unfinished uploads, and fewer ways to find credentials than the SDK of each cloud: those come from the SDK, which
-has to be installed as well (`aws_files`, `gcs`, `azure`, `chains`).
+has to be installed as well (`aws`, `gcs`, `azure`, `chains`).
 
 On S3 each body carries a CRC64NVME, which the server checks; it is not signed as well, as SHA-256 would cost more than
 the transfer. Without that checksum a body is signed over plain HTTP. `client_options` says which of fsspec's options
@@ -81,7 +81,7 @@ class FastStorage(ProcessBound):
 
     def __init__(self, uri: str, options: Mapping[str, Any], config: ObstoreConfig) -> None:
         super().__init__()
-        self._opened_as = (uri, dict(options))
+        self.opened_as = (uri, dict(options))
         self._config = config
         self._lock = threading.Lock()
         self._files = _files_of(config, options)
@@ -97,7 +97,7 @@ class FastStorage(ProcessBound):
         return f"{type(self).__name__}({self.uri!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_fast, self._opened_as
+        return open_fast, self.opened_as
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
         with self._seam("write", key):
@@ -358,10 +358,10 @@ class FastGcsStorage(FastBucketStorage):
 def _files_of(config: ObstoreConfig, options: Mapping[str, Any]) -> Any:
     location = config.location
     if location.kind == "s3":
-        from ckptstore.storage.cloud import aws, aws_files
+        from ckptstore.storage.cloud import aws
 
         names = {"profile": config.profile, **options}
-        return aws_files.S3Files(location, aws.AwsConnection(location, names, os.environ))
+        return aws.S3Files(location, aws.AwsConnection(location, names, os.environ))
     if location.kind == "gcs":
         from ckptstore.storage.cloud import gcs
 

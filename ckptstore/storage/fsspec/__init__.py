@@ -15,8 +15,7 @@ from typing import Any
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.storage.base import Storage
 from ckptstore.storage.cloud import foreign, gcs
-from ckptstore.storage.cloud.aws import AwsConnection
-from ckptstore.storage.cloud.aws_files import S3Files
+from ckptstore.storage.cloud.aws import AwsConnection, S3Files
 from ckptstore.storage.cloud.azure import AzureConnection, AzureFiles
 from ckptstore.storage.cloud.client_options import files_of_same_account
 from ckptstore.storage.cloud.gcs import GcsFiles
@@ -110,14 +109,14 @@ class FsspecS3Storage(S3Files):
     """S3 with the options of s3fs."""
 
     def __init__(self, uri: str, options: dict[str, Any]) -> None:
-        self._opened_as = (uri, options)
+        self.opened_as = (uri, options)
         system, location = _instance(uri, options), parse_uri(uri)
         names = {name: getattr(system, name) for name in _S3_NAMES}
         names["profile"] = system.kwargs.get("profile")
         super().__init__(location, AwsConnection(location, names, os.environ))
 
     def __reduce__(self) -> _Opened:
-        return open_remote, self._opened_as
+        return open_remote, self.opened_as
 
     def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
         """See `CopiesFrom`."""
@@ -128,7 +127,7 @@ class FsspecGcsStorage(GcsFiles):
     """GCS with the options of gcsfs."""
 
     def __init__(self, uri: str, options: dict[str, Any]) -> None:
-        self._opened_as = (uri, options)
+        self.opened_as = (uri, options)
         names = dict(options)
         _class_of(uri, options)
         if isinstance(names.get("token"), str) and names["token"] not in ("anon", "cloud", "google_default"):
@@ -138,7 +137,7 @@ class FsspecGcsStorage(GcsFiles):
         super().__init__(parse_uri(uri), gcs.connect(names, os.environ))
 
     def __reduce__(self) -> _Opened:
-        return open_remote, self._opened_as
+        return open_remote, self.opened_as
 
     def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
         """See `CopiesFrom`."""
@@ -149,7 +148,7 @@ class FsspecAzureStorage(AzureFiles):
     """Azure with the options of adlfs."""
 
     def __init__(self, uri: str, options: dict[str, Any]) -> None:
-        self._opened_as = (uri, options)
+        self.opened_as = (uri, options)
         _class_of(uri, options)
         if inspect.iscoroutinefunction(getattr(options.get("credential"), "get_token", None)):
             raise InvalidInput("The credential is asynchronous", hint="Take it from azure.identity, not its aio")
@@ -157,7 +156,7 @@ class FsspecAzureStorage(AzureFiles):
         super().__init__(location, AzureConnection(location, options, os.environ))
 
     def __reduce__(self) -> _Opened:
-        return open_remote, self._opened_as
+        return open_remote, self.opened_as
 
     def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
         """See `CopiesFrom`."""

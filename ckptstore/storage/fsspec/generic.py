@@ -40,7 +40,7 @@ class GenericStorage(ProcessBound):
         import fsspec
 
         location = parse_uri(uri)
-        self._opened_as = (location.uri, dict(options))
+        self.opened_as = (location.uri, dict(options))
         self._uri = location.uri
         cls = fsspec.get_filesystem_class(location.scheme)  # one that is missing says so itself
         with self._seam("open", ""):
@@ -54,7 +54,7 @@ class GenericStorage(ProcessBound):
         return f"{type(self).__name__}({self.uri!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._opened_as
+        return type(self), self.opened_as
 
     def write(self, key: str, views: Sequence[memoryview]) -> None:
         path = self._path(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import (
     CheckpointDamaged,
@@ -17,15 +18,14 @@ from ckptstore.errors import (
 )
 from ckptstore.group import StorageGroup
 from ckptstore.integrations.ray.worker_group import RayWorkers
-from ckptstore.interchange.copying import copy_store, open_target
-from ckptstore.loading.story import files_of
+from ckptstore.interchange.copying import copy_store
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepLatest
 from ckptstore.testing.simulation.model import Violation, told_in
 from ckptstore.testing.simulation.plan import POLICIES, Action
 from ckptstore.testing.simulation.virtual.clocks import sleep
 from ckptstore.testing.simulation.world import COPY_URI, STORE_URI, Member, World, kind_of
-from ckptstore.upkeep.retain import retain
+from ckptstore.transfer.opened import open_place
 
 
 def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
@@ -111,7 +111,7 @@ def _alone(world: World, member: Member, index: int, action: Action) -> None:
         elif action.kind == "prune":
             store.prune()
         elif action.kind == "retain":
-            retain(store._job.log, KeepLatest(1))
+            store.retain(KeepLatest(1))
         elif action.kind == "clean the cache":
             _clean_cache(world, index)
         elif action.kind == "cp":
@@ -144,10 +144,9 @@ def _look_latest(world: World, store: Any) -> None:
 
 
 def _copy(store: Any) -> None:
-    job = store._job
-    target = open_target(COPY_URI, storage_options=None, config=job.config)
+    target = open_place(COPY_URI, config=job_of(store).config)
     try:
-        copy_store(job.log, job.storage, target, lambda record: files_of(job, record))
+        copy_store(store, target)
     finally:
         target.close()
 

@@ -142,7 +142,7 @@ def is_fenced(world: World, member: Member) -> str | None:
     """Why nothing of this job can be committed any more, None while it can."""
     if world.plan.keeper == "ray":
         return None
-    epoch, newest = member.store._held.epoch, world.model.newest
+    epoch, newest = member.job.epoch, world.model.newest
     if newest is None or epoch is None or newest.state.epoch == epoch:
         return None
     return "a later job has claimed the store"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import NoUsableCheckpoint, StoreFenced
 from ckptstore.testing.simulation.alone import open_for
@@ -18,7 +19,7 @@ from ckptstore.testing.simulation.world import STORE_URI, Attempted, Member, Wor
 def rank_program(world: World, member: Member) -> None:
     """One rank of a job."""
     actor = member.actor
-    member.store = _opened(world, member)
+    _open(world, member)
     for index, action in enumerate(actor.actions):
         sleep(action.after_seconds + 0.05 * member.rank)
         if action.kind == "idle":
@@ -33,8 +34,13 @@ def rank_program(world: World, member: Member) -> None:
     survive(world, member)
 
 
-def _opened(world: World, member: Member) -> Any:
-    return RunOfRay(world, member) if world.plan.keeper == "ray" else open_for(world, member)
+def _open(world: World, member: Member) -> Any:
+    if world.plan.keeper == "ray":
+        member.store = RunOfRay(world, member)
+    else:
+        member.store = open_for(world, member)
+        member.job = job_of(member.store)
+    return member.store
 
 
 def settle(world: World, member: Member, *, wait: bool = False) -> None:
@@ -199,7 +205,7 @@ def check_clean(world: World, member: Member) -> None:
 
 def finale(world: World, member: Member) -> None:
     """After all that: a new job starts, finds the newest checkpoint, saves, and cleans up."""
-    store = member.store = _opened(world, member)
+    store = _open(world, member)
     if world.plan.keeper == "ckptstore":
         _restart(world, member)
     perform(world, member, 0, _last_save(world, 999_999))

@@ -229,7 +229,7 @@ def _direct(world: World) -> None:
     world.is_calm = world.network.is_calm = True
     for member in world.members:
         member.is_done = member.process.is_dead or member.is_done
-    world._look()
+    world.look()
     scheduler.sleep(20 * plan.rank_timeout_seconds + 4_000.0)
     ranks = next((actor.ranks for actor in plan.actors if actor.ranks), 1)
     final = Actor("final", (), ranks=max(1, ranks))

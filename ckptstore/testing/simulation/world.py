@@ -49,6 +49,8 @@ class Member:
     rank: int
     process: Process
     store: Any = None
+    job: Any = None
+    """That of the store, None where Ray keeps the checkpoints."""
     is_closed: bool = False
     num_groups: int = 0
     num_broadcasts: int = 0
@@ -92,7 +94,7 @@ class World:
         self.model = Model(self.spaces[STORE_URI], self.plan, now, ranks_of, step_of)
         self.network.on_read = self.model.reads_file
         self.network.has_own_storage = self.open_own is not None
-        self.model.on_commit = self._look
+        self.model.on_commit = self.look
         self.copy = Model(self.spaces[COPY_URI], self.plan, now, ranks_of, step_of, is_copy=True)
         self.kept_by_ray = RayModel(self.spaces[RUN_URI], ranks_of, step_of)
         self.network.on_delete = self._deletes
@@ -212,7 +214,7 @@ class World:
     def done(self, member: Member) -> None:
         """It does nothing any more."""
         member.is_done = True
-        self._look()
+        self.look()
 
     # Waiting for each other
 
@@ -223,7 +225,8 @@ class World:
             self._waiting.append(self.scheduler.current)
             self.scheduler.block()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Wake all threads that wait for something to become true."""
         waiting, self._waiting = self._waiting, []
         for thread in waiting:
             self.scheduler.wake(thread)
@@ -231,7 +234,7 @@ class World:
     def wait_calm(self, member: Member) -> None:
         """Wait until nobody is at work and nothing goes wrong any more."""
         member.is_done = True
-        self._look()
+        self.look()
         self.wait_until(lambda: self.is_calm)
 
     def is_over(self, member: Member) -> bool:

@@ -1,0 +1,191 @@
+"""What a store holds: the per-process half of `CheckpointStore`, which finds checkpoints and changes which are live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ckptstore.boundary import bounded
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import StoreMissing
+from ckptstore.format.changes import Change, Pin, Remove, Unpin
+from ckptstore.format.record import Record
+from ckptstore.job import Job, record_of_step
+from ckptstore.loading.story import files_of
+from ckptstore.log.identity import read_identity
+from ckptstore.retention import Mode, Policy, Verdict, check_there, ranked
+from ckptstore.runtime.notebook import html_table
+from ckptstore.upkeep.garbage import Garbage, collect_garbage
+from ckptstore.upkeep.prune import Trashed, prune, trash
+from ckptstore.upkeep.retain import retain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One live checkpoint in a listing."""
+
+    checkpoint: Checkpoint
+    is_pinned: bool
+    is_latest: bool
+    is_resume_source: bool
+
+
+@bounded
+class Catalogue:
+    """The checkpoints of one store, for one process. Nothing here is collective."""
+
+    def __init__(self, job: Job) -> None:
+        self._held = job
+
+    @property
+    def uri(self) -> str:
+        """The root, without secrets."""
+        return self._held.storage.uri
+
+    @property
+    def retention(self) -> Policy:
+        """Which checkpoints stay live, as it was given to `open_store`."""
+        return self._job.policy
+
+    def exists(self) -> bool:
+        """Whether there is a store at the URI; the first save creates it. One request."""
+        return read_identity(self._job.storage) is not None
+
+    @property
+    def _job(self) -> Job:
+        """The job, for everything that needs the store to be open."""
+        self._held.check_open()
+        return self._held
+
+    def latest(self) -> Checkpoint | None:
+        """The checkpoint that was committed last and is live; None in an empty store. At most two requests."""
+        record = self._job.log.latest()
+        return self._checkpoint(record) if record else None
+
+    def best(self, metric: str, mode: Mode | None = None) -> Checkpoint | None:
+        """The live checkpoint with the best finite value of `metric`, the later of equals; None if none has one.
+
+        `mode` is "min" or "max", and may be left out where the metric's name tells it, such as "eval_loss". Raises
+        InvalidMetric, with the metrics that there are, when no live checkpoint has this one.
+        """
+        candidates = self._job.candidates(self._job.log.newest())
+        check_there(candidates, metric)
+        found = ranked(candidates, metric, mode)
+        return self._checkpoint(self._job.log.records([found[0].number])[0]) if found else None
+
+    def __getitem__(self, step: int) -> Checkpoint:
+        """The live checkpoint of a step, the newest if there are several. Raises CheckpointGone, which names others."""
+        return self._checkpoint(self._record_of(step, self._job.log.newest()))
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        """All live checkpoints, in the order of their commits."""
+        return (entry.checkpoint for entry in self.entries())
+
+    def __len__(self) -> int:
+        """How many checkpoints are live."""
+        newest = self._job.log.newest()
+        return len(newest.state.live) if newest else 0
+
+    def __bool__(self) -> bool:
+        """A store is one, empty or not."""
+        return True
+
+    def __contains__(self, step: object) -> bool:
+        return any(checkpoint.step == step for checkpoint in self)
+
+    def entries(self) -> list[Entry]:
+        """All live checkpoints in the order of their commits, with what protects them."""
+        newest = self._job.log.newest()
+        if newest is None:
+            return []
+        state = newest.state
+        return [
+            Entry(
+                checkpoint=self._checkpoint(record),
+                is_pinned=record.number in state.pinned,
+                is_latest=record.number == state.latest,
+                is_resume_source=record.number == state.resume_from,
+            )
+            for record in self._job.log.records(state.live)
+        ]
+
+    def verify_log(self) -> list[str]:
+        """Read every record of the log, and return what is wrong with them or with their order; empty when all is well.
+
+        The files of the checkpoints are not looked at: `Checkpoint.verify` reads those.
+        """
+        return self._job.log.verify_chain()
+
+    def trash(self) -> list[Trashed]:
+        """What retention dropped and no prune has deleted yet, with the time left and what holds it."""
+        return trash(self._job.log, self._job.storage, grace_seconds=self._job.config.grace_seconds)
+
+    def pin(self, step: int) -> None:
+        """Protect the live checkpoint of a step from retention, until `unpin`. Raises CheckpointGone."""
+        self._change(lambda newest: Pin((self._record_of(step, newest).number,), self._job.epoch))
+
+    def unpin(self, step: int) -> None:
+        """Undo `pin`. Raises CheckpointGone."""
+        self._change(lambda newest: Unpin((self._record_of(step, newest).number,), self._job.epoch))
+
+    def roll_back(self, step: int) -> Checkpoint:
+        """Make the checkpoint of `step` the latest: all that were committed after it go to the trash.
+
+        Raises CheckpointGone when the step is not live, InvalidInput when a later one is pinned.
+        """
+
+        def change(newest: Record | None) -> Change | None:
+            target = self._record_of(step, newest)
+            assert newest is not None  # else there was no such step
+            later = tuple(number for number in newest.state.live if number > target.number)
+            reason = f"roll back to step {step}"
+            return Remove(trash=later, epoch=self._job.epoch, reason=reason) if later else None
+
+        self._change(change)
+        return self[step]
+
+    def retain(self, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
+        """Put every live checkpoint in the trash that `policy` does not keep, and return the verdict on each.
+
+        The latest, pinned ones and the resume source stay. No job is fenced: one that runs goes on with its own policy
+        at its next save. A dry run returns the same verdicts and changes nothing.
+        """
+        return retain(self._job.log, policy, dry_run=dry_run)
+
+    def prune(self, *, dry_run: bool = False) -> list[Trashed]:
+        """Delete what has been in the trash for the grace period and that nothing protects; returns it.
+
+        A save does this in the background. A dry run returns the same list and deletes nothing. Raises StoreFenced.
+        """
+        job = self._job
+        return prune(job.log, job.storage, job.config, epoch=job.epoch, dry_run=dry_run)
+
+    def collect_garbage(self, *, claim: bool = False, dry_run: bool = False) -> Garbage:
+        """Remove what crashes left behind: attempts that no record names and whose job was superseded.
+
+        `claim` takes the store over from a dead job first, so that its attempts count; a job that is alive is fenced.
+        """
+        return collect_garbage(self._job.log, self._job.storage, claim=claim, dry_run=dry_run)
+
+    def _repr_html_(self) -> str:
+        rows = [(it.checkpoint.step, it.checkpoint.metrics, "latest" if it.is_latest else "") for it in self.entries()]
+        return html_table(self.uri, [("step", "metrics", ""), *rows])
+
+    def __repr__(self) -> str:
+        return f"CheckpointStore({self.uri!r})"
+
+    def _change(self, change: Callable[[Record | None], Change | None]) -> None:
+        if not self.exists():
+            raise StoreMissing(f"There is no store at {self.uri}")
+        self._job.log.append(change)
+
+    def _record_of(self, step: int, newest: Record | None) -> Record:
+        return record_of_step(self._job.log, newest, step)
+
+    def _checkpoint(self, record: Record) -> Checkpoint:
+        return Checkpoint(files_of(self._job, record))
+
+
+def job_of(catalogue: Catalogue) -> Job:
+    """The job of an open store, for what is built on stores inside ckptstore. Raises InvalidInput when it is closed."""
+    return catalogue._job

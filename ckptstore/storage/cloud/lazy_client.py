@@ -1,0 +1,97 @@
+"""What the three clouds have in common: a client that is made on first use, and the files that it reaches."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+from ckptstore.errors import CkptstoreError
+from ckptstore.storage.base import ProcessBound
+from ckptstore.storage.cloud import foreign
+from ckptstore.storage.uri import Location
+
+MAX_CONNECTIONS = 64
+_DELETE_THREADS = 16
+
+
+class LazyClient(ABC):
+    """The client of an SDK, made in the process that uses it, when it is first used. Safe for threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._renewal = foreign.Renewal()
+
+    @property
+    def client(self) -> Any:
+        """The client; safe for threads."""
+        with self._lock:
+            if self._client is None:
+                self._client = self._connect()
+            return self._client
+
+    def close(self) -> None:
+        """Give back the connections."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+
+    def succeeded(self) -> None:
+        """A request went through."""
+        self._renewal.succeeded()
+
+    def seam(self, what: str, key: str) -> AbstractContextManager[None]:
+        """Turns foreign errors into ours."""
+        return foreign.seam(lambda error: self._translated(error, what=what, key=key))
+
+    def _forget(self) -> None:
+        """The next request makes a new client; requests in flight go on with this one."""
+        with self._lock:
+            self._client = None
+
+    @abstractmethod
+    def _connect(self) -> Any:
+        """Make the client. Called once until it is closed or forgotten."""
+
+    @abstractmethod
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+        """Our error for one of the SDK."""
+
+
+C = TypeVar("C", bound=LazyClient)
+
+
+class CloudFiles(ProcessBound, Generic[C]):
+    """Files below a prefix of a bucket or container."""
+
+    def __init__(self, location: Location, connection: C) -> None:
+        super().__init__()
+        self._location = location
+        self._connection = connection
+
+    @property
+    def uri(self) -> str:
+        return self._location.uri
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.uri!r})"
+
+    def delete(self, keys: Sequence[str]) -> None:
+        unique = list(dict.fromkeys(keys))
+        if len(unique) == 1:
+            self._delete_one(unique[0])
+        elif unique:
+            with ThreadPoolExecutor(min(_DELETE_THREADS, len(unique))) as pool:
+                list(pool.map(self._delete_one, unique))
+
+    def _delete_one(self, key: str) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        if self.is_here:
+            self._connection.close()

@@ -1,0 +1,56 @@
+"""A place that is open: its storage with retries, and what moves bytes there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore.config import StoreConfig
+from ckptstore.storage.base import Storage
+from ckptstore.storage.open import open_storage
+from ckptstore.storage.retried import with_retries
+from ckptstore.transfer import Transfer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedPlace:
+    """What is open at one URI."""
+
+    storage: Storage
+    transfer: Transfer
+    config: StoreConfig
+
+    def sizes_bytes(self) -> dict[str, int]:
+        """The size of every file below it, by name."""
+        return {file.key: file.size_bytes for file in self.storage.list("")}
+
+    def close(self) -> None:
+        """Give connections back."""
+        self.transfer.close()
+        self.storage.close()
+
+
+def open_place(
+    uri: str | os.PathLike[str],
+    *,
+    config: StoreConfig | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: str | None = None,
+) -> OpenedPlace:
+    """Open the place at a URI; without a `config` that of the environment holds. Nothing is created there.
+
+    Raises InvalidInput as `open_storage` does.
+    """
+    config = StoreConfig.from_env() if config is None else config
+    storage = open_storage(
+        os.fspath(uri),
+        storage_options=storage_options,
+        engine=engine,
+        durable=config.transfer.durable,
+        direct_io=config.transfer.direct_io,
+    )
+    storage = with_retries(storage, config.retry)
+    transfer = Transfer(storage, config=config.transfer, retry=config.retry)
+    return OpenedPlace(storage=storage, transfer=transfer, config=config)
