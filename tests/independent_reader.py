@@ -75,6 +75,10 @@ def read_log(directory):
         elif record["kind"] == "remove":
             gone = set(numbers(change["trash"]))
             trash = {key: by for key, by in trash.items() if key not in numbers(change["drop"])}
+        elif record["kind"] == "restore":
+            need(set(numbers(change["numbers"])) <= set(trash), f"{path} restores what is not in the trash")
+            live |= set(numbers(change["numbers"]))
+            trash = {key: by for key, by in trash.items() if key not in live}
         live -= gone
         trash.update(dict.fromkeys(gone, number))
         held = state.get("trash", {"numbers": "", "removed_by": ""})
