@@ -121,6 +121,13 @@ def test_a_life(place: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
         storage.close()
         assert (kept[6].to_directory(tmp_path / "mine") / "model.bin").read_bytes() == weights(0, 6)
 
+    with ckptstore.open_store(uri, **keywords) as store:
+        store.save_directory(7, tmp_path / "last")
+        store.roll_back(6)
+        store.restore(7, pin=False).verify().raise_if_damaged()
+        assert [checkpoint.step for checkpoint in store][-1] == 7
+        store.roll_back(6)
+
     given = dict(keywords)
     config = StoreConfig(single_writer=given.pop("single_writer", False))
     with (

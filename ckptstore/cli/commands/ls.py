@@ -47,13 +47,14 @@ def command(
     is counted below, until its grace period is over.
     """
     with opened_store(store, storage_options) as opened:
-        every, trashed = opened.entries(), trashed_records(opened._job.log)
+        every, trashed = opened.entries(), removed_at(opened._job.log)
+        grace_seconds = opened._job.config.grace_seconds
         entries = chosen(every, metrics=metrics, sort=sort, limit=limit)
-        trash_bytes = sum(record.entry.size_bytes for record in trashed)
+        trash_bytes = sum(record.entry.size_bytes for record, _ in trashed)
         if as_json:
-            trash: dict[str, Any] = {"count": len(trashed), "size_bytes": trash_bytes}
+            trash: dict[str, Any] = {"count": len(trashed), "size_bytes": trash_bytes, "grace_seconds": grace_seconds}
             if with_trash:
-                trash["checkpoints"] = [_trashed_json(record) for record in trashed]
+                trash["checkpoints"] = [_trashed_json(record, at) for record, at in trashed]
             print_json(uri=opened.uri, checkpoints=[_to_json(entry) for entry in entries], trash=trash)
             return
     if entries:
@@ -64,9 +65,7 @@ def command(
     if len(entries) < len(every):
         click.echo(f"{len(every) - len(entries)} more are live")
     if trashed:
-        click.echo(f"{len(trashed)} more in the trash, {show_size(trash_bytes)}; `ckptstore prune` deletes them")
-    for record in trashed if with_trash else ():
-        click.echo(f"  step {record.entry.step}, number {record.number}, {show_size(record.entry.size_bytes)}")
+        _echo_trash(trashed, grace_seconds=grace_seconds, is_listed=with_trash)
 
 
 def chosen(entries: Sequence[Entry], *, metrics: Collection[str], sort: str | None, limit: int | None) -> list[Entry]:
@@ -94,14 +93,33 @@ def chosen(entries: Sequence[Entry], *, metrics: Collection[str], sort: str | No
     return sorted(entries, key=place)[:limit]
 
 
-def trashed_records(log: Log) -> list[Record]:
-    """The checkpoints in the trash. `store.trash()` says more, but has to write to learn the time."""
+def removed_at(log: Log) -> list[tuple[Record, float]]:
+    """What is in the trash, each with when it got there by the clock of whoever removed it.
+
+    `store.trash()` knows it by the clock of the storage, but has to write for that.
+    """
     newest = log.newest()
-    return list(log.records(sorted(newest.state.trash))) if newest else []
+    state = newest.state.trash if newest else {}
+    times = {record.number: record.created_at for record in log.records(sorted(set(state.values())))}
+    return [(record, times[state[record.number]]) for record in log.records(sorted(state))]
 
 
-def _trashed_json(record: Record) -> dict[str, Any]:
-    return {"number": record.number, "step": record.entry.step, "size_bytes": record.entry.size_bytes}
+def _echo_trash(trashed: Sequence[tuple[Record, float]], *, grace_seconds: float, is_listed: bool) -> None:
+    size = show_size(sum(record.entry.size_bytes for record, _ in trashed))
+    left = [max(0.0, at + grace_seconds - time.time()) for _, at in trashed]
+    click.echo(f"{len(trashed)} more in the trash, {size}; `ckptstore restore STORE@STEP` brings one back")
+    free = left.count(0.0)
+    when = "all now" if free == len(left) else f"{free} now, all in about {show_duration(max(left))}"
+    click.echo(f"`ckptstore prune` frees what is there for {show_duration(grace_seconds)}: {when}")
+    for (record, _), seconds in zip(trashed, left, strict=True) if is_listed else ():
+        entry = record.entry
+        due = f"may be freed in about {show_duration(seconds)}" if seconds else "may be freed now"
+        click.echo(f"  step {entry.step}, number {record.number}, {show_size(entry.size_bytes)}, {due}")
+
+
+def _trashed_json(record: Record, at: float) -> dict[str, Any]:
+    entry = record.entry
+    return {"number": record.number, "step": entry.step, "size_bytes": entry.size_bytes, "removed_at": at}
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:

@@ -28,4 +28,4 @@ def command(target: str, storage_options: dict[str, Any], as_json: bool) -> None
         else:
             click.echo(f"step {step} is the latest")
             if trashed:
-                click.echo(f"in the trash: {', '.join(map(str, trashed))}")
+                click.echo(f"in the trash: {', '.join(map(str, trashed))}; `ckptstore restore` brings them back")
