@@ -17,9 +17,8 @@ import numpy as np
 
 BLOCK = 1 << 20
 SIZES = [1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1, 1, 1]
-WORDS = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64
-complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"""
-NAMES = WORDS.split()
+NAMES = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64
+complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2""".split()
 
 
 def crc(data):
@@ -74,13 +73,10 @@ def read_log(directory):
             gone = set(numbers(change["drops"])) | set(numbers(change["replaces"])) - kept
         elif record["kind"] == "remove":
             gone = set(numbers(change["trash"]))
-            trash = {key: by for key, by in trash.items() if key not in numbers(change["drop"])}
         elif record["kind"] == "restore":
-            need(set(numbers(change["numbers"])) <= set(trash), f"{path} restores what is not in the trash")
             live |= set(numbers(change["numbers"]))
-            trash = {key: by for key, by in trash.items() if key not in live}
-        live -= gone
-        trash.update(dict.fromkeys(gone, number))
+        kept = {key: by for key, by in trash.items() if key not in live | set(numbers(change.get("drop", "")))}
+        live, trash = live - gone, kept | dict.fromkeys(gone, number)
         held = state.get("trash", {"numbers": "", "removed_by": ""})
         need(set(numbers(state["live"])) == live, f"{path} has other live checkpoints than its changes give")
         need(dict(zip(numbers(held["numbers"]), numbers(held["removed_by"]), strict=True)) == trash, f"{path}: trash")
