@@ -129,7 +129,8 @@ class AwsConnection:
             OSError,
         )
         if isinstance(error, broken) or type(error).__module__.startswith("urllib3"):
-            return foreign.broken_off(error, what=what, key=key)
+            url = self._client.meta.endpoint_url if self._client is not None else None
+            return foreign.broken_off(error, what=what, key=key, url=url)
         return foreign.unexpected(error, what=what, key=key)
 
     def _forget(self) -> None:

@@ -104,10 +104,10 @@ class AzureConnection:
 
     def seam(self, what: str, key: str) -> AbstractContextManager[None]:
         """Turns foreign errors into ours."""
-        return foreign.seam(lambda error: _translated(error, what=what, key=key))
+        return foreign.seam(lambda error: _translated(error, what=what, key=key, url=getattr(self._client, "url", "")))
 
 
-def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+def _translated(error: Exception, *, what: str, key: str, url: str) -> CkptstoreError | foreign.ConditionFailed:
     from azure.core import exceptions
 
     if isinstance(error, exceptions.ClientAuthenticationError) and error.status_code is None:
@@ -122,7 +122,9 @@ def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError | fo
     is_broken = isinstance(error, exceptions.AzureError | OSError) or type(error).__module__.startswith(
         ("urllib3", "requests")
     )
-    return (foreign.broken_off if is_broken else foreign.unexpected)(error, what=what, key=key)
+    if is_broken:
+        return foreign.broken_off(error, what=what, key=key, url=url)
+    return foreign.unexpected(error, what=what, key=key)
 
 
 class AzureFiles(ProcessBound):

@@ -79,7 +79,7 @@ class GcsConnection:
 
     def seam(self, what: str, key: str) -> AbstractContextManager[None]:
         """Turns foreign errors into ours."""
-        return foreign.seam(lambda error: _translated(error, what=what, key=key))
+        return foreign.seam(lambda error: _translated(error, what=what, key=key, url=self._endpoint))
 
     def _open(self) -> Any:
         import requests
@@ -108,14 +108,16 @@ class GcsConnection:
         return foreign.from_status(answer.status_code, reason, key=key, what=what)
 
 
-def _translated(error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+def _translated(error: Exception, *, what: str, key: str, url: str) -> CkptstoreError | foreign.ConditionFailed:
     import google.auth.exceptions
     import requests
 
     if isinstance(error, google.auth.exceptions.GoogleAuthError):
         return chains.google_refusal(error, what=what, key=key)
     is_broken = isinstance(error, requests.RequestException | OSError) or type(error).__module__.startswith("urllib3")
-    return (foreign.broken_off if is_broken else foreign.unexpected)(error, what=what, key=key)
+    if is_broken:
+        return foreign.broken_off(error, what=what, key=key, url=url)
+    return foreign.unexpected(error, what=what, key=key)
 
 
 class GcsFiles(ProcessBound):
