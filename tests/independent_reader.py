@@ -1,7 +1,6 @@
 """Reads stores of format version 1, from docs/reference/format-v1.md alone: nothing of ckptstore is imported.
 
-python tests/independent_reader.py PATH        # what the latest checkpoint of a store on a disk holds
-"""
+python tests/independent_reader.py PATH        # what the latest checkpoint of a store on a disk holds"""
 
 import base64
 import hashlib
@@ -17,8 +16,9 @@ import numpy as np
 
 BLOCK = 1 << 20
 SIZES = [1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1, 1, 1]
-NAMES = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64
-complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2""".split()
+WORDS = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64
+complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"""
+NAMES = WORDS.split()
 
 
 def crc(data):
