@@ -96,6 +96,31 @@ def test_ls_of_an_empty_store(run: Any, run_json: Any, store: Path, tmp_path: Pa
     assert run_json("ls", tmp_path / "empty")["checkpoints"] == []
 
 
+def test_ls_of_a_parent_lists_the_stores_below(
+    run: Any, run_json: Any, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(store, tmp_path / "deep/er/copy")
+    shutil.copytree(store, store / "inside")
+    (tmp_path / "broken/store.json").parent.mkdir()
+    (tmp_path / "broken/store.json").write_text("no")
+    lines = run("ls", tmp_path).stdout.splitlines()
+    assert lines[0].split() == ["store", "checkpoints", "latest", "created"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        f"{tmp_path}/{name}" for name in ("broken", "deep/er/copy", "store")
+    ]
+    assert "checkpoint-damaged" in lines[1]
+    assert lines[3].split()[1:3] == ["2", "30"]
+    found = run_json("ls", tmp_path)
+    assert [(item["num_checkpoints"], item["latest_step"]) for item in found["stores"]] == [(0, None), (2, 30), (2, 30)]
+    assert found["is_all"]
+    assert "There is no store" in run("ls", tmp_path, "--trash", code=10).stderr
+    assert "There is no store" in run("ls", tmp_path / "nowhere", code=10).stderr
+    monkeypatch.setattr("ckptstore.cli.stores_below.MOST_LISTED", 2)
+    cut = run("ls", tmp_path)
+    assert len(cut.stdout.splitlines()) < len(lines)
+    assert "there may be more" in cut.stderr
+
+
 def test_show_has_metrics_metadata_and_files(run: Any, run_json: Any, store: Path) -> None:
     text = run("show", f"{store}@20").stdout
     assert "loss=0.25" in text

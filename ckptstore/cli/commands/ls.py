@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -12,10 +13,12 @@ import click
 from ckptstore.cli.kinds import STORE
 from ckptstore.cli.options import as_json, storage_option
 from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_metrics
+from ckptstore.cli.stores_below import MOST_LISTED, MOST_STORES, StoreBelow, stores_below
 from ckptstore.cli.targets import opened_store
-from ckptstore.errors import InvalidMetric
+from ckptstore.errors import InvalidMetric, StoreMissing
 from ckptstore.format.record import Record
 from ckptstore.log import Log
+from ckptstore.log.identity import KEPT_BY_CKPTSTORE
 from ckptstore.runtime.near import meant, nearest, shown
 from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.store import Entry
@@ -44,8 +47,55 @@ def command(
     """List the checkpoints of STORE, in the order of their commits.
 
     Marks: "latest", "pinned", and "resumed from" for the one that the running job started from. What retention dropped
-    is counted below, until its grace period is over.
+    is counted below, until its grace period is over. Where STORE is no store, the stores below it are listed.
     """
+    try:
+        _list_store(store, metrics, sort, limit, with_trash, storage_options, as_json)
+    except StoreMissing as missing:
+        if metrics or sort or limit or with_trash:
+            raise
+        _list_below(store, storage_options, missing, as_json=as_json)
+
+
+def _list_below(parent: str, storage_options: dict[str, Any], missing: StoreMissing, *, as_json: bool) -> None:
+    """The stores below what is no store itself. Raises what is missing where there is none."""
+    found, is_all = stores_below(parent, storage_options)
+    if not found:
+        raise missing
+    if as_json:
+        trash = {"count": 0, "size_bytes": 0, "grace_seconds": 0.0}
+        stores = [asdict(item) for item in found]
+        print_json(uri=parent, checkpoints=[], trash=trash, stores=stores, is_all=is_all)
+        return
+    echo_table(("store", "checkpoints", "latest", "created"), [_store_row(item) for item in found])
+    if not is_all:
+        click.echo(
+            f"there may be more: at most {MOST_LISTED} files or directories and {MOST_STORES} stores are looked at, and"
+            " not every directory may be readable; list a narrower prefix",
+            err=True,
+        )
+
+
+def _store_row(item: StoreBelow) -> tuple[str, str, str, str]:
+    if item.error or item.kept_by != KEPT_BY_CKPTSTORE:
+        return (item.uri, item.error or f"kept by {item.kept_by}", "", "")
+    step = "" if item.latest_step is None else str(item.latest_step)
+    return (item.uri, str(item.num_checkpoints), step, _age(item.latest_created_at))
+
+
+def _age(created_at: float | None) -> str:
+    return "" if created_at is None else f"{show_duration(max(0.0, time.time() - created_at))} ago"
+
+
+def _list_store(
+    store: str,
+    metrics: tuple[str, ...],
+    sort: str | None,
+    limit: int | None,
+    with_trash: bool,
+    storage_options: dict[str, Any],
+    as_json: bool,
+) -> None:
     with opened_store(store, storage_options) as opened:
         every, trashed = opened.entries(), removed_at(opened._job.log)
         grace_seconds = opened._job.config.grace_seconds
@@ -138,7 +188,7 @@ def _row(entry: Entry, metrics: Sequence[str]) -> tuple[str, ...]:
     return (
         str(checkpoint.number),
         str(checkpoint.step),
-        f"{show_duration(max(0.0, time.time() - checkpoint.created_at))} ago",
+        _age(checkpoint.created_at),
         str(checkpoint.world_size),
         show_size(checkpoint.size_bytes),
         *([f"{known[name]:.6g}" if name in known else "" for name in metrics] if metrics else [_some(known)]),
