@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import StoreMissing
-from ckptstore.format.changes import Change, Pin, Remove, Unpin
+from ckptstore.format.changes import Change, Pin, Unpin
 from ckptstore.format.record import Record
 from ckptstore.job import Job, record_of_step
+from ckptstore.loading.restoring import restore
 from ckptstore.loading.story import files_of
 from ckptstore.log.identity import read_identity
 from ckptstore.retention import Mode, Policy, Verdict, check_there, ranked
 from ckptstore.runtime.notebook import html_table
 from ckptstore.upkeep.garbage import Garbage, collect_garbage
 from ckptstore.upkeep.prune import Trashed, prune, trash
-from ckptstore.upkeep.retain import retain
+from ckptstore.upkeep.retain import retain, roll_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,16 +134,16 @@ class Catalogue:
 
         Raises CheckpointGone when the step is not live, InvalidInput when a later one is pinned.
         """
-
-        def change(newest: Record | None) -> Change | None:
-            target = self._record_of(step, newest)
-            assert newest is not None  # else there was no such step
-            later = tuple(number for number in newest.state.live if number > target.number)
-            reason = f"roll back to step {step}"
-            return Remove(trash=later, epoch=self._job.epoch, reason=reason) if later else None
-
-        self._change(change)
+        self._change(lambda newest: roll_back(newest, self._record_of(step, newest), epoch=self._job.epoch))
         return self[step]
+
+    def restore(self, step: int, *, number: int | None = None, pin: bool = True) -> Checkpoint:
+        """Make a checkpoint live again that is in the trash, and pin it: else the next save may drop it once more.
+
+        Of several of the step it is the last, or that with `number`. Raises CheckpointGone when it is not in the trash,
+        CheckpointDamaged when a file is missing (none is read), InvalidInput when the step is live or Ray keeps it.
+        """
+        return self._checkpoint(restore(self._job, step, number=number, pin=pin))
 
     def retain(self, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
         """Put every live checkpoint in the trash that `policy` does not keep, and return the verdict on each.

@@ -1,7 +1,6 @@
 """Reads stores of format version 1, from docs/reference/format-v1.md alone: nothing of ckptstore is imported.
 
-python tests/independent_reader.py PATH        # what the latest checkpoint of a store on a disk holds
-"""
+python tests/independent_reader.py PATH        # what the latest checkpoint of a store on a disk holds"""
 
 import base64
 import hashlib
@@ -74,9 +73,10 @@ def read_log(directory):
             gone = set(numbers(change["drops"])) | set(numbers(change["replaces"])) - kept
         elif record["kind"] == "remove":
             gone = set(numbers(change["trash"]))
-            trash = {key: by for key, by in trash.items() if key not in numbers(change["drop"])}
-        live -= gone
-        trash.update(dict.fromkeys(gone, number))
+        elif record["kind"] == "restore":
+            live |= set(numbers(change["numbers"]))
+        kept = {key: by for key, by in trash.items() if key not in live | set(numbers(change.get("drop", "")))}
+        live, trash = live - gone, kept | dict.fromkeys(gone, number)
         held = state.get("trash", {"numbers": "", "removed_by": ""})
         need(set(numbers(state["live"])) == live, f"{path} has other live checkpoints than its changes give")
         need(dict(zip(numbers(held["numbers"]), numbers(held["removed_by"]), strict=True)) == trash, f"{path}: trash")

@@ -26,6 +26,7 @@ COMMANDS = (
     "pin",
     "unpin",
     "rollback",
+    "restore",
     "prune",
     "gc",
     "doctor",

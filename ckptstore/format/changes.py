@@ -122,11 +122,20 @@ class Unpin:
 
 
 @dataclass(frozen=True, slots=True)
+class Restore:
+    """Checkpoints in the trash become live again, and with `pin` are pinned in the same moment."""
+
+    numbers: tuple[int, ...]
+    pin: bool = True
+    epoch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Noop:
     """Nothing changes. It takes a number, so that a record whose fate was unknown cannot have it."""
 
 
-Change = Claim | Commit | Remove | Pin | Unpin | Noop
+Change = Claim | Commit | Remove | Pin | Unpin | Restore | Noop
 
 
 RESUMED_FROM = "the running job resumed from it"
@@ -202,6 +211,9 @@ def apply(state: StoreState, number: int, change: Change) -> StoreState:
             _check_live(state, change.numbers)
             pinned = state.pinned.without(change.numbers)
             return replace(state, pinned=Numbers([*pinned, *change.numbers]) if isinstance(change, Pin) else pinned)
+        case Restore():
+            _check_epoch(state, change.epoch)
+            return _restore(state, change)
 
 
 def _commit(state: StoreState, number: int, change: Commit) -> StoreState:
@@ -232,6 +244,17 @@ def _remove(state: StoreState, number: int, change: Remove) -> StoreState:
         after,
         trash={other: by for other, by in after.trash.items() if other not in dropped},
         bases={base: users for base, users in rest.items() if users},
+    )
+
+
+def _restore(state: StoreState, change: Restore) -> StoreState:
+    _check_named(change.numbers)
+    _check_in_trash(state, change.numbers)
+    return replace(
+        state,
+        live=Numbers([*state.live, *change.numbers]),
+        pinned=Numbers([*state.pinned, *change.numbers]) if change.pin else state.pinned,
+        trash={other: by for other, by in state.trash.items() if other not in change.numbers},
     )
 
 
@@ -285,13 +308,18 @@ def _check_roll_back(state: StoreState, numbers: Collection[int]) -> None:
         raise InvalidInput(f"Checkpoints above the target are pinned, by number: {pinned}", hint="Unpin them first")
 
 
-def _check_droppable(state: StoreState, numbers: Collection[int]) -> None:
-    dropped = set(numbers)
+def _check_in_trash(state: StoreState, numbers: Iterable[int]) -> None:
     for number in numbers:
         if number in state.live:
-            raise InvalidInput(f"The checkpoint with number {number} is live, only those in the trash can be dropped")
+            raise InvalidInput(f"The checkpoint with number {number} is live, not in the trash")
         if number not in state.trash:
             raise CheckpointGone(f"The checkpoint with number {number} is not in the trash any more")
+
+
+def _check_droppable(state: StoreState, numbers: Collection[int]) -> None:
+    _check_in_trash(state, numbers)
+    dropped = set(numbers)
+    for number in numbers:
         if number == state.resume_from:
             raise InvalidInput(f"The checkpoint with number {number} is what the running job resumed from")
         users = sorted(user for user in state.bases.get(number, ()) if user not in dropped)

@@ -25,6 +25,7 @@ from ckptstore.format.changes import (
     Noop,
     Pin,
     Remove,
+    Restore,
     StoreState,
     Unpin,
     apply,
@@ -39,6 +40,7 @@ _KINDS: Mapping[str, type[Change]] = {
     "remove": Remove,
     "pin": Pin,
     "unpin": Unpin,
+    "restore": Restore,
     "noop": Noop,
 }
 
@@ -177,6 +179,12 @@ def _integer(value: Any) -> int:
     return value
 
 
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
@@ -210,6 +218,8 @@ def _change_to_json(change: Change) -> dict[str, Any]:
             }
         case Pin() | Unpin():
             return {"numbers": encode_sequence(change.numbers), "epoch": change.epoch}
+        case Restore():
+            return {"numbers": encode_sequence(change.numbers), "pin": change.pin, "epoch": change.epoch}
         case Noop():
             return {}
 
@@ -231,6 +241,8 @@ def _change_from_json(kind: str, value: dict[str, Any], *, limit: int) -> Change
             return Pin(numbers("numbers"), _optional(value["epoch"]))
         case "unpin":
             return Unpin(numbers("numbers"), _optional(value["epoch"]))
+        case "restore":
+            return Restore(numbers("numbers"), _boolean(value["pin"]), _optional(value["epoch"]))
         case _:
             return Noop()
 

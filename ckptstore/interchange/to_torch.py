@@ -1,21 +1,149 @@
-"""Export as one file of `torch.save`, which `torch.load(weights_only=True)` reads without ckptstore."""
+"""Export as one file of `torch.save`, which `torch.load(weights_only=True)` reads without ckptstore.
+
+Its tensors are not in memory when it is begun: their bytes come later, one after another. Such a file is a zip archive
+of stored entries: a pickle in which every tensor names the entry of its storage, the byte order, a version mark, and
+one entry for each storage. Unlike a frame it has the CRC-32 of everything, so that any zip tool can check it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import pickle
+import re
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from ckptstore.interchange.selection import Paths, Selection, nested
 from ckptstore.interchange.streaming import close_off, stream_tensors
-from ckptstore.interchange.torch_file import NotLoadable, Pending, check_loadable, write_torch_file
+from ckptstore.runtime.torch_private import tensor_rebuilders
 from ckptstore.state.live.flatten import map_tensors
 from ckptstore.state.read.stored import StoredState
+from ckptstore.state.tensors.boxes import strides_of
 
 FILE_NAME = "state.pt"
+ROOT = "archive"
+_ALIGN_BYTES = 64
+_LOCAL_HEADER_BYTES = 30
+_ZIP64_EXTRA_BYTES = 20
+_PADDING_FIELD = b"FB"
+_LARGE_BYTES = 1 << 30
+_JANUARY_1980 = (1980, 1, 1, 0, 0, 0)
+
+_HARMLESS = frozenset({int, float, str, bool, type(None)})
+
+_LEGACY_STORAGES = {
+    torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage, torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage, torch.complex64: torch.ComplexFloatStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+}  # fmt: skip
+"""The classes by which files of all releases of torch tell these dtypes; other dtypes are written out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Stands in a value for a contiguous tensor whose bytes come later. Equal ones are one tensor in two places."""
+
+    number: int
+    """Of its storage."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    pending: Pending
+
+
+class _Pickler(pickle.Pickler):
+    """Writes pending tensors as `torch.save` writes tensors."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Pending):
+            return NotImplemented
+        with_class, with_dtype = tensor_rebuilders()
+        place: tuple[Any, ...] = (_Storage(obj), 0, obj.shape, strides_of(obj.shape), False, OrderedDict())
+        return (with_class, place) if obj.dtype in _LEGACY_STORAGES else (with_dtype, (*place, obj.dtype))
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        pending = obj.pending
+        kind: Any = _LEGACY_STORAGES.get(pending.dtype)
+        if kind is None:
+            return "storage", torch.UntypedStorage, str(pending.number), "cpu", pending.size_bytes
+        return "storage", kind, str(pending.number), "cpu", prod(pending.shape)
+
+
+class NotLoadable(Exception):
+    """A value that `torch.load(weights_only=True)` refuses, or that cannot be pickled at all."""
+
+
+def check_loadable(value: Any) -> None:
+    """Raise NotLoadable unless a value without pending tensors comes back from a file with nothing allowed."""
+    if type(value) in _HARMLESS:
+        return
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # torch and pickle raise many kinds here
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise NotLoadable(f"it needs {found[1] if found else type(value).__name__}") from None
+
+
+def write_torch_file(file: IO[bytes], value: Any, pending: Iterable[Pending], data: Iterable[tuple[int, Any]]) -> None:
+    """Write a value, and then the bytes of each pending tensor: `data` has (number, bytes) in the order of `pending`.
+
+    Raises ValueError when the bytes are not those of the tensors.
+    """
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(value)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        archive.writestr(_entry("data.pkl"), buffer.getvalue())
+        archive.writestr(_entry("byteorder"), b"little")
+        pieces = groupby(data, key=lambda piece: piece[0])
+        for tensor in pending:
+            number, parts = next(pieces, (None, ()))
+            if number != tensor.number:
+                raise ValueError(f"the bytes of storage {number} came in place of {tensor.number}")
+            _write_storage(archive, file, tensor, (part for _, part in parts))
+        archive.writestr(_entry("version"), b"3\n")
+
+
+def _write_storage(archive: zipfile.ZipFile, file: IO[bytes], tensor: Pending, parts: Iterable[Any]) -> None:
+    entry = _entry(f"data/{tensor.number}")
+    is_large = tensor.size_bytes >= _LARGE_BYTES
+    entry.file_size = tensor.size_bytes
+    header_bytes = _LOCAL_HEADER_BYTES + len(entry.filename) + is_large * _ZIP64_EXTRA_BYTES
+    padding_bytes = -(file.tell() + header_bytes + 4) % _ALIGN_BYTES  # so that a mapped file has aligned tensors
+    entry.extra = _PADDING_FIELD + padding_bytes.to_bytes(2, "little") + b"Z" * padding_bytes
+    written = 0
+    with archive.open(entry, "w", force_zip64=is_large) as stored:
+        for part in parts:
+            stored.write(part)
+            written += len(part)
+    if written != tensor.size_bytes:
+        raise ValueError(f"storage {tensor.number} got {written} bytes of {tensor.size_bytes}")
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    return zipfile.ZipInfo(f"{ROOT}/{name}", date_time=_JANUARY_1980)
 
 
 @dataclass(frozen=True, slots=True)

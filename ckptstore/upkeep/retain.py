@@ -1,4 +1,4 @@
-"""Retention from outside of a job: put in the trash what a policy does not keep. A save does this in its own record."""
+"""What goes to the trash by hand: what a policy does not keep, as a save does in its own record; a roll back."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def retain(log: Log, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
     else:
         log.append(change)
     return verdicts
+
+
+def roll_back(newest: Record | None, target: Record, *, epoch: int | None) -> Remove | None:
+    """The change by which a live checkpoint becomes the latest: those above it go to the trash. None if it is that."""
+    live = newest.state.live if newest else ()
+    later = tuple(number for number in live if number > target.number)
+    return Remove(trash=later, epoch=epoch, reason=f"roll back to step {target.entry.step}") if later else None
 
 
 def verdicts_on(log: Log, newest: Record | None, policy: Policy) -> list[Verdict]:

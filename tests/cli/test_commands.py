@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_ls_has_columns_order_and_a_limit(run: Any, run_json: Any, tmp_path: Pat
     assert max(map(len, lines)) <= 80
     assert "loss=0.5 metric_0=0 +8" in lines[1]
     assert lines[1].split()[3:5] == ["s", "ago"]
-    assert lines[-1] == "  step 1, number 2, 2.9 KiB"
+    assert lines[-1] == "  step 1, number 2, 2.9 KiB, may be freed in about 60 min"
     assert [item["step"] for item in run_json("ls", root, "--trash")["trash"]["checkpoints"]] == [1]
     table = run("ls", root, "--metric", "loss", "--metric", "metric_1").stdout.splitlines()
     assert table[0].split()[5:] == ["loss", "metric_1", "marks"]
@@ -85,7 +86,7 @@ def test_ls_in_json_has_what_protects_a_checkpoint(run: Any, run_json: Any, stor
     found = run_json("ls", store)
     marks = [(item["step"], item["is_pinned"], item["is_latest"]) for item in found["checkpoints"]]
     assert marks == [(20, True, False), (30, False, True)]
-    assert found["trash"] == {"count": 1, "size_bytes": 3002}
+    assert found["trash"] == {"count": 1, "size_bytes": 3002, "grace_seconds": 3600.0}
 
 
 def test_ls_of_an_empty_store(run: Any, run_json: Any, store: Path, tmp_path: Path) -> None:
@@ -93,6 +94,31 @@ def test_ls_of_an_empty_store(run: Any, run_json: Any, store: Path, tmp_path: Pa
     shutil.copy(store / "store.json", tmp_path / "empty")
     assert run("ls", tmp_path / "empty").stdout == "no checkpoints\n"
     assert run_json("ls", tmp_path / "empty")["checkpoints"] == []
+
+
+def test_ls_of_a_parent_lists_the_stores_below(
+    run: Any, run_json: Any, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(store, tmp_path / "deep/er/copy")
+    shutil.copytree(store, store / "inside")
+    (tmp_path / "broken/store.json").parent.mkdir()
+    (tmp_path / "broken/store.json").write_text("no")
+    lines = run("ls", tmp_path).stdout.splitlines()
+    assert lines[0].split() == ["store", "checkpoints", "latest", "created"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        f"{tmp_path}/{name}" for name in ("broken", "deep/er/copy", "store")
+    ]
+    assert "checkpoint-damaged" in lines[1]
+    assert lines[3].split()[1:3] == ["2", "30"]
+    found = run_json("ls", tmp_path)
+    assert [(item["num_checkpoints"], item["latest_step"]) for item in found["stores"]] == [(0, None), (2, 30), (2, 30)]
+    assert found["is_all"]
+    assert "There is no store" in run("ls", tmp_path, "--trash", code=10).stderr
+    assert "There is no store" in run("ls", tmp_path / "nowhere", code=10).stderr
+    monkeypatch.setattr("ckptstore.cli.stores_below.MOST_LISTED", 2)
+    cut = run("ls", tmp_path)
+    assert len(cut.stdout.splitlines()) < len(lines)
+    assert "there may be more" in cut.stderr
 
 
 def test_show_has_metrics_metadata_and_files(run: Any, run_json: Any, store: Path) -> None:
@@ -219,6 +245,8 @@ def test_every_command_keeps_to_its_schema(run_json: Any, store: Path, tmp_path:
         ("pin", f"{store}@20"),
         ("unpin", f"{store}@20"),
         ("rollback", f"{store}@20"),
+        ("ls", "--trash", store),
+        ("restore", f"{store}@30"),
         ("prune", "--keep-latest", 1, "--grace", 0, store),
         ("gc", store),
     ):
@@ -245,6 +273,36 @@ def test_rollback_makes_an_earlier_checkpoint_the_latest(run: Any, run_json: Any
     assert run_json("rollback", f"{store}@20")["trashed_steps"] == [30]
     assert "/step-0000000020-" in run("latest", store).stdout
     assert steps(store) == [20]
+
+
+def test_restore_brings_back_from_the_trash_and_pins(run: Any, run_json: Any, store: Path) -> None:
+    done = run("restore", f"{store}@10").stdout.splitlines()
+    assert done == ["step 10 is live again", f"it is pinned; `ckptstore unpin {store}@10` gives it back to retention"]
+    run("prune", store, "--keep-latest", 1, "--grace", 0)
+    assert steps(store) == [10, 30]
+    run("verify", f"{store}@10")
+    run("restore", f"{store}@20", code=4)
+    run("rollback", f"{store}@10")
+    found = run_json("restore", "--no-pin", f"{store}@30")
+    assert (found["checkpoint"]["step"], found["is_pinned"], found["is_latest"]) == (30, False, True)
+
+
+def test_restore_names_what_can_be_restored(run: Any, store: Path) -> None:
+    assert "there is: 10 (number 2)" in run("restore", f"{store}@40", code=4).stderr
+    assert "Step 30 is live" in run("restore", f"{store}@30", code=2).stderr
+    assert "STORE@STEP" in run("restore", f"{store}@latest", code=2).stderr
+    assert "number 99" in run("restore", f"{store}@10", "--number", 99, code=4).stderr
+
+
+def test_the_trash_says_when_its_space_is_free(run: Any, run_json: Any, store: Path) -> None:
+    text = run("ls", "--trash", store).stdout
+    assert "`ckptstore restore STORE@STEP` brings one back" in text
+    assert "`ckptstore prune` frees what is there for 60 min: 0 now, all in about 60 min" in text
+    assert "  step 10, number 2, 2.9 KiB, may be freed in about 60 min" in text
+    found = run_json("ls", "--trash", store)["trash"]
+    assert found["grace_seconds"] == 3600
+    assert abs(found["checkpoints"][0]["removed_at"] - time.time()) < 600
+    assert "a prune frees 2.9 KiB more in 60 min, or with --grace 0 now" in run("prune", store).stdout
 
 
 def test_prune_waits_for_the_grace_period(run: Any, run_json: Any, store: Path) -> None:

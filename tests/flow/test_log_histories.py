@@ -31,7 +31,18 @@ from ckptstore.errors import (
     StorageUnavailable,
     StoreFenced,
 )
-from ckptstore.format.changes import EMPTY, Change, CheckpointEntry, Claim, Commit, Pin, Remove, StoreState, Unpin
+from ckptstore.format.changes import (
+    EMPTY,
+    Change,
+    CheckpointEntry,
+    Claim,
+    Commit,
+    Pin,
+    Remove,
+    Restore,
+    StoreState,
+    Unpin,
+)
 from ckptstore.format.layout import HINT_KEY, parse_record_key
 from ckptstore.format.record import Record
 from ckptstore.log import Log
@@ -79,6 +90,12 @@ class Model:
                 assert epoch in (None, self.epoch), "a pin of another epoch"
                 assert set(numbers) <= self.live
                 self.pinned = self.pinned | {*numbers} if isinstance(change, Pin) else self.pinned - {*numbers}
+            case Restore(numbers, pin, epoch):
+                assert epoch in (None, self.epoch), "a restore of another epoch"
+                assert set(numbers) <= self.trash, "what was deleted came back"
+                self.trash -= set(numbers)
+                self.live |= set(numbers)
+                self.pinned |= set(numbers) if pin else set()
 
     def _remove(self, trash: set[int], drop: set[int]) -> None:
         assert trash <= self.live - self.pinned
@@ -345,7 +362,9 @@ class CommandLine(Actor):
 
     def next_decision(self) -> Callable[[Record | None], Change | None]:
         self.start()
-        return self.chance.choice([self.pin, self.unpin, self.roll_back, self.prune, self.mischief, self.mischief])
+        return self.chance.choice(
+            [self.pin, self.unpin, self.roll_back, self.restore, self.prune, self.mischief, self.mischief]
+        )
 
     def pin(self, newest: Record | None) -> Change | None:
         return Pin((self.chance.choice([*newest.state.live]),)) if newest and newest.state.live else None
@@ -356,6 +375,10 @@ class CommandLine(Actor):
     def roll_back(self, newest: Record | None) -> Change | None:
         live = [*newest.state.live] if newest else []
         return Remove(trash=tuple(live[self.chance.randrange(1, len(live)) :])) if len(live) > 1 else None
+
+    def restore(self, newest: Record | None) -> Change | None:
+        trash = [*newest.state.trash] if newest else []
+        return Restore((self.chance.choice(trash),), pin=self.chance.random() < 0.3) if trash else None
 
     def prune(self, newest: Record | None) -> Change | None:
         drop = newest.state.droppable(newest.state.trash) if newest else ()
@@ -369,7 +392,13 @@ class CommandLine(Actor):
             return tuple({self.chance.choice(known) for _ in range(self.chance.randrange(3))})
 
         return self.chance.choice(
-            [Remove(trash=numbers()), Remove(drop=numbers()), Remove(numbers(), numbers()), Pin(numbers())]
+            [
+                Remove(trash=numbers()),
+                Remove(drop=numbers()),
+                Remove(numbers(), numbers()),
+                Pin(numbers()),
+                Restore(numbers()),
+            ]
         )
 
 
@@ -515,7 +544,7 @@ def test_the_histories_reach_what_they_are_for() -> None:
             if number := parse_record_key(key):
                 name = type(Record.decode(data, number).change).__name__
                 kinds[name] = kinds.get(name, 0) + 1
-    assert kinds.keys() == {"Claim", "Commit", "Remove", "Pin", "Unpin", "Noop"}
+    assert kinds.keys() == {"Claim", "Commit", "Remove", "Pin", "Unpin", "Restore", "Noop"}
     assert min(kinds.values()) >= 20
     assert longest >= 15
     assert conflicts >= 100

@@ -15,6 +15,7 @@ import pytest
 
 import ckptstore
 from ckptstore import KeepLatest, StorageGroup
+from ckptstore.cli.stores_below import stores_below
 from ckptstore.config import StoreConfig
 from ckptstore.interchange.copying import copy_store
 from ckptstore.storage.open import open_storage
@@ -121,6 +122,17 @@ def test_a_life(place: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
         assert attempts == {checkpoint.uri.rpartition("/")[2] for checkpoint in kept.values()}, "no orphan is left"
         storage.close()
         assert (kept[6].to_directory(tmp_path / "mine") / "model.bin").read_bytes() == weights(0, 6)
+
+    with ckptstore.open_store(uri, **keywords) as store:
+        store.save_directory(7, tmp_path / "last")
+        store.roll_back(6)
+        store.restore(7, pin=False).verify().raise_if_damaged()
+        assert [checkpoint.step for checkpoint in store][-1] == 7
+        store.roll_back(6)
+
+    below, is_all = stores_below(uri.rpartition("/")[0], keywords["storage_options"])
+    assert {item.uri: item.latest_step for item in below}[uri] == 6
+    assert is_all
 
     given = dict(keywords)
     config = StoreConfig(single_writer=given.pop("single_writer", False))

@@ -276,6 +276,7 @@ def test_every_request_to_nowhere_is_worth_a_retry(scheme: str, engine: str, awa
         with pytest.raises(StorageUnavailable) as caught:
             operation(storage)
         assert type(caught.value) is StorageUnavailable, name
+        assert f" at {away.partition('//')[2]}: " in caught.value.message, name
     storage.close()
 
 
@@ -286,13 +287,18 @@ def test_a_save_to_nowhere_ends_at_the_deadline_of_the_retries(
 ) -> None:
     monkeypatch.setenv("CKPTSTORE_RETRY_DEADLINE_SECONDS", "1")
     retries: list[Event] = []
+    with_user = away.replace("//", "//somebody:PASSWORD@")
     with (
-        open_store("s3://test/run", storage_options=options_for("s3", away), engine=engine) as store,
+        open_store("s3://test/run", storage_options=options_for("s3", with_user), engine=engine) as store,
         listening(lambda event: retries.append(event) if isinstance(event, RequestRetried) else None),
         pytest.raises(StorageUnavailable, match=r"refused|does not resolve"),
     ):
         store.save(1, {"epoch": 1})
     assert retries
+    lines = [event.line() for event in retries]
+    why = "the connection was refused" if away.startswith("http://127") else "the name of the server does not resolve"
+    assert all(f" at {away.partition('//')[2]}: {why}" in line for line in lines)
+    assert not any("PASSWORD" in line or "somebody" in line for line in lines)
 
 
 # ---- Services of credentials

@@ -12,8 +12,9 @@ import pytest
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError, StorageError
+from ckptstore.format import changes
 from ckptstore.integrations.ray.kept_by_ray import ray_keeps
-from ckptstore.loading import story
+from ckptstore.loading import restoring, story
 from ckptstore.loading.story import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.saving import story as saving_story
@@ -51,6 +52,13 @@ def two_jobs_name_their_uploads_alike(seed: int) -> Plan:
 def garbage_is_collected_beside_saves(seed: int) -> Plan:
     collections = tuple(Action("gc", after_seconds=0.1) for _ in range(6))
     return Plan(seed, actors=(Actor("job1", SAVES, ranks=2), Actor("admin", collections, ranks=0)))
+
+
+def one_restores_what_a_job_prunes(seed: int) -> Plan:
+    saves = tuple(Action("directory", step=step, after_seconds=0.1) for step in range(8))
+    restores = tuple(Action("restore", after_seconds=0.05) for _ in range(30))
+    actors = (Actor("job1", saves), Actor("admin", restores, ranks=0))
+    return Plan(seed, policy="latest 1", grace_seconds=0.0, actors=actors)
 
 
 def somebody_copies_a_checkpoint(seed: int) -> Plan:
@@ -97,6 +105,11 @@ def retention_forgets_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
 
 def garbage_is_what_no_record_names(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(garbage, "_why_left", lambda *_, **__: None)
+
+
+def a_restore_does_not_look_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(restoring, "_in_trash", lambda log, newest, step, number: log.records([number])[0])
+    patch.setattr(changes, "_check_in_trash", lambda state, numbers: None)
 
 
 def create_replaces_what_is_there(patch: pytest.MonkeyPatch) -> None:
@@ -180,6 +193,7 @@ CALLS_SUCCEED = "a call that nothing disturbs succeeds"
             garbage_is_collected_beside_saves,
             {CALLS_SUCCEED, "what is committed is whole"},
         ),
+        (a_restore_does_not_look_again, one_restores_what_a_job_prunes, {"what is deleted never comes back"}),
         (create_replaces_what_is_there, two_jobs_at_once, {"a record never changes"}),
         (
             nobody_looks_whether_a_checkpoint_is_whole,

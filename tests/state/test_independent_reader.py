@@ -75,7 +75,11 @@ def test_it_reads_an_incremental_checkpoint_and_sees_damage(tmp_path: Path) -> N
         store.save(1, state, incremental=True)
         state["b"] += 1
         store.save(2, {**state, "epoch": 2}, incremental="reference")
-    record = reader.read_log(tmp_path / "log")[-1]
+        store.roll_back(1)
+        store.restore(2, pin=False)
+    log = reader.read_log(tmp_path / "log")
+    assert log[-1]["kind"] == "restore"
+    record = log[max(reader.numbers(log[-1]["state"]["live"])) - 1]
     assert reader.numbers(record["change"]["checkpoint"]["bases"]) == [2]
     tensors, values = reader.read_checkpoint(tmp_path, record)
     assert tensors["a"] == ("float32", (500, 800), bits(state["a"]))

@@ -15,7 +15,7 @@ import pytest
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import InvalidInput
-from ckptstore.format.changes import Change, Claim, Commit, Noop, Pin, Remove, Unpin, apply
+from ckptstore.format.changes import Change, Claim, Commit, Noop, Pin, Remove, Restore, Unpin, apply
 from ckptstore.format.layout import HINT_KEY, STORE_KEY, record_key
 from ckptstore.format.manifest import Manifest, sha256_of
 from ckptstore.format.record import Record
@@ -124,6 +124,16 @@ def test_a_record_of_a_copy_has_the_time_of_the_original() -> None:
     again = Record.following(record(13), found.change, write_id=found.write_id, created_at=found.created_at)
     assert again.encode() == data
     assert (found.entry.committed_at, found.entry.attempt) == (1767225903.5, "step-0000000300-e0007-3f9a1c2e")
+
+
+def test_a_record_that_restores_is_read_and_would_be_written_the_same() -> None:
+    data = (LOG / "restored.json").read_bytes()
+    found = Record.decode(data, 14)
+    again = Record.following(record(13), found.change, write_id=found.write_id, created_at=found.created_at)
+    assert again.encode() == data
+    assert found.change == Restore((8,), pin=True, epoch=7)
+    assert (found.state.live, found.state.pinned, dict(found.state.trash)) == ({3, 4, 8}, {8}, {9: 12})
+    assert dict(found.state.bases) == {4: {8}}
 
 
 def test_a_copy_with_the_epochs_of_its_source_is_read_and_not_written_any_more() -> None:

@@ -28,6 +28,7 @@ from ckptstore.format.changes import (
     Noop,
     Pin,
     Remove,
+    Restore,
     StoreState,
     Unpin,
     apply,
@@ -164,7 +165,7 @@ def test_a_claim_without_token_or_ranks_is_refused(change: Claim) -> None:
 
 
 @pytest.mark.parametrize("epoch", [1, 3])
-@pytest.mark.parametrize("kind", ["commit", "remove", "pin", "unpin"])
+@pytest.mark.parametrize("kind", ["commit", "remove", "pin", "unpin", "restore"])
 def test_another_epoch_than_the_highest_is_fenced(kind: str, epoch: int) -> None:
     state = states(*commits(2), CLAIM)
     change: Change = {
@@ -172,6 +173,7 @@ def test_another_epoch_than_the_highest_is_fenced(kind: str, epoch: int) -> None
         "remove": Remove(trash=(2,), epoch=epoch),
         "pin": Pin((2,), epoch),
         "unpin": Unpin((2,), epoch),
+        "restore": Restore((2,), epoch=epoch),
     }[kind]
     with pytest.raises(StoreFenced) as caught:
         apply(state, 5, change)
@@ -272,7 +274,41 @@ def test_a_base_is_dropped_with_its_last_user_or_after() -> None:
     assert apply(state, 8, Remove(drop=(2, 3, 4))) == StoreState(epoch=1, live=Numbers([5]))
 
 
-@pytest.mark.parametrize("change", [Remove(), Pin(()), Unpin(())])
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_restore_takes_out_of_the_trash(pin: bool) -> None:
+    state = states(*commits(4), Remove(trash=(2, 3)))
+    restored = apply(state, 7, Restore((2,), pin=pin))
+    assert (restored.live, dict(restored.trash), restored.latest) == ({2, 4, 5}, {3: 6}, 5)
+    assert restored.pinned == ({2} if pin else set())
+    with pytest.raises(CheckpointGone, match="not in the trash any more"):
+        apply(restored, 8, Remove(drop=(99,)))
+    with pytest.raises(InvalidInput, match="is live"):
+        apply(restored, 8, Remove(drop=(2,)))
+
+
+def test_what_is_live_or_dropped_is_not_restored() -> None:
+    state = states(*commits(3), Remove(trash=(2, 3)), Remove(drop=(2,)))
+    with pytest.raises(CheckpointGone, match="number 2 is not in the trash any more"):
+        apply(state, 7, Restore((3, 2)))
+    with pytest.raises(InvalidInput, match="number 4 is live"):
+        apply(state, 7, Restore((4,)))
+
+
+def test_a_restore_after_a_roll_back_makes_the_later_one_the_latest() -> None:
+    state = states(*commits(3), Remove(trash=(3, 4)))
+    assert (state.latest, apply(state, 6, Restore((4,))).latest) == (2, 4)
+
+
+def test_the_base_of_what_is_restored_stays() -> None:
+    state = states(CLAIM, Commit(entry(1)), Commit(entry(2, bases=(2,))), Commit(entry(3)), Remove(trash=(2, 3)))
+    assert state.droppable([2, 3]) == (2, 3)
+    restored = apply(state, 6, Restore((3,)))
+    assert restored.droppable([2, 3]) == ()
+    with pytest.raises(InvalidInput, match="holds files"):
+        apply(restored, 7, Remove(drop=(2,)))
+
+
+@pytest.mark.parametrize("change", [Remove(), Pin(()), Unpin(()), Restore(())])
 def test_a_change_that_names_nothing_is_refused(change: Change) -> None:
     with pytest.raises(InvalidInput, match="no checkpoint"):
         apply(states(*commits(1)), 3, change)
@@ -325,6 +361,7 @@ changes = st.one_of(
     st.builds(Remove, st.just(()) | numbers_of, st.just(()) | numbers_of, st.none() | epochs, st.text(max_size=9)),
     st.builds(Pin, numbers_of, st.none() | epochs),
     st.builds(Unpin, numbers_of, st.none() | epochs),
+    st.builds(Restore, numbers_of, st.booleans(), st.none() | epochs),
     st.just(Noop()),
 )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,7 +14,12 @@ from ckptstore.cli.kinds import TARGET
 from ckptstore.cli.options import as_json, storage_option
 from ckptstore.cli.output import checkpoint_json, echo_table, print_json
 from ckptstore.cli.targets import opened_checkpoint
+from ckptstore.errors import not_installed
 from ckptstore.runtime.shown import show_size
+
+if TYPE_CHECKING:
+    from ckptstore.interchange.comparing import TensorDifference
+    from ckptstore.loading.tensor_view import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +44,21 @@ class FileDifference:
 @click.command()
 @click.argument("a", type=TARGET)
 @click.argument("b", type=TARGET)
+@click.option("--values", is_flag=True, help="Read tensors, and say by how much they differ.")
 @storage_option
 @as_json
-def command(a: str, b: str, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Compare two checkpoints: files, metrics, metadata. A and B are TARGETs, of the same store or of two.
+def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_json: bool) -> None:
+    """Compare two checkpoints: files, tensors, metrics, metadata. A and B are TARGETs, of one store or of two.
 
-    Files are compared by name, size and CRC32C; no payload is read.
+    Files and tensors are compared by size and CRC32C. Tensors below 1 MiB share their digests with others, so they may
+    be read. Without --values a larger tensor without digests, or that was divided otherwise, is "unknown".
     """
     with opened_checkpoint(a, storage_options) as first, opened_checkpoint(b, storage_options) as second:
         files = file_differences(first, second)
         metrics = differences(first.metrics, second.metrics)
         metadata = differences(flat(first.metadata), flat(second.metadata))
         num_equal = len(first.files) - sum(item.a_bytes is not None for item in files)
+        tensors, num_equal_tensors, not_compared = compared_tensors(first, second, values=values)
         if as_json:
             print_json(
                 a=checkpoint_json(first),
@@ -59,6 +68,8 @@ def command(a: str, b: str, storage_options: dict[str, Any], as_json: bool) -> N
                     {"name": item.name, "change": item.change, "a_bytes": item.a_bytes, "b_bytes": item.b_bytes}
                     for item in files
                 ],
+                tensors=None if not_compared else [_tensor_json(item) for item in tensors],
+                num_equal_tensors=num_equal_tensors,
                 metrics=[{"name": item.name, "a": item.a, "b": item.b} for item in metrics],
                 metadata=[{"name": item.name, "a": item.a, "b": item.b} for item in metadata],
             )
@@ -67,6 +78,7 @@ def command(a: str, b: str, storage_options: dict[str, Any], as_json: bool) -> N
         click.echo(f"b: step {second.step}, {show_size(second.size_bytes)}, {second.uri}")
         _echo("file", [(item.name, item.change, _size(item.a_bytes), _size(item.b_bytes)) for item in files])
         click.echo(f"equal files: {num_equal}")
+        _echo_tensors(tensors, num_equal_tensors, not_compared, values=values)
         _echo("metric", [(item.name, "", _text(item.a), _text(item.b)) for item in metrics])
         _echo("metadata", [(item.name, "", _text(item.a), _text(item.b)) for item in metadata])
 
@@ -91,6 +103,22 @@ def file_differences(first: Checkpoint, second: Checkpoint) -> list[FileDifferen
     return found
 
 
+def compared_tensors(first: Checkpoint, second: Checkpoint, *, values: bool) -> tuple[list[TensorDifference], int, str]:
+    """The tensors that differ, how many are equal, and why they are not compared; "" when they are."""
+    for name, checkpoint in (("a", first), ("b", second)):
+        if checkpoint.kind != "state":
+            return [], 0, f"{name} is a directory of files"
+    try:
+        from ckptstore.interchange.comparing import tensor_differences
+
+        return *tensor_differences(first, second, values=values), ""
+    except ModuleNotFoundError as error:
+        missing = not_installed(error)
+        if missing is None or values:
+            raise
+        return [], 0, str(missing)
+
+
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
     """What the two mappings do not share; two NaN are equal."""
     names = sorted(first.keys() | second.keys())
@@ -112,6 +140,46 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _echo(what: str, rows: list[tuple[str, str, str, str]]) -> None:
     if rows:
         echo_table((what, "", "a", "b"), rows)
+
+
+def _echo_tensors(found: Sequence[TensorDifference], num_equal: int, not_compared: str, *, values: bool) -> None:
+    if not_compared:
+        click.echo(f"tensors are not compared: {not_compared}")
+        return
+    if found:
+        headers = ("tensor", "", "a", "b", *(("largest difference",) if values else ()))
+        rows = [
+            (
+                item.key,
+                item.change,
+                _shape(item.a),
+                _shape(item.b),
+                *(("" if item.largest is None else f"{item.largest:.6g}",) if values else ()),
+            )
+            for item in found
+        ]
+        echo_table(headers, rows)
+    counts = Counter(item.change for item in found)
+    told = [f"{counts[change]} {change}" for change in counts]
+    click.echo(f"tensors: {', '.join([*told, f'{num_equal} equal'])}")
+    if counts["unknown"]:
+        click.echo("--values reads the unknown ones")
+
+
+def _shape(tensor: StoredTensor | None) -> str:
+    return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}" if tensor else ""
+
+
+def _tensor_json(item: TensorDifference) -> dict[str, Any]:
+    return {
+        "key": item.key,
+        "change": item.change,
+        "a_dtype": item.a and item.a.dtype,
+        "a_shape": item.a and list(item.a.shape),
+        "b_dtype": item.b and item.b.dtype,
+        "b_shape": item.b and list(item.b.shape),
+        "largest_difference": item.largest,
+    }
 
 
 def _size(size_bytes: int | None) -> str:

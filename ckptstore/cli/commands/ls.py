@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -13,10 +14,12 @@ from ckptstore.catalogue import Entry, job_of
 from ckptstore.cli.kinds import STORE
 from ckptstore.cli.options import as_json, storage_option
 from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_metrics
+from ckptstore.cli.stores_below import MOST_LISTED, MOST_STORES, StoreBelow, stores_below
 from ckptstore.cli.targets import opened_store
-from ckptstore.errors import InvalidMetric
+from ckptstore.errors import InvalidMetric, StoreMissing
 from ckptstore.format.record import Record
 from ckptstore.log import Log
+from ckptstore.log.identity import KEPT_BY_CKPTSTORE
 from ckptstore.runtime.near import meant, nearest, shown
 from ckptstore.runtime.shown import show_duration, show_size
 
@@ -44,16 +47,64 @@ def command(
     """List the checkpoints of STORE, in the order of their commits.
 
     Marks: "latest", "pinned", and "resumed from" for the one that the running job started from. What retention dropped
-    is counted below, until its grace period is over.
+    is counted below, until its grace period is over. Where STORE is no store, the stores below it are listed.
     """
+    try:
+        _list_store(store, metrics, sort, limit, with_trash, storage_options, as_json)
+    except StoreMissing as missing:
+        if metrics or sort or limit or with_trash:
+            raise
+        _list_below(store, storage_options, missing, as_json=as_json)
+
+
+def _list_below(parent: str, storage_options: dict[str, Any], missing: StoreMissing, *, as_json: bool) -> None:
+    """The stores below what is no store itself. Raises what is missing where there is none."""
+    found, is_all = stores_below(parent, storage_options)
+    if not found:
+        raise missing
+    if as_json:
+        trash = {"count": 0, "size_bytes": 0, "grace_seconds": 0.0}
+        stores = [asdict(item) for item in found]
+        print_json(uri=parent, checkpoints=[], trash=trash, stores=stores, is_all=is_all)
+        return
+    echo_table(("store", "checkpoints", "latest", "created"), [_store_row(item) for item in found])
+    if not is_all:
+        click.echo(
+            f"there may be more: at most {MOST_LISTED} files or directories and {MOST_STORES} stores are looked at, and"
+            " not every directory may be readable; list a narrower prefix",
+            err=True,
+        )
+
+
+def _store_row(item: StoreBelow) -> tuple[str, str, str, str]:
+    if item.error or item.kept_by != KEPT_BY_CKPTSTORE:
+        return (item.uri, item.error or f"kept by {item.kept_by}", "", "")
+    step = "" if item.latest_step is None else str(item.latest_step)
+    return (item.uri, str(item.num_checkpoints), step, _age(item.latest_created_at))
+
+
+def _age(created_at: float | None) -> str:
+    return "" if created_at is None else f"{show_duration(max(0.0, time.time() - created_at))} ago"
+
+
+def _list_store(
+    store: str,
+    metrics: tuple[str, ...],
+    sort: str | None,
+    limit: int | None,
+    with_trash: bool,
+    storage_options: dict[str, Any],
+    as_json: bool,
+) -> None:
     with opened_store(store, storage_options) as opened:
-        every, trashed = opened.entries(), trashed_records(job_of(opened).log)
+        every, trashed = opened.entries(), removed_at(job_of(opened).log)
+        grace_seconds = job_of(opened).config.grace_seconds
         entries = chosen(every, metrics=metrics, sort=sort, limit=limit)
-        trash_bytes = sum(record.entry.size_bytes for record in trashed)
+        trash_bytes = sum(record.entry.size_bytes for record, _ in trashed)
         if as_json:
-            trash: dict[str, Any] = {"count": len(trashed), "size_bytes": trash_bytes}
+            trash: dict[str, Any] = {"count": len(trashed), "size_bytes": trash_bytes, "grace_seconds": grace_seconds}
             if with_trash:
-                trash["checkpoints"] = [_trashed_json(record) for record in trashed]
+                trash["checkpoints"] = [_trashed_json(record, at) for record, at in trashed]
             print_json(uri=opened.uri, checkpoints=[_to_json(entry) for entry in entries], trash=trash)
             return
     if entries:
@@ -64,9 +115,7 @@ def command(
     if len(entries) < len(every):
         click.echo(f"{len(every) - len(entries)} more are live")
     if trashed:
-        click.echo(f"{len(trashed)} more in the trash, {show_size(trash_bytes)}; `ckptstore prune` deletes them")
-    for record in trashed if with_trash else ():
-        click.echo(f"  step {record.entry.step}, number {record.number}, {show_size(record.entry.size_bytes)}")
+        _echo_trash(trashed, grace_seconds=grace_seconds, is_listed=with_trash)
 
 
 def chosen(entries: Sequence[Entry], *, metrics: Collection[str], sort: str | None, limit: int | None) -> list[Entry]:
@@ -94,14 +143,33 @@ def chosen(entries: Sequence[Entry], *, metrics: Collection[str], sort: str | No
     return sorted(entries, key=place)[:limit]
 
 
-def trashed_records(log: Log) -> list[Record]:
-    """The checkpoints in the trash. `store.trash()` says more, but has to write to learn the time."""
+def removed_at(log: Log) -> list[tuple[Record, float]]:
+    """What is in the trash, each with when it got there by the clock of whoever removed it.
+
+    `store.trash()` knows it by the clock of the storage, but has to write for that.
+    """
     newest = log.newest()
-    return list(log.records(sorted(newest.state.trash))) if newest else []
+    state = newest.state.trash if newest else {}
+    times = {record.number: record.created_at for record in log.records(sorted(set(state.values())))}
+    return [(record, times[state[record.number]]) for record in log.records(sorted(state))]
 
 
-def _trashed_json(record: Record) -> dict[str, Any]:
-    return {"number": record.number, "step": record.entry.step, "size_bytes": record.entry.size_bytes}
+def _echo_trash(trashed: Sequence[tuple[Record, float]], *, grace_seconds: float, is_listed: bool) -> None:
+    size = show_size(sum(record.entry.size_bytes for record, _ in trashed))
+    left = [max(0.0, at + grace_seconds - time.time()) for _, at in trashed]
+    click.echo(f"{len(trashed)} more in the trash, {size}; `ckptstore restore STORE@STEP` brings one back")
+    free = left.count(0.0)
+    when = "all now" if free == len(left) else f"{free} now, all in about {show_duration(max(left))}"
+    click.echo(f"`ckptstore prune` frees what is there for {show_duration(grace_seconds)}: {when}")
+    for (record, _), seconds in zip(trashed, left, strict=True) if is_listed else ():
+        entry = record.entry
+        due = f"may be freed in about {show_duration(seconds)}" if seconds else "may be freed now"
+        click.echo(f"  step {entry.step}, number {record.number}, {show_size(entry.size_bytes)}, {due}")
+
+
+def _trashed_json(record: Record, at: float) -> dict[str, Any]:
+    entry = record.entry
+    return {"number": record.number, "step": entry.step, "size_bytes": entry.size_bytes, "removed_at": at}
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:
@@ -120,7 +188,7 @@ def _row(entry: Entry, metrics: Sequence[str]) -> tuple[str, ...]:
     return (
         str(checkpoint.number),
         str(checkpoint.step),
-        f"{show_duration(max(0.0, time.time() - checkpoint.created_at))} ago",
+        _age(checkpoint.created_at),
         str(checkpoint.world_size),
         show_size(checkpoint.size_bytes),
         *([f"{known[name]:.6g}" if name in known else "" for name in metrics] if metrics else [_some(known)]),

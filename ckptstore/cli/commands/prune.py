@@ -111,5 +111,10 @@ def _echo(verdicts: list[Verdict], removed: list[Trashed], left: list[Trashed], 
     for item in left:
         why = item.held_by or f"its grace period ends in {show_duration(item.due_in_seconds)}"
         click.echo(f"step {item.step} stays in the trash: {why}")
+    waiting = [item for item in left if item.held_by is None]
+    if waiting:
+        size = show_size(sum(item.size_bytes for item in waiting))
+        seconds = show_duration(max(item.due_in_seconds for item in waiting))
+        click.echo(f"a prune frees {size} more in {seconds}, or with --grace 0 now")
     if not (verdicts or removed or left):
         click.echo("nothing to delete")

@@ -21,5 +21,6 @@ def command(target: str, storage_options: dict[str, Any]) -> Answer:
         after = {item.number for item in store}
         trashed = [found for number, found in before.items() if number not in after]
         lines = [f"step {step} is the latest"]
-        lines += [f"in the trash: {', '.join(map(str, trashed))}"] if trashed else []
+        if trashed:
+            lines.append(f"in the trash: {', '.join(map(str, trashed))}; `ckptstore restore` brings them back")
         return {"checkpoint": checkpoint_json(checkpoint), "trashed_steps": trashed}, "\n".join(lines)

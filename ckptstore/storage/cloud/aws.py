@@ -111,7 +111,8 @@ class AwsConnection(LazyClient):
             OSError,
         )
         if isinstance(error, broken) or type(error).__module__.startswith("urllib3"):
-            return foreign.broken_off(error, what=what, key=key)
+            url = self._client.meta.endpoint_url if self._client is not None else None
+            return foreign.broken_off(error, what=what, key=key, url=url)
         return foreign.unexpected(error, what=what, key=key)
 
 
@@ -162,7 +163,7 @@ class S3Files(CloudFiles[AwsConnection]):
             Body=body,
             ContentLength=len(body),
             **self.checksum(views),
-            **self._connection.put_options,
+            **self.put_options,
             **condition,
         )
 
@@ -220,14 +221,22 @@ class S3Files(CloudFiles[AwsConnection]):
                 if refused.get("Code") != "NoSuchKey":
                     raise _refusal(refused, cut=len(self.full("")))
 
+    def source_of_copy(self, key: str) -> dict[str, str]:
+        """A file, as a request that copies it names it."""
+        return {"Bucket": self._location.container, "Key": self.full(key)}
+
+    @property
+    def put_options(self) -> dict[str, Any]:
+        """What a request that makes an object says besides, such as how it is encrypted."""
+        return self._connection.put_options
+
     def copy(self, source_key: str, key: str, *, files: S3Files | None = None) -> None:
         """From another bucket, where `files` says so."""
         files = files or self
-        source = {"Bucket": files._location.container, "Key": files.full(source_key)}
+        source = files.source_of_copy(source_key)
         size_bytes = files.stat(source_key).size_bytes
         if size_bytes <= _COPY_BYTES:
-            options = self._connection.put_options
-            self.call("copy_object", file=source_key, Key=self.full(key), CopySource=source, **options)
+            self.call("copy_object", file=source_key, Key=self.full(key), CopySource=source, **self.put_options)
             return
         upload = _Upload(self, key, size_bytes, checksum=False)
         try:
@@ -316,8 +325,7 @@ class _Upload:
         self._lock = threading.Lock()
         self._finishing = False
         options = {"ChecksumAlgorithm": "CRC32C"} if checksum else {}
-        options |= files._connection.put_options
-        answer = files.call("create_multipart_upload", file=key, Key=files.full(key), **options)
+        answer = files.call("create_multipart_upload", file=key, Key=files.full(key), **options, **files.put_options)
         self._at = {"Key": files.full(key), "UploadId": answer["UploadId"]}
 
     def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:

@@ -104,7 +104,9 @@ class AzureConnection(LazyClient):
         is_broken = isinstance(error, exceptions.AzureError | OSError) or type(error).__module__.startswith(
             ("urllib3", "requests")
         )
-        return (foreign.broken_off if is_broken else foreign.unexpected)(error, what=what, key=key)
+        if is_broken:
+            return foreign.broken_off(error, what=what, key=key, url=getattr(self._client, "url", ""))
+        return foreign.unexpected(error, what=what, key=key)
 
 
 class AzureFiles(CloudFiles[AzureConnection]):

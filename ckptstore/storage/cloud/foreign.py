@@ -23,6 +23,7 @@ import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
+from urllib.parse import urlsplit
 
 from ckptstore.errors import (
     AccessDenied,
@@ -97,9 +98,20 @@ def passing_trouble(error: BaseException) -> str | None:
     return next((words for kind, words in _PASSING for item in chain if isinstance(item, kind)), None)
 
 
-def broken_off(error: Exception, *, what: str, key: str) -> StorageError:
-    """The error for a request that got no answer."""
+def server_of(url: object) -> str:
+    """The host and the port of a URL, for messages: without user, path or query, which may hold secrets."""
+    try:
+        split = urlsplit(str(url or ""))
+        return f"{split.hostname or ''}:{split.port}" if split.port else split.hostname or ""
+    except ValueError:
+        return ""
+
+
+def broken_off(error: Exception, *, what: str, key: str, url: object = None) -> StorageError:
+    """The error for a request that got no answer; `url` is where it went, where that is known."""
     chain = chain_of(error)
+    server = server_of(url)
+    what = f"{what} at {server}" if server else what
     if any(isinstance(item, ssl.SSLCertVerificationError) for item in chain):
         hint = "Give the client the certificate of whoever signed it"
         return StorageError(f"{what}: the certificate of the server is not trusted", file=key, hint=hint)

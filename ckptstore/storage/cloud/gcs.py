@@ -93,8 +93,9 @@ class GcsConnection(LazyClient):
         if isinstance(error, google.auth.exceptions.GoogleAuthError):
             return chains.google_refusal(error, what=what, key=key)
         is_broken = isinstance(error, requests.RequestException | OSError)
-        is_broken = is_broken or type(error).__module__.startswith("urllib3")
-        return (foreign.broken_off if is_broken else foreign.unexpected)(error, what=what, key=key)
+        if is_broken or type(error).__module__.startswith("urllib3"):
+            return foreign.broken_off(error, what=what, key=key, url=self._endpoint)
+        return foreign.unexpected(error, what=what, key=key)
 
 
 class GcsFiles(CloudFiles[GcsConnection]):

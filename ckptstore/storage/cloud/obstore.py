@@ -296,7 +296,10 @@ class FastStorage(ProcessBound):
                 return StorageError(
                     f"{what}: obstore does not understand the server", file=key, hint='Open it with engine="fsspec"'
                 )
-            return foreign.from_status(status, code, key=key, what=what) if status else _unanswered(text, what, key)
+            if status:
+                return foreign.from_status(status, code, key=key, what=what)
+            server = foreign.server_of(self._config.config.get("endpoint") or self._config.config.get("base_url"))
+            return _unanswered(text, f"{what} at {server}" if server else what, key)
         return foreign.unexpected(error, what=f"{what}: {status or ''} {code}".rstrip(": "), key=key)
 
 

@@ -110,6 +110,8 @@ def _alone(world: World, member: Member, index: int, action: Action) -> None:
             store.collect_garbage(claim=True)
         elif action.kind == "prune":
             store.prune()
+        elif action.kind == "restore":
+            _restore(world, member, index, store)
         elif action.kind == "retain":
             store.retain(KeepLatest(1))
         elif action.kind == "clean the cache":
@@ -122,6 +124,18 @@ def _alone(world: World, member: Member, index: int, action: Action) -> None:
             _look_latest(world, store)
         else:
             _with_checkpoint(world, member, index, action, store)
+
+
+def _restore(world: World, member: Member, index: int, store: Any) -> None:
+    """Bring back something in the trash; whether it is pinned, and what it is, follow from the seed."""
+    where = f"{member.process.name}/{index}"
+    trashed = world.model.newest.state.trash if world.model.newest else {}
+    if trashed:
+        number = sorted(trashed)[int(world.plan.chance("which", where) * len(trashed))]
+        saved = world.model.saved[number]
+        found = store.restore(saved.step, number=number, pin=world.plan.chance("pin", where) < 0.5)
+        if found.number != number:
+            world.fail("what is asked for is restored", f"{where}: {found.number} in place of {number}")
 
 
 def _clean_cache(world: World, index: int) -> None:

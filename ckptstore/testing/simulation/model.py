@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ckptstore.format.changes import Claim, Commit, Remove
+from ckptstore.format.changes import Claim, Commit, Remove, Restore
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import (
     CHECKPOINT_PREFIX,
@@ -167,6 +167,18 @@ class Model:
         if isinstance(change, Remove):
             for number in change.drop:
                 self._check_end(number, change, newest)
+        if isinstance(change, Restore):
+            for number in change.numbers:
+                self._check_restored(record, self.saved[number])
+
+    def _check_restored(self, record: Record, saved: SavedCheckpoint) -> None:
+        where = f"record {record.number} restores step {saved.step}, number {saved.number}"
+        if saved.removed_at is not None:
+            raise Violation("what is deleted never comes back", f"{where}, which was removed at {saved.removed_at:.3f}")
+        for name, data in saved.files.items():
+            file = self.space.files.get(f"{CHECKPOINT_PREFIX}{saved.attempt}/{name}")
+            if not saved.is_damaged and (file is None or file.data != data):
+                raise Violation("what is restored is whole", f"{where}: {name} is not what was saved")
 
     @staticmethod
     def _by_hand(change: object) -> bool:
@@ -226,6 +238,8 @@ class Model:
         before = set(newest.state.live) | set(newest.state.trash) if newest else set()
         for number in record.state.trash:
             self.trashed_at.setdefault(number, self.now())
+        for number in record.state.live:
+            self.trashed_at.pop(number, None)  # restored: its grace period begins anew with the next drop
         for number in before - set(record.state.live) - set(record.state.trash):
             self.saved[number].removed_at = self.now()
 

@@ -141,6 +141,7 @@ def draw(seed: int, *, num_jobs: int | None = None, **given: Any) -> Plan:
     plan = _themed(rng, replace(plan, **given), theme)
     jobs = _jobs(rng, plan, theme, num_jobs or rng.choice([1, 1, 2, 3]))
     others = _others(rng, plan) if theme == "any" else _others_for(rng, plan, theme)
+    others = [_restoring(plan, actor) for actor in others]
     troubles = [] if calm < 0.2 or theme in ("copying", "idle") else _troubles(rng, plan, jobs)
     if theme == "damage":
         troubles += [_damage(rng, jobs) for _ in range(2)]
@@ -289,6 +290,7 @@ def _others_for(rng: Random, plan: Plan, theme: str) -> list[Actor]:
     return others
 
 
+RESTORE_RATE = 0.25
 _COMMANDS = ("pin", "unpin", "roll back", "prune", "retain", "gc", "gc", "gc --claim", "cp", "cp", "gc of the copy")
 
 
@@ -312,6 +314,16 @@ def _others(rng: Random, plan: Plan) -> list[Actor]:
             ]
             others.append(Actor(f"admin{index + 1}", tuple(actions), ranks=0, after_seconds=5.0 * rng.random()))
     return others
+
+
+def _restoring(plan: Plan, actor: Actor) -> Actor:
+    """The same process, but that it restores something in place of some commands."""
+
+    def changed(index: int, action: Action) -> Action:
+        is_so = action.kind in _COMMANDS and plan.chance("restore", actor.name, index) < RESTORE_RATE
+        return replace(action, kind="restore") if is_so else action
+
+    return replace(actor, actions=tuple(changed(index, action) for index, action in enumerate(actor.actions)))
 
 
 def _troubles(rng: Random, plan: Plan, jobs: list[Actor]) -> list[Trouble]:

@@ -1,0 +1,164 @@
+"""How the tensors of two checkpoints differ: by their digests, and by their bytes only where digests do not say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from ckptstore.checkpoint import Checkpoint, files_behind
+from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.loading.load_state import open_any
+from ckptstore.loading.tensor_view import StoredTensor
+from ckptstore.state.read.stored import StoredState
+from ckptstore.state.tensors.boxes import Box
+
+Change = Literal["added", "removed", "dtype", "shape", "ranks", "changed", "unknown"]
+_READ_BYTES = 64 << 20
+"""How much of a tensor is in memory at once, twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """One tensor that is not the same in both checkpoints, or not known to be."""
+
+    key: str
+    change: Change
+    """"ranks" where other ranks have one of their own; "unknown" where nothing but reading all of it would say."""
+    a: StoredTensor | None
+    b: StoredTensor | None
+    largest: float | None = None
+    """The largest absolute difference of two elements, as far as values were compared. NaN where one side alone has
+    one."""
+
+
+def tensor_differences(a: Checkpoint, b: Checkpoint, *, values: bool = False) -> tuple[list[TensorDifference], int]:
+    """The tensors that differ, by key, and how many are equal.
+
+    Equal means that all blocks have the same CRC32C. A tensor below 1 MiB shares its blocks with others, so it is read
+    where those differ. A larger tensor is "unknown" where the ranks divided it in another way, or where torch's DCP
+    wrote it without digests. With `values` such tensors and all that have changed are read, in pieces.
+
+    Raises InvalidInput for a checkpoint without a state, CheckpointGone, CheckpointDamaged.
+    """
+    ours, theirs = a.tensors, b.tensors
+    found: list[TensorDifference] = []
+    num_equal = 0
+    with ExitStack() as stack:
+        files = [files_behind(checkpoint) for checkpoint in (a, b)]
+        for one_of_both in files:
+            stack.enter_context(one_of_both.held())
+        pair = _Pair(*(open_any(one_of_both.alone()) for one_of_both in files))
+        for key in sorted({*ours, *theirs}):
+            one, other = ours.get(key), theirs.get(key)
+            change, largest = _compared(pair, one, other, values=values)
+            if change is None:
+                num_equal += 1
+            else:
+                found.append(TensorDifference(key=key, change=change, a=one, b=other, largest=largest))
+    return found, num_equal
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    a: Any
+    b: Any
+
+
+def _compared(
+    pair: _Pair, a: StoredTensor | None, b: StoredTensor | None, *, values: bool
+) -> tuple[Change | None, float | None]:
+    """What has changed, None for nothing, and by how much."""
+    if a is None or b is None:
+        return ("added" if a is None else "removed"), None
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return ("shape" if a.shape != b.shape else "dtype"), None
+    source_a, source_b = (side.index.aliases.get(a.key, a.key) for side in (pair.a, pair.b))
+    ranks = pair.a.index.ranks_of(source_a) if a.is_per_rank else [0]
+    if a.is_per_rank != b.is_per_rank or (a.is_per_rank and ranks != pair.b.index.ranks_of(source_b)):
+        return "ranks", None
+    verdicts = {
+        _by_digest(_digests(pair.a, source_a, rank), _digests(pair.b, source_b, rank), size_bytes=a.size_bytes)
+        for rank in ranks
+    }
+    if verdicts == {"equal"}:
+        return None, None
+    if not values and "changed" in verdicts:
+        return "changed", None
+    if not values and a.size_bytes > BLOCK_BYTES:
+        return "unknown", None
+    largest = [_by_value(pair, a, source_a, source_b, rank) for rank in ranks]
+    if all(item is None for item in largest):
+        return None, None
+    known = [item for item in largest if item is not None]
+    return "changed", next(filter(math.isnan, known), max(known)) if values else None
+
+
+_Digests = dict[tuple[Box, int, int], tuple[int, ...]]
+
+
+def _digests(side: Any, key: str, rank: int) -> _Digests | None:
+    """For each chunk, with its place in the region that holds it, the digests of that region; None where there are
+    none."""
+    if not isinstance(side, StoredState):
+        return None
+    index, found = side.index, {}
+    for chunk in index.chunks(key, rank):
+        size_bytes = int(index.regions.size_bytes[chunk.region])
+        first = int(index.regions.first_block[chunk.region])
+        crcs = index.crcs[first : first + -(-size_bytes // BLOCK_BYTES)].tolist()
+        place = chunk.offset - int(index.regions.offset[chunk.region])
+        found[chunk.box, place, size_bytes] = tuple(crcs)
+    return found
+
+
+def _by_digest(a: _Digests | None, b: _Digests | None, *, size_bytes: int) -> Literal["equal", "changed", "unknown"]:
+    if a is None or b is None or a.keys() != b.keys():
+        return "unknown"
+    if a == b:
+        return "equal"
+    has_its_own = sum(region_bytes for _, _, region_bytes in a) == size_bytes
+    return "changed" if has_its_own else "unknown"
+
+
+def _by_value(pair: _Pair, tensor: StoredTensor, source_a: str, source_b: str, rank: int) -> float | None:
+    """The largest absolute difference between the tensors of a rank, None when every bit is the same."""
+    dtype = getattr(torch, tensor.dtype)
+    largest: float | None = None
+    for box in _pieces(tensor):
+        a, b = torch.empty(box.sizes, dtype=dtype), torch.empty(box.sizes, dtype=dtype)
+        for side, source, memory in ((pair.a, source_a, a), (pair.b, source_b, b)):
+            reader = replace(side, rank=rank) if isinstance(side, StoredState) else side
+            reader.fill_boxes([(source, box, memory)])
+        if torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+            continue
+        difference = _largest(a, b)
+        if math.isnan(difference):
+            return difference
+        largest = max(largest or 0.0, difference)
+    return largest
+
+
+def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    try:
+        a, b = a.to(wide), b.to(wide)
+    except (NotImplementedError, RuntimeError):  # torch calculates with no four-bit floats
+        return math.nan
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float((a - b).abs().masked_fill(same, 0.0).max())
+
+
+def _pieces(tensor: StoredTensor) -> Iterator[Box]:
+    """Boxes of some rows each, which cover the tensor."""
+    shape = tensor.shape
+    if not shape or 0 in shape:
+        yield from [] if 0 in shape else [Box((), ())]
+        return
+    step = max(1, _READ_BYTES * shape[0] // max(1, tensor.size_bytes))
+    for start in range(0, shape[0], step):
+        yield Box((start, *(0 for _ in shape[1:])), (min(step, shape[0] - start), *shape[1:]))

@@ -1,0 +1,74 @@
+"""Restoring: a checkpoint in the trash becomes live again, as long as all its files are there.
+
+The files are looked at first, and the log last. A prune writes a record before it deletes anything, and only one of two
+records can follow on the same state. So where the record of the restore is written, no prune has begun on these files,
+and none ever will.
+"""
+
+from __future__ import annotations
+
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, StoreMissing
+from ckptstore.format.changes import Restore
+from ckptstore.format.layout import check_step
+from ckptstore.format.record import Record
+from ckptstore.job import Job
+from ckptstore.loading.story import files_of
+from ckptstore.log import Log
+from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
+
+
+def restore(job: Job, step: int, *, number: int | None = None, pin: bool = True) -> Record:
+    """Make the checkpoint of `step` live again, and return the record that committed it.
+
+    Every file must be there with its size; no byte is read. Where several checkpoints of the step are in the trash, it
+    is the one that was committed last, or that with `number`. With `pin` it is pinned by the same record.
+
+    Raises CheckpointGone when it is not in the trash, or a prune was faster; CheckpointDamaged when a file is missing;
+    InvalidInput when the step is live, or Ray keeps the checkpoints; StoreMissing, StoreFenced.
+    """
+    step = check_step(step)
+    _check_has_trash(job)
+    log = job.log
+    found = _in_trash(log, log.newest(), step, number)
+    files = files_of(job, found)
+    try:
+        files.check_complete(files.read_manifest()[0])
+    except (CheckpointGone, CheckpointDamaged):
+        _in_trash(log, log.newest(), step, found.number)  # says so when a prune has begun to delete it
+        raise
+
+    def change(newest: Record | None) -> Restore:
+        return Restore((_in_trash(log, newest, step, found.number).number,), pin, job.epoch)
+
+    log.append(change)
+    return found
+
+
+def _check_has_trash(job: Job) -> None:
+    uri = job.storage.uri
+    identity = read_store_json(job.storage, retry=job.config.retry)
+    if identity is None:
+        raise StoreMissing(f"There is no store at {uri}")
+    if identity.kept_by != KEPT_BY_CKPTSTORE:
+        raise InvalidInput(
+            f"The checkpoints at {uri} are kept by Ray, which has no trash: what it dropped is deleted",
+            hint="Raise CheckpointConfig(num_to_keep=...), or let ckptstore keep them: ckptstore.ray.store()",
+        )
+
+
+def _in_trash(log: Log, newest: Record | None, step: int, number: int | None) -> Record:
+    """The checkpoint that is to be restored, as the newest record has it. Raises what `restore` does."""
+    state = newest.state if newest else None
+    live = [record.entry.step for record in log.records(state.live if state else ())]
+    if step in live:
+        raise InvalidInput(
+            f"Step {step} is live, so nothing was restored",
+            hint="Where it was saved twice and you want the other one, roll back to an earlier step first",
+        )
+    trashed = log.records(sorted(state.trash) if state else ())
+    found = [record for record in trashed if record.entry.step == step and number in (None, record.number)]
+    if not found:
+        what = f"step {step}" if number is None else f"step {step} with number {number}"
+        there = ", ".join(f"{record.entry.step} (number {record.number})" for record in trashed[-10:]) or "nothing"
+        raise CheckpointGone(f"There is no checkpoint of {what} in the trash any more; there is: {there}", step=step)
+    return found[-1]
