@@ -269,19 +269,6 @@ class StorageThrottled(StorageUnavailable):
     code, exit_code = "storage-throttled", 35
 
 
-_EXTRAS = {"torch": "torch", "numpy": "torch", "xxhash": "torch", "ray": "ray", "pyarrow": "ray"}
-"""In which extra a package comes."""
-
-
-def not_installed(error: ModuleNotFoundError) -> InvalidInput | None:
-    """The error for a package that one of our extras brings, None for any other."""
-    extra = _EXTRAS.get((error.name or "").partition(".")[0])
-    if extra is None:
-        return None
-    hint = f"Install it: pip install 'ckptstore[{extra}]'"
-    return InvalidInput(f"This needs {(error.name or '').partition('.')[0]}, which is not installed", hint=hint)
-
-
 def _subclasses(cls: type[CkptstoreError]) -> list[type[CkptstoreError]]:
     return [cls, *(leaf for child in cls.__subclasses__() for leaf in _subclasses(child))]
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from ckptstore.runtime.extras import needs
+
 EPOCHS = {"processes": 3, "ray": 6}
 
 
@@ -38,6 +40,7 @@ def command(engine: str, store: str | None, ranks: int, width: int, epochs: int 
     Once with DDP and once sharded with FSDP2, on the CPU. Needs the extra "demo", and "ray" for --engine ray: there
     Ray recovers by itself, an actor reads digits with the best checkpoint, and a picture shows them and the losses.
     """
+    needs(*(("demo", "ray") if engine == "ray" else ("demo",)))
     from ckptstore.demo.telling import DemoFailed
 
     epochs = epochs or EPOCHS[engine]

@@ -13,6 +13,7 @@ from ckptstore.cli.output import checkpoint_json, print_json
 from ckptstore.cli.targets import opened_checkpoint, parse_target
 from ckptstore.cli.terminal import progress
 from ckptstore.errors import InvalidInput
+from ckptstore.runtime.extras import needs
 from ckptstore.runtime.shown import show_size
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
@@ -54,6 +55,7 @@ def command(
     torch.load(weights_only=True), "dcp" for torch's DCP. The memory that is needed is twice that of the largest tensor,
     and at most 128 MiB.
     """
+    needs("torch")
     from ckptstore.interchange.exporting import export
 
     max_file_bytes = parse_size(max_file_size)

@@ -12,6 +12,7 @@ from ckptstore.cli.output import checkpoint_json, print_json
 from ckptstore.cli.terminal import progress
 from ckptstore.errors import InvalidInput
 from ckptstore.opening import open_store
+from ckptstore.runtime.extras import needs
 from ckptstore.runtime.shown import show_size
 
 
@@ -50,6 +51,7 @@ def command(
     torch's DCP. Keys stay as they are, unless they are renamed: "model_state_dict=model", or "=model" for all of a file
     that holds a model alone. Nothing in SOURCE is run. A job that writes to STORE is fenced, as by any new job.
     """
+    needs("torch")
     from ckptstore.interchange.importing import import_state
 
     of_source, of_store = options_by_place(storage_options, source, store)

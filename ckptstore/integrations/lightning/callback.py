@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.format.manifest import sha256_of
@@ -15,7 +16,7 @@ from ckptstore.integrations.lightning.schedule import Schedule
 from ckptstore.integrations.lightning.trainer_parts import check_strategy, metrics_of, state_of
 from ckptstore.node_cache import NodeCache
 
-if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+if find_spec("lightning") is None or ("pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules):
     from pytorch_lightning import __version__ as _version
     from pytorch_lightning.callbacks import Checkpoint as _Base
 else:
