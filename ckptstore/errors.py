@@ -227,7 +227,7 @@ class SaveBusy(CkptstoreError):
 
 
 class CacheError(CkptstoreError):
-    """The node cache directory is not safe to use, or a download in it was waited for in vain."""
+    """The node cache directory is not safe to use, or a download in it did not end in time."""
 
     code, exit_code = "cache-error", 24
 
