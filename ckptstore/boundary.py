@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 from ckptstore.config import shows_full_tracebacks
-from ckptstore.errors import CkptstoreError, not_installed
+from ckptstore.errors import CkptstoreError
+from ckptstore.runtime.extras import not_installed
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,6 +47,8 @@ def bounded(cls: type[T]) -> type[T]:
             continue
         if isinstance(item, property):
             setattr(cls, name, property(boundary(item.fget), doc=item.__doc__) if item.fget else item)
+        elif isinstance(item, cached_property):
+            item.func = boundary(item.func)
         elif isinstance(item, classmethod | staticmethod):
             setattr(cls, name, type(item)(boundary(item.__func__)))
         elif callable(item) and not isinstance(item, type):

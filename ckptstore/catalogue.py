@@ -88,7 +88,7 @@ class Catalogue:
         return len(newest.state.live) if newest else 0
 
     def __bool__(self) -> bool:
-        """A store is one, empty or not."""
+        """Always True: an empty store is a store."""
         return True
 
     def __contains__(self, step: object) -> bool:
@@ -164,7 +164,7 @@ class Catalogue:
     def collect_garbage(self, *, claim: bool = False, dry_run: bool = False) -> Garbage:
         """Remove what crashes left behind: attempts that no record names and whose job was superseded.
 
-        `claim` takes the store over from a dead job first, so that its attempts count; a job that is alive is fenced.
+        `claim` first takes the store over from a dead job, so that its attempts go too. It fences a job that is alive.
         """
         return collect_garbage(self._job.log, self._job.storage, claim=claim, dry_run=dry_run)
 

@@ -47,9 +47,9 @@ class Checkpoint:
     A store hands them out; `from_uri` opens one that lies on its own. Two objects are equal when they stand for the
     same bytes. Everything here is per process, nothing is collective but `load`.
 
-    It can be pickled and sent to another process, which opens it when it uses it, with the credentials of its own
-    environment. No `storage_options` travel: what they say has to be in the environment there. Such a copy loads with
-    the ranks of torch.distributed there, else alone.
+    It can be pickled and sent to another process. There it is opened on first use, with the credentials of that
+    environment: `storage_options` do not travel. It loads with the ranks of torch.distributed in that process, or
+    alone where there are none.
     """
 
     _elsewhere: _Place | None = None
@@ -68,9 +68,9 @@ class Checkpoint:
 
         `group` says which ranks load a state together, as for `open_store`; "solo" is this process alone.
 
-        Raises InvalidInput for a store and for STORE@STEP, with what opens those, CheckpointGone when there is no
-        manifest, CheckpointDamaged unless every file that it lists is there with its size: a copy made by other tools
-        may be incomplete.
+        Raises CheckpointGone when there is no manifest. Raises CheckpointDamaged unless every file in the manifest is
+        there with its size: a copy made by other tools may be incomplete. Raises InvalidInput for a store and for
+        STORE@STEP, and says how to open those.
         """
         place = open_place(uri, storage_options=storage_options)
         files = CheckpointFiles.at(place, given_group=group)
@@ -237,8 +237,8 @@ class Checkpoint:
 
         Collective over the ranks of the store, or of torch.distributed for a checkpoint that lies on its own. Only the
         bytes that this rank needs are read, straight into its tensors, and every block of them is checked. The
-        keywords are those of `CheckpointStore.load`. Raises StateMismatch, which lists all that does not fit, before
-        any tensor is changed; after CheckpointDamaged the state may hold anything.
+        keywords are those of `CheckpointStore.load`. Raises StateMismatch before any tensor is changed, with all that
+        does not fit. After CheckpointDamaged the state may hold anything.
         """
         from ckptstore.loading.load_state import LoadOptions, load_state
 

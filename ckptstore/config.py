@@ -65,7 +65,7 @@ class TransferConfig(_Config):
     durable: bool = True
     """Whether a disk is told to make everything durable before a checkpoint is committed."""
     direct_io: bool = True
-    """Whether large files that are to be durable go to the disk past the page cache, on ext4 and XFS."""
+    """Whether large durable files are written past the page cache, on ext4 and XFS."""
 
     def __post_init__(self) -> None:
         self._check_positive("num_threads", "num_requests", "memory_budget_bytes")

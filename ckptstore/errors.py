@@ -227,7 +227,7 @@ class SaveBusy(CkptstoreError):
 
 
 class CacheError(CkptstoreError):
-    """The node cache directory is not safe to use, or a download in it was waited for in vain."""
+    """The node cache directory is not safe to use, or a download in it did not end in time."""
 
     code, exit_code = "cache-error", 24
 
@@ -267,19 +267,6 @@ class StorageThrottled(StorageUnavailable):
     """The storage asks for fewer requests. They may go through later, and sooner when fewer come at once."""
 
     code, exit_code = "storage-throttled", 35
-
-
-_EXTRAS = {"torch": "torch", "numpy": "torch", "xxhash": "torch", "ray": "ray", "pyarrow": "ray"}
-"""In which extra a package comes."""
-
-
-def not_installed(error: ModuleNotFoundError) -> InvalidInput | None:
-    """The error for a package that one of our extras brings, None for any other."""
-    extra = _EXTRAS.get((error.name or "").partition(".")[0])
-    if extra is None:
-        return None
-    hint = f"Install it: pip install 'ckptstore[{extra}]'"
-    return InvalidInput(f"This needs {(error.name or '').partition('.')[0]}, which is not installed", hint=hint)
 
 
 def _subclasses(cls: type[CkptstoreError]) -> list[type[CkptstoreError]]:

@@ -152,7 +152,7 @@ class CheckpointResumed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeForgotten(Event):
-    """The first save of a job that did not resume, in a store whose latest checkpoint is not of an earlier step."""
+    """A job that did not resume makes its first save, and the store's latest checkpoint is of this or a later step."""
 
     level: ClassVar[int] = logging.WARNING
     step: int

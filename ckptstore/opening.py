@@ -38,7 +38,7 @@ def open_store(
     Args:
         uri: a path, file://, memory://, s3://, gs://, az://, abfs:// or any fsspec URL; taken literally or refused.
         retention: which checkpoints stay live; all of them by default.
-        missing: "error" when a metric that retention ranks by must be given with every save, else "worst".
+        missing: how a save counts that lacks a metric of retention's: as an "error", or as the "worst" of all.
         grace_seconds: how long what retention drops stays in the trash, by the storage's clock (3600).
         durable: whether a disk is told to make everything durable before a commit (True).
         engine: "fsspec" or "obstore", None for the faster one that fits.
@@ -48,7 +48,8 @@ def open_store(
         rank_timeout_seconds: how long a rank may give no sign of life (600).
         memory_budget_bytes: the most memory that transfers of this process take for buffers (512 MiB).
         single_writer: promise that no other job ever writes, for storages without create-if-absent.
-        num_prefixes: over how many directories very many ranks spread the files of a state checkpoint (1).
+        num_prefixes: over how many directories the ranks spread the files of a state checkpoint, for storages that
+            limit the requests per second for each prefix (1).
 
     Raises InvalidInput for an unknown scheme or a bad value.
     """

@@ -70,7 +70,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class KeepAny(Policy):
-    """Keep what any member keeps; what `|` makes."""
+    """Keep what any of several policies keeps. `|` makes it."""
 
     members: tuple[Policy, ...]
 

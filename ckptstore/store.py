@@ -77,10 +77,10 @@ class CheckpointStore(Catalogue):
             state: a dict of modules, optimizers, schedulers, DTensors, tensors, objects with state_dict and
                 load_state_dict, and plain Python values, nested as you like. Training is not changed by a save.
             step, metrics, metadata, exists: as for `save_directory`.
-            incremental: take over files of the latest checkpoint that have hardly changed, by hard links or by copies
-                inside the storage, and write only the rest. "reference" only refers to files of live checkpoints.
-            allow_pickle: store values that nothing else can hold as pickles; loading must allow it again.
-            stock_readable: make it readable by torch's own DCP too; "auto" up to 200,000 chunks, True always.
+            incremental: take over files of the latest checkpoint that have hardly changed, and write only the rest.
+                True makes hard links, or copies inside the storage. "reference" refers to files of live checkpoints.
+            allow_pickle: store values that have no other form as pickles; the load must allow them too.
+            stock_readable: write the metadata of torch's own DCP too: True always, "auto" up to 200,000 chunks.
 
         A tensor that all ranks hold is written once, split over them. A small tensor or a value that differs between
         ranks is stored for each rank. Raises InvalidState, with the key, for what cannot be stored.
@@ -109,13 +109,13 @@ class CheckpointStore(Catalogue):
     ) -> PendingSave:
         """Save a copy of a state in the background. Collective; returns once the copy is made.
 
-        The state may be changed from then on. One save is in flight at most. What it fails with is raised by
-        `result()`, and by the next save or `close` on every rank, never lost.
+        The state may be changed from then on. At most one save is in flight. Its error is raised by `result()`, and on
+        every rank by the next save or `close`. No error is lost.
 
         Args:
-            on_busy: when the save before is in flight, "wait" for it, "skip" this one (`PendingSave.skipped`, the same
-                on all ranks), or raise SaveBusy ("error").
-            uploader: "thread", or "process" for one that never holds this interpreter's lock.
+            on_busy: while the save before is in flight, "wait" for it, "skip" this one (`PendingSave.skipped`, the
+                same on all ranks), or raise SaveBusy ("error").
+            uploader: what stores the copy, a "thread", or a "process", which never holds this interpreter's lock.
             max_failures: how many failed saves in a row are only logged before one is raised.
 
         The other arguments are those of `save`.
@@ -138,8 +138,8 @@ class CheckpointStore(Catalogue):
     ) -> StoreTarget:
         """A place in this store for `ckptstore.dcp.StoreWriter`, for those who call `dcp.save` themselves.
 
-        One `dcp.save` begins after what this store has in flight. It is refused at its end, with InvalidInput, when
-        another checkpoint was committed meanwhile: an older state must not become the latest.
+        Such a save begins after the save that this store has in flight. If another checkpoint is committed meanwhile,
+        it ends with InvalidInput: an older state must not become the latest.
         """
         return StoreTarget.of(self._job, in_turn=self._in_turn, metrics=metrics, metadata=metadata)
 
@@ -154,17 +154,17 @@ class CheckpointStore(Catalogue):
         self._state_saver.warm_up(state, options=StateOptions(stock_readable=stock_readable), uploader=uploader)
 
     def finish_by(self, seconds: float | None = None) -> bool:
-        """Wait for the save in flight, for at most so long, or what `install_sigterm` left; whether it has ended.
+        """Wait for the save in flight, at most `seconds` or what is left since SIGTERM; True when it has ended.
 
-        After False the save commits if all ranks get to it before they end, else nothing of it becomes visible.
+        After False, the save still commits if all ranks finish it before they end. Else it never becomes visible.
         """
         left = self._deadline.left_seconds() if seconds is None else seconds
         return self._background.wait(left)
 
     def install_sigterm(self, seconds: float) -> None:
-        """On SIGTERM note that this process has so many seconds left, and nothing else; see `stop_requested`.
+        """On SIGTERM, note that this process has `seconds` left, and do nothing else; see `stop_requested`.
 
-        The handler that was there before is called too, unless it is the one that ends the process.
+        A handler that was there before is called too, unless it is the default one, which ends the process.
         """
         background.install_sigterm(self._deadline, seconds)
 
@@ -187,21 +187,21 @@ class CheckpointStore(Catalogue):
     ) -> Checkpoint | None:
         """Load the newest checkpoint that verifies into `state`, in place, and return it. Collective, without a claim.
 
-        None, and the state as it was, in an empty store. A damaged checkpoint moves all ranks on to the one before,
-        with a `CheckpointSkipped` event that says why. `load_report` of what is returned says what was left out.
+        An empty store gives None and leaves the state as it is. If a checkpoint is damaged, all ranks move on to the
+        one before, and a `CheckpointSkipped` event says why. The `load_report` of the result says what was left out.
 
         Args:
             include: load only keys that fit a pattern ("model.*") or one of several; each must fit something.
-            strict: every key of the state must be in the checkpoint, and every key of the checkpoint below a name of
-                the state must have a place; else what one side lacks is left out, as long as something is loaded.
-            device: where modules on the meta device get their memory. Their buffers that are no part of a state are
-                made by `reset_parameters`, or `_init_weights` as in Hugging Face's models, or stay on meta.
+            strict: True when every key of the state must be in the checkpoint, and every key of the checkpoint below a
+                name of the state must have a place. False leaves out what one side lacks; something must be loaded.
+            device: where modules on the meta device get their memory. Their buffers outside of the state are made by
+                `reset_parameters`, or by `_init_weights` in Hugging Face's models. Without either they stay on meta.
             dtype: "same" when a tensor must have the dtype that was saved, "state" to cast between floating-point ones.
-            read_once: "rank" when every rank reads what it needs, "node" when what the ranks of a node need is
-                downloaded once to it, "job" when what all ranks need is read by one and broadcast.
-            per_rank: at another number of ranks than the save had, for values that each rank had of its own: "error",
-                "first" for the lowest rank's, "skip" to leave them as they are; or by pattern, as in
-                `{"rng": "skip", "loader*": "first"}`.
+            read_once: "rank": every rank reads what it needs. "node": each node downloads once what its ranks need.
+                "job": one rank reads what all ranks need, and broadcasts it.
+            per_rank: what to do, when the number of ranks has changed, with values that each rank had of its own: raise
+                an "error", take the lowest rank's ("first"), or "skip" them, so that the state keeps its own. A mapping
+                chooses by pattern: `{"rng": "skip", "loader*": "first"}`.
             allow_pickle: read values that were saved as pickles; they can execute anything.
 
         Raises StoreMissing where there is no store, InvalidInput for a pattern that fits nothing, StateMismatch with
@@ -224,10 +224,10 @@ class CheckpointStore(Catalogue):
     ) -> Checkpoint:
         """Save the files of every rank's directory as one checkpoint. Collective.
 
-        Returns on all ranks when the checkpoint is committed: durable, and visible whole. Or raises the same error on
-        all ranks, with `error.committed` False: it can never become visible, and the leader removes what was written.
-        A rank that does not hear the leader looks into the log; when the checkpoint is not there (yet), it raises an
-        error with `error.committed` None: unknown. The directory may be deleted afterwards.
+        Returns on all ranks once the checkpoint is committed: durable, and visible whole. The directory may be deleted
+        then. When it fails, all ranks raise the same error. `error.committed` False says that the checkpoint can never
+        become visible; the leader removes what was written. A rank that does not hear the leader looks into the log.
+        If the log does not have the checkpoint (yet), `error.committed` is None: unknown.
 
         Args:
             step: an integer of at least 0, the same on all ranks.
@@ -261,7 +261,7 @@ class CheckpointStore(Catalogue):
     ) -> Checkpoint | None:
         """Claim the store for this job, load the newest checkpoint that verifies, and return it. Collective.
 
-        All ranks get the same one; None in an empty store. From here on a job that claimed the store before is fenced:
+        All ranks get the same one; None in an empty store. From now on a job that claimed the store before is fenced:
         nothing that it still writes can become visible. The keywords are those of `load`. Without a state nothing is
         loaded: the checkpoint returned has the committed manifest, and every file is there with its size.
 
@@ -274,9 +274,9 @@ class CheckpointStore(Catalogue):
         return self._load(state, claim=True, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
 
     def close(self) -> None:
-        """Finish what runs in the background and give connections back. Collective where a save was.
+        """Finish what runs in the background, and close connections. Collective if this store has saved.
 
-        Raises what the last asynchronous save failed with, unless somebody has seen it already.
+        Raises the error of the last asynchronous save, unless it was raised before.
         """
         if self._held.is_closed:
             return

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptstore.runtime.extras import EXTRAS
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ckptstore"
 
@@ -96,6 +98,17 @@ IMPORTERS: dict[str, set[str]] = {
     "xxhash": {"state"},
 }
 """Which modules, or packages with all that is in them, may import a third party. Nothing else may be imported."""
+
+REQUIRED = {"awscrt", "click", "fsspec", "rich", "tenacity"}
+"""What every installation has."""
+BEHIND_OTHERS = {
+    "s3fs, gcsfs and adlfs": {"azure", "botocore", "google", "requests"},
+    "psutil, each in a peer that says whether it can run": {
+        *("jax", "ml_dtypes", "orbax", "s3torchconnector", "safetensors", "torch_checkpointing"),
+    },
+    "a search for it first": {"uvloop"},
+}
+"""Optional packages that are reached only where another one of the same extra, or they themselves, were found."""
 
 MAX_FILES = 15
 """In a folder. What does not fit is two things."""
@@ -238,6 +251,13 @@ def test_a_third_party_has_one_importer(name: str) -> None:
         if name.startswith("testing.") and third_party in {"pytest", "hypothesis"}:
             continue
         assert is_inside(name, IMPORTERS.get(third_party, set())), f"ckptstore.{name} imports {third_party}"
+
+
+def test_an_optional_package_has_an_extra_that_errors_name() -> None:
+    """The boundary of the public surface finds it there, and says what to install."""
+    named = {package for packages in EXTRAS.values() for package in packages} - {"adlfs", "gcsfs", "s3fs"}
+    named |= {"pytorch_lightning"}  # as good as lightning
+    assert set(IMPORTERS) == REQUIRED | named | set().union(*BEHIND_OTHERS.values())
 
 
 def test_the_test_sees_imports_inside_functions() -> None:

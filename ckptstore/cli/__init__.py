@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from ckptstore import __version__
-from ckptstore.errors import CkptstoreError, not_installed
+from ckptstore.errors import CkptstoreError
+from ckptstore.runtime.extras import not_installed
 
 COMMANDS = (
     "ls",

@@ -33,7 +33,7 @@ def storage_option(function: F) -> F:
         multiple=True,
         metavar="KEY=VALUE",
         callback=lambda _ctx, _param, values: parse_storage_options(values),
-        help="For the storage's client, in fsspec's names; never shown.",
+        help="An option for the storage's client, in fsspec's names; never shown.",
     )(function)
 
 

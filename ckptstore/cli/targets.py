@@ -89,7 +89,7 @@ def find_target(text: str, storage_options: Mapping[str, Any]) -> CommandTarget:
     if _is_something(target.uri, storage_options):
         raise InvalidInput(
             f"{text} names a step of {target.uri}, and something that is called {text}",
-            hint=f"Write {text}@latest or {text}@STEP for what is called so, and rename it to get at the other one",
+            hint=f"Write {text}@latest or {text}@STEP for the store of that name. To reach the step, rename that store",
         )
     return CommandTarget(text, None)
 

@@ -19,4 +19,5 @@ __all__ = ["StoreReader", "StoreWriter", "translated"]
 __getattr__ = exports(
     __name__,
     {"StoreReader": "store_reader", "StoreWriter": "store_writer", "translated": "store_reader"},
+    extra="torch",
 )

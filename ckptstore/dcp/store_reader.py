@@ -69,9 +69,9 @@ class StoreReader(StorageReader):
 
     Args:
         uri: the directory or URI of one checkpoint; `Checkpoint.uri` is one.
-        per_rank: what becomes of values that differed between ranks when the number of ranks is another one now:
-            "error", "first" (the lowest rank's), "skip".
-        allow_pickle: whether plain values that need code to be read may be read. Only for checkpoints that you trust.
+        per_rank: what to do, when the number of ranks has changed, with values that differed between ranks: "error",
+            "first" (take the lowest rank's) or "skip".
+        allow_pickle: whether to read plain values whose reading can run code. Only for checkpoints that you trust.
         storage_options: for the storage of the URI.
 
     Damage raises CheckpointDamaged, in torch's CheckpointException; `translated` takes it out.

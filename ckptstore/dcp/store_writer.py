@@ -53,9 +53,9 @@ class StoreWriter(StorageWriter):
         target: a directory or URI that becomes one checkpoint, or a place in a store, as a store gives it.
         step: the step, for a place in a store.
         split_plain_bytes: plain tensors from this size on are taken to be the same on all ranks that have them, as
-            under DDP, and each rank writes a part; smaller ones are written whole by one rank. None: all are.
+            under DDP, and each rank writes a part. One rank writes each smaller one whole; with None, every one.
         num_files: how many files a rank writes at once when there is much to write.
-        allow_pickle: whether plain values that need code to be read may be stored. The reader must allow it too.
+        allow_pickle: whether to store plain values whose reading can run code. The reader must allow it too.
         storage_options: for the storage of a URI.
 
     What could not be read back is refused with its key. `dcp.save` raises torch's CheckpointException when a rank

@@ -268,7 +268,7 @@ def _check_epoch(state: StoreState, epoch: int | None) -> None:
     if epoch is None or epoch == state.epoch:
         return
     if epoch > state.epoch:
-        raise StoreFenced(f"The writer epoch {epoch} was never claimed in this store, its highest is {state.epoch}")
+        raise StoreFenced(f"The writer epoch {epoch} was never claimed in this store; the highest is {state.epoch}")
     raise StoreFenced(
         f"A newer job has claimed the store: its writer epoch is {state.epoch}, this job's is {epoch}",
         hint="Stop this job, or start it again so that it claims the store",
@@ -302,7 +302,7 @@ def _check_roll_back(state: StoreState, numbers: Collection[int]) -> None:
     gone = set(numbers)
     stays = state.live.without(gone).highest
     if stays is None or stays > min(gone):
-        raise InvalidInput("Only a roll back may remove the latest checkpoint: all above one that stays, no others")
+        raise InvalidInput("Only a roll back removes the latest checkpoint: with all above its target, and no others")
     pinned = sorted(number for number in gone if number in state.pinned)
     if pinned:
         raise InvalidInput(f"Checkpoints above the target are pinned, by number: {pinned}", hint="Unpin them first")

@@ -90,7 +90,7 @@ def agree(offers: Sequence[Offer]) -> Naming:
         name = min(colliding)
         ranks = tuple(rank for rank, offer in enumerate(offers) if name in offer.names)
         raise InvalidName(
-            f'{len(colliding)} names are brought by several ranks, for instance {name!r}, and suffix="never"',
+            f'Several ranks have files of the same name ({len(colliding)} names, such as {name!r}), and suffix="never"',
             ranks=ranks,
             hint='Name the files apart, list them in shared=[...], or use suffix="auto"',
         )

@@ -201,7 +201,7 @@ class Lane(Seated):
             raise RankFailed(
                 f"The others are at step {refusal.step}, and this call of rank {self.rank} is for step {self._step}",
                 ranks=(self.rank,),
-                hint="This rank came apart from the others in an earlier call that failed; they wait for its next one",
+                hint="This rank lost its place when an earlier call failed. The others wait for its next call",
             )
         self._mark_gone(tag, f"has waited for rank 0 for {self.rank_timeout_seconds:g} s")
         assert lost is not None  # else there would be a result

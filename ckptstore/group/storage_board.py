@@ -42,9 +42,9 @@ _LAST_SIGN_BYTES = 64
 class StorageGroup:
     """Ranks that reach each other through the store alone: give it to `open_store(group=...)` on every rank.
 
-    `start_token` is equal on all ranks and new for every start of the job: 1 to 64 letters, digits, "_", "-" or ".",
-    the first no ".". A scheduler's job id with its restart count will do. `node` names the host; found out when it is
-    not given.
+    `start_token` is the same on all ranks and new for every start of the job, such as a scheduler's job id with its
+    restart count. It has 1 to 64 letters, digits, "_", "-" or ".", and does not begin with ".". `node` names the host;
+    None finds the name out.
     """
 
     rank: int

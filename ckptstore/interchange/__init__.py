@@ -16,4 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["export", "import_state"]
 
-__getattr__ = exports(__name__, {"export": "exporting", "import_state": "importing"})
+__getattr__ = exports(__name__, {"export": "exporting", "import_state": "importing"}, extra="torch")

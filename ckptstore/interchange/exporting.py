@@ -43,15 +43,15 @@ class ExportReport:
     uri: str
     """Where the files are: a path, or the URI that was given."""
     path: Path | None
-    """The same as a path, None where that is not on this machine."""
+    """The same as a path; None when it is not on this machine."""
     files: tuple[str, ...]
     """Their names there."""
     num_tensors: int
     """Tensors by name; tied ones count once each."""
     size_bytes: int
-    """Of all tensors; what tied ones share counts once."""
+    """The bytes of all tensors; what tied ones share counts once."""
     notices: tuple[str, ...]
-    """What the files do not have, or have in another way, for people."""
+    """For people: what the files leave out, or hold in another form."""
 
 
 @boundary
@@ -80,7 +80,7 @@ def export(
             exported files. For a URI they pass through the temporary directory, those of safetensors one by one, and
             what leads to the others (an index, `.metadata`) is written last.
         include: only keys that fit a pattern ("model.*") or one of several.
-        strip_prefix: taken from the beginning of keys ("model."), so that names are the model's own.
+        strip_prefix: what to remove from the front of keys ("model."), so that names are the model's own.
         beside: a directory whose files are copied to the export, weights apart: the config and the tokenizer of a
             model, so that `from_pretrained` loads it.
         executor: where the files are written; all its processes have to see `directory`.

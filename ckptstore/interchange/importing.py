@@ -50,10 +50,10 @@ def import_state(
             to the temporary directory first where they lie elsewhere. A DCP directory is held in memory.
         kind: "torch", "safetensors" or "dcp".
         metrics, metadata: as for `CheckpointStore.save`.
-        exists: "error" when a checkpoint of that step is refused, "replace" to put it into the trash.
-        include: only keys of the source that fit a pattern ("model.*") or one of several; an optimizer as a whole.
-        rename: new keys: a new beginning for each old one ({"model_state_dict": "model", "": "model"}), where a key
-            counts with all that is below it, or a function from a key to its new one.
+        exists: where there is a checkpoint of that step, "error" refuses, and "replace" puts it into the trash.
+        include: only keys of the source that fit a pattern ("model.*") or one of several. An optimizer is taken whole.
+        rename: new names for keys. A mapping gives old and new beginnings ({"model_state_dict": "model"}), each for a
+            key and all keys below it. A function gives the new name of each key.
         state: the live state that will be resumed. `optimizer.state_dict()` numbers the parameters; the optimizer and
             the module in here say which one each number is. It is only looked at.
         allow_pickle: read and store values that are pickles; they can execute anything.

@@ -14,13 +14,13 @@ Dtype = Literal["same", "state"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What did not fit, over all ranks; nothing after a strict load."""
+    """What did not fit, over all ranks. After a strict load nothing is missing or unexpected."""
 
     missing: tuple[str, ...]
     """Keys of the state that the checkpoint does not have; they were left as they are."""
     unexpected: tuple[str, ...]
     """Keys of the checkpoint, below names of the state, that found no place."""
     remade: tuple[str, ...] = ()
-    """On this rank, buffers outside of the state that their modules, which were on the meta device, made anew."""
+    """On this rank: buffers outside of the state that modules from the meta device made anew."""
     left_on_meta: tuple[str, ...] = ()
-    """On this rank, buffers outside of the state that are on the meta device still; a forward pass needs them."""
+    """On this rank: buffers outside of the state that are still on the meta device. A forward pass needs them."""

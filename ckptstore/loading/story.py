@@ -88,7 +88,7 @@ class CheckpointFiles:
             stock = _stock_manifest(self) if self.record is None else None
             if stock is None:
                 raise CheckpointGone(
-                    f"{self.uri} has no manifest: it was removed, or never was complete", file=MANIFEST_NAME
+                    f"{self.uri} has no manifest: it was removed, or it was never complete", file=MANIFEST_NAME
                 ) from None
             return stock, stock.encode()
         digest = sha256_of(data)

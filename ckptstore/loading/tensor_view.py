@@ -24,11 +24,11 @@ class StoredTensor:
     """torch's name, such as "bfloat16"."""
     shape: tuple[int, ...]
     size_bytes: int
-    """Of its elements; of one rank's where each rank had its own."""
+    """The bytes of its elements, or of one rank's where each rank had its own."""
     ranks: tuple[int, ...]
-    """Those that wrote parts of it."""
+    """The ranks that wrote parts of it."""
     files: tuple[str, ...]
-    """Those in which they lie."""
+    """The files that hold those parts."""
     is_per_rank: bool
     """Whether each rank had its own; then dtype and shape are the lowest rank's."""
 

@@ -36,7 +36,7 @@ def check_uploader(uploader: UploaderKind) -> None:
 
 @bounded
 class PendingSave:
-    """An asynchronous save. The state that it was given may be changed: a copy is saved."""
+    """An asynchronous save. It saves a copy of the state, so the state may be changed."""
 
     def __init__(self, step: int, *, stalled_seconds: float = 0.0, skipped: bool = False) -> None:
         self.step = step
@@ -66,7 +66,7 @@ class PendingSave:
         return self._checkpoint
 
     def error(self) -> CkptstoreError | None:
-        """What it failed with; None if it has not, or not yet."""
+        """The error that it failed with; None while it runs, and when it did not fail."""
         return self._error
 
     def __repr__(self) -> str:

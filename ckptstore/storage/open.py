@@ -14,17 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptstore.errors import CkptstoreError, InvalidInput
+from ckptstore.runtime.extras import install_word, needs
 from ckptstore.storage.base import Storage
-from ckptstore.storage.uri import Location, parse_uri
+from ckptstore.storage.uri import KINDS, Location, parse_uri
 
 Engine = Literal["local", "memory", "obstore", "fsspec"]
-
-_EXTRAS = {
-    "s3": "s3",
-    "gs": "gcs",
-    "az": "azure",
-    "abfs": "azure",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +66,12 @@ def open_storage(
     except CkptstoreError:
         raise
     except ImportError as error:
-        raise _not_installed(location, error) from error
+        if location.kind is not None:
+            needs(location.kind, what=repr(location.uri))  # fsspec's own words name the package alone
+        hint = "Install the package that fsspec needs for it"
+        raise InvalidInput(f"{location.uri!r} cannot be opened: {error}", hint=hint) from error
     except ValueError:  # how fsspec says that it does not know a scheme
-        known = ", ".join(["a path", "file://", "memory://", *(f"{name}://" for name in _EXTRAS)])
+        known = ", ".join(["a path", "file://", "memory://", *(f"{name}://" for name in KINDS)])
         hint = f"Known: {known}, and what fsspec knows"
         refused = InvalidInput(f"{location.uri!r} cannot be opened", hint=hint)
     raise refused  # here, so that no context of it shows what was said
@@ -108,13 +105,7 @@ def _objection_to_obstore(location: Location, storage_options: Mapping[str, Any]
     if location.kind is None:
         return f"obstore does not know {location.scheme}://"
     if importlib.util.find_spec("obstore") is None:
-        return 'obstore is not installed (pip install "ckptstore[fast]")'
+        return f"obstore is not installed (pip install {install_word('fast')})"
     from ckptstore.storage.cloud.obstore import understands
 
     return understands(location.uri, storage_options)
-
-
-def _not_installed(location: Location, error: ImportError) -> InvalidInput:
-    extra = _EXTRAS.get(location.scheme)
-    hint = f'Install it: pip install "ckptstore[{extra}]"' if extra else "Install the package that fsspec needs for it"
-    return InvalidInput(f"{location.uri!r} cannot be opened: {error}", hint=hint)

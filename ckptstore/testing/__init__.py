@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ckptstore.runtime.lazy import exports
 from ckptstore.testing.faults import (
     Call,
     CountCalls,
@@ -41,12 +41,5 @@ __all__ = [
     "wrap",
 ]
 
-
-_LAZY = {"StorageContract": "storage_contract", "with_faults": "stores"}
-"""Not loaded before they are used: pytest, and everything that a store needs."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+__getattr__ = exports(__name__, {"StorageContract": "storage_contract", "with_faults": "stores"})
+"""They need pytest, and everything that a store needs."""

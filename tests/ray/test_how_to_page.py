@@ -1,4 +1,4 @@
-"""The page about Ray Train is true: its blocks run one after another, on a Ray of their own."""
+"""What the pages say about Ray Train is true: their blocks run one after another, on a Ray of their own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ import pytest
 from cluster import ENVIRONMENT, ROOT
 
 PAGE = ROOT / "docs/how-to/ray-train.md"
+COMING_FROM = ROOT / "docs/how-to/coming-from.md"
 DOCS = ROOT / "tests/docs"
-RUN = "import json, sys; from page_runner import run_blocks; run_blocks(sys.argv[1], json.load(sys.stdin), sys.argv[2])"
+RUN = """
+import json, sys, ray
+from page_runner import run_blocks
+ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+for page, code in json.load(sys.stdin).items():
+    run_blocks(page, code, sys.argv[1])
+"""
 
 
 def load_docs_tests() -> Any:
@@ -34,13 +41,15 @@ def load_docs_tests() -> Any:
 @pytest.mark.timeout(900)
 def test_every_block_runs(tmp_path: Path) -> None:
     docs = load_docs_tests()
-    code = [(block.line, block.text) for block in docs.blocks(PAGE) if block.language == "python"]
-    assert len(code) > 10
-    start = "import ray; ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)"
+    code = {page: [block for block in docs.blocks(page) if block.language == "python"] for page in (PAGE, COMING_FROM)}
+    first, *others = code[COMING_FROM]
+    code[COMING_FROM] = [first, *(block for block in others if "needs Ray" in block.rest)]
+    assert (len(code[PAGE]) > 10, len(code[COMING_FROM])) == (True, 3)
+    given = {str(page): [(block.line, block.text) for block in blocks] for page, blocks in code.items()}
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(ROOT), str(DOCS)])}
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(PAGE), str(tmp_path)],
-        input=json.dumps([(1, start), *code]),
+        [sys.executable, "-c", RUN, str(tmp_path)],
+        input=json.dumps(given),
         cwd=tmp_path,
         env=environment,
         capture_output=True,

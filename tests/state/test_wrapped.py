@@ -134,7 +134,7 @@ class Computed(Quantised):
         (Quantised(torch.ones(3), torch.ones(3).to_sparse(), None), "w.scale"),
         (Quantised(torch.ones(3), torch.ones(3, device="meta"), None), "w.scale is a tensor on meta"),
         (Quantised(torch.ones(3), None, None), "w.scale is a NoneType"),  # type: ignore[arg-type]
-        (Computed(torch.ones(3), torch.ones(3), None), "w.made is computed anew"),
+        (Computed(torch.ones(3), torch.ones(3), None), "w.made is computed each time"),
     ],
 )
 def test_what_cannot_come_back_is_refused_with_its_key(tensor: torch.Tensor, said: str) -> None:

@@ -26,7 +26,7 @@ from ckptstore.transfer.opened import OpenedPlace, open_place
     "target_options",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Like --storage-option, for DESTINATION; without any, those of --storage-option hold for both.",
+    help="Like --storage-option, for DESTINATION alone. Without it, --storage-option is for both places.",
 )
 @engine_option
 @storage_option

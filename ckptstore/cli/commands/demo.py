@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from ckptstore.runtime.extras import needs
+
 EPOCHS = {"processes": 3, "ray": 6}
 
 
@@ -17,27 +19,28 @@ EPOCHS = {"processes": 3, "ray": 6}
     show_default=True,
     help="What runs the ranks: processes of its own, or Ray Train on a Ray of its own.",
 )
-@click.option("--store", help="Where the demo's stores go; an empty place. A temporary directory without it.")
+@click.option("--store", help="An empty place for the demo's stores.  [temporary directory]")
 @click.option("--ranks", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes.")
 @click.option("--width", type=click.IntRange(1, 64), default=32, show_default=True, help="Channels of the stem.")
 @click.option(
     "--epochs",
     type=click.IntRange(3, 100),
-    help="A checkpoint is saved in each. When it is not given 3, and 6 with Ray.",
+    help="Each saves a checkpoint.  [3, with Ray 6]",
 )
 @click.option(
     "--picture",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     default=Path("ckptstore-demo.png"),
     show_default=True,
-    help="Where the picture goes that is drawn with Ray.",
+    help="Where the picture goes; drawn with --engine ray.",
 )
 def command(engine: str, store: str | None, ranks: int, width: int, epochs: int | None, picture: Path) -> None:
     """Train a ResNet-18 on handwritten digits, kill a rank in the middle of an upload, and resume.
 
-    Once with DDP and once sharded with FSDP2, on the CPU. Needs the extra "demo", and "ray" for --engine ray: there
-    Ray recovers by itself, an actor reads digits with the best checkpoint, and a picture shows them and the losses.
+    Once with DDP and once sharded with FSDP2, on the CPU. Needs the extra "demo". With --engine ray, which needs the
+    extra "ray" too, Ray recovers by itself, an actor reads digits with the best checkpoint, and a picture shows them.
     """
+    needs(*(("demo", "ray") if engine == "ray" else ("demo",)))
     from ckptstore.demo.telling import DemoFailed
 
     epochs = epochs or EPOCHS[engine]

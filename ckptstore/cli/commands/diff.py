@@ -14,7 +14,7 @@ from ckptstore.cli.kinds import TARGET
 from ckptstore.cli.options import as_json, storage_option
 from ckptstore.cli.output import checkpoint_json, echo_table, print_json
 from ckptstore.cli.targets import opened_checkpoint
-from ckptstore.errors import not_installed
+from ckptstore.runtime.extras import not_installed
 from ckptstore.runtime.shown import show_size
 
 if TYPE_CHECKING:

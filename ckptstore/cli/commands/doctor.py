@@ -13,7 +13,7 @@ from ckptstore.upkeep.doctor import Examination, examine
 
 @click.command()
 @click.argument("uri")
-@click.option("--engine", type=click.Choice(["obstore", "fsspec"]), help="Have this one, or an error.")
+@click.option("--engine", type=click.Choice(["obstore", "fsspec"]), help="Use this engine, or fail.")
 @storage_option
 @as_json
 def command(uri: str, engine: str | None, storage_options: dict[str, Any], as_json: bool) -> None:

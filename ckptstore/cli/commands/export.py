@@ -13,6 +13,7 @@ from ckptstore.cli.output import checkpoint_json, print_json
 from ckptstore.cli.targets import opened_checkpoint, parse_target
 from ckptstore.cli.terminal import progress
 from ckptstore.errors import InvalidInput
+from ckptstore.runtime.extras import needs
 from ckptstore.runtime.shown import show_size
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
@@ -26,8 +27,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")
     "--to", type=click.Choice(["safetensors", "torch", "dcp"]), default="safetensors", show_default=True, help="Format."
 )
 @click.option("--include", multiple=True, metavar="PATTERN", help='Only keys that fit, such as "model.*"; repeatable.')
-@click.option("--strip-prefix", default="", metavar="PREFIX", help='Taken off the front of keys, such as "model.".')
-@click.option("--max-file-size", default="5GB", show_default=True, metavar="SIZE", help="Of a safetensors file.")
+@click.option("--strip-prefix", default="", metavar="PREFIX", help='Removed from the front of keys, such as "model.".')
+@click.option("--max-file-size", default="5GB", show_default=True, metavar="SIZE", help="Limit of a safetensors file.")
 @click.option(
     "--with", "beside", metavar="DIR", help="Copy what is in DIR besides weights: a model's config and tokenizer."
 )
@@ -51,9 +52,9 @@ def command(
     """Write the state checkpoint TARGET to DIRECTORY in a format of other tools; every byte is checked.
 
     DIRECTORY is a path or a URI. "safetensors" is for Hugging Face libraries, "torch" for
-    torch.load(weights_only=True), "dcp" for torch's DCP. The memory that is needed is twice that of the largest tensor,
-    and at most 128 MiB.
+    torch.load(weights_only=True), "dcp" for torch's DCP. It takes memory for twice the largest tensor, at most 128 MiB.
     """
+    needs("torch")
     from ckptstore.interchange.exporting import export
 
     max_file_bytes = parse_size(max_file_size)

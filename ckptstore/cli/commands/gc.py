@@ -22,8 +22,8 @@ from ckptstore.runtime.shown import show_size
 def command(store: str, dry_run: bool, claim: bool, storage_options: dict[str, Any], as_json: bool) -> None:
     """Remove attempts that can never be committed, and uploads that were never finished.
 
-    Attempts of the job or copy that owns the store are left, alive or not, unless --claim takes over from it. So are
-    messages of ranks that only read, which may live, and on a disk what somebody reads or what is linked in.
+    Attempts of the job or copy that owns the store are left, alive or not, unless --claim takes over from it. Messages
+    of ranks that only read are left too, since they may be alive. On a disk, files that are read or linked in are left.
     """
     with opened_store(store, storage_options) as opened:
         found = opened.collect_garbage(claim=claim, dry_run=dry_run)

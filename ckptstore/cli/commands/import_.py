@@ -12,6 +12,7 @@ from ckptstore.cli.output import checkpoint_json, print_json
 from ckptstore.cli.terminal import progress
 from ckptstore.errors import InvalidInput
 from ckptstore.opening import open_store
+from ckptstore.runtime.extras import needs
 from ckptstore.runtime.shown import show_size
 
 
@@ -21,12 +22,10 @@ from ckptstore.runtime.shown import show_size
 @click.option(
     "--from", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), required=True, help="What SOURCE is."
 )
-@click.option("--step", type=click.IntRange(0), required=True, help="Of the new checkpoint.")
+@click.option("--step", type=click.IntRange(0), required=True, help="The step of the new checkpoint.")
 @click.option("--metric", "metrics", multiple=True, metavar="NAME=NUMBER", help="For retention and best; repeatable.")
 @click.option("--include", multiple=True, metavar="PATTERN", help='Only keys that fit, such as "model.*"; repeatable.')
-@click.option(
-    "--rename", multiple=True, metavar="OLD=NEW", help="NEW takes the place of OLD at the front of keys; repeatable."
-)
+@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Replace OLD by NEW at the front of keys; repeatable.")
 @click.option("--allow-pickle", is_flag=True, help="Read pickles in SOURCE, which can execute anything.")
 @click.option("--replace", is_flag=True, help="Put an earlier checkpoint of that step into the trash.")
 @storage_option
@@ -47,9 +46,10 @@ def command(
     """Commit SOURCE as a checkpoint of STORE, which is created if it is not there.
 
     SOURCE is a path or a URI: a file of torch.save, a safetensors file or a directory of them, or a directory of
-    torch's DCP. Keys stay as they are, unless they are renamed: "model_state_dict=model", or "=model" for all of a file
-    that holds a model alone. Nothing in SOURCE is run. A job that writes to STORE is fenced, as by any new job.
+    torch's DCP. Keys stay as they are, unless --rename changes them: "model_state_dict=model", or "=model" for a file
+    that holds a model alone. No code in SOURCE is run. A job that writes to STORE is fenced, as by any new job.
     """
+    needs("torch")
     from ckptstore.interchange.importing import import_state
 
     of_source, of_store = options_by_place(storage_options, source, store)

@@ -9,12 +9,14 @@ import click
 
 @click.command()
 @click.option("--port", type=click.IntRange(0, 65535), default=9000, show_default=True, help="0 takes a free one.")
-@click.option("--bucket", "buckets", multiple=True, default=["test"], show_default=True, help="Made at the start.")
+@click.option(
+    "--bucket", "buckets", multiple=True, default=["test"], show_default=True, help="Bucket to make at the start."
+)
 def command(port: int, buckets: tuple[str, ...]) -> None:
-    """Serve S3 from memory at 127.0.0.1 until Ctrl-C; what it holds is lost then.
+    """Serve S3 from memory at 127.0.0.1 until Ctrl-C; its contents are lost then.
 
-    It prints the variables that lead a client to it. Any credentials are right. It has what checkpoint stores use of
-    S3, checks digests, and is no store for anything that matters.
+    It prints the variables that point a client to it, and takes any credentials. It serves the part of S3 that
+    checkpoint stores use, and checks digests. It is for tests only.
     """
     from ckptstore.testing.s3_server import s3_server
 

@@ -21,7 +21,7 @@ from ckptstore.runtime.shown import show_size
 
 @click.command()
 @click.argument("target", type=TARGET)
-@click.option("--sample", metavar="SHARE", help="Read a random share of the files, such as 5%; sizes of all.")
+@click.option("--sample", metavar="SHARE", help="Read a random share of the files, such as 5%; check the sizes of all.")
 @click.option("--all", "every", is_flag=True, help="Verify every checkpoint of a store, not its latest alone.")
 @engine_option
 @storage_option
@@ -29,7 +29,7 @@ from ckptstore.runtime.shown import show_size
 def command(
     target: str, sample: str | None, every: bool, engine: str, storage_options: dict[str, Any], as_json: bool
 ) -> None:
-    """Check every byte of TARGET against its digests. Of a store alone, its latest checkpoint.
+    """Check every byte of TARGET against its digests. For a store, that is its latest checkpoint.
 
     Missing, truncated, flipped, swapped and extra files are named, and the exit code is that of checkpoint-damaged.
     With --sample, presence and size are still checked of every file. With --all, the log of the store is checked too.

@@ -14,4 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointStoreCallback"]
 
-__getattr__ = exports(__name__, {"CheckpointStoreCallback": "callback"})
+__getattr__ = exports(__name__, {"CheckpointStoreCallback": "callback"}, extra="lightning")

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint import Checkpoint, files_behind
@@ -16,7 +17,7 @@ from ckptstore.integrations.lightning.schedule import Schedule
 from ckptstore.integrations.lightning.trainer_parts import check_strategy, metrics_of, state_of
 from ckptstore.node_cache import NodeCache
 
-if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+if find_spec("lightning") is None or ("pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules):
     from pytorch_lightning import __version__ as _version
     from pytorch_lightning.callbacks import Checkpoint as _Base
 else:
@@ -42,11 +43,11 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
     `KeepBest(3, metric="val_loss", mode="min") | KeepLatest(1)`.
 
     Args:
-        store: an open store, or, for each process to open its own, a URI or a function such as `ckptstore.ray.store`.
+        store: an open store; or a URI, or a function such as `ckptstore.ray.store`: then each process opens its own.
         every_n_train_steps, every_n_epochs: when to save; every epoch when neither is given. A step is one of the
             optimizer, as in `trainer.global_step`, and gives the checkpoint its number.
-        monitor: a metric that every checkpoint must have, and have of its own step. When a validation gives it, a save
-            waits for the end of the next one; when that one does not, InvalidInput names those that were logged.
+        monitor: a metric that every checkpoint must have, logged at its own step. If validations log it, a save waits
+            for the end of the next validation. If that one does not log it, InvalidInput names what was logged.
         asynchronous: go on training while the state is stored, with `save_async`.
         resume: claim the store at the start of `fit` and load the newest checkpoint that verifies, unless `ckpt_path`
             is given or this Trainer has trained already.
@@ -90,9 +91,9 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         """What the last `fit` resumed from."""
 
     def best(self) -> Checkpoint | None:
-        """The best live checkpoint by `monitor`, without one the latest; None in an empty store. Per process.
+        """The best live checkpoint by `monitor`, or the latest without one; None in an empty store. Not collective.
 
-        Which way is better is told by the store's retention or by the metric's name, else InvalidInput is raised.
+        The store's retention or the metric's name says which way is better. Raises InvalidInput when neither does.
         """
         store = self.store
         if self._monitor is None or not store.entries():
@@ -111,8 +112,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
     def best_model_path(self) -> str:
         """The weights of `best` as a file of Lightning's own, for `ckpt_path`; empty if there is none.
 
-        One process of each node writes it to the node cache when it is asked for, which takes memory for all weights,
-        and it may go from there when this process ends. Raises what `best` does.
+        One process of each node writes it to the node cache on first use, which takes memory for all weights. It may be
+        gone once this process has ended. Raises what `best` raises.
         """
         checkpoint = self.best()
         if checkpoint is None:

@@ -26,7 +26,7 @@ def ray_executor() -> Iterator[RayExecutor]:
     try:
         import ray
     except ImportError as error:
-        raise InvalidInput("Ray is not installed", hint="pip install ckptstore[ray]") from error
+        raise InvalidInput("Ray is not installed", hint="pip install 'ckptstore[ray]'") from error
     if ray.is_initialized():
         yield RayExecutor()
         return

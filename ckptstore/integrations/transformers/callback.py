@@ -25,24 +25,24 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
     """Stores each checkpoint of a Hugging Face `Trainer` from where Trainer has written it; nothing is copied.
 
     Trainer decides when to save (`save_strategy`, `save_steps`) and how many directories stay on its own disk
-    (`save_total_limit`), the store's retention what stays in the store. Each file is stored once, by a rank that sees
-    it.
+    (`save_total_limit`). The store's retention decides what stays in the store. Each file is stored once, by a rank
+    that sees it.
 
     `trainer.train(resume_from_checkpoint=callback.resume())` goes on from the newest checkpoint of the store, on nodes
     that have never seen it too, and begins anew where the store is empty.
 
     Args:
-        store: an open store, or, for each process to open its own, a URI or a function such as `ckptstore.ray.store`.
-        asynchronous: go on training while the files are stored. They keep a second name in `output_dir` for so long,
-            which takes a disk with hard links. One save of the store is in flight; the next one waits for it, also
-            one that you make beside Trainer.
+        store: an open store; or a URI, or a function such as `ckptstore.ray.store`: then each process opens its own.
+        asynchronous: go on training while the files are stored. Until then they have a second name in `output_dir`,
+            which needs a disk with hard links. At most one save of the store is in flight. The next one waits for it,
+            also one that you make beside Trainer.
         max_failures: how many asynchronous saves in a row may fail before the next one raises what the last did.
         save_options: keywords of `save_directory`, such as `{"link": True}`.
         open_keywords: those of `open_store`, for a URI.
 
-    The metrics of a checkpoint are the last that Trainer logged of each name, those of an evaluation ("eval_...") only
-    when it was at the step that is saved. An error of a save is raised in the training loop, the same on all ranks; of
-    an asynchronous one, by the next save or at the end of training.
+    The metrics of a checkpoint are the last that Trainer logged of each name. Those of an evaluation ("eval_...") count
+    only when it was at the step that is saved. An error of a save is raised in the training loop, the same on all
+    ranks. An asynchronous one is raised by the next save or at the end of training.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
     def resume(self) -> str | None:
         """Claim the store and return the newest whole checkpoint as a directory; None in an empty store. Collective.
 
-        To be called after `TrainingArguments` have been made, which is when the processes meet. The directory may be
-        read until the end of training or `close`; elsewhere than on a disk it is downloaded once per node.
+        Call it after `TrainingArguments` have been made: they connect the processes. The directory may be read until
+        the end of training or `close`. On a disk it is the checkpoint itself; elsewhere each node downloads it once.
         """
         self._resumed_directory.close()
         self.resumed = checkpoint = self.store.resume()

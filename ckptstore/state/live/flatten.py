@@ -40,10 +40,10 @@ class Replicated:
 
 
 def replicated(tensor: torch.Tensor) -> Replicated:
-    """Say that a plain tensor is the same on all ranks, so that each rank writes a part of it instead of one all.
+    """Say that a plain tensor is the same on all ranks, so that each rank writes a part, in place of one rank all.
 
-    Nothing checks it: where the ranks differ the checkpoint holds a mixture. Parameters under DDP and DTensors with a
-    Replicate placement need no such word. Use it at the tensor's place in the state, for saving and for loading.
+    Nothing checks it: where the ranks differ, the checkpoint holds a mixture. Parameters under DDP and DTensors with a
+    Replicate placement need no mark. Use it at the tensor's place in the state, for saving and for loading.
     """
     return Replicated(tensor)
 
@@ -56,12 +56,12 @@ class OwnOfRank:
 
 
 def per_rank(item: Any) -> OwnOfRank:
-    """Say of an object with a state_dict, a tensor or a plain value that it belongs to its rank, even where all ranks
-    happen to have the same: the position of a data loader, which means other samples on another number of ranks.
+    """Say that an object with a state_dict, a tensor or a plain value belongs to its rank, even where all ranks happen
+    to have the same. The position of a data loader is such a value: it means other samples on other ranks.
 
-    Each rank stores its own and gets it back. With another number of ranks a load is refused unless `per_rank=` says
-    what to do. Use it at the item's place in the state, for saving and for loading; a tensor or plain value stays
-    marked there, and is read as `.item`. Not for modules, optimizers and schedulers: they raise InvalidState.
+    Each rank stores its own and gets it back. On another number of ranks a load is refused unless its `per_rank=` says
+    what to do. Use the mark at the item's place in the state, for saving and for loading. A tensor or plain value stays
+    marked there, and is read as `.item`. Modules, optimizers and schedulers raise InvalidState.
     """
     return OwnOfRank(item)
 

@@ -232,7 +232,7 @@ class Matching:
         for name, target in wrapped_in(tensor, key).items():
             try:
                 if name not in saved:
-                    raise StateMismatch(f"{key} was saved in other parts than the state has of it")
+                    raise StateMismatch(f"{key} was saved in other parts than those of the state")
                 check_same(saved[name], target, name)
             except StateMismatch as error:
                 self.mismatch.differing[name] = f"cannot be loaded: {error.message}"

@@ -126,7 +126,7 @@ def _refuse_overlap(keys: Iterable[str]) -> None:
         if end >= 0 or key in taken:
             other = key[:end] if end >= 0 else key
             raise InvalidState(
-                f"the state's keys {other!r} and {key!r} overlap: it cannot be told whose part is whose",
+                f"the state's keys {other!r} and {key!r} overlap: their parts cannot be told apart",
                 hint="Rename one of them",
             )
         taken.add(key)

@@ -100,10 +100,10 @@ class StoredState:
         if refused:
             shown = ", ".join(refused[:10]) + (f" and {len(refused) - 10} more" if len(refused) > 10 else "")
             raise StateMismatch(
-                f"the checkpoint of {self.index.world_size} ranks has for each of them its own {shown}, and there are "
+                f"each of the {self.index.world_size} ranks that saved had its own {shown}, and there are "
                 f"{self.world_size} ranks now",
                 hint='per_rank="first" takes the lowest rank\'s, per_rank="skip" leaves them as they are, '
-                f'per_rank={{"{refused[0]}": "skip"}} says it of one key or pattern',
+                f'per_rank={{"{refused[0]}": "skip"}} chooses for one key or pattern',
             )
         return {key: holders[0] if self._choice(key) == "first" else None for key, holders in ranks.items()}
 

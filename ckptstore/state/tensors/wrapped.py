@@ -118,7 +118,7 @@ def _inner(tensor: Any, attribute: str, key: str) -> Any:
     if inner.layout is not torch.strided or inner.is_quantized or inner.is_meta:
         raise InvalidState(f"{key} is a tensor on {inner.device} with the layout {inner.layout}", hint="Make it dense")
     if inner.numel() and inner.data_ptr() != getattr(tensor, attribute).data_ptr():
-        raise InvalidState(f"{key} is computed anew at each look, and could not be loaded into")
+        raise InvalidState(f"{key} is computed each time it is read, so no load could fill it")
     return inner.detach()
 
 

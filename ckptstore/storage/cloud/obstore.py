@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
+from ckptstore.runtime.extras import install_word
 from ckptstore.storage.base import PartWriter, ProcessBound, Storage, StoredFile
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.bodies import Filling
@@ -58,8 +59,7 @@ def understands(uri: str, storage_options: Mapping[str, Any] | None) -> str | No
     kind = config.location.kind
     if kind is None or chains.installed(kind):
         return None
-    extra = {"s3": "s3", "gcs": "gcs", "azure": "azure"}[kind]
-    return f'parts and credentials need the SDK of that cloud (pip install "ckptstore[{extra},fast]")'
+    return f"parts and credentials need the SDK of that cloud (pip install {install_word(f'{kind},fast')})"
 
 
 def open_fast(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:

@@ -10,10 +10,14 @@ The same seed is the same run. `python -m ckptstore.testing.simulation` runs see
 
 from __future__ import annotations
 
-from ckptstore.testing.simulation.model import Violation
-from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble, draw
-from ckptstore.testing.simulation.simulator import Outcome, Simulation, report, shrink
-from ckptstore.testing.simulation.virtual.scheduler import Deadlock, Stuck
+from ckptstore.runtime.extras import needs
+
+needs("torch")
+
+from ckptstore.testing.simulation.model import Violation  # noqa: E402
+from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble, draw  # noqa: E402
+from ckptstore.testing.simulation.simulator import Outcome, Simulation, report, shrink  # noqa: E402
+from ckptstore.testing.simulation.virtual.scheduler import Deadlock, Stuck  # noqa: E402
 
 __all__ = [
     "Action",

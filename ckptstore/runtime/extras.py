@@ -1,0 +1,75 @@
+"""What each extra of the package brings, and the error where it is missing.
+
+Whoever needs an optional package just imports it. `boundary`, `lazy.exports` and the command line turn the
+ModuleNotFoundError into this error. `needs` raises it before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from ckptstore.errors import InvalidInput
+
+TORCH = ("torch", "numpy", "xxhash")
+
+EXTRAS = {
+    "torch": TORCH,
+    "s3": ("s3fs",),
+    "gcs": ("gcsfs",),
+    "azure": ("adlfs",),
+    "fast": ("obstore",),
+    "ray": ("ray", "pyarrow"),
+    "lightning": (*TORCH, "lightning"),
+    "transformers": (*TORCH, "transformers"),
+    "demo": (*TORCH, "sklearn", "matplotlib"),
+    "bench": (*TORCH, "psutil"),
+}
+"""The packages without which what an extra is for does not work. Of several extras the first is named."""
+
+_EQUALLY_GOOD = {"lightning": "pytorch_lightning"}
+"""The same code under another name."""
+_OF_ITS_OWN = ("pytest",)
+"""What no extra brings."""
+
+
+def needs(*extras: str, what: str = "This") -> None:
+    """Raise InvalidInput unless all packages of these extras are installed. Imports none of them."""
+    missing = {extra: _missing(EXTRAS[extra]) for extra in extras}
+    if any(missing.values()):
+        names = list(dict.fromkeys(name for packages in missing.values() for name in packages))
+        raise _error(what, names, ",".join(extra for extra, packages in missing.items() if packages))
+
+
+def not_installed(error: ModuleNotFoundError) -> InvalidInput | None:
+    """The error for a module of an optional package that could not be imported, None for any other module."""
+    package = (error.name or "").partition(".")[0]
+    if package in _OF_ITS_OWN:
+        return InvalidInput(f"This needs {package}, which is not installed", hint=f"Install it: pip install {package}")
+    extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+    if extra is None:
+        return None
+    if missing := _missing(EXTRAS[extra]):
+        return _error("This", missing, extra)
+    hint = f"Update it: pip install --upgrade {install_word(extra)}"
+    return InvalidInput(f"This needs {error.name}, which the installed {package} does not have", hint=hint)
+
+
+def install_word(extras: str) -> str:
+    """What to give to `pip install` for one extra, or several with commas between, quoted for a shell."""
+    return f"'ckptstore[{extras}]'"
+
+
+def _missing(packages: tuple[str, ...]) -> list[str]:
+    return [name for name in packages if not (_is_there(name) or _is_there(_EQUALLY_GOOD.get(name, name)))]
+
+
+def _is_there(package: str) -> bool:
+    return package in sys.modules or find_spec(package) is not None
+
+
+def _error(what: str, missing: list[str], extras: str) -> InvalidInput:
+    names = " and ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))
+    verb, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+    hint = f"Install {them}: pip install {install_word(extras)}"
+    return InvalidInput(f"{what} needs {names}, which {verb} not installed", hint=hint)
