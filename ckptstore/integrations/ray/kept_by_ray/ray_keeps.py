@@ -66,8 +66,6 @@ class Run:
     config: StoreConfig
     storage: Storage
     transfer: Transfer
-    board: Storage
-    """The same place, for messages between ranks: on a disk nobody waits for them to be durable."""
     _identity: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -90,8 +88,7 @@ class Run:
                 hint="Give RunConfig a storage_path that all nodes share",
             ) from None
         transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=worker.rank)
-        board = place.open(config, durable=False)
-        return Run(worker=worker, config=config, storage=storage, transfer=transfer, board=board)
+        return Run(worker=worker, config=config, storage=storage, transfer=transfer)
 
     def store_id(self) -> str:
         """Leader: who this directory is. Raises InvalidInput where a log of ckptstore keeps the checkpoints."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +139,7 @@ class _Reporter:
     def report(self, brought: _Brought, *, validation: Any) -> Checkpoint | None:
         import ray.train
 
-        with self._meeting() as group:
-            attempt = self._store(group, brought)
+        attempt = self._store(self._met(), brought)
         if attempt is None:
             ray.train.report(plain_metrics(brought.metrics))
             return None
@@ -155,18 +153,11 @@ class _Reporter:
         )
         return Checkpoint(files_at(run.storage, run.config, prefix=attempt.prefix, group=RayWorkers(worker)))
 
-    @contextmanager
-    def _meeting(self) -> Iterator[Group]:
-        """The group for one report. Collective. Ray ends workers without a word, and a group that works through the
-        storage would leave its messages there, so such a group is new for each report."""
-        group = self._group or RayWorkers(self.run.worker).open_group(self.run.board, self.run.config)
-        if getattr(group, "process_group", None) is not None:
-            self._group = group
-        try:
-            yield group
-        finally:
-            if group is not self._group:
-                group.close()
+    def _met(self) -> Group:
+        """The group of all reports. Collective when it is used."""
+        if self._group is None:
+            self._group = RayWorkers(self.run.worker).open_group(self.run.storage, self.run.config)
+        return self._group
 
     def _store(self, group: Group, brought: _Brought) -> RayAttempt | None:
         kind = _agree_on_kind(group, brought, score=self.run.worker.score)

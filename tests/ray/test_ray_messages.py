@@ -1,0 +1,47 @@
+"""Reports of metrics in real runs: what they cost, and what becomes of those that are missing."""
+
+from __future__ import annotations
+
+import pytest
+import telling
+from checking import s3_path
+from cluster import RayCluster, fit
+
+from ckptstore import RankTimeout
+from ckptstore.group.life import LEFT
+from ckptstore.integrations.ray.ray_board import RayBoard
+from ckptstore.testing.s3_server import s3_server
+
+
+def test_metrics_alone_cost_the_storage_no_more_than_with_ray(cluster: RayCluster) -> None:
+    num_requests = []
+    with s3_server(buckets=["test"]) as server:
+        for train in (telling.report_with_ray_alone, telling.report_metrics):
+            before = len(server.log)
+            fit(train, storage_path=s3_path(server), name=train.__name__)
+            num_requests.append(len(server.log) - before)
+    with_ray, with_us = num_requests
+    assert with_us <= with_ray + 2, "each worker looks once whether it sees the run's directory"
+
+
+def test_a_board_in_an_actor_is_one_for_all_and_its_end_is_an_error(cluster: RayCluster) -> None:
+    import ray
+
+    mine, theirs, other = (RayBoard("start", prefix=name, world_size=2, timeout_seconds=60) for name in "aab")
+    assert mine.post("1.00001", b"first") is None
+    assert mine.post("1.00001", b"first") is None, "a lost reply"
+    assert theirs.post("1.00001", b"second") == b"first"
+    assert theirs.fetch(["1.00001", "1.00002"]) == {"1.00001": b"first"}
+    assert other.fetch(["1.00001"]) == {}
+    mine.give_sign("life.00001")
+    before = theirs.signs(["life.00000", "life.00001"])
+    mine.give_sign("life.00001")
+    assert theirs.signs(["life.00001"]) != before
+    mine.give_sign("life.00001", last=True)
+    assert theirs.signs(["life.00000", "life.00001"]) == {"life.00001": LEFT}
+    mine.remove(["1.00001", "1.00003"])
+    assert mine.fetch(["1.00001"]) == {}
+    ray.kill(mine._actor)
+    with pytest.raises(RankTimeout, match="the messages of the workers is not reached") as caught:
+        theirs.fetch(["1.00001"])
+    assert caught.value.committed is None
