@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import tempfile
+from pathlib import Path
 from typing import Any
+
+from keeping import note
 
 import ckptstore
 
@@ -21,3 +26,20 @@ def report_metrics(config: dict[str, Any]) -> None:
     """The same through ckptstore."""
     for number in range(NUM_REPORTS):
         ckptstore.ray.report({"number": number})
+
+
+def miss_a_metric(config: dict[str, Any]) -> None:
+    """In both contracts a checkpoint without the metric that it is ranked by."""
+    rank = ckptstore.ray.current_worker().rank  # type: ignore[union-attr]
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: note(config, "warnings", f"{rank} {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("ckptstore.ray").addHandler(handler)
+    store = ckptstore.ray.store(retention=ckptstore.KeepBest(1, metric="loss", mode="min"))
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "model.bin").write_bytes(bytes([rank]))
+        for step, metrics in enumerate([{"loss": 0.5}, {"accuracy": 1}, {"loss": 0.7}]):
+            store.save_directory(step, directory, metrics=metrics)
+        note(config, "kept", " ".join(str(checkpoint.step) for checkpoint in store))
+        for step, metrics in enumerate([{"loss": 0.4}, {"accuracy": 1}, {"loss": 0.7}], start=3):
+            ckptstore.ray.report(metrics, directory=directory, step=step)
+    store.close()

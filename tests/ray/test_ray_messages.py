@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import telling
 from checking import s3_path
 from cluster import RayCluster, fit
+from keeping import notes
 
 from ckptstore import RankTimeout
 from ckptstore.group.life import LEFT
@@ -22,6 +26,25 @@ def test_metrics_alone_cost_the_storage_no_more_than_with_ray(cluster: RayCluste
             num_requests.append(len(server.log) - before)
     with_ray, with_us = num_requests
     assert with_us <= with_ray + 2, "each worker looks once whether it sees the run's directory"
+
+
+def test_a_missing_metric_is_the_worst(cluster: RayCluster, tmp_path: Path) -> None:
+    from ray.train import CheckpointConfig
+
+    result = fit(
+        telling.miss_a_metric,
+        storage_path=tmp_path / "runs",
+        name="missing",
+        config={"notes": str(tmp_path)},
+        checkpoint_config=CheckpointConfig(checkpoint_score_attribute="loss", checkpoint_score_order="min"),
+    )
+    assert notes(tmp_path, "kept") == [["0", "2"]] * 2, "the best and the latest"
+    losses = [metrics["loss"] for _, metrics in result.best_checkpoints]
+    assert losses == [sys.float_info.max, sys.float_info.max, 0.7, 0.7, 0.5, 0.4], "worst first"
+    told = sorted(" ".join(line) for line in notes(tmp_path, "warnings"))
+    assert told == [
+        f"0 the metric 'loss' is missing in the report of step {step}: it ranks as the worst" for step in (1, 4)
+    ]
 
 
 def test_a_board_in_an_actor_is_one_for_all_and_its_end_is_an_error(cluster: RayCluster) -> None:

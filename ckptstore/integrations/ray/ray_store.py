@@ -283,6 +283,7 @@ def store(
         ignore_ray: have `resume` leave out what Ray hands back, and take what the store has, if anything: to begin anew
             on purpose, or where you load files that Ray stored itself.
         options: the other keywords of `ckptstore.open_store`: `retention`, `grace_seconds`, `memory_budget_bytes`...
+            `missing` is "worst" in a worker: a save without a metric that retention ranks by is logged as a warning.
 
     Raises InvalidInput for a bad value, or when the storage of the run is one that ckptstore cannot open by itself.
     """
@@ -299,6 +300,8 @@ def store(
         uri, storage_options = place.uri, place.storage_options
     if group is None and worker is not None:
         group = RayWorkers(worker)
+    if worker is not None:
+        options.setdefault("missing", "worst")
     opened = RayStore(open_store(uri, storage_options=storage_options, group=group, **options)._job)
     opened._ignores_ray, opened._run_options = ignore_ray, run_options
     if worker is not None:
@@ -308,6 +311,7 @@ def store(
             retry=RetryConfig.from_env(),
             max_in_flight=max_in_flight,
             forgive=opened._background.forgive,
+            ranked_by=opened._job.policy.required_metrics(),
         )
     _opened[:] = [opened]
     return opened

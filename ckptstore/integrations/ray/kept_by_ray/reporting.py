@@ -19,7 +19,7 @@ from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeep
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
 from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at
-from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics
+from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.saving import story
 from ckptstore.saving.shard import Shard
@@ -48,7 +48,8 @@ def report(
 
     Args:
         metrics: what Ray is told, those of rank 0. Scalars of numpy and torch become numbers. Where Ray ranks
-            checkpoints by one of them and it is missing or not finite, Ray is told the worst number there is.
+            checkpoints by one of them and it is missing or not finite, Ray is told the worst number there is, and
+            a warning is logged.
         checkpoint: a local checkpoint of Ray's, `Checkpoint.from_directory(path)`; or
         directory: a local path. None on ranks that have none. Names that several ranks bring get the rank in them.
         state: in place of these, on all ranks: a dict of modules, optimizers, tensors and plain values, as for
@@ -144,8 +145,11 @@ class _Reporter:
             ray.train.report(plain_metrics(brought.metrics))
             return None
         run, worker = self.run, self.run.worker
+        told = safe_metrics(brought.metrics, score=worker.score)
+        if worker.rank == 0:
+            warn_of_worst(told, step=attempt.step)
         ray.train.report(
-            safe_metrics(brought.metrics, score=worker.score),
+            told,
             checkpoint=ray.train.Checkpoint(worker.path_of(attempt.directory), worker.filesystem),
             checkpoint_dir_name=attempt.directory,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,

@@ -17,7 +17,7 @@ from ckptstore.integrations.ray.context import Worker, current_worker, require_w
 from ckptstore.integrations.ray.filesystem import local_path_of
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayKeeper, Run
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
-from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
+from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics, warn_of_worst
 from ckptstore.integrations.ray.metrics import safe_metrics as made_safe
 from ckptstore.integrations.ray.ray_board import open_ray_group
 from ckptstore.saving import story
@@ -142,8 +142,11 @@ def safe_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics for a `ray.train.report` with a checkpoint, so that Ray neither dies of them nor keeps the wrong one.
 
     Scalars of numpy and torch become Python's numbers. In a worker of a run that ranks checkpoints by a metric, a
-    missing or not finite one becomes the worst number there is, and "ckptstore_replaced" says what it was.
-    `ckptstore.ray.report` does the same. Raises InvalidMetric, with the name, for what Ray cannot keep.
+    missing or not finite one becomes the worst number there is, "ckptstore_replaced" says what it was, and a warning is
+    logged. `ckptstore.ray.report` does the same. Raises InvalidMetric, with the name, for what Ray cannot keep.
     """
     worker = current_worker()
-    return made_safe(metrics, score=worker.score if worker else None)
+    told = made_safe(metrics, score=worker.score if worker else None)
+    if worker is not None and worker.rank == 0:
+        warn_of_worst(told)
+    return told
