@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def report_metrics(config: dict[str, Any]) -> None:
 
 
 def miss_a_metric(config: dict[str, Any]) -> None:
-    """In both contracts a checkpoint without the metric that it is ranked by."""
+    """In both contracts a checkpoint without the metric that it is ranked by; then one rank reports alone."""
     rank = ckptstore.ray.current_worker().rank  # type: ignore[union-attr]
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: note(config, "warnings", f"{rank} {record.getMessage()}")  # type: ignore[method-assign]
@@ -43,3 +44,9 @@ def miss_a_metric(config: dict[str, Any]) -> None:
         for step, metrics in enumerate([{"loss": 0.4}, {"accuracy": 1}, {"loss": 0.7}], start=3):
             ckptstore.ray.report(metrics, directory=directory, step=step)
     store.close()
+    if rank == 0:
+        os.environ["CKPTSTORE_RANK_TIMEOUT_SECONDS"] = "1"
+        try:
+            ckptstore.ray.report({"alone": True}, storage_options={})  # other options, so the timeout is read anew
+        except ckptstore.RankTimeout as error:
+            note(config, "timeout", str(error))

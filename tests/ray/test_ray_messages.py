@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_metrics_alone_cost_the_storage_no_more_than_with_ray(cluster: RayCluste
     assert with_us <= with_ray + 2, "each worker looks once whether it sees the run's directory"
 
 
-def test_a_missing_metric_is_the_worst(cluster: RayCluster, tmp_path: Path) -> None:
+def test_a_missing_metric_is_the_worst_and_a_rank_alone_is_told(cluster: RayCluster, tmp_path: Path) -> None:
     from ray.train import CheckpointConfig
 
     result = fit(
@@ -45,6 +46,10 @@ def test_a_missing_metric_is_the_worst(cluster: RayCluster, tmp_path: Path) -> N
     assert told == [
         f"0 the metric 'loss' is missing in the report of step {step}: it ranks as the worst" for step in (1, 4)
     ]
+    (timeout,) = notes(tmp_path, "timeout")
+    text = " ".join(timeout)
+    assert text.startswith("Rank 1 gave no sign of life for 1 s in 'report'")
+    assert "Every worker calls ckptstore.ray.report" in text
 
 
 def test_a_board_in_an_actor_is_one_for_all_and_its_end_is_an_error(cluster: RayCluster) -> None:
@@ -65,6 +70,11 @@ def test_a_board_in_an_actor_is_one_for_all_and_its_end_is_an_error(cluster: Ray
     mine.remove(["1.00001", "1.00003"])
     assert mine.fetch(["1.00001"]) == {}
     ray.kill(mine._actor)
+
+    def ask_until_it_has_ended() -> None:
+        while theirs.fetch(["1.00001"]) == {}:
+            time.sleep(0.01)
+
     with pytest.raises(RankTimeout, match="the messages of the workers is not reached") as caught:
-        theirs.fetch(["1.00001"])
+        ask_until_it_has_ended()
     assert caught.value.committed is None

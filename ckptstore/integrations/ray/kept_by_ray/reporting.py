@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, RankTimeout
 from ckptstore.format.layout import check_step
 from ckptstore.group import Beat, Group
 from ckptstore.integrations.ray.context import Worker, current_worker
@@ -62,7 +62,8 @@ def report(
     Raises InvalidMetric and other kinds of InvalidInput before anything is written, and what keeps any rank from
     storing its files; on all ranks, and nothing is reported then. Outside of a worker of Ray Train metrics are checked
     and nothing is stored: in local mode (`num_workers=0`) Ray is told all but a state, elsewhere there is nobody to
-    tell. A store of ckptstore's own works there.
+    tell. A store of ckptstore's own works there. Raises RankTimeout when a worker has not called it within the rank
+    timeout (`CKPTSTORE_RANK_TIMEOUT_SECONDS`, 600).
     """
     worker = current_worker()
     brought = _Brought(metrics, checkpoint, directory, state, step, metadata)
@@ -112,7 +113,11 @@ def _agree_on_kind(group: Group, brought: _Brought, *, score: Score | None) -> s
     def join(kinds: list[bytes], _beat: Beat) -> bytes:
         return _agreed_kind([kind.decode() for kind in kinds]).encode()
 
-    return group.exchange("report", describe, join).decode()
+    try:
+        return group.exchange("report", describe, join).decode()
+    except RankTimeout as error:
+        error.hint = "Every worker calls ckptstore.ray.report, with metrics alone too; else look at its log"
+        raise
 
 
 def _agreed_kind(kinds: list[str]) -> str:
