@@ -13,7 +13,7 @@ from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
 from ckptstore.group import Beat
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import place_of
-from ckptstore.integrations.ray.handed import ROOT_NAME, look
+from ckptstore.integrations.ray.handed import look
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
 from ckptstore.integrations.ray.pointer import Pointer
@@ -24,6 +24,7 @@ from ckptstore.loading.newest import Order, resume
 from ckptstore.opening import open_store
 from ckptstore.saving.background import OnBusy, PendingSave
 from ckptstore.store import CheckpointStore
+from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 Prefer = Literal["newest", "ray"]
 

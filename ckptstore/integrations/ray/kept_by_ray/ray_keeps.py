@@ -39,7 +39,7 @@ from ckptstore.transfer import Transfer
 
 logger = logging.getLogger("ckptstore.ray")
 
-_RAY_MARKER = ".validate_storage_marker"
+RAY_MARKER = ".validate_storage_marker"
 """The driver of a run writes it into the run's directory, to find out which workers see the same storage."""
 
 
@@ -80,7 +80,7 @@ class Run:
         place = place_of(worker.filesystem, worker.run_path, storage_options=storage_options)
         storage = place.open(config)
         try:
-            storage.stat(_RAY_MARKER)
+            storage.stat(RAY_MARKER)
         except FileMissing:
             raise StoreNotShared(
                 f"Rank {worker.rank} does not see at {storage.uri} what the driver wrote there",
