@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from ckptstore.integrations.ray import (
         PreemptionSave,
         RayStore,
+        Repair,
         Worker,
         current_worker,
+        repair,
         report,
         resolve,
         resume,
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
 __all__ = [
     "PreemptionSave",
     "RayStore",
+    "Repair",
     "Worker",
     "current_worker",
+    "repair",
     "report",
     "resolve",
     "resume",

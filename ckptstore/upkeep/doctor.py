@@ -9,7 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from ckptstore.storage.base import Bucket, Disk, Storage, WritesParts
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.probe import has_exclusive_create
 from ckptstore.storage.uri import parse_uri
+from ckptstore.upkeep.ray_snapshot import ROOT_NAME, SNAPSHOT_NAME, obstacle, read_snapshot
 
 Status = Literal["ok", "warning", "failed", "unknown"]
 
@@ -85,6 +86,8 @@ class _Place:
     storage: Storage
     config: StoreConfig
     scheme: str
+    storage_options: Mapping[str, Any] | None
+    engine: str | None
     prefix: str = field(default_factory=lambda: f"{PROBE_PREFIX}doctor-{uuid.uuid4().hex}/")
     used: list[str] = field(default_factory=list)
     writes: bool = True
@@ -114,11 +117,13 @@ def examine(
     findings = [Finding(name="engine", status="ok", detail=f"{choice.engine}: {choice.reason}")]
     with closing(open_storage(uri, storage_options=storage_options, engine=engine)) as storage:
         scheme = parse_uri(uri).scheme
-        place = _Place(storage, config, _FAMILIES.get(scheme, scheme))
+        place = _Place(storage, config, _FAMILIES.get(scheme, scheme), storage_options, engine)
         is_new = isinstance(storage, Disk) and not os.path.lexists(storage.local_path(""))
         try:
             for name, check in _CHECKS.items():
                 findings.append(_finding(name, check, place))
+            if (found := _ray_snapshot(place)) is not None:
+                findings.append(found)
         finally:
             removal = _clean_up(place, is_new=is_new)
         return Examination(uri=storage.uri, engine=choice.engine, findings=(*findings, removal))
@@ -331,6 +336,28 @@ def _log(place: _Place) -> Finding:
     state = newest.state
     detail = f"{newest.number} records, {len(state.live)} live, {len(state.trash)} in the trash, epoch {state.epoch}"
     return Finding(name="log", status="ok", detail=detail)
+
+
+def _ray_snapshot(place: _Place) -> Finding | None:
+    """Ray Train's list of checkpoints, where this is the directory of a run or a store in one; None elsewhere."""
+    name, uri = "list of Ray Train", place.storage.uri
+    run = uri.removesuffix(f"/{ROOT_NAME}")
+    try:
+        with ExitStack() as stack:
+            options, storage = place.storage_options, place.storage
+            if run != uri:
+                storage = stack.enter_context(closing(open_storage(run, storage_options=options, engine=place.engine)))
+            snapshot = read_snapshot(storage)
+            fault = "" if snapshot is None else obstacle(storage, snapshot)
+    except CkptstoreError:  # it cannot be read here: the other checks say what can
+        return None
+    if snapshot is None:
+        return None
+    if not fault:
+        return Finding(name=name, status="ok", detail=f"{len(snapshot.listed)} checkpoints")
+    detail = f"{SNAPSHOT_NAME}: {fault}. The run cannot start again"
+    hint = f"In Python: ckptstore.ray.repair({run!r})"
+    return Finding(name=name, status="failed", detail=detail, hint=hint, code=CheckpointDamaged.code)
 
 
 def _clean_up(place: _Place, *, is_new: bool) -> Finding:

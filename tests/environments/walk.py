@@ -69,7 +69,7 @@ def of_store(store: Any) -> dict[str, Callable[[], Any]]:
         "prune": store.prune,
         "collect_garbage": store.collect_garbage,
         "roll_back": lambda: store.roll_back(4),
-        "restore": lambda: store.restore(5),
+        "restore": lambda: (store.save_directory(9, "files"), store.roll_back(4), store.restore(9)),
         "retain": lambda: store.retain(store.retention),
         "retention": lambda: store.retention,
         "exists": store.exists,

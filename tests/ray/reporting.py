@@ -145,3 +145,25 @@ def _restore(config: dict[str, Any], model: Any, optimizer: Any, found: Any) -> 
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     return int(saved["epoch"]) + 1
+
+
+def warm_start(config: dict[str, Any]) -> None:
+    """Rank 0 alone reads what another run has kept, in each contract; DDP brings it to the others."""
+    import ray.train
+    import torch
+    from keeping import new_model
+    from torch.nn.parallel import DistributedDataParallel
+
+    old = new_model()
+    torch.nn.init.constant_(old[0].bias, 7.0)
+    with ckptstore.ray.store() as store:
+        store.save(0, {"model": old})
+        pointer = ray.train.get_checkpoint()
+    ckptstore.ray.report({}, state={"model": old}, step=1)
+    kept = ray.train.get_checkpoint()
+    rank = ray.train.get_context().get_world_rank()
+    for open_it, found in ((ckptstore.ray.wrap, kept), (ckptstore.ray.wrap, pointer), (ckptstore.ray.resolve, pointer)):
+        model = new_model()
+        if rank == 0:
+            open_it(found, group="solo").load({"model": model})
+        note(config, "warm", f"{rank} {DistributedDataParallel(model).module[0].bias[0].item()}")

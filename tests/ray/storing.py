@@ -69,7 +69,7 @@ def store(
         try:
             run = Run.open(worker, rank_timeout_seconds=30)
             seat = StorageGroup(index, len(ranks), token, worker.node_id)
-            group = seat.open(run.board, rank_timeout_seconds=30, retry=run.config.retry)
+            group = seat.open(run.storage, rank_timeout_seconds=30, retry=run.config.retry)
             shard = RayDirectoryShard(run, directories[index], ranks=ranks, shared=shared)
             try:
                 request = story.checked(

@@ -127,6 +127,12 @@ def test_a_killed_worker_costs_nothing(
     assert ckptstore.ray.wrap(result.checkpoint) == ckptstore.ray.wrap(result.best_checkpoints[-1][0])
 
 
+def test_rank_0_alone_reads_what_another_run_has_kept(cluster: RayCluster, tmp_path: Path) -> None:
+    config = {"notes": str(tmp_path)}
+    fit(reporting.warm_start, storage_path=tmp_path / "runs", name="warm", config=config, torch=True)
+    assert sorted(notes(tmp_path, "warm")) == [["0", "7.0"]] * 3 + [["1", "7.0"]] * 3
+
+
 @pytest.mark.slow
 def test_a_state_is_loaded_by_more_workers(cluster: RayCluster, s3: S3Server, tmp_path: Path) -> None:
     config = {"notes": str(tmp_path), "parallel": "fsdp", "how": "state"}

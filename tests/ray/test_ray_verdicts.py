@@ -44,7 +44,7 @@ def all_store(
             filesystem=None,  # type: ignore[arg-type]
         )
         transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=rank)
-        opened = Run(worker=worker, config=config, storage=storage, transfer=transfer, board=storage)
+        opened = Run(worker=worker, config=config, storage=storage, transfer=transfer)
         source = tmp_path / f"source-{rank}"
         source.mkdir(exist_ok=True)
         (source / "model.bin").write_bytes(os.urandom(1000))

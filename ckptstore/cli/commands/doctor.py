@@ -19,6 +19,8 @@ from ckptstore.upkeep.doctor import Examination, examine
 def command(uri: str, engine: str | None, storage_options: dict[str, Any], as_json: bool) -> None:
     """Try everything that a store at URI needs: permissions, conditional creates, clocks, speed, locks, the log.
 
+    Of a run of Ray Train it says too whether Ray's own list of checkpoints is whole.
+
     Writes some 30 MiB below probe/ and removes them again. The exit code is 0, also with warnings, or that of the first
     thing that failed.
     """

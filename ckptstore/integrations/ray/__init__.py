@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from ckptstore.integrations.ray.kept_by_ray.upload_fn import safe_metrics, upload_fn
     from ckptstore.integrations.ray.preemption import PreemptionSave
     from ckptstore.integrations.ray.ray_store import RayStore, store
+    from ckptstore.integrations.ray.repairing import Repair, repair
     from ckptstore.integrations.ray.resuming import resolve, resume, wrap
 
 __all__ = [
     "PreemptionSave",
     "RayStore",
+    "Repair",
     "Worker",
     "current_worker",
+    "repair",
     "report",
     "resolve",
     "resume",
@@ -37,8 +40,10 @@ __getattr__ = exports(
     {
         "PreemptionSave": "preemption",
         "RayStore": "ray_store",
+        "Repair": "repairing",
         "Worker": "context",
         "current_worker": "context",
+        "repair": "repairing",
         "report": "kept_by_ray.reporting",
         "resolve": "resuming",
         "resume": "resuming",

@@ -29,12 +29,10 @@ class StoragePlace:
     uri: str
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
-    def open(self, config: StoreConfig, *, durable: bool | None = None) -> Storage:
-        """The storage there, with retries; nothing is created. `durable` goes before the configuration's."""
-        durable = config.transfer.durable if durable is None else durable
-        storage = open_storage(
-            self.uri, storage_options=self.storage_options, durable=durable, direct_io=config.transfer.direct_io
-        )
+    def open(self, config: StoreConfig) -> Storage:
+        """The storage there, with retries; nothing is created."""
+        durable, direct_io = config.transfer.durable, config.transfer.direct_io
+        storage = open_storage(self.uri, storage_options=self.storage_options, durable=durable, direct_io=direct_io)
         return with_retries(storage, config.retry)
 
 

@@ -21,11 +21,10 @@ from ckptstore.integrations.ray.pointer import Pointer, read_pointer
 from ckptstore.job import Job
 from ckptstore.loading.story import CheckpointFiles, files_of
 from ckptstore.storage.uri import parse_uri
+from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 logger = logging.getLogger("ckptstore.ray")
 
-ROOT_NAME = "_ckptstore"
-"""Of the default store's root, inside the directory of the run."""
 ANEW = (
     "to leave it out on purpose, and begin with what the store has, if anything: ckptstore.ray.store(ignore_ray=True)"
 )

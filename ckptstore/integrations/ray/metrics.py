@@ -1,4 +1,4 @@
-"""Metrics as Ray's bookkeeping can stand them. Pure.
+"""Metrics as Ray's bookkeeping can stand them. Pure, but for warnings.
 
 Ray keeps metrics as JSON, and ranks checkpoints by one of them, the score. A scalar of numpy there ends the run. A NaN
 score comes back as null after a restart, and ends the run then. A missing score counts as the lowest number, so that
@@ -8,14 +8,17 @@ missing, or no finite number, becomes the worst one that there is, and `REPLACED
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptstore.errors import InvalidInput, InvalidMetric
 from ckptstore.format.encoding import float_name
+
+logger = logging.getLogger("ckptstore.ray")
 
 Order = Literal["max", "min"]
 
@@ -65,6 +68,15 @@ def safe_metrics(metrics: Mapping[str, Any], *, score: Score | None) -> dict[str
     if replaced is not None:
         safe[REPLACED] = {score.name: replaced}
     return safe
+
+
+def warn_of_worst(told: Mapping[str, Any], *, step: int | None = None, ranked_by: Collection[str] = ()) -> None:
+    """Log which metrics, as `safe_metrics` returned them, count as the worst: the replaced score, and those that the
+    store's retention ranks by and that are not there."""
+    replaced = dict.fromkeys(set(ranked_by) - numbers_of(told).keys(), "missing") | told.get(REPLACED, {})
+    for name, fault in sorted(replaced.items()):
+        what = "a report" if step is None else f"the report of step {step}"
+        logger.warning("the metric %r is %s in %s: it ranks as the worst", name, fault, what)
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:

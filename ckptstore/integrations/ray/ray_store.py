@@ -14,7 +14,7 @@ from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
 from ckptstore.group import Beat
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import place_of
-from ckptstore.integrations.ray.handed import ROOT_NAME, look
+from ckptstore.integrations.ray.handed import look
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
 from ckptstore.integrations.ray.pointer import Pointer
@@ -25,6 +25,7 @@ from ckptstore.loading.newest import Order, resume
 from ckptstore.opening import open_store
 from ckptstore.saving.background import OnBusy, PendingSave
 from ckptstore.store import CheckpointStore
+from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 Prefer = Literal["newest", "ray"]
 
@@ -254,6 +255,7 @@ class RayStore(CheckpointStore):
             retry=RetryConfig.from_env(),
             max_in_flight=max_in_flight,
             forgive=self._background.forgive,
+            ranked_by=self.retention.required_metrics(),
         )
 
     def _settle(self) -> None:
@@ -294,6 +296,7 @@ def store(
         ignore_ray: have `resume` leave out what Ray hands back, and take what the store has, if anything: to begin anew
             on purpose, or where you load files that Ray stored itself.
         options: the other keywords of `ckptstore.open_store`: `retention`, `grace_seconds`, `memory_budget_bytes`...
+            `missing` is "worst" in a worker: a save without a metric that retention ranks by is logged as a warning.
 
     Raises InvalidInput for a bad value, or when the storage of the run is one that ckptstore cannot open by itself.
     """
@@ -310,6 +313,8 @@ def store(
         uri, storage_options = place.uri, place.storage_options
     if group is None and worker is not None:
         group = RayWorkers(worker)
+    if worker is not None:
+        options.setdefault("missing", "worst")
     opened = RayStore(job_of(open_store(uri, storage_options=storage_options, group=group, **options)))
     opened._ignores_ray, opened._run_options = ignore_ray, run_options
     if worker is not None:

@@ -20,7 +20,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.metrics import REPLACED, safe_metrics
+from ckptstore.integrations.ray.metrics import REPLACED, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
 from ckptstore.saving.background import PendingSave
 
@@ -64,6 +64,8 @@ class Reports:
     max_in_flight: int
     forgive: Callable[[PendingSave], None]
     """Told of a failed save that is tolerated."""
+    ranked_by: frozenset[str] = frozenset()
+    """The metrics that the store's retention ranks by."""
     counts: Counts = field(default_factory=Counts)
     longest_save_seconds: float = 0.0
     """From a call to its commit."""
@@ -83,7 +85,7 @@ class Reports:
         if self.worker.rank == 0:
             write_pointer(self.worker, name, Pointer.to(checkpoint, root=self.root), retry=self.retry)
         ray.train.report(
-            self._metrics(checkpoint.step, metrics),
+            self._ranked(checkpoint.step, metrics),
             checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
@@ -105,7 +107,7 @@ class Reports:
 
         self._wait_until_at_most(self.max_in_flight - 1)
         name = _directory_name(pending.step, secrets.token_hex(4))  # that of rank 0 counts
-        told = self._metrics(pending.step, metrics) | {"ckptstore_stalled_seconds": pending.stalled_seconds}
+        told = self._ranked(pending.step, metrics) | {"ckptstore_stalled_seconds": pending.stalled_seconds}
         ended = threading.Event()
         self._waiting.append(ended)
         ray.train.report(
@@ -176,6 +178,13 @@ class Reports:
         if score := self.worker.score:
             told[score.name] = score.worst
             told[REPLACED] = {score.name: "save failed"}
+
+    def _ranked(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The metrics of a checkpoint, with a warning where it ranks last for want of one."""
+        told = self._metrics(step, metrics)
+        if self.worker.rank == 0:  # those of the others count nowhere
+            warn_of_worst(told, step=step, ranked_by=self.ranked_by)
+        return told
 
     def _metrics(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         own = {"ckptstore_step": step, **self.counts.as_metrics()}

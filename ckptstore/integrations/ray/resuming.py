@@ -11,12 +11,12 @@ from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CheckpointGone, FileMissing
 from ckptstore.integrations.ray.context import current_worker
 from ckptstore.integrations.ray.filesystem import place_of
-from ckptstore.integrations.ray.handed import ROOT_NAME
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.pointer import has_pointer, read_pointer
 from ckptstore.integrations.ray.ray_store import Prefer, RayStore, current_store
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.opening import open_store
+from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 
 def resume(
@@ -33,40 +33,43 @@ def resume(
     return store.resume(state, prefer=prefer, **options)
 
 
-def wrap(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
+def wrap(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = None, group: object = None) -> Checkpoint:
     """Open what `ckptstore.ray.report` or `upload_fn` stored, from the checkpoint that Ray hands back for it; or what a
     store saved, if it is a pointer.
 
     In the driver, in workers and anywhere else; one download per node for `as_directory`, whoever asks, every byte
-    checked. In a worker `load` is collective over the workers. `storage_options` replace what the checkpoint's file
-    system says of endpoint and credentials.
+    checked. In a worker `load` is collective over the workers; with `group="solo"` one of them loads alone.
+    `storage_options` replace what the checkpoint's file system says of endpoint and credentials.
 
     Raises CheckpointGone when nothing is there, CheckpointDamaged when it is not whole: a manifest or a file that is
     missing, a file that has another size or is not in the manifest (of another attempt). Raises InvalidSource for
     files that Ray stored itself; and what `resolve` raises.
     """
     worker = current_worker()
-    group = RayWorkers(worker) if worker else None
+    if group is None and worker is not None:
+        group = RayWorkers(worker)
     if has_pointer(ray_checkpoint):
         return _resolved(ray_checkpoint, storage_options=storage_options, group=group)
     config = StoreConfig.from_env()
     return Checkpoint(kept_files(ray_checkpoint, config, storage_options=storage_options, group=group))
 
 
-def resolve(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
+def resolve(
+    ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = None, group: object = None
+) -> Checkpoint:
     """The checkpoint that a checkpoint of Ray's points to: `result.checkpoint`, one of `result.best_checkpoints`, what
     a validation function or a Serve deployment is given. In any process that can read the run's storage.
 
     `storage_options` are for a store that was given a root of its own: they are not stored with it. For the default
-    root the ones of Ray's file system are used.
+    root the ones of Ray's file system are used. `group="solo"` is for one worker that loads alone.
 
     Raises CheckpointGone, which names what is left, when the store's retention has dropped it or when its save failed;
     InvalidInput when `ray_checkpoint` holds no pointer.
     """
-    return _resolved(ray_checkpoint, storage_options=storage_options)
+    return _resolved(ray_checkpoint, storage_options=storage_options, group=group)
 
 
-def _resolved(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None, group: object = None) -> Checkpoint:
+def _resolved(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None, group: object) -> Checkpoint:
     try:
         pointer = read_pointer(ray_checkpoint, retry=RetryConfig.from_env())
     except FileMissing as error:

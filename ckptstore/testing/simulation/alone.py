@@ -17,7 +17,6 @@ from ckptstore.errors import (
     StoreMissing,
 )
 from ckptstore.group import StorageGroup
-from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.interchange.copying import copy_store
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepLatest
@@ -40,9 +39,9 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
 
             group = KeyValueGroup(world, actor.name, member.rank, actor.ranks)
         if plan.board == "ray":
-            from ckptstore.testing.simulation.ray_jobs import worker_of
+            from ckptstore.testing.simulation.ray_jobs import SimWorkers, worker_of
 
-            group = RayWorkers(worker_of(world, member))
+            group = SimWorkers(worker_of(world, member))
     return open_store(
         uri,
         retention=POLICIES[plan.policy],

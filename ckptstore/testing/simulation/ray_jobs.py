@@ -8,14 +8,15 @@ from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import StoreConfig
-from ckptstore.group import Group
+from ckptstore.group import Group, SoloGroup, StorageGroup
+from ckptstore.group.base import new_start_token
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeeper, Run, default_directory
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at
-from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.saving import story
 from ckptstore.saving.shard import Shard
+from ckptstore.storage.base import Storage
 from ckptstore.storage.retried import with_retries
 from ckptstore.testing.simulation.model import payload
 from ckptstore.testing.simulation.plan import Action
@@ -51,6 +52,21 @@ class SimWorker(Worker):
         return given[0]
 
 
+@dataclass(frozen=True)
+class SimWorkers:
+    """In the place of `RayWorkers`: the workers meet through the storage, where faults strike."""
+
+    worker: SimWorker
+
+    def open_group(self, storage: Storage, config: StoreConfig) -> Group:
+        """The group at work. Collective."""
+        worker = self.worker
+        if worker.world_size == 1:
+            return SoloGroup(node=worker.node_id)
+        group = StorageGroup(worker.rank, worker.world_size, worker.broadcast(new_start_token()), worker.node_id)
+        return group.open(storage, rank_timeout_seconds=config.rank_timeout_seconds, retry=config.retry)
+
+
 def worker_of(world: World, member: Member) -> SimWorker:
     """The worker that a rank of a job is."""
     return SimWorker(
@@ -72,15 +88,14 @@ class RunOfRay:
         config = StoreConfig.from_env(rank_timeout_seconds=world.plan.rank_timeout_seconds)
         storage = with_retries(world.open_storage(RUN_URI), config.retry)
         transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=member.rank)
-        self.run = Run(
-            worker=worker_of(world, member), config=config, storage=storage, transfer=transfer, board=storage
-        )
+        self._workers = SimWorkers(worker_of(world, member))
+        self.run = Run(worker=self._workers.worker, config=config, storage=storage, transfer=transfer)
 
     def report(self, index: int, action: Action) -> RayAttempt:
         """`ckptstore.ray.report`, but that nobody hears of it: the ranks meet anew for each."""
         run = self.run
         name = f"{DIRECTORY_PREFIX}{action.option}" if action.option else default_directory(action.step)
-        group = RayWorkers(run.worker).open_group(run.board, run.config)
+        group = self._workers.open_group(run.storage, run.config)
         try:
             is_state = self._world.plan.contents == "state"
             asked = {"step": action.step, "metrics": None, "metadata": None, "exists": "replace"}

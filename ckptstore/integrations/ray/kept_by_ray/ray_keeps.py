@@ -39,7 +39,7 @@ from ckptstore.transfer import Transfer
 
 logger = logging.getLogger("ckptstore.ray")
 
-_RAY_MARKER = ".validate_storage_marker"
+RAY_MARKER = ".validate_storage_marker"
 """The driver of a run writes it into the run's directory, to find out which workers see the same storage."""
 
 
@@ -66,8 +66,6 @@ class Run:
     config: StoreConfig
     storage: Storage
     transfer: Transfer
-    board: Storage
-    """The same place, for messages between ranks: on a disk nobody waits for them to be durable."""
     _identity: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -82,7 +80,7 @@ class Run:
         place = place_of(worker.filesystem, worker.run_path, storage_options=storage_options)
         storage = place.open(config)
         try:
-            storage.stat(_RAY_MARKER)
+            storage.stat(RAY_MARKER)
         except FileMissing:
             raise StoreNotShared(
                 f"Rank {worker.rank} does not see at {storage.uri} what the driver wrote there",
@@ -90,8 +88,7 @@ class Run:
                 hint="Give RunConfig a storage_path that all nodes share",
             ) from None
         transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=worker.rank)
-        board = place.open(config, durable=False)
-        return Run(worker=worker, config=config, storage=storage, transfer=transfer, board=board)
+        return Run(worker=worker, config=config, storage=storage, transfer=transfer)
 
     def store_id(self) -> str:
         """Leader: who this directory is. Raises InvalidInput where a log of ckptstore keeps the checkpoints."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, RankTimeout
 from ckptstore.format.layout import check_step
 from ckptstore.group import Beat, Group
 from ckptstore.integrations.ray.context import Worker, current_worker
@@ -20,7 +19,7 @@ from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeep
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
 from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at
-from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics
+from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.saving import story
 from ckptstore.saving.shard import Shard
@@ -49,7 +48,8 @@ def report(
 
     Args:
         metrics: what Ray is told, those of rank 0. Scalars of numpy and torch become numbers. Where Ray ranks
-            checkpoints by one of them and it is missing or not finite, Ray is told the worst number there is.
+            checkpoints by one of them and it is missing or not finite, Ray is told the worst number there is, and
+            a warning is logged.
         checkpoint: a local checkpoint of Ray's, `Checkpoint.from_directory(path)`; or
         directory: a local path. None on ranks that have none. Names that several ranks bring get the rank in them.
         state: in place of these, on all ranks: a dict of modules, optimizers, tensors and plain values, as for
@@ -62,7 +62,8 @@ def report(
     Raises InvalidMetric and other kinds of InvalidInput before anything is written, and what keeps any rank from
     storing its files; on all ranks, and nothing is reported then. Outside of a worker of Ray Train metrics are checked
     and nothing is stored: in local mode (`num_workers=0`) Ray is told all but a state, elsewhere there is nobody to
-    tell. A store of ckptstore's own works there.
+    tell. A store of ckptstore's own works there. Raises RankTimeout when a worker has not called it within the rank
+    timeout (`CKPTSTORE_RANK_TIMEOUT_SECONDS`, 600).
     """
     worker = current_worker()
     brought = _Brought(metrics, checkpoint, directory, state, step, metadata)
@@ -112,7 +113,11 @@ def _agree_on_kind(group: Group, brought: _Brought, *, score: Score | None) -> s
     def join(kinds: list[bytes], _beat: Beat) -> bytes:
         return _agreed_kind([kind.decode() for kind in kinds]).encode()
 
-    return group.exchange("report", describe, join).decode()
+    try:
+        return group.exchange("report", describe, join).decode()
+    except RankTimeout as error:
+        error.hint = "Every worker calls ckptstore.ray.report, with metrics alone too; else look at its log"
+        raise
 
 
 def _agreed_kind(kinds: list[str]) -> str:
@@ -140,14 +145,16 @@ class _Reporter:
     def report(self, brought: _Brought, *, validation: Any) -> Checkpoint | None:
         import ray.train
 
-        with self._meeting() as group:
-            attempt = self._store(group, brought)
+        attempt = self._store(self._met(), brought)
         if attempt is None:
             ray.train.report(plain_metrics(brought.metrics))
             return None
         run, worker = self.run, self.run.worker
+        told = safe_metrics(brought.metrics, score=worker.score)
+        if worker.rank == 0:
+            warn_of_worst(told, step=attempt.step)
         ray.train.report(
-            safe_metrics(brought.metrics, score=worker.score),
+            told,
             checkpoint=ray.train.Checkpoint(worker.path_of(attempt.directory), worker.filesystem),
             checkpoint_dir_name=attempt.directory,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
@@ -155,18 +162,11 @@ class _Reporter:
         )
         return Checkpoint(files_at(run.storage, run.config, prefix=attempt.prefix, group=RayWorkers(worker)))
 
-    @contextmanager
-    def _meeting(self) -> Iterator[Group]:
-        """The group for one report. Collective. Ray ends workers without a word, and a group that works through the
-        storage would leave its messages there, so such a group is new for each report."""
-        group = self._group or RayWorkers(self.run.worker).open_group(self.run.board, self.run.config)
-        if getattr(group, "process_group", None) is not None:
-            self._group = group
-        try:
-            yield group
-        finally:
-            if group is not self._group:
-                group.close()
+    def _met(self) -> Group:
+        """The group of all reports. Collective when it is used."""
+        if self._group is None:
+            self._group = RayWorkers(self.run.worker).open_group(self.run.storage, self.run.config)
+        return self._group
 
     def _store(self, group: Group, brought: _Brought) -> RayAttempt | None:
         kind = _agree_on_kind(group, brought, score=self.run.worker.score)

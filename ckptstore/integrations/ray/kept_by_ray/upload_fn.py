@@ -1,33 +1,28 @@
 """`ckptstore.ray.upload_fn`: what `ray.train.report` calls in place of its own upload.
 
 Ray calls it on every rank that reports a checkpoint, in the training thread or in one of its own, and allows no
-collective of the training in there. So the ranks meet through small objects in the run's storage, anew for each report.
+collective of the training in there. So the ranks meet in a group of their own, anew for each report.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckptstore.errors import CkptstoreError, InvalidInput, RankTimeout
-from ckptstore.group import Group, SoloGroup, StorageGroup
+from ckptstore.group import Group, SoloGroup
 from ckptstore.integrations.ray.context import Worker, current_worker, require_worker
 from ckptstore.integrations.ray.filesystem import local_path_of
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayKeeper, Run
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
-from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
+from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics, warn_of_worst
 from ckptstore.integrations.ray.metrics import safe_metrics as made_safe
+from ckptstore.integrations.ray.ray_board import open_ray_group
 from ckptstore.saving import story
 
 Ranks = Literal["all"] | Collection[int]
-
-_calls: Counter[str] = Counter()
-"""How often this process was called for a name: with the start of the workers it tells attempts apart."""
-_calls_lock = threading.Lock()
 
 
 def upload_fn(
@@ -129,20 +124,8 @@ def _meet(run: Run, ranks: Sequence[int], directory: str) -> Group:
     """The group of one attempt. Nothing of an attempt that died can be mistaken for something of this one."""
     if len(ranks) == 1:
         return SoloGroup(node=run.worker.node_id)
-    with _calls_lock:
-        _calls[directory] += 1
-        call = f"{_start_token()}/{directory}/{_calls[directory]}"
-    token = hashlib.sha256(call.encode()).hexdigest()[:32]
-    seat = StorageGroup(ranks.index(run.worker.rank), len(ranks), token, run.worker.node_id)
-    return seat.open(run.board, rank_timeout_seconds=run.config.rank_timeout_seconds, retry=run.config.retry)
-
-
-def _start_token() -> str:
-    """Equal on all ranks, new for every start of the workers: they share one actor of Ray's that is made with them."""
-    from ray.train.v2._internal.execution.context import get_train_context
-
-    context: Any = get_train_context()
-    return str(context.get_synchronization_actor()._actor_id.hex())
+    name = f"{run.storage.uri}/{directory}"
+    return open_ray_group(run.worker, name, rank_timeout_seconds=run.config.rank_timeout_seconds, ranks=ranks)
 
 
 def number_of_report(*, is_next: bool = False) -> int:
@@ -159,8 +142,11 @@ def safe_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics for a `ray.train.report` with a checkpoint, so that Ray neither dies of them nor keeps the wrong one.
 
     Scalars of numpy and torch become Python's numbers. In a worker of a run that ranks checkpoints by a metric, a
-    missing or not finite one becomes the worst number there is, and "ckptstore_replaced" says what it was.
-    `ckptstore.ray.report` does the same. Raises InvalidMetric, with the name, for what Ray cannot keep.
+    missing or not finite one becomes the worst number there is, "ckptstore_replaced" says what it was, and a warning is
+    logged. `ckptstore.ray.report` does the same. Raises InvalidMetric, with the name, for what Ray cannot keep.
     """
     worker = current_worker()
-    return made_safe(metrics, score=worker.score if worker else None)
+    told = made_safe(metrics, score=worker.score if worker else None)
+    if worker is not None and worker.rank == 0:
+        warn_of_worst(told)
+    return told

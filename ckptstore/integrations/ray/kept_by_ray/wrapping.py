@@ -28,7 +28,7 @@ def kept_files(
     InvalidSource as `wrap` does."""
     place = place_of(ray_checkpoint.filesystem, ray_checkpoint.path, storage_options=storage_options)
     files = files_at(place.open(config), config, group=group)
-    _check_whole(files)
+    check_whole(files)
     return files
 
 
@@ -40,7 +40,8 @@ def files_at(storage: Storage, config: StoreConfig, *, prefix: str = "", group: 
     )
 
 
-def _check_whole(files: CheckpointFiles) -> None:
+def check_whole(files: CheckpointFiles) -> None:
+    """Raise CheckpointGone, CheckpointDamaged or InvalidSource unless every file of its manifest is there."""
     manifest = _manifest_of(files)
     problems = check_sizes(manifest.files, files.stored_sizes(manifest))
     if problems:
