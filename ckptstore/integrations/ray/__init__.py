@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckptstore.integrations.ray.preemption import PreemptionSave
     from ckptstore.integrations.ray.ray_store import RayStore, store
     from ckptstore.integrations.ray.resuming import resolve, resume, wrap
+    from ckptstore.integrations.ray.retried_s3 import s3_filesystem
 
 __all__ = [
     "PreemptionSave",
@@ -26,6 +27,7 @@ __all__ = [
     "report",
     "resolve",
     "resume",
+    "s3_filesystem",
     "safe_metrics",
     "store",
     "upload_fn",
@@ -42,6 +44,7 @@ __getattr__ = exports(
         "report": "kept_by_ray.reporting",
         "resolve": "resuming",
         "resume": "resuming",
+        "s3_filesystem": "retried_s3",
         "safe_metrics": "kept_by_ray.upload_fn",
         "store": "ray_store",
         "upload_fn": "kept_by_ray.upload_fn",
