@@ -19,6 +19,7 @@ from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
 from ckptstore.integrations.ray.pointer import Pointer
 from ckptstore.integrations.ray.preemption import MARGIN, Notice, PreemptionSave, current_notice
 from ckptstore.integrations.ray.reports import Reports
+from ckptstore.integrations.ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.loading.newest import Order, resume
 from ckptstore.opening import open_store
@@ -284,8 +285,10 @@ def store(
             on purpose, or where you load files that Ray stored itself.
         options: the other keywords of `ckptstore.open_store`: `retention`, `grace_seconds`, `memory_budget_bytes`...
 
-    Raises InvalidInput for a bad value, or when the storage of the run is one that ckptstore cannot open by itself.
+    Raises InvalidInput for a bad value, when the storage of the run is one that ckptstore cannot open by itself, and in
+    a function of Ray Tune, where `ckptstore.ray.report` is what works.
     """
+    refuse_in_tune("ckptstore.ray.store")
     if type(max_in_flight) is not int or max_in_flight < 1:
         raise InvalidInput(f"max_in_flight is {max_in_flight!r}, it must be an integer above 0")
     worker = current_worker()

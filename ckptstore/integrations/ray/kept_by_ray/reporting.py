@@ -7,10 +7,12 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint import Checkpoint
+from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput
 from ckptstore.format.layout import check_step
 from ckptstore.group import Beat, Group
@@ -19,8 +21,9 @@ from ckptstore.integrations.ray.filesystem import local_path_of
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeeper, Run, default_directory
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
-from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at
+from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at, kept_files
 from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics
+from ckptstore.integrations.ray.tuning import staging, tell_tune, tune_session
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.saving import story
 from ckptstore.saving.shard import Shard
@@ -63,9 +66,19 @@ def report(
     storing its files; on all ranks, and nothing is reported then. Outside of a worker of Ray Train metrics are checked
     and nothing is stored: in local mode (`num_workers=0`) Ray is told all but a state, elsewhere there is nobody to
     tell. A store of ckptstore's own works there.
+
+    In a function of Ray Tune it takes the place of `ray.tune.report`: the checkpoint is made on this node, whole and
+    with its manifest, and Tune copies it. `ckptstore.ray.wrap(ray.tune.get_checkpoint())` opens it, in a clone of
+    another trial too. Tune ranks and deletes.
     """
-    worker = current_worker()
     brought = _Brought(metrics, checkpoint, directory, state, step, metadata)
+    if (session := tune_session()) is not None:
+        if validation or storage_options:
+            raise InvalidInput(
+                "validation and storage_options are for Ray Train; Ray Tune has none, and copies by itself"
+            )
+        return _report_to_tune(session, brought)
+    worker = current_worker()
     if worker is None:
         _report_outside(brought)
         return None
@@ -214,6 +227,19 @@ def _reporter(worker: Worker, storage_options: Mapping[str, Any] | None) -> _Rep
     made = _Reporter(run, storage_options)
     _reporters.append(made)
     return made
+
+
+def _report_to_tune(session: Any, brought: _Brought) -> Checkpoint | None:
+    """A trial reports: its checkpoint is made whole on this node, and Tune copies it. Nothing of it stays here."""
+    if brought.step is None:
+        brought = replace(brought, step=session.storage.current_checkpoint_index + 1)
+    with staging() as worker:
+        reporter = _Reporter(Run.open(worker, durable=False), None)
+        with reporter._meeting() as group:
+            attempt = reporter._store(group, brought)
+        made = None if attempt is None else Path(worker.path_of(attempt.directory))
+        reported = tell_tune(session, plain_metrics(brought.metrics), made)
+    return None if reported is None else Checkpoint(kept_files(reported, StoreConfig.from_env()))
 
 
 def _report_outside(brought: _Brought) -> None:

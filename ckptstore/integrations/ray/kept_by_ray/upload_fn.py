@@ -21,6 +21,7 @@ from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayKeeper, Run
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
 from ckptstore.integrations.ray.metrics import safe_metrics as made_safe
+from ckptstore.integrations.ray.tuning import refuse_in_tune
 from ckptstore.saving import story
 
 Ranks = Literal["all"] | Collection[int]
@@ -60,6 +61,7 @@ def upload_fn(
     mode `ray.train.report` lets that out; let it end the training function, since Ray counts the report as begun and
     would wait for it at the next one for ever. An error of `ckptstore.ray.report` can be caught.
     """
+    refuse_in_tune("ckptstore.ray.upload_fn")
     if ranks != "all":
         ranks = tuple(sorted(set(ranks)))
         if not ranks or ranks[0] < 0:
