@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,15 @@ def killed_once(config: dict[str, Any], step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def note_resumed(config: dict[str, Any], found: Any) -> None:
+    """For the test: from what Ray handed back the run went on."""
+    Path(config["notes"], "resumed").write_text(str(ckptstore.ray.wrap(found).step))
+
+
 def lightning(config: dict[str, Any]) -> None:
     """A Lightning Trainer under Ray's own strategy and environment."""
     import lightning.pytorch as pl
+    import ray.train
     import torch
     from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
 
@@ -42,20 +49,40 @@ def lightning(config: dict[str, Any]) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=0.1)
 
+    class Reports(pl.Callback):
+        """That of Ray's guide, with its last line changed."""
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            with tempfile.TemporaryDirectory() as directory:
+                metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+                trainer.save_checkpoint(os.path.join(directory, "ckpt.pt"), weights_only=False)
+                checkpoint = None
+                if ray.train.get_context().get_world_rank() == 0:
+                    checkpoint = ray.train.Checkpoint.from_directory(directory)
+                ckptstore.ray.report(metrics=metrics, checkpoint=checkpoint)
+
     inputs = torch.linspace(-1, 1, 32).unsqueeze(1)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, 3 * inputs - 1), batch_size=4)
-    callback = CheckpointStoreCallback(ckptstore.ray.store, asynchronous=config["asynchronous"], every_n_epochs=1)
+    reports = config.get("reports", False)
+    callback = CheckpointStoreCallback(ckptstore.ray.store, asynchronous=True, every_n_epochs=1)
     trainer = pl.Trainer(
         max_epochs=4,
+        default_root_dir=config["notes"],
         accelerator="cpu",
         devices="auto",
         strategy=RayDDPStrategy(),
         plugins=[RayLightningEnvironment()],
-        callbacks=[callback],
+        callbacks=[Reports() if reports else callback],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    found = ray.train.get_checkpoint() if reports else None
+    if found is not None:
+        with ckptstore.ray.wrap(found).as_directory() as directory:
+            prepare_trainer(trainer).fit(Line(), data, ckpt_path=f"{directory}/ckpt.pt", weights_only=False)
+        note_resumed(config, found)
+        return
     prepare_trainer(trainer).fit(Line(), data)
     if callback.resumed is not None:
         Path(config["notes"], "resumed").write_text(str(callback.resumed.step))
@@ -63,14 +90,32 @@ def lightning(config: dict[str, Any]) -> None:
 
 def transformers(config: dict[str, Any]) -> None:
     """A Hugging Face Trainer, as it is."""
+    import ray.train
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
 
     from ckptstore.integrations.transformers import CheckpointStoreCallback
 
     class Kills(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             killed_once(config, state.global_step)
+
+    class Reports(TrainerCallback):
+        """That of Ray's guide, with its last call changed."""
+
+        def __init__(self) -> None:
+            self.metrics: dict[str, Any] = {}
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            self.metrics.update(logs)
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            checkpoint = None
+            if ray.train.get_context().get_world_rank() == 0:
+                checkpoint = ray.train.Checkpoint.from_directory(get_last_checkpoint(args.output_dir))
+            ckptstore.ray.report(metrics=self.metrics, checkpoint=checkpoint)
+            self.metrics = {}
 
     worker = ckptstore.ray.current_worker()
     assert worker is not None
@@ -86,9 +131,20 @@ def transformers(config: dict[str, Any]) -> None:
         report_to=[],
         disable_tqdm=True,
     )
+    reports = config.get("reports", False)
     callback = CheckpointStoreCallback(ckptstore.ray.store)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1))
-    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[callback, Kills()])
+    saves = Reports() if reports else callback
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[saves, Kills()])
+    found = ray.train.get_checkpoint() if reports else None
+    if found is not None:
+        with ckptstore.ray.wrap(found).as_directory() as directory:
+            trainer.train(resume_from_checkpoint=str(directory))
+        note_resumed(config, found)
+        return
+    if reports:
+        trainer.train()
+        return
     trainer.train(resume_from_checkpoint=callback.resume())
     if callback.resumed is not None:
         Path(config["notes"], "resumed").write_text(str(callback.resumed.step))

@@ -59,6 +59,24 @@ def report_one_name(config: dict[str, Any]) -> None:
             shutil.rmtree(directory)
 
 
+def report_in_every_way(config: dict[str, Any]) -> None:
+    """One report of each kind: Ray keeps and ckptstore stores, ckptstore keeps, Ray alone, and metrics."""
+    import ray.train
+
+    store = ckptstore.ray.store()
+    with tempfile.TemporaryDirectory() as directory:
+        for kind in ("report", "store", "ray"):
+            Path(directory, f"model-{ray.train.get_context().get_world_rank()}.pt").write_text(kind)
+            if kind == "report":
+                ckptstore.ray.report({"kind": kind}, directory=directory)
+            elif kind == "store":
+                store.save_directory(0, directory, metrics={"kind": kind})
+            else:
+                ray.train.report({"kind": kind}, ray.train.Checkpoint.from_directory(directory))
+        ckptstore.ray.report({"kind": "metrics"})
+    store.close()
+
+
 LOSSES: list[Any] = [0.5, 0.3, math.nan, None, 0.4]
 """The loss of each step; None where it is not reported."""
 

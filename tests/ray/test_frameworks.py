@@ -37,7 +37,7 @@ def check(result: Any, notes: Path, *, resumed: set[int], steps: list[int]) -> c
 
 def test_lightning(cluster: RayCluster, tmp_path: Path) -> None:
     """Saves are asynchronous; those of the Trainer below are not."""
-    config = {"notes": str(tmp_path), "kill_at": 10, "asynchronous": True}
+    config = {"notes": str(tmp_path), "kill_at": 10}
     result = fit(
         frameworks.lightning,
         storage_path=tmp_path / "runs",
@@ -62,3 +62,16 @@ def test_transformers(cluster: RayCluster, tmp_path: Path) -> None:
     )
     checkpoint = check(result, tmp_path, resumed={4}, steps=[2, 4, 6, 8])
     assert {"model.safetensors", "rng_state_0.pth", "rng_state_1.pth"} <= {receipt.name for receipt in checkpoint.files}
+
+
+@pytest.mark.parametrize("name", ["lightning", "transformers"])
+def test_a_callback_of_ones_own_where_ray_keeps(cluster: RayCluster, tmp_path: Path, name: str) -> None:
+    """Those that Ray's guide shows, with one line changed."""
+    config = {"notes": str(tmp_path), "kill_at": {"lightning": 10, "transformers": 5}[name], "reports": True}
+    train, runs = getattr(frameworks, name), tmp_path / "runs"
+    result = fit(train, storage_path=runs, name=name, config=config, torch=True, max_failures=1)
+    assert (tmp_path / "killed").exists()
+    assert int((tmp_path / "resumed").read_text()) in (1, 2)
+    steps = [ckptstore.ray.wrap(checkpoint).step for checkpoint, _ in result.best_checkpoints]
+    assert steps[-1] >= 4, "four epochs, or four saves"
+    assert ckptstore.ray.wrap(result.checkpoint).verify().ok

@@ -3,7 +3,10 @@ be, and found again."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,10 @@ import reporting
 from checking import check_losses, s3_path
 from cluster import RayCluster, fit
 from keeping import notes
+from storing import arrow_s3
 
 import ckptstore
-from ckptstore.testing.s3_server import S3Server, s3_server
+from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
 STEPS = 4
 
@@ -85,6 +89,61 @@ def test_scores_of_all_kinds(cluster: RayCluster, s3: S3Server, tmp_path: Path) 
     manifests = [key for key in s3.objects.buckets["test"] if "/scores/" in key and key.endswith("ckptstore.json")]
     assert len(manifests) == 2, "Ray has deleted the others"
     assert not [key for key in s3.objects.buckets["test"] if "/scores/group/" in key]
+
+
+TROUBLE_SECONDS = 4.0
+"""Longer than the three tries of pyarrow can last: they end after at most 3 s. Twenty seconds are only more of it."""
+
+
+@contextmanager
+def trouble_from_a_snapshot_on(s3: S3Server) -> Iterator[None]:
+    """When Ray writes its first snapshot, the server answers every request by 503, for a while."""
+    s3.log.clear()
+    s3.faults.add(Fault(action="status", match=r"^(PUT|POST) .*checkpoint_manager_snapshot", times=None))
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not any(request.status == 503 for request in s3.log) and not over.wait(0.01):
+            pass
+        s3.faults.replace([Fault(action="status", times=None)])
+        over.wait(TROUBLE_SECONDS)
+        s3.faults.clear()
+
+    with ThreadPoolExecutor(1) as pool:
+        going = pool.submit(go_on)
+        try:
+            yield
+        finally:
+            over.set()
+            going.result()
+
+
+def test_a_run_outlives_trouble_that_hits_rays_snapshot(cluster: RayCluster, s3: S3Server) -> None:
+    """Whoever keeps the files."""
+    filesystem = ckptstore.ray.s3_filesystem(arrow_s3(s3))
+    with trouble_from_a_snapshot_on(s3):
+        result = fit(
+            reporting.report_in_every_way, storage_path="test/runs", name="trouble", storage_filesystem=filesystem
+        )
+    refused = [request for request in s3.log if request.status == 503]
+    assert sum("snapshot" in request.path for request in refused) > 3, "more than pyarrow would have tried"
+    by_us, pointer, by_ray = [checkpoint for checkpoint, _ in result.best_checkpoints]
+    assert ckptstore.ray.wrap(by_us).verify().ok
+    assert ckptstore.ray.resolve(pointer).verify().ok
+    with by_ray.as_directory() as directory:
+        assert sorted(path.name for path in Path(directory).iterdir()) == ["model-0.pt", "model-1.pt"]
+
+
+@pytest.mark.slow
+def test_without_it_the_run_ends(cluster: RayCluster, s3: S3Server) -> None:
+    with trouble_from_a_snapshot_on(s3), pytest.raises(Exception, match=r"HTTP status 503|SLOW_DOWN"):
+        fit(
+            reporting.report_in_every_way,
+            storage_path="test/runs",
+            name="ends",
+            storage_filesystem=arrow_s3(s3),
+            max_failures=3,
+        )
 
 
 RUNS = [

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptstore.integrations.ray.ray_store import RayStore, store
     from ckptstore.integrations.ray.repairing import Repair, repair
     from ckptstore.integrations.ray.resuming import resolve, resume, wrap
+    from ckptstore.integrations.ray.retried_s3 import s3_filesystem
 
 __all__ = [
     "PreemptionSave",
@@ -29,6 +30,7 @@ __all__ = [
     "report",
     "resolve",
     "resume",
+    "s3_filesystem",
     "safe_metrics",
     "store",
     "upload_fn",
@@ -47,6 +49,7 @@ __getattr__ = exports(
         "report": "kept_by_ray.reporting",
         "resolve": "resuming",
         "resume": "resuming",
+        "s3_filesystem": "retried_s3",
         "safe_metrics": "kept_by_ray.upload_fn",
         "store": "ray_store",
         "upload_fn": "kept_by_ray.upload_fn",

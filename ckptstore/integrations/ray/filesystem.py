@@ -17,6 +17,8 @@ from ckptstore.storage.open import open_storage
 from ckptstore.storage.retried import with_retries
 from ckptstore.storage.uri import parse_uri
 
+RETRIED_S3 = "ckptstore-s3"
+"""How pyarrow calls what `ckptstore.ray.s3_filesystem` gives, after "py::"."""
 _LOCAL = frozenset({"file", "local"})
 _BUCKET_FIRST = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 _GIVE_OPTIONS = "Give storage_options, in fsspec's names"
@@ -29,11 +31,17 @@ class StoragePlace:
     uri: str
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
-    def open(self, config: StoreConfig) -> Storage:
-        """The storage there, with retries; nothing is created."""
-        durable, direct_io = config.transfer.durable, config.transfer.direct_io
+    def open(self, config: StoreConfig, *, durable: bool | None = None) -> Storage:
+        """The storage there, with retries; nothing is created. `durable` goes before the configuration's."""
+        durable = config.transfer.durable if durable is None else durable
+        direct_io = config.transfer.direct_io
         storage = open_storage(self.uri, storage_options=self.storage_options, durable=durable, direct_io=direct_io)
         return with_retries(storage, config.retry)
+
+
+def is_on_s3(filesystem: Any) -> bool:
+    """Whether it is the S3 of pyarrow, with our retries or without."""
+    return filesystem.type_name in ("s3", f"py::{RETRIED_S3}")
 
 
 def local_path_of(ray_checkpoint: Any) -> str:
@@ -54,6 +62,8 @@ def place_of(filesystem: Any, path: str, *, storage_options: Mapping[str, Any] |
     `storage_options` replace what the file system says of endpoint and credentials. Raises InvalidInput for a file
     system that cannot be opened again from what it says of itself.
     """
+    if filesystem.type_name == f"py::{RETRIED_S3}":
+        return place_of(filesystem.handler.inner, path, storage_options=storage_options)
     if filesystem.type_name.startswith("py::fsspec"):
         return _place_in_fsspec(filesystem.handler.fs, path, storage_options)
     kind = type(filesystem).__name__

@@ -15,6 +15,7 @@ from ckptstore.config import RetryConfig
 from ckptstore.errors import AccessDenied, CheckpointDamaged, FileMissing, InvalidInput, StorageUnavailable
 from ckptstore.format.encoding import FORMAT_VERSION, dump_json, load_object
 from ckptstore.integrations.ray.context import Worker
+from ckptstore.integrations.ray.filesystem import is_on_s3
 from ckptstore.storage.retry import retrying
 
 POINTER_NAME = "ckptstore-pointer.json"
@@ -69,7 +70,7 @@ def write_pointer(worker: Worker, directory_name: str, pointer: Pointer, *, retr
 
     def write() -> None:
         with _translated(f"Writing {path}"):
-            if worker.filesystem.type_name != "s3":  # there a directory is made of nothing but requests
+            if not is_on_s3(worker.filesystem):  # there a directory is made of nothing but requests
                 worker.filesystem.create_dir(directory)
             with worker.filesystem.open_output_stream(path) as stream:
                 stream.write(data)

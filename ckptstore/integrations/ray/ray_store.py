@@ -15,6 +15,7 @@ from ckptstore.group import Beat
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.handed import look
+from ckptstore.integrations.ray.kept_by_ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
 from ckptstore.integrations.ray.pointer import Pointer
@@ -298,8 +299,10 @@ def store(
         options: the other keywords of `ckptstore.open_store`: `retention`, `grace_seconds`, `memory_budget_bytes`...
             `missing` is "worst" in a worker: a save without a metric that retention ranks by is logged as a warning.
 
-    Raises InvalidInput for a bad value, or when the storage of the run is one that ckptstore cannot open by itself.
+    Raises InvalidInput for a bad value, when the storage of the run is one that ckptstore cannot open by itself, and in
+    a function of Ray Tune, where `ckptstore.ray.report` is what works.
     """
+    refuse_in_tune("ckptstore.ray.store")
     if type(max_in_flight) is not int or max_in_flight < 1:
         raise InvalidInput(f"max_in_flight is {max_in_flight!r}, it must be an integer above 0")
     worker = current_worker()

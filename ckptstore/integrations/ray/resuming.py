@@ -11,6 +11,7 @@ from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CheckpointGone, FileMissing
 from ckptstore.integrations.ray.context import current_worker
 from ckptstore.integrations.ray.filesystem import place_of
+from ckptstore.integrations.ray.kept_by_ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.pointer import has_pointer, read_pointer
 from ckptstore.integrations.ray.ray_store import Prefer, RayStore, current_store
@@ -29,6 +30,7 @@ def resume(
         store: that of `ckptstore.ray.store`; the one that was opened last, or the default one, when it is not given.
         prefer, options: as for `RayStore.resume`.
     """
+    refuse_in_tune("ckptstore.ray.resume")
     store = current_store() if store is None else store
     return store.resume(state, prefer=prefer, **options)
 

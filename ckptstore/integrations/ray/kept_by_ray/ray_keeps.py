@@ -74,11 +74,12 @@ class Run:
         *,
         storage_options: Mapping[str, Any] | None = None,
         rank_timeout_seconds: float | None = None,
+        durable: bool | None = None,
     ) -> Run:
         """The run of this worker. Raises StoreNotShared when this node does not see what the driver wrote there."""
         config = StoreConfig.from_env(rank_timeout_seconds=rank_timeout_seconds)
         place = place_of(worker.filesystem, worker.run_path, storage_options=storage_options)
-        storage = place.open(config)
+        storage = place.open(config, durable=durable)
         try:
             storage.stat(RAY_MARKER)
         except FileMissing:

@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint import Checkpoint
+from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput, RankTimeout
 from ckptstore.format.layout import check_step
 from ckptstore.group import Beat, Group
@@ -17,8 +19,9 @@ from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import local_path_of
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeeper, Run, default_directory
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
+from ckptstore.integrations.ray.kept_by_ray.tuning import staging, tell_tune, tune_session
 from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
-from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at
+from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at, kept_files
 from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.saving import story
@@ -64,9 +67,19 @@ def report(
     and nothing is stored: in local mode (`num_workers=0`) Ray is told all but a state, elsewhere there is nobody to
     tell. A store of ckptstore's own works there. Raises RankTimeout when a worker has not called it within the rank
     timeout (`CKPTSTORE_RANK_TIMEOUT_SECONDS`, 600).
+
+    In a function of Ray Tune it takes the place of `ray.tune.report`: the checkpoint is made on this node, whole and
+    with its manifest, and Tune copies it. `ckptstore.ray.wrap(ray.tune.get_checkpoint())` opens it, in a clone of
+    another trial too. Tune ranks and deletes.
     """
-    worker = current_worker()
     brought = _Brought(metrics, checkpoint, directory, state, step, metadata)
+    if (session := tune_session()) is not None:
+        if validation or storage_options:
+            raise InvalidInput(
+                "validation and storage_options are for Ray Train; Ray Tune has none, and copies by itself"
+            )
+        return _report_to_tune(session, brought)
+    worker = current_worker()
     if worker is None:
         _report_outside(brought)
         return None
@@ -214,6 +227,18 @@ def _reporter(worker: Worker, storage_options: Mapping[str, Any] | None) -> _Rep
     made = _Reporter(run, storage_options)
     _reporters.append(made)
     return made
+
+
+def _report_to_tune(session: Any, brought: _Brought) -> Checkpoint | None:
+    """A trial reports: its checkpoint is made whole on this node, and Tune copies it. Nothing of it stays here."""
+    if brought.step is None:
+        brought = replace(brought, step=session.storage.current_checkpoint_index + 1)
+    with staging() as worker:
+        reporter = _Reporter(Run.open(worker, durable=False), None)
+        attempt = reporter._store(reporter._met(), brought)
+        made = None if attempt is None else Path(worker.path_of(attempt.directory))
+        reported = tell_tune(session, plain_metrics(brought.metrics), made)
+    return None if reported is None else Checkpoint(kept_files(reported, StoreConfig.from_env()))
 
 
 def _report_outside(brought: _Brought) -> None:

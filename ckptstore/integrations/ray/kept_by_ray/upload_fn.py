@@ -17,6 +17,7 @@ from ckptstore.integrations.ray.context import Worker, current_worker, require_w
 from ckptstore.integrations.ray.filesystem import local_path_of
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayKeeper, Run
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
+from ckptstore.integrations.ray.kept_by_ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics, warn_of_worst
 from ckptstore.integrations.ray.metrics import safe_metrics as made_safe
 from ckptstore.integrations.ray.ray_board import open_ray_group
@@ -55,6 +56,7 @@ def upload_fn(
     mode `ray.train.report` lets that out; let it end the training function, since Ray counts the report as begun and
     would wait for it at the next one for ever. An error of `ckptstore.ray.report` can be caught.
     """
+    refuse_in_tune("ckptstore.ray.upload_fn")
     if ranks != "all":
         ranks = tuple(sorted(set(ranks)))
         if not ranks or ranks[0] < 0:

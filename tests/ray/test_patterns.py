@@ -1,0 +1,64 @@
+"""What the guides to Ray Train show runs with ckptstore, in both contracts, and the page says how many lines change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import patterns
+import pytest
+import torch
+from cluster import ROOT, RayCluster, fit
+
+import ckptstore
+
+GUIDES = pytest.param("before", marks=pytest.mark.slow)
+"""As the guides have it, to show that the patterns are theirs."""
+
+
+def steps_of(result: Any, how: str) -> list[int]:
+    opened = ckptstore.ray.wrap if how == "report" else ckptstore.ray.resolve
+    checkpoints = [opened(checkpoint) for checkpoint, _ in result.best_checkpoints]
+    assert all(checkpoint.verify().ok for checkpoint in checkpoints)
+    return [checkpoint.step for checkpoint in checkpoints]
+
+
+def never_failed() -> Any:
+    """The model of four epochs in one go, of one process."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(4):
+        patterns.train_epoch(model, optimizer)
+    return model
+
+
+def test_the_page_says_how_many_lines_change() -> None:
+    page = (ROOT / "docs/how-to/ray-train.md").read_text()
+    assert patterns.table() in page, f"the page has to have this table:\n{patterns.table()}"
+
+
+@pytest.mark.parametrize("how", ["report", "store", GUIDES])
+def test_patterns_that_start_from_nothing(cluster: RayCluster, tmp_path: Path, how: str) -> None:
+    result = fit(patterns.one_after_another, storage_path=tmp_path, name=how, config={"how": how}, torch=True)
+    assert len(result.best_checkpoints) == 2 + 2 + 1
+    if how != "before":
+        assert steps_of(result, how) == ([1, 2, 5, 8, 9] if how == "report" else [0, 1, 12, 15, 20])
+    assert getattr(patterns, f"after_{how}")(result).tolist() == [1, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # two runs, one of which starts its workers twice, on whatever is left of the machine
+@pytest.mark.parametrize("how", ["report", "store", "before"])
+def test_patterns_that_go_on_after_a_failure(cluster: RayCluster, tmp_path: Path, how: str) -> None:
+    """Once by Ray itself, once by a trainer of the same name."""
+    train = getattr(patterns, f"resumed_{how}")
+    result = fit(train, storage_path=tmp_path, name=how, torch=True, max_failures=1)
+    assert result.metrics["start"] == 2
+    assert len(result.best_checkpoints) == 4
+    if how == "store":
+        assert steps_of(result, how) == [0, 1, 2, 3]
+    again = fit(train, storage_path=tmp_path, name=how, torch=True)
+    assert again.checkpoint.path == result.checkpoint.path, "there was nothing left to do"
+    model = getattr(patterns, f"served_{how}")(again.checkpoint)
+    assert model.weight.item() == pytest.approx(never_failed().weight.item()), "the optimizer's state was there too"
