@@ -13,6 +13,7 @@ from typing import Any
 import forked_ranks
 import jsonschema
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from made import report
 
@@ -20,7 +21,7 @@ from ckptstore.bench.destination import Place, check_room, opened_place
 from ckptstore.bench.figures.page import page
 from ckptstore.bench.figures.report import Asked
 from ckptstore.bench.run import contest
-from ckptstore.bench.shapes import PRESETS, asked_bytes, shapes_of
+from ckptstore.bench.shapes import PRESETS, asked_bytes, rank_state, shapes_of
 from ckptstore.bench.timeline import straggler
 from ckptstore.bench.work import Task
 from ckptstore.bench.workloads.simulated import commit_of
@@ -145,6 +146,31 @@ def test_a_scale_is_that_of_a_preset() -> None:
     assert asked_bytes("llama-8b", size_bytes=1, scale=0.5) == PRESETS["llama-8b"].size_bytes // 2
     with pytest.raises(InvalidInput, match="is none"):
         asked_bytes("tensors", size_bytes=1, scale=0.5)
+
+
+def test_tensors_have_the_size_that_is_asked_for_and_llama_1b_its_146_tensors() -> None:
+    assert len(shapes_of("tensors", 1 << 20, 4 << 10)) == 256
+    assert len(shapes_of("llama-1b", 1 << 30)) == 146
+    assert PRESETS["llama-1b"].size_bytes == 2 * 1_235_814_400
+    state = rank_state("tensors", 12 << 10, rank=0, tensor_bytes=4 << 10)
+    assert len({tensor.view(torch.uint8).numpy().tobytes() for tensor in state.values()}) == 3
+
+
+def test_requests_to_the_test_server_wait_when_that_is_asked_for(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    options = ["--to", "s3-sink", "--size", "1MiB", "--shape", "tensors", "--repeat", 1, "--peers", "none"]
+    bench("save", *options, "--latency-ms", 50, "--json", told)
+    found = measured(told)["save"]
+    assert set(found) == {"ckptstore", "raw requests", "plain sockets"}
+    (raw,) = found["plain sockets"]["samples"]
+    assert raw["requests"] == 1
+    assert raw["total_seconds"] > 0.05
+    assert found["ckptstore"]["samples"][0]["total_seconds"] > 0.2, "several requests wait for each other"
+
+
+def test_nothing_is_loaded_from_a_server_that_keeps_nothing() -> None:
+    result = bench("load", "--to", "s3-sink", "--size", "1MiB", code=InvalidInput.exit_code)
+    assert "s3-sink keeps nothing that load could read" in result.output
 
 
 def test_unknown_peers_and_sizes_are_refused() -> None:
