@@ -75,19 +75,24 @@ def test_a_save_is_measured_beside_a_peer_and_the_limit_and_leaves_nothing(tmp_p
 @pytest.mark.slow
 def test_benchmarks_for_developers_have_floors_too(tmp_path: Path) -> None:
     floors, root = tmp_path / "floors.json", Path(__file__).parents[2]
-    command = [sys.executable, "-m", "pytest", "-q", "benchmarks/test_directory.py", "-k", "large"]
-    command += ["--floors", str(floors), "--basetemp", str(tmp_path / "temp")]
-    # Where this variable says that other tests run beside it, pytest-benchmark measures nothing.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
-    for contender, floor, code, said in (
-        ("cp -r + sync", 1e-6, 0, "ok: "),
-        ("cp -r + sync", 1e6, 1, "BELOW: "),
-        ("nobody", 1e-6, 1, "nobody: not measured"),
+    case, told = "test_command[save without fsync, Llama, 1 rank]", tmp_path / "told.json"
+    command = [sys.executable, "-m", "pytest", "-q", f"benchmarks/test_commands.py::{case}"]
+    command += ["--floors", str(floors), "--report", str(told), "--basetemp", str(tmp_path / "temp")]
+    low = {"workload": case, "contender": "safetensors", "floor": 1e-6, "why": "a test"}
+    for code, wanted, said in (
+        (0, [low], ["ok: "]),
+        (
+            1,
+            [{**low, "floor": 1e6}, {**low, "contender": "nobody"}, {**low, "workload": "gone"}],
+            ["against safetensors: ", "against nobody: not measured", "gone against anybody: not measured"],
+        ),
     ):
-        one = {"workload": "test_large_files[copied]", "contender": contender, "floor": floor, "why": "a test"}
-        floors.write_text(json.dumps({"floors": [one]}))
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-        assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
+        floors.write_text(json.dumps({"floors": wanted}))
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert all(text in done.stdout for text in said), done.stdout
+        assert done.stdout.count("BELOW: ") == len(wanted) * code
+    assert {"ckptstore", "DCP FileSystemWriter", "safetensors"} <= set(measured(told)[case])
 
 
 @pytest.mark.slow
