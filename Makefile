@@ -72,7 +72,7 @@ docs: install
 	$(BIN)/python docs/generate.py
 
 bench: install servers
-	CKPTSTORE_BENCH=full $(PYTEST) benchmarks --benchmark-only --timeout 0
+	CKPTSTORE_BENCH=full $(PYTEST) benchmarks --timeout 0
 
 # Small sizes beside the peers, without fsync, whose time is the disk's: fails when a ratio is below its floor.
 bench-check: install

@@ -1,59 +1,80 @@
-"""The table at the end of a benchmark run, and floors below which a ratio may not fall."""
+"""The report of all cases that ran: shown at the end, written where `--report` says, held to `--floors`."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator
+import json
+import shlex
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sizes import FULL, ROUNDS
 
-from ckptstore.bench.figures.floors import FloorVerdict, read_floors
+from ckptstore.bench import machine
+from ckptstore.bench.destination import Place
+from ckptstore.bench.figures.floors import FloorVerdict, check, read_floors
+from ckptstore.bench.figures.report import Report, Workload
+from ckptstore.cli.commands.bench import echo_workload
+
+STARTED = time.time()
+WORKLOADS = pytest.StashKey[list[Workload]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--report", type=Path, metavar="FILE", help="Write what `ckptstore bench --json` writes.")
     parser.addoption("--floors", type=Path, metavar="FILE", help="Fail when a ratio is below what the file says.")
 
 
-def _benchmarks(config: pytest.Config) -> list[Any]:
-    session = getattr(config, "_benchmarksession", None)
-    return list(session.benchmarks) if session else []
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[WORKLOADS] = []
 
 
-def _verdicts(config: pytest.Config) -> Iterator[FloorVerdict]:
-    """Every floor of the file; a workload is the name of a benchmark here. What was not measured does not hold."""
+@pytest.fixture
+def tell(request: pytest.FixtureRequest) -> Callable[[Workload], None]:
+    """Puts a workload into the report, by the name of its case."""
+    return lambda workload: request.config.stash[WORKLOADS].append(replace(workload, name=request.node.name))
+
+
+def report_of(config: pytest.Config) -> Report:
+    """All that was told."""
+    return Report(
+        created_at=STARTED,
+        command=shlex.join(["pytest", *config.invocation_params.args]),
+        machine=machine.describe(Place(uri=tempfile.gettempdir())),
+        versions=machine.versions(),
+        asked={"full": FULL, "rounds": ROUNDS},
+        workloads=tuple(config.stash[WORKLOADS]),
+    )
+
+
+def verdicts(config: pytest.Config) -> list[FloorVerdict]:
+    """Every floor of the file; one whose case did not run does not hold."""
     path = config.getoption("--floors")
-    ratios = {item.name: item.extra_info.get("ratios", {}) for item in _benchmarks(config)}
-    for floor in read_floors(path) if path else ():
-        name, against = floor["workload"], floor.get("contender") or f"the best {floor['role']}"
-        ratio = ratios.get(name, {}).get(against)
-        yield FloorVerdict(workload=name, against=against, floor=float(floor["floor"]), ratio=ratio)
+    floors: list[dict[str, Any]] = read_floors(path) if path else []
+    ran = {workload.name for workload in config.stash[WORKLOADS]}
+    missing = [
+        FloorVerdict(workload=floor["workload"], against="anybody", floor=float(floor["floor"]), ratio=None)
+        for floor in floors
+        if floor["workload"] not in ran
+    ]
+    return [*check(report_of(config), floors), *missing]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail when a floor does not hold."""
-    if exitstatus == pytest.ExitCode.OK and not all(verdict.holds for verdict in _verdicts(session.config)):
+    if path := session.config.getoption("--report"):
+        path.write_text(json.dumps(report_of(session.config).to_json(), indent=1) + "\n")
+    if exitstatus == pytest.ExitCode.OK and not all(verdict.holds for verdict in verdicts(session.config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print, for each benchmark, ckptstore's median beside every peer's, and the facts that were counted."""
-    write = terminalreporter.write_line
-    if benchmarks := _benchmarks(config):
-        write("")
-        write("seconds are medians; a ratio above 1 means that ckptstore is faster")
-    for item in benchmarks:
-        facts = dict(item.extra_info)
-        peers, ratios = facts.pop("peer_seconds", {}), facts.pop("ratios", {})
-        size_bytes = facts.pop("size_bytes", 0)
-        speed = f"  {size_bytes / item.stats.median / 1e9:.2f} GB/s" if size_bytes else ""
-        write(f"{item.name}: {item.stats.median:.4f} s{speed}")
-        for name, samples in peers.items():
-            median = statistics.median(samples)
-            spread = f"{min(samples):.4f}-{max(samples):.4f}"
-            write(f"    {name:36} {median:.4f} s ({spread})  ratio {ratios[name]:.2f}")
-        for name, value in facts.items():
-            write(f"    {name}: {value}")
-    for verdict in _verdicts(config):
-        write(str(verdict))
+    """The tables of `ckptstore bench`, and the verdicts."""
+    for workload in config.stash[WORKLOADS]:
+        echo_workload(workload)
+    for verdict in verdicts(config):
+        terminalreporter.write_line(str(verdict))

@@ -7,20 +7,21 @@ import os
 import shutil
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import ckptstore
+from ckptstore.bench.measure import Meter
+from ckptstore.bench.shapes import State, difference, empty_like, rank_state
 
 
-def new_state(config: dict[str, Any], rank: int) -> dict[str, Any]:
-    """This worker's share of the state: what differs from rank to rank, as under FSDP, in tensors of 16 MiB at most."""
-    generator = torch.Generator().manual_seed(rank)
-    size = min(4 << 20, config["size_bytes"] // 8)
-    count = max(1, config["size_bytes"] // config["num_workers"] // (4 * size))
-    return {f"rank{rank}.{index}": torch.randn(size, generator=generator) for index in range(count)}
+def new_state(config: dict[str, Any], rank: int) -> State:
+    """This worker's share of the state: what differs from rank to rank, as under FSDP."""
+    state = rank_state("tensors", config["size_bytes"] // config["num_workers"], rank=rank)
+    return {f"rank{rank}.{name}": tensor for name, tensor in state.items()}
 
 
 def train(config: dict[str, Any]) -> None:
@@ -31,17 +32,16 @@ def train(config: dict[str, Any]) -> None:
     state = new_state(config, rank)
     save, finish = _saver(config, state)
     save(0)  # the first one starts threads and connections
-    blocked = []
+    samples = []
     started = time.perf_counter()
     for step in range(1, config["num_steps"] + 1):
         time.sleep(config["step_seconds"])
-        began = time.perf_counter()
-        save(step)
-        blocked.append(time.perf_counter() - began)
-    looped = time.perf_counter()
+        with Meter() as meter:
+            save(step)
+        samples.append(asdict(meter.sample()))
     finish()
     if rank == 0:
-        told = {"blocked": blocked, "loop": looped - started, "all": time.perf_counter() - started}
+        told = {"samples": samples, "seconds": time.perf_counter() - started}
         Path(config["told"]).write_text(json.dumps(told))
 
 
@@ -51,9 +51,9 @@ def _saver(config: dict[str, Any], state: dict[str, Any]) -> Any:
 
     rank, way = ray.train.get_context().get_world_rank(), config["way"]
     if way.startswith("ckptstore"):
-        durable = way.startswith("ckptstore, durable")
+        durable = "durable" in way
         store = ckptstore.ray.store(retention=ckptstore.KeepLatest(2), grace_seconds=0, durable=durable)
-        kind = store.save_async if way.endswith("save_async") else store.save
+        kind = store.save if way == "ckptstore, save" else store.save_async
         return lambda step: kind(step, state, metrics={"step": step}), store.close
 
     mode = CheckpointUploadMode.ASYNC if way.endswith("ASYNC") else CheckpointUploadMode.SYNC
@@ -86,19 +86,18 @@ def restore(config: dict[str, Any]) -> None:
     own = tempfile.mkdtemp(dir=config["scratch"])  # the nodes here share a disk, others do not
     os.environ["CKPTSTORE_CACHE_DIR"], tempfile.tempdir = f"{own}/cache", own
     expected = new_state(config, rank)
-    state = {key: torch.zeros_like(value) for key, value in expected.items()}
+    state = empty_like(expected)
     barrier()
-    began = time.perf_counter()
-    if config["way"] == "ckptstore":
-        assert ckptstore.ray.resume(state, ckptstore.ray.store()) is not None
-    else:
-        checkpoint = ray.train.get_checkpoint()
-        with checkpoint.as_directory() as directory:
-            loaded = torch.load(f"{directory}/model-rank={rank}.pt", mmap=True)
-            for key, value in loaded.items():
-                state[key].copy_(value)
-    seconds = time.perf_counter() - began
-    assert all(torch.equal(state[key], value) for key, value in expected.items())
-    Path(config["told"], str(rank)).write_text(str(seconds))
+    with Meter() as meter:
+        if config["way"] == "ckptstore":
+            assert ckptstore.ray.resume(state, ckptstore.ray.store()) is not None
+        else:
+            checkpoint = ray.train.get_checkpoint()
+            with checkpoint.as_directory() as directory:
+                loaded = torch.load(f"{directory}/model-rank={rank}.pt", mmap=True)
+                for key, value in loaded.items():
+                    state[key].copy_(value)
+    assert difference(state, expected) is None
+    Path(config["told"], str(rank)).write_text(json.dumps(asdict(meter.sample())))
     barrier()
     shutil.rmtree(own)

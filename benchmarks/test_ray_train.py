@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
-import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ray"))
 
 import ray_runs
 from cluster import fit, ray_cluster
-from s3_contest import Server, serving
-from told import CLOCK, tell
-from versus import FULL, ROUNDS
+from sizes import FULL, ROUNDS
 
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
+from ckptstore.bench.destination import Place, opened_place
+from ckptstore.bench.figures.report import S3_SINK, S3_TEST, Sample, Workload, WorkloadOutcome
+from ckptstore.storage.open import open_storage
 
 SIZE_BYTES = (1 << 30) if FULL else (4 << 20)
 NUM_STEPS = 10 if FULL else 2
@@ -30,20 +29,29 @@ STEP_SECONDS = {"busy": 1.0, "calm": 3.0} if FULL else {"busy": 0.2}
 """Between two saves: longer than what Ray's controller waits between two looks at its workers (0.1 s here). While it is
 busy an upload takes longer than that, so that either saves wait for each other or copies pile up."""
 NUM_WORKERS = 2
-PLACES = ["disk", "s3"] if FULL else ["s3"]
+
+
+@pytest.fixture(scope="module", params=["disk", "s3"] if FULL else ["s3"])
+def where(request: pytest.FixtureRequest) -> str:
+    """The kind of place."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as running:
-        yield running
+def place(where: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Where runs are that another one loads."""
+    with opened_place(S3_TEST if where == "s3" else str(tmp_path_factory.mktemp("kept")), {}) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
-def sink() -> Iterator[Server]:
-    """A server that keeps nothing large: fresh memory costs it more than the transfer, at the cost of who waits."""
-    with serving(keeps_bodies=False) as running:
-        yield running
+def sink(where: str, place: Place) -> Iterator[Place]:
+    """Where saves are timed. At real sizes that is a server that keeps nothing large."""
+    if FULL and where == "s3":
+        with opened_place(S3_SINK, {}) as opened:
+            yield opened
+    else:
+        yield place
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,15 +62,19 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def storage_of(where: str, server: Server, tmp_path: Path) -> str:
-    """A storage path as users of Ray write it."""
-    if where == "disk":
-        return str(tmp_path / "runs")
-    return f"s3://bench/runs?region=us-east-1&endpoint_override={server.endpoint_url}"
+def run_uri(way: str, place: Place) -> str:
+    """Ray's and ckptstore's runs lie side by side."""
+    return f"{place.uri}/{'ray' if way.startswith('Ray') else 'ckptstore'}"
 
 
-def run(train: Any, way: str, storage_path: str, tmp_path: Path, pace: str = "busy") -> tuple[float, Any]:
-    """One run of Ray Train, and its seconds from the call to the result."""
+def is_saved(way: str, place: Place) -> bool:
+    """Whether there is a run that can be loaded."""
+    with closing(open_storage(run_uri(way, place), storage_options=place.storage_options)) as storage:
+        return any(True for _ in storage.list(""))
+
+
+def run(train: Any, way: str, place: Place, tmp_path: Path, pace: str = "busy") -> float:
+    """The seconds of one run of Ray Train, from the call to the result."""
     from ray.train import CheckpointConfig
 
     config = {
@@ -74,65 +86,69 @@ def run(train: Any, way: str, storage_path: str, tmp_path: Path, pace: str = "bu
         "scratch": str(tmp_path),
         "told": str(tmp_path / "told"),
     }
-    name = "ray" if way.startswith("Ray") else "ckptstore"
+    # A storage path as users of Ray write it.
+    options = f"?region=us-east-1&endpoint_override={place.endpoint_url}" if place.is_s3 else ""
     started = time.perf_counter()
-    keep = CheckpointConfig(num_to_keep=2)
-    result = fit(train, storage_path=storage_path, name=name, config=config, num_workers=2, checkpoint_config=keep)
-    return time.perf_counter() - started, result
-
-
-def forget(where: str, server: Server, storage_path: str) -> None:
-    if where == "disk":
-        shutil.rmtree(storage_path, ignore_errors=True)
-    else:
-        from ckptstore.storage.open import open_storage
-
-        storage = open_storage("s3://bench/runs", storage_options=server.storage_options)
-        storage.delete([file.key for file in storage.list("")])
-        storage.close()
+    fit(
+        train,
+        storage_path=f"{place.uri}{options}",
+        name=run_uri(way, place).rpartition("/")[2],
+        config=config,
+        num_workers=NUM_WORKERS,
+        checkpoint_config=CheckpointConfig(num_to_keep=2),
+    )
+    return time.perf_counter() - started
 
 
 @pytest.mark.parametrize("pace", list(STEP_SECONDS))
-@pytest.mark.parametrize("where", PLACES)
-def test_ten_saves(benchmark: Any, sink: Server, tmp_path: Path, where: str, pace: str) -> None:
-    """What a save blocks the training; facts: the seconds of all ten with the steps, and of the run as a whole."""
-    ways = ["ckptstore, save_async", "ckptstore, save", "Ray, SYNC", "Ray, ASYNC"]
-    ways += ["ckptstore, durable, save_async"] if where == "disk" else []
-    storage_path = storage_of(where, sink, tmp_path)
-    blocked: dict[str, list[float]] = {way: [] for way in ways}
+def test_ten_saves(tell: Callable[[Workload], None], sink: Place, tmp_path: Path, pace: str) -> None:
+    """Ten saves of a sharded state; the facts: the seconds of all ten with the steps, and of the run as a whole."""
+    ways = ["ckptstore", "ckptstore, save", "Ray, SYNC", "Ray, ASYNC"] if FULL else ["ckptstore", "Ray, SYNC"]
+    ways += ["ckptstore, durable"] if sink.is_local else []
+    samples: dict[str, list[Sample]] = {way: [] for way in ways}
     loops: dict[str, list[float]] = {way: [] for way in ways}
     runs: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
         for way in ways:
-            forget(where, sink, storage_path)
-            seconds, _ = run(ray_runs.train, way, storage_path, tmp_path, pace)
+            sink.remove(run_uri(way, sink))
+            runs[way].append(round(run(ray_runs.train, way, sink, tmp_path, pace), 2))
             told = json.loads((tmp_path / "told").read_text())
-            blocked[way].append(statistics.median(told["blocked"]))
-            loops[way].append(round(told["all"], 2))
-            runs[way].append(round(seconds, 2))
-    forget(where, sink, storage_path)
-    tell(benchmark, blocked, size_bytes=SIZE_BYTES, seconds_of_ten_saves=loops, seconds_of_the_run=runs)
+            samples[way] += [Sample(**sample) for sample in told["samples"]]
+            loops[way].append(round(told["seconds"], 2))
+    tell(
+        workload(
+            f"Ray Train: {NUM_STEPS} saves, {STEP_SECONDS[pace]} s apart (ckptstore: save_async), seconds of rank 0",
+            samples,
+            seconds_of_all_saves=loops,
+            seconds_of_the_run=runs,
+        )
+    )
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_restore(benchmark: Any, server: Server, tmp_path: Path, where: str) -> None:
-    """Two workers on two nodes load their parts; facts: the bytes that the server sent for each node over its part."""
-    storage_path = storage_of(where, server, tmp_path)
-    samples: dict[str, list[float]] = {"ckptstore": [], "Ray": []}
+def test_restore(tell: Callable[[Workload], None], place: Place, tmp_path: Path) -> None:
+    """Two workers on two nodes load their parts; facts: the bytes that the server sent over those of the state."""
+    samples: dict[str, list[Sample]] = {"ckptstore": [], "Ray": []}
     sent: dict[str, list[float]] = {"ckptstore": [], "Ray": []}
-    forget(where, server, storage_path)
-    for way in ("ckptstore, save", "Ray, SYNC"):
-        run(ray_runs.train, way, storage_path, tmp_path)
-    (tmp_path / "told").unlink()
+    for way in ("ckptstore", "Ray, SYNC"):
+        if not is_saved(way, place):
+            run(ray_runs.train, way, place, tmp_path)
+    (tmp_path / "told").unlink(missing_ok=True)
     (tmp_path / "told").mkdir()
     for _ in range(ROUNDS):
         for way, found in samples.items():
-            seen = len(server.ask("log")) if where == "s3" else 0
-            run(ray_runs.restore, way, storage_path, tmp_path)
-            found.append(max(float((tmp_path / "told" / str(rank)).read_text()) for rank in range(NUM_WORKERS)))
-            if where == "s3":
-                log = server.ask("log")[seen:]
-                sent_bytes = sum(item["sent_bytes"] for item in log if item["operation"] == "GetObject")
-                sent[way].append(round(sent_bytes / SIZE_BYTES, 3))
-    forget(where, server, storage_path)
-    tell(benchmark, samples, size_bytes=SIZE_BYTES, bytes_sent_over_the_states=sent if where == "s3" else "on a disk")
+            before = place.counts()[2]
+            run(ray_runs.restore, way, place, tmp_path)
+            ranks = [json.loads((tmp_path / "told" / str(rank)).read_text()) for rank in range(NUM_WORKERS)]
+            found.append(Sample.over_ranks([Sample(**one) for one in ranks]))
+            sent[way].append(round((place.counts()[2] - before) / SIZE_BYTES, 3))
+    facts = {"bytes_sent_over_the_state": sent} if place.is_s3 else {}
+    tell(workload("Ray Train: a new run loads the state", samples, **facts))
+
+
+def workload(title: str, samples: dict[str, list[Sample]], **facts: Any) -> Workload:
+    """All ways."""
+    outcomes = tuple(
+        WorkloadOutcome.of(way, found, role="peer" if way.startswith("Ray") else "ckptstore")
+        for way, found in samples.items()
+    )
+    return Workload(name="", title=title, size_bytes=SIZE_BYTES, ranks=NUM_WORKERS, outcomes=outcomes, facts=facts)

@@ -222,6 +222,13 @@ def performance_table(rows: Mapping[str, Any] | None = None) -> str:
     )
 
 
+def performance_commands() -> str:
+    """The command of every row, and those of figures beside them."""
+    rows = json.loads((DOCS / "performance/rows.json").read_text())
+    lines = [f"# {row['workload']}\n$ {row['command']}" for row in [*rows["rows"], *rows["beside"]]]
+    return "```console\n" + "\n".join(lines) + "\n```"
+
+
 def _row_of_report(row: Mapping[str, Any]) -> dict[str, str]:
     """Fills a row from one workload of a report. `report` is a file in docs/performance/reports."""
     report = json.loads((DOCS / "performance/reports" / row["report"]).read_text())
@@ -261,6 +268,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "json": json_tables,
     "performance table": performance_table,
+    "performance commands": performance_commands,
     "performance pages": lambda: "\n".join((index("performance"), index("performance/history"))),
     "how to": lambda: index("how-to"),
     "explain": lambda: index("explain"),

@@ -11,15 +11,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llama import SHAPES
 from training import train
 
+from ckptstore.bench import machine
+from ckptstore.bench.destination import Place
+from ckptstore.bench.figures.report import OURS, Report, Sample, Workload, WorkloadOutcome
+from ckptstore.cli.commands.bench import echo_workload
+
 
 def main() -> None:
-    """Run both starts, hold the losses to each other, and print what was measured as JSON."""
+    """Run both starts, hold the losses to each other, and write what was measured as `ckptstore bench` does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(SHAPES), default="1b")
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="fsdp")
@@ -41,11 +49,36 @@ def main() -> None:
     reports = [fit({**config, "again": again}, arguments, told) for again in (False, True)]
     first, second = reports
     off = max(abs(first["losses"][step] - loss) for step, loss in second["losses"].items())
-    report = {**first, "resume_seconds": second["resume_seconds"], "losses_off_after_resume": off, "config": config}
-    told.write_text(json.dumps(report, indent=2))
-    print(told.read_text())
+    found = {**first, "resume_seconds": second["resume_seconds"], "losses_off_after_resume": off}
+    report = report_of(found, config, arguments.workers)
+    told.write_text(json.dumps(report.to_json(), indent=1))
+    for workload in report.workloads:
+        echo_workload(workload)
     if second["resumed_at"] != first["saved_at"] or off > arguments.tolerance:
         raise SystemExit(f"the run went on from step {second['resumed_at']}, with losses that are off by {off}")
+
+
+def report_of(found: dict[str, Any], config: dict[str, Any], workers: int) -> Report:
+    """What rank 0 measured of its own part. The limit of a stall is the copy to pinned memory."""
+    samples = {name: [Sample(**one) for one in found.pop(name)] for name in ("stalls", "copies", "saves", "loads")}
+    base = Workload(name="", title="", size_bytes=found.pop("state_bytes_of_rank_0"), ranks=workers, outcomes=())
+    stalls = (
+        WorkloadOutcome.of(OURS, samples["stalls"]),
+        WorkloadOutcome.of("copy to host", samples["copies"], role="limit"),
+    )
+    asked = {name: value for name, value in config.items() if name != "told"}
+    return Report(
+        created_at=time.time(),
+        command="benchmarks/gpu/ray_train.py",
+        machine=machine.describe(Place(uri=tempfile.gettempdir())),
+        versions=machine.versions(),
+        asked=asked,
+        workloads=(
+            replace(base, name="async", title="Stall", figure="blocked_seconds", outcomes=stalls, facts=found),
+            replace(base, name="save", title="Save", outcomes=(WorkloadOutcome.of(OURS, samples["saves"]),)),
+            replace(base, name="load", title="Load", outcomes=(WorkloadOutcome.of(OURS, samples["loads"]),)),
+        ),
+    )
 
 
 def fit(config: dict[str, Any], arguments: argparse.Namespace, told: Path) -> dict[str, Any]:

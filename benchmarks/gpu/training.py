@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from llama import SHAPES, Llama
 from torch import nn
 
 import ckptstore
+from ckptstore.bench.figures.report import Sample
+from ckptstore.bench.measure import Meter
 
 
 def train(config: dict[str, Any]) -> None:
@@ -97,38 +100,37 @@ def measure(config: dict[str, Any], store: Any, state: dict[str, Any], device: t
     number = 3
     alone = training.steps(number, lambda done: done < config["steps"])
     number += len(alone)
-    copy_seconds = copy_to_host(state, device)
+    copies = copies_to_host(state, device)
     store.warm_up(state)
     stalls, beside = [], []
     for _ in range(config["saves"]):
-        pending = store.save_async(number, state)
-        stalls.append(pending.stalled_seconds)
-        steps = training.steps(number + 1, lambda done, pending=pending: not pending.done() or done < 1)
+        with Meter() as meter:
+            pending = store.save_async(number, state)
+            meter.returned()
+            steps = training.steps(number + 1, lambda done, pending=pending: not pending.done() or done < 1)
+            pending.result()
+        stalls.append(meter.sample())
         number += 1 + len(steps)
         beside.append(steps)
-        pending.result()
-    started = time.perf_counter()
-    store.save(number, state)
-    saved = time.perf_counter() - started
+    with Meter() as saving:
+        store.save(number, state)
     at = number
     after = training.steps(number + 1, lambda done: done < config["steps"])
-    started = time.perf_counter()
-    store.load(state)
-    loaded = time.perf_counter() - started
+    with Meter() as loading:
+        store.load(state)
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "state_bytes_of_rank_0": size_bytes,
-        "copy_to_host_seconds": copy_seconds,
-        "stall_seconds": stalls,
-        "stall_over_copy": statistics.median(stalls) / copy_seconds,
+        "copies": [asdict(sample) for sample in copies],
+        "stalls": [asdict(sample) for sample in stalls],
+        "saves": [asdict(saving.sample())],
+        "loads": [asdict(loading.sample())],
         "devices_in_use": devices_in_use(device),
         "step_seconds_alone": statistics.median(alone),
         "step_seconds_beside_an_upload": statistics.median(seconds for steps in beside for seconds in steps),
         "seconds_lost_to_one_upload": statistics.median(
             sum(steps) - len(steps) * statistics.median(alone) for steps in beside
         ),
-        "save_seconds": saved,
-        "load_seconds": loaded,
         "saved_at": at,
         "losses": {step: training.losses[step] for step in range(at + 1, at + 1 + len(after))},
     }
@@ -167,17 +169,17 @@ def local_bytes(state: dict[str, Any]) -> list[int]:
     return [tensor.numel() * tensor.element_size() for tensor in found]
 
 
-def copy_to_host(state: dict[str, Any], device: torch.device) -> float:
-    """The best of three copies of this rank's tensors to memory that is there, pinned where the device is a GPU."""
+def copies_to_host(state: dict[str, Any], device: torch.device) -> list[Sample]:
+    """Three copies of this rank's tensors to memory that is there, pinned where the device is a GPU."""
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in local_tensors(state)]
     is_gpu = device.type == "cuda"
     hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_gpu) for tensor in tensors]
     found = []
     for _ in range(4):
-        started = time.perf_counter()
-        for host, tensor in zip(hosts, tensors, strict=True):
-            host.copy_(tensor, non_blocking=True)
-        if is_gpu:
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - started)
-    return min(found[1:])
+        with Meter() as meter:
+            for host, tensor in zip(hosts, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+            if is_gpu:
+                torch.cuda.synchronize()
+        found.append(meter.sample())
+    return found[1:]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptstore.bench.destination import Place
-from ckptstore.bench.shapes import State, empty_like, rank_state, size_of
+from ckptstore.bench.shapes import TENSOR_BYTES, State, empty_like, rank_state, size_of
 
 T = TypeVar("T")
 
@@ -48,10 +48,10 @@ class Case:
         """Whether there are no other ranks."""
         return self.world_size == 1
 
-    def make_state(self, shape: str, size_bytes: int) -> None:
+    def make_state(self, shape: str, size_bytes: int, tensor_bytes: int = TENSOR_BYTES) -> None:
         """The state of this rank, its share of `size_bytes`."""
         self.shape = shape
-        self.local = rank_state(shape, size_bytes // self.world_size, rank=self.rank)
+        self.local = rank_state(shape, size_bytes // self.world_size, rank=self.rank, tensor_bytes=tensor_bytes)
         self.state = self._seen(self.local)
         self.rank_bytes = size_of(self.local)
 

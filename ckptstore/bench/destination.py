@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from ckptstore.bench.figures.report import S3_TEST
+from ckptstore.bench.figures.report import S3_SINK, S3_TEST
 from ckptstore.errors import InvalidInput, StorageFull
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.uri import parse_uri
@@ -77,11 +77,14 @@ class Place:
 
 
 @contextmanager
-def opened_place(to: str | None, storage_options: Mapping[str, Any]) -> Iterator[Place]:
-    """A new prefix below `to`; all that was written there is removed at the end, and nothing else."""
+def opened_place(
+    to: str | None, storage_options: Mapping[str, Any], *, latency_seconds: float = 0.0
+) -> Iterator[Place]:
+    """A new prefix below `to`; all that was written there is removed at the end, and nothing else. On a test server,
+    every request waits for the latency."""
     name = f"ckptstore-bench-{uuid.uuid4().hex[:12]}"
-    if to == S3_TEST:
-        with _test_server() as endpoint_url:
+    if to in (S3_TEST, S3_SINK):
+        with _test_server(keeps=to == S3_TEST, latency_seconds=latency_seconds) as endpoint_url:
             options = {
                 "key": "test",
                 "secret": "testsecret",
@@ -120,15 +123,23 @@ def opened_place(to: str | None, storage_options: Mapping[str, Any]) -> Iterator
 
 
 @contextmanager
-def _test_server() -> Iterator[str]:
-    """The S3 server in memory, in a process of its own, so that its work is not counted as the client's."""
+def _test_server(*, keeps: bool, latency_seconds: float) -> Iterator[str]:
+    """The S3 server in memory, in a process of its own, so that its work is not counted as the client's.
+
+    One that does not keep what is large receives it into the same memory again and again: new memory can cost a server
+    several times what the transfer costs. It believes all digests, for SHA-256 costs it more for some clients.
+    """
     command = [sys.executable, "-m", "ckptstore.testing.s3_server", "--bucket", _BUCKET]
+    command += [] if keeps else ["--no-verify", "--no-bodies"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             endpoint_url = server.stdout.readline().strip()
             if not endpoint_url:
                 raise RuntimeError("The S3 test server did not start")
+            if latency_seconds:
+                late = json.dumps([{"action": "delay", "seconds": latency_seconds, "times": None}]).encode()
+                urllib.request.urlopen(f"{endpoint_url}/_control/faults", data=late, timeout=60).close()
             yield endpoint_url
         finally:
             server.kill()

@@ -10,6 +10,7 @@ from types import TracebackType
 
 import psutil
 
+from ckptstore.bench.figures.report import Sample
 from ckptstore.events import Event, RequestRetried, listening
 
 _STATUS = Path("/proc/self/status")
@@ -70,6 +71,21 @@ class Meter:
         self._listening.__exit__(None, None, None)
         if self._before_bytes is not None:
             self.peak_bytes = max(0, status_bytes("VmHWM") - self._before_bytes)
+
+    def sample(
+        self, *, requests: int | None = None, sent_bytes: int | None = None, received_bytes: int | None = None
+    ) -> Sample:
+        """What was measured, with what a server counted. Only ckptstore tells of its retries."""
+        return Sample(
+            blocked_seconds=self.blocked_seconds,
+            total_seconds=self.total_seconds,
+            cpu_seconds=self.cpu_seconds,
+            peak_bytes=self.peak_bytes,
+            requests=requests,
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
+            retries=self.retries,
+        )
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, RequestRetried):

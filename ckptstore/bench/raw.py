@@ -6,11 +6,9 @@ import ctypes
 import itertools
 import mmap
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 MIB = 1 << 20
@@ -44,12 +42,6 @@ class Way:
     one_file: bool
     num_threads: int = 2
     durable: bool = True
-
-    @property
-    def name(self) -> str:
-        end = " + fsync" if self.durable else ""
-        files = "1 file" if self.one_file else "a file each"
-        return f"raw {self.kind}{end}, {self.num_threads} threads, {self.block_bytes // MIB} MiB, {files}"
 
     def write(self, source: memoryview, directory: Path) -> None:
         """Write `source`, in equal shares of the threads."""
@@ -99,34 +91,6 @@ def ways(*, durable: bool, blocks: tuple[int, ...] = (MIB, 4 * MIB, 16 * MIB)) -
     kinds = ("buffered", "early", "direct") if durable else ("buffered",)
     for kind, block_bytes, one_file in itertools.product(kinds, blocks, (True, False)):
         yield Way(kind=kind, block_bytes=block_bytes, one_file=one_file, durable=durable)
-
-
-def quickest(
-    bodies: Mapping[str, Callable[[], object]], prepare: Callable[[], None], *, turns: int
-) -> dict[str, float]:
-    """The best seconds of each body over some interleaved turns."""
-    found = dict.fromkeys(bodies, float("inf"))
-    for _ in range(turns):
-        for name, body in bodies.items():
-            prepare()
-            started = time.perf_counter()
-            body()
-            found[name] = min(found[name], time.perf_counter() - started)
-    return found
-
-
-def best_ways(
-    source: memoryview, directory: Path, prepare: Callable[[], None], *, durable: bool, turns: int
-) -> dict[str, Callable[[], None]]:
-    """The fastest way of each kind, found by trying all, as bodies to be timed beside others."""
-    tried = {way: partial(way.write, source, directory) for way in ways(durable=durable)}
-    seconds = quickest({way.name: body for way, body in tried.items()}, prepare, turns=turns)
-    prepare()
-    found: dict[str, Callable[[], None]] = {}
-    for kind in dict.fromkeys(way.kind for way in tried):
-        best = min((way for way in tried if way.kind == kind), key=lambda way: seconds[way.name])
-        found[best.name] = tried[best]
-    return found
 
 
 def read_into(target: memoryview, paths: list[Path], *, num_threads: int, block_bytes: int = MIB) -> None:

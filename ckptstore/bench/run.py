@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptstore.bench import machine
 from ckptstore.bench.destination import Place, check_room, opened_place
-from ckptstore.bench.figures.report import OURS, Asked, Report, Sample, Workload, WorkloadOutcome
+from ckptstore.bench.figures.report import OURS, S3_SINK, S3_TEST, Asked, Report, Sample, Workload, WorkloadOutcome
 from ckptstore.bench.peers.base import installed_versions
 from ckptstore.bench.peers.registry import CONTENDERS
 from ckptstore.bench.shapes import asked_bytes
@@ -24,6 +24,7 @@ from ckptstore.bench.work import Task, figure_of, work
 from ckptstore.bench.workloads.files import files_of
 from ckptstore.bench.workloads.finding import finding
 from ckptstore.bench.workloads.scaling import scaling
+from ckptstore.errors import InvalidInput
 from ckptstore.testing import RanksFailed, run_ranks
 
 _TIMEOUT_SECONDS = 3600.0
@@ -45,8 +46,11 @@ Show = Callable[[str, int, int], None]
 def run(asked: Asked, *, storage_options: Mapping[str, Any], command: str, show: Show) -> Report:
     """Measure everything that is asked for. Raises StorageFull before anything is written when it would not fit."""
     size_bytes = asked_bytes(asked.shape, size_bytes=asked.size_bytes, scale=asked.scale)
+    unread = sorted({*asked.workloads} & {"load", "node-cache"}) if asked.to == S3_SINK else []
+    if unread:
+        raise InvalidInput(f"{S3_SINK} keeps nothing that {' and '.join(unread)} could read", hint=f"Take {S3_TEST}")
     started = time.time()
-    with opened_place(asked.to, storage_options) as place:
+    with opened_place(asked.to, storage_options, latency_seconds=asked.latency_seconds or 0.0) as place:
         check_room(
             place,
             disk_bytes=size_bytes * max(_STATES_ON_DISK[name] for name in asked.workloads),

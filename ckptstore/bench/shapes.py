@@ -2,7 +2,8 @@
 
 The Llama presets have the dimensions of the checkpoint workloads of MLPerf Storage: 16-bit weights, and in 32 bits the
 master weights and both moments of Adam, which makes 14 bytes for each parameter. Every rank has the same rows of every
-tensor, so the number of tensors is the real one; `scale` shortens the rows.
+tensor, so the number of tensors is the real one; `scale` shortens the rows. "llama-1b" is no workload of MLPerf: it is
+the state dict of Llama 3.2 1B, 146 tensors in 16 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ckptstore.errors import InvalidInput
 State = dict[str, torch.Tensor]
 
 TENSOR_BYTES = 16 << 20
-WEIGHT_BYTES = 14
+TRAINED_BYTES = 14
 _PATTERN_BYTES = 1 << 20
 
 
@@ -34,6 +35,8 @@ class Preset:
     layers: int
     ranks: int
     words: int = 128_256
+    is_trained: bool = True
+    """Whether there is an optimizer, and a head with weights of its own."""
 
     def weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape of every tensor of the model."""
@@ -54,15 +57,17 @@ class Preset:
             for name, shape in inside.items():
                 yield f"model.layers.{layer}.{name}.weight", shape
         yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.words, self.hidden)
+        if self.is_trained:
+            yield "lm_head.weight", (self.words, self.hidden)
 
     @property
     def size_bytes(self) -> int:
         """Of a whole checkpoint."""
-        return sum(math.prod(shape) for _, shape in self.weights()) * WEIGHT_BYTES
+        return sum(math.prod(shape) for _, shape in self.weights()) * (TRAINED_BYTES if self.is_trained else 2)
 
 
 PRESETS = {
+    "llama-1b": Preset(hidden=2048, inner=8192, heads=32, kv_heads=8, layers=16, ranks=1, is_trained=False),
     "llama-8b": Preset(hidden=4096, inner=14_336, heads=32, kv_heads=8, layers=32, ranks=8),
     "llama-70b": Preset(hidden=8192, inner=28_672, heads=128, kv_heads=8, layers=80, ranks=64),
     "llama-405b": Preset(hidden=16_384, inner=53_248, heads=128, kv_heads=8, layers=126, ranks=512),
@@ -79,10 +84,12 @@ def asked_bytes(shape: str, *, size_bytes: int, scale: float | None) -> int:
     return int(PRESETS[shape].size_bytes * scale)
 
 
-def shapes_of(shape: str, rank_bytes: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def shapes_of(
+    shape: str, rank_bytes: int, tensor_bytes: int = TENSOR_BYTES
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """What one rank holds: about `rank_bytes`, at least one row of every tensor."""
     if shape not in PRESETS:
-        count = max(1, round(rank_bytes / TENSOR_BYTES))
+        count = max(1, round(rank_bytes / tensor_bytes))
         size = rank_bytes // count // 2
         return {f"block.{number}.weight": ((size,), torch.bfloat16) for number in range(count)}
     share = rank_bytes / PRESETS[shape].size_bytes
@@ -94,18 +101,18 @@ def shapes_of(shape: str, rank_bytes: int) -> dict[str, tuple[tuple[int, ...], t
             (max(1, round(rows)), *whole[1:]) if rows >= 1 or len(whole) == 1 else (1, max(1, round(whole[1] * rows)))
         )
         found[f"model.{name}"] = (part, torch.bfloat16)
-        for moment in ("master", "exp_avg", "exp_avg_sq"):
+        for moment in ("master", "exp_avg", "exp_avg_sq") if PRESETS[shape].is_trained else ():
             found[f"optimizer.{name}.{moment}"] = (part, torch.float32)
     return found
 
 
-def rank_state(shape: str, rank_bytes: int, *, rank: int) -> State:
+def rank_state(shape: str, rank_bytes: int, *, rank: int, tensor_bytes: int = TENSOR_BYTES) -> State:
     """Tensors of one rank, in memory that is there, with bytes that differ from tensor to tensor and rank to rank."""
     generator = torch.Generator().manual_seed(rank)
-    pattern = torch.randint(0, 256, (_PATTERN_BYTES,), dtype=torch.uint8, generator=generator)
+    pattern = torch.randint(0, 256, (_PATTERN_BYTES,), dtype=torch.uint8, generator=generator).repeat(2)
     return {
-        name: _filled(size, dtype, pattern.roll(number))
-        for number, (name, (size, dtype)) in enumerate(shapes_of(shape, rank_bytes).items())
+        name: _filled(size, dtype, pattern[number % _PATTERN_BYTES :][:_PATTERN_BYTES])
+        for number, (name, (size, dtype)) in enumerate(shapes_of(shape, rank_bytes, tensor_bytes).items())
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,7 +132,7 @@ class Contest:
         place = self.case.uri(f"turn-{self._number}")
         try:
             self._together(lambda: contender.prepare(place))
-            sample = self._timed(contender, lambda: contender.save(place))
+            sample = self.timed(contender, lambda: contender.save(place))
             self._together(lambda: contender.after(place))
         finally:
             self._together(lambda: self._remove(place))
@@ -141,13 +141,14 @@ class Contest:
     def _load(self, contender: Contender) -> Sample:
         place = self._kept(contender)
         self._together(lambda: self._even_caches(place))
-        sample = self._timed(contender, lambda: contender.load(place))
+        sample = self.timed(contender, lambda: contender.load(place))
         wrong = first(self.case.gather(self._together(contender.wrong)))
         if wrong:
             raise TurnFailed(f"what was loaded differs: {wrong}")
         return sample
 
-    def _timed(self, contender: Contender, call: Callable[[], Any]) -> Sample:
+    def timed(self, contender: Contender, call: Callable[[], Any]) -> Sample:
+        """One call of all ranks, and the wait for what it began."""
         case, is_first = self.case, self.case.rank == 0
         before = case.place.counts() if is_first else (0, 0, 0)
         case.gather(None)
@@ -161,18 +162,11 @@ class Contest:
             return meter
 
         meter = self._together(measured)
-        counted = is_first and case.place.endpoint_url is not None
-        after = case.place.counts() if counted else before
-        return Sample(
-            blocked_seconds=meter.blocked_seconds,
-            total_seconds=meter.total_seconds,
-            cpu_seconds=meter.cpu_seconds,
-            peak_bytes=meter.peak_bytes,
-            requests=after[0] - before[0] if counted else None,
-            sent_bytes=after[1] - before[1] if counted else None,
-            received_bytes=after[2] - before[2] if counted else None,
-            retries=meter.retries if contender.role == "ckptstore" else None,
-        )
+        sample = meter.sample()
+        if is_first and case.place.endpoint_url is not None:
+            requests, sent, received = (now - then for now, then in zip(case.place.counts(), before, strict=True))
+            sample = meter.sample(requests=requests, sent_bytes=sent, received_bytes=received)
+        return sample if contender.role == "ckptstore" else replace(sample, retries=None)
 
     def _together(self, call: Callable[[], T]) -> T:
         """The result of a call that all ranks make. Raises TurnFailed on all when it raises on one."""

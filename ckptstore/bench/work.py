@@ -81,7 +81,7 @@ def _case(task: Task, rank: int, world_size: int) -> Case:
         case.files = Path(task.files) / f"rank-{rank}" if task.name == "directory" else Path(task.files)
         case.rank_bytes = sum(path.stat().st_size for path in case.files.rglob("*") if path.is_file())
     else:
-        case.make_state(task.asked.shape, task.size_bytes)
+        case.make_state(task.asked.shape, task.size_bytes, task.asked.tensor_bytes)
         if task.name == "load":
             case.make_target()
     return case

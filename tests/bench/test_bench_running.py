@@ -13,6 +13,7 @@ from typing import Any
 import forked_ranks
 import jsonschema
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from made import report
 
@@ -20,7 +21,7 @@ from ckptstore.bench.destination import Place, check_room, opened_place
 from ckptstore.bench.figures.page import page
 from ckptstore.bench.figures.report import Asked
 from ckptstore.bench.run import contest
-from ckptstore.bench.shapes import PRESETS, asked_bytes, shapes_of
+from ckptstore.bench.shapes import PRESETS, asked_bytes, rank_state, shapes_of
 from ckptstore.bench.timeline import straggler
 from ckptstore.bench.work import Task
 from ckptstore.bench.workloads.simulated import commit_of
@@ -74,19 +75,24 @@ def test_a_save_is_measured_beside_a_peer_and_the_limit_and_leaves_nothing(tmp_p
 @pytest.mark.slow
 def test_benchmarks_for_developers_have_floors_too(tmp_path: Path) -> None:
     floors, root = tmp_path / "floors.json", Path(__file__).parents[2]
-    command = [sys.executable, "-m", "pytest", "-q", "benchmarks/test_directory.py", "-k", "large"]
-    command += ["--floors", str(floors), "--basetemp", str(tmp_path / "temp")]
-    # Where this variable says that other tests run beside it, pytest-benchmark measures nothing.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
-    for contender, floor, code, said in (
-        ("cp -r + sync", 1e-6, 0, "ok: "),
-        ("cp -r + sync", 1e6, 1, "BELOW: "),
-        ("nobody", 1e-6, 1, "nobody: not measured"),
+    case, told = "test_command[save without fsync, Llama, 1 rank]", tmp_path / "told.json"
+    command = [sys.executable, "-m", "pytest", "-q", f"benchmarks/test_commands.py::{case}"]
+    command += ["--floors", str(floors), "--report", str(told), "--basetemp", str(tmp_path / "temp")]
+    low = {"workload": case, "contender": "safetensors", "floor": 1e-6, "why": "a test"}
+    for code, wanted, said in (
+        (0, [low], ["ok: "]),
+        (
+            1,
+            [{**low, "floor": 1e6}, {**low, "contender": "nobody"}, {**low, "workload": "gone"}],
+            ["against safetensors: ", "against nobody: not measured", "gone against anybody: not measured"],
+        ),
     ):
-        one = {"workload": "test_large_files[copied]", "contender": contender, "floor": floor, "why": "a test"}
-        floors.write_text(json.dumps({"floors": [one]}))
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-        assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
+        floors.write_text(json.dumps({"floors": wanted}))
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert all(text in done.stdout for text in said), done.stdout
+        assert done.stdout.count("BELOW: ") == len(wanted) * code
+    assert {"ckptstore", "DCP FileSystemWriter", "safetensors"} <= set(measured(told)[case])
 
 
 @pytest.mark.slow
@@ -145,6 +151,31 @@ def test_a_scale_is_that_of_a_preset() -> None:
     assert asked_bytes("llama-8b", size_bytes=1, scale=0.5) == PRESETS["llama-8b"].size_bytes // 2
     with pytest.raises(InvalidInput, match="is none"):
         asked_bytes("tensors", size_bytes=1, scale=0.5)
+
+
+def test_tensors_have_the_size_that_is_asked_for_and_llama_1b_its_146_tensors() -> None:
+    assert len(shapes_of("tensors", 1 << 20, 4 << 10)) == 256
+    assert len(shapes_of("llama-1b", 1 << 30)) == 146
+    assert PRESETS["llama-1b"].size_bytes == 2 * 1_235_814_400
+    state = rank_state("tensors", 12 << 10, rank=0, tensor_bytes=4 << 10)
+    assert len({tensor.view(torch.uint8).numpy().tobytes() for tensor in state.values()}) == 3
+
+
+def test_requests_to_the_test_server_wait_when_that_is_asked_for(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    options = ["--to", "s3-sink", "--size", "1MiB", "--shape", "tensors", "--repeat", 1, "--peers", "none"]
+    bench("save", *options, "--latency-ms", 50, "--json", told)
+    found = measured(told)["save"]
+    assert set(found) == {"ckptstore", "raw requests", "plain sockets"}
+    (raw,) = found["plain sockets"]["samples"]
+    assert raw["requests"] == 1
+    assert raw["total_seconds"] > 0.05
+    assert found["ckptstore"]["samples"][0]["total_seconds"] > 0.2, "several requests wait for each other"
+
+
+def test_nothing_is_loaded_from_a_server_that_keeps_nothing() -> None:
+    result = bench("load", "--to", "s3-sink", "--size", "1MiB", code=InvalidInput.exit_code)
+    assert "s3-sink keeps nothing that load could read" in result.output
 
 
 def test_unknown_peers_and_sizes_are_refused() -> None:

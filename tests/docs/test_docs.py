@@ -130,7 +130,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_every_environment_variable_exists(page: Path) -> None:
     known = {f"CKPTSTORE_{item.name.upper()}" for cls in generator().CONFIGS for item in fields(cls)}
     known |= {"CKPTSTORE_COMPLETE", "CKPTSTORE_TEST_FAULTS", "CKPTSTORE_TEST_RANK", "CKPTSTORE_TRACEBACKS"}
-    known |= {"CKPTSTORE_BENCH", "CKPTSTORE_BENCH_ROUNDS"}  # of the benchmarks, see benchmarks/versus.py
+    known |= {"CKPTSTORE_BENCH", "CKPTSTORE_BENCH_ROUNDS"}  # of the benchmarks, see benchmarks/sizes.py
     assert set(re.findall(r"CKPTSTORE_[A-Z_]+", page.read_text())) <= known
 
 

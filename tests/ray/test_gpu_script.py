@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from cluster import ENVIRONMENT
 
+from ckptstore.bench.figures.report import Report
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "ray_train.py"
 
 
@@ -22,9 +24,11 @@ def test_a_tiny_model_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     command = [sys.executable, str(SCRIPT), *options, "--storage", str(tmp_path / "runs"), "--json", str(told)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    report = json.loads(told.read_text())
-    assert report["losses_off_after_resume"] == 0.0, "the run went on with other losses"
-    assert len(report["losses"]) == 4
-    assert len(report["stall_seconds"]) == 3
-    assert report["state_bytes_of_rank_0"] > 500_000
-    assert all(report[name] > 0 for name in ("copy_to_host_seconds", "save_seconds", "load_seconds", "resume_seconds"))
+    stall, save, load = Report.from_json(json.loads(told.read_text())).workloads
+    assert stall.facts["losses_off_after_resume"] == 0.0, "the run went on with other losses"
+    assert len(stall.facts["losses"]) == 4
+    assert stall.facts["resume_seconds"] > 0
+    assert stall.size_bytes > 500_000
+    assert [len(stall.figures(one)) for one in stall.outcomes] == [3, 3]
+    assert all(min(workload.figures(one)) > 0 for workload in (stall, save, load) for one in workload.outcomes)
+    assert "copy to host" in done.stdout

@@ -118,6 +118,14 @@ def test_a_wrong_checksum_is_refused(server: S3Server, algorithm: str) -> None:
     assert s3.get_object(Bucket="b", Key="sum")["Body"].read() == b"right"
 
 
+def test_the_log_counts_the_bytes_that_were_sent_and_a_head_sends_none(server: S3Server) -> None:
+    s3 = client(server)
+    s3.put_object(Bucket="b", Key="seen", Body=b"0123456789")
+    s3.head_object(Bucket="b", Key="seen")
+    s3.get_object(Bucket="b", Key="seen")["Body"].read()
+    assert [request.sent_bytes for request in server.log[-2:]] == [0, 10]
+
+
 def test_pages(server: S3Server) -> None:
     s3 = client(server)
     names = [f"pages/{n // 10}/{n:02d}" for n in range(30)]

@@ -12,6 +12,7 @@ GIB = 1 << 30
 WORKLOADS = ("save", "load", "async", "directory", "node-cache", "ranks", "ls")
 OURS = "ckptstore"
 S3_TEST = "s3-test"
+S3_SINK = "s3-sink"
 
 Role = Literal["ckptstore", "peer", "limit"]
 Status = Literal["measured", "skipped", "failed"]
@@ -23,21 +24,24 @@ class Asked:
 
     workloads: tuple[str, ...]
     to: str | None = None
-    """A URI, "s3-test", or None for a temporary directory."""
+    """A URI, "s3-test", "s3-sink", or None for a temporary directory."""
     size_bytes: int = 2 * GIB
     """Of the whole state, over all ranks."""
     scale: float | None = None
     """A share of the preset's real size, in place of `size_bytes`."""
     ranks: int = 1
     shape: str = "llama-8b"
+    tensor_bytes: int = 16 << 20
+    """Of the shape "tensors"."""
     peers: tuple[str, ...] = ("all",)
     repeat: int = 5
     durable: bool = True
     drop_caches: bool = False
     max_ranks: int = 16_384
     """The most ranks that are simulated."""
-    latency_seconds: float = 0.005
-    """What each request of a simulated commit waits for."""
+    latency_seconds: float | None = None
+    """What each request waits for, to the test server or of a simulated commit; None is 0 for the one and 0.005 for the
+    other."""
 
     def wants(self, family: str) -> bool:
         """Whether peers of that family take part."""
@@ -97,6 +101,11 @@ class WorkloadOutcome:
     samples: tuple[Sample, ...] = ()
     calls: Mapping[str, int] = field(default_factory=dict)
     """Calls of the storage by verb, over all ranks, in one more turn that was only watched; of ckptstore alone."""
+
+    @classmethod
+    def of(cls, name: str, samples: Iterable[Sample], *, role: Role = "ckptstore") -> WorkloadOutcome:
+        """A contender that was measured by something else than a contest."""
+        return cls(name=name, family=role, role=role, status="measured", samples=tuple(samples))
 
     @property
     def median_seconds(self) -> float:

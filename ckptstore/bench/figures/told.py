@@ -64,6 +64,11 @@ def _setting(name: str, value: Any) -> str:
     return str(value)
 
 
+def facts(workload: Workload) -> list[str]:
+    """What is known of it besides its contenders, one line each."""
+    return [f"{name}: {value}" for name, value in workload.facts.items() if value is not None]
+
+
 def absent(workload: Workload) -> list[str]:
     """Who was skipped or failed, and why; a limit of another medium is not worth a line."""
     return [

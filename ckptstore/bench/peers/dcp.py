@@ -94,6 +94,10 @@ class DcpS3(Dcp):
         missing = Contender.objection.__func__(cls, case)  # type: ignore[attr-defined]
         return missing or (None if case.place.is_s3 else "it knows S3 alone")
 
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return super().sweep(case, action) if action == "save" else [{"by_ranges": False}, {"by_ranges": True}]
+
     def writer(self, place: str) -> Any:
         from s3torchconnector.dcp import S3StorageWriter
 
@@ -102,9 +106,12 @@ class DcpS3(Dcp):
         return self._at_endpoint(writer, place)
 
     def reader(self, place: str) -> Any:
+        from s3torchconnector import S3ReaderConstructor
         from s3torchconnector.dcp import S3StorageReader
 
-        return self._at_endpoint(S3StorageReader(region=self._region, path=place), place)
+        by_ranges = self.settings.get("by_ranges", False)
+        how = S3ReaderConstructor.range_based() if by_ranges else S3ReaderConstructor.sequential()
+        return self._at_endpoint(S3StorageReader(region=self._region, path=place, reader_constructor=how), place)
 
     @property
     def _region(self) -> str:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from ckptstore.bench.case import Case
 from ckptstore.bench.figures.report import Role
@@ -14,6 +18,7 @@ from ckptstore.bench.peers.base import Contender, Wait
 from ckptstore.bench.raw import MIB, Memory, Way, copy, read_into, ways
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
+from ckptstore.storage.uri import parse_uri
 
 _REQUEST_BYTES = 16 * MIB
 
@@ -142,6 +147,37 @@ class RawRequests(Limit):
             storage.close()
         self._opened.clear()
         super().close()
+
+
+class PlainSockets(Limit):
+    """PUTs of 16 MiB from memory to sockets, a thread for each core: no client, no digest, no signature."""
+
+    name = "plain sockets"
+
+    @classmethod
+    def objection(cls, case: Case) -> str | None:
+        return None if case.place.endpoint_url else "only the test server takes what nobody signed"
+
+    def prepare(self, place: str) -> None:
+        assert len(self.memory.view) == self.size_bytes
+
+    def save(self, place: str) -> Wait | None:
+        url, location, view = urlsplit(str(self.case.place.endpoint_url)), parse_uri(place), self.memory.view
+        starts, num_threads = range(0, self.size_bytes, _REQUEST_BYTES), os.cpu_count() or 1
+
+        def put(first: int) -> None:
+            with closing(HTTPConnection(url.hostname or "", url.port)) as connection:
+                for start in starts[first::num_threads]:
+                    path = f"/{location.container}/{location.prefix}/{self.case.rank}-{start}"
+                    connection.request("PUT", path, body=view[start : start + _REQUEST_BYTES])
+                    answer = connection.getresponse()
+                    if answer.status != HTTPStatus.OK:
+                        raise OSError(f"{path}: {answer.status} {answer.read()!r}")
+                    answer.read()
+
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(put, range(num_threads)))
+        return None
 
 
 class Memcpy(Limit):

@@ -6,7 +6,7 @@ from ckptstore.bench.peers.base import Contender
 from ckptstore.bench.peers.dcp import AsyncDcp, AsyncDcpProcess, Dcp, DcpFsspec, DcpS3
 from ckptstore.bench.peers.directories import CopyRecursively, RayPersist
 from ckptstore.bench.peers.files import Lightning, Orbax, Safetensors, TorchSave
-from ckptstore.bench.peers.limits import Memcpy, RawDisk, RawDiskLoad, RawRequests
+from ckptstore.bench.peers.limits import Memcpy, PlainSockets, RawDisk, RawDiskLoad, RawRequests
 from ckptstore.bench.peers.node import OneDownload, RawDownload, RayAsDirectory
 from ckptstore.bench.peers.own import (
     AsyncCkptstore,
@@ -29,7 +29,7 @@ _STATES: tuple[type[Contender], ...] = (
 )
 
 CONTENDERS: dict[str, tuple[type[Contender], ...]] = {
-    "save": (Ckptstore, *_STATES, RawDisk, RawRequests),
+    "save": (Ckptstore, *_STATES, RawDisk, RawRequests, PlainSockets),
     "load": (Ckptstore, *_STATES, RawDiskLoad, RawRequests),
     "async": (AsyncCkptstore, AsyncCkptstoreProcess, AsyncDcp, AsyncDcpProcess, AsyncTorchCheckpointing, Memcpy),
     "directory": (DirectoryCkptstore, LinkedCkptstore, RayPersist, CopyRecursively, RawDisk, RawRequests),

@@ -85,28 +85,11 @@ def _measure(uri: str, place: Place, number: int, repeat: int) -> Workload:
             with Meter() as meter:
                 body()
             if turn:
-                samples[name].append(_sample(meter, counted))
+                samples[name].append(meter.sample(requests=counted.total - counted.counts["close"]))
     outcomes = [
-        WorkloadOutcome(
-            name=name,
-            family="limit" if name.startswith("one") else OURS,
-            role="limit" if name.startswith("one") else "ckptstore",
-            status="measured",
-            samples=tuple(found),
-        )
+        WorkloadOutcome.of(name, found, role="limit" if name.startswith("one") else "ckptstore")
         for name, found in samples.items()
     ]
     facts: dict[str, Any] = {"checkpoints": number}
     title = f"latest() and a listing of {number} checkpoints"
     return Workload(name="ls", title=title, size_bytes=0, ranks=1, facts=facts, outcomes=tuple(outcomes))
-
-
-def _sample(meter: Meter, counted: CountCalls) -> Sample:
-    return Sample(
-        blocked_seconds=meter.blocked_seconds,
-        total_seconds=meter.total_seconds,
-        cpu_seconds=meter.cpu_seconds,
-        peak_bytes=meter.peak_bytes,
-        requests=counted.total - counted.counts["close"],
-        retries=meter.retries,
-    )

@@ -23,6 +23,7 @@ _SIZES = (16, 4, 1)
 _FILE_COUNTS = (10, 100, 1000)
 _FILES_BYTES = 256 << 20
 _TIMEOUT_SECONDS = 1800.0
+_LATENCY_SECONDS = 0.005
 _FIGURES = ("seconds", "requests", "cpu_seconds", "peak_bytes")
 
 Contest = Callable[[Task, int], Workload]
@@ -31,6 +32,7 @@ Show = Callable[[str, int, int], None]
 
 def scaling(place: Place, asked: Asked, size_bytes: int, contest: Contest, show: Show) -> dict[str, Any]:
     """Curves of real processes, and of simulated ranks with the law of their growth."""
+    latency_seconds = _LATENCY_SECONDS if asked.latency_seconds is None else asked.latency_seconds
     task = Task(name="ranks", asked=asked, place=place, size_bytes=size_bytes)
     ranks = [(count, contest(task, count)) for count in REAL_RANKS if count <= max(8, asked.ranks)]
     sizes = []
@@ -39,7 +41,7 @@ def scaling(place: Place, asked: Asked, size_bytes: int, contest: Contest, show:
         sizes.append((smaller.size_bytes, contest(smaller, asked.ranks)))
     return {
         "real": {"ranks": _curve(ranks), "bytes": _curve(sizes), "files": _curve(_over_files(task, contest))},
-        "simulated": simulate(place, max_ranks=asked.max_ranks, latency_seconds=asked.latency_seconds, show=show),
+        "simulated": simulate(place, max_ranks=asked.max_ranks, latency_seconds=latency_seconds, show=show),
     }
 
 

@@ -19,10 +19,10 @@ from ckptstore.errors import InvalidInput
 from ckptstore.storage.uri import redact
 
 if TYPE_CHECKING:
-    from ckptstore.bench.figures.report import Report
+    from ckptstore.bench.figures.report import Report, Workload
 
 _WORKLOADS = ("save", "load", "async", "directory", "node-cache", "ranks", "ls")
-_SHAPES = ("tensors", "llama-8b", "llama-70b", "llama-405b", "files")
+_SHAPES = ("tensors", "llama-1b", "llama-8b", "llama-70b", "llama-405b", "files")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _BELOW_FLOOR = 1
 
@@ -37,17 +37,18 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str) -> int:
 @click.command()
 @click.argument("what", type=click.Choice([*_WORKLOADS, "all", "compare"]), default="all")
 @click.argument("files", nargs=-1, type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--to", help="Where: a path, a URI, or s3-test for an S3 server in memory.  [temporary directory]")
+@click.option("--to", help="A path, a URI, or s3-test or s3-sink: S3 in memory.  [temporary directory]")
 @click.option("--size", default="2GiB", show_default=True, callback=_parse_size, help="Of the state over all ranks.")
 @click.option("--scale", type=click.FloatRange(0, 1, min_open=True), help="A share of a Llama, in place of --size.")
 @click.option("--ranks", type=click.IntRange(1, 256), default=1, show_default=True, help="Real processes.")
 @click.option("--shape", type=click.Choice(_SHAPES), default="llama-8b", show_default=True, help="What is saved.")
+@click.option("--tensor-size", default="16MiB", show_default=True, callback=_parse_size, help="Of the shape tensors.")
 @click.option("--peers", default="all", show_default=True, help="all, none, or names such as dcp,ray,torch.")
 @click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Timed turns of each contender.")
 @click.option("--durable/--no-durable", default=True, show_default=True, help="fsync by all of them, or by none.")
 @click.option("--drop-caches", is_flag=True, help="Load from the disk, not from the page cache; needs root.")
 @click.option("--max-ranks", type=click.IntRange(64), default=16_384, show_default=True, help="Most simulated ranks.")
-@click.option("--latency-ms", type=click.FloatRange(0), default=5.0, show_default=True, help="Of simulated storage.")
+@click.option("--latency-ms", type=click.FloatRange(0), help="Of each S3 test request [0], and in simulations [5].")
 @click.option("--json", "json_path", metavar="FILE", help="Write the report there; - for the standard output.")
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with charts."
@@ -95,12 +96,13 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
         scale=given["scale"],
         ranks=given["ranks"],
         shape=given["shape"],
+        tensor_bytes=given["tensor_size"],
         peers=peers,
         repeat=given["repeat"],
         durable=given["durable"],
         drop_caches=given["drop_caches"],
         max_ranks=given["max_ranks"],
-        latency_seconds=given["latency_ms"] / 1000,
+        latency_seconds=None if given["latency_ms"] is None else given["latency_ms"] / 1000,
     )
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed then too
     try:
@@ -129,18 +131,25 @@ def _echo(report: Report) -> None:
     for line in told.report_lines(report):
         click.echo(line)
     for workload in report.workloads:
-        click.echo(f"\n{told.heading(workload)}")
-        found = told.rows(workload)
-        if found:
-            echo_table(told.HEADERS, found)
-        for line in told.absent(workload):
-            click.echo(f"  {line}")
+        echo_workload(workload)
     lines = told.scaling_lines(report.scaling)
     if lines:
         click.echo("\nGrowth")
     for line in lines:
         click.echo(f"  {line}")
     click.echo(f"\n{told.LEGEND}")
+
+
+def echo_workload(workload: Workload) -> None:
+    """Its table, its facts, and who is not in it."""
+    from ckptstore.bench.figures import told
+
+    click.echo(f"\n{told.heading(workload)}")
+    found = told.rows(workload)
+    if found:
+        echo_table(told.HEADERS, found)
+    for line in [*told.facts(workload), *told.absent(workload)]:
+        click.echo(f"  {line}")
 
 
 def _write(report: Report, json_path: str | None, html: Path | None) -> None:

@@ -191,7 +191,8 @@ class ClientConnection(asyncio.BufferedProtocol):
         if fault is not None and fault.action == "stall":
             await asyncio.sleep(1e6 if fault.seconds is None else fault.seconds)
         answer = await self._outcome(request)
-        self._finish(status=answer.status, sent_bytes=answer.size_bytes)
+        sent_bytes = 0 if request.method == "HEAD" else answer.size_bytes
+        self._finish(status=answer.status, sent_bytes=sent_bytes)
         if self._broken:
             return
         if request.hit_by("lose_answer"):

@@ -1,19 +1,29 @@
-"""A leader with many simulated ranks, in a process of its own so that its memory can be measured."""
+"""What the leader of many ranks does after all have stored: joining the index, the manifest and the record.
+
+The ranks are simulated by what they would have sent and stored; the leader is real, in a process of its own so that its
+memory can be measured.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
 import os
+import shutil
 import struct
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+from sizes import FULL, ROUNDS
+
 from ckptstore import open_store
+from ckptstore.bench.figures.report import OURS, Sample, Workload, WorkloadOutcome
+from ckptstore.bench.measure import Meter
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.index_read import read_own_parts
@@ -28,34 +38,13 @@ from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.write.agree import Negotiator
 from ckptstore.state.write.coverage import Expected
+from ckptstore.testing import run_ranks
 
+NUM_TENSORS = 1000 if FULL else 100
 _ROWS, _COLUMNS = 64, 1024
 _CHUNK_BYTES = _ROWS * _COLUMNS * 4
 _FRAME_BYTES = _CHUNK_BYTES + 1408
 _BLOCK_BYTES = 1 << 20
-
-
-def status_bytes(field: str) -> int:
-    """VmRSS, VmHWM and the like of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
-
-
-class Peak:
-    """How far memory rose above what it was."""
-
-    size_bytes = 0
-
-
-@contextmanager
-def peak_memory() -> Iterator[Peak]:
-    """The highest resident memory inside, above that at the beginning."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    before, peak = status_bytes("VmRSS"), Peak()
-    yield peak
-    peak.size_bytes = max(0, status_bytes("VmHWM") - before)
 
 
 def _tensors(num_ranks: int, num_tensors: int) -> list[tuple[str, tuple[int, int]]]:
@@ -78,7 +67,7 @@ def _answer(rank: int, num_ranks: int, num_tensors: int) -> bytes:
     return b"".join([struct.pack("<I", len(head)), head, builder.encode(is_shared=rank == 0)])
 
 
-def join_and_commit(directory: str, num_ranks: int, num_tensors: int) -> dict[str, Any]:
+def join_and_commit(directory: str, num_ranks: int, num_tensors: int) -> tuple[Sample, dict[str, Any]]:
     """The leader's work after all ranks have stored; and what a rank does to open the checkpoint."""
     answers = [_answer(rank, num_ranks, num_tensors) for rank in range(num_ranks)]
     with open_store(directory) as store:
@@ -101,12 +90,10 @@ def join_and_commit(directory: str, num_ranks: int, num_tensors: int) -> dict[st
         )
         rows = [Row(name, Mode.SHARD, "float32", shape, "", "", 0) for name, shape in _tensors(num_ranks, num_tensors)]
         shard._expected = Expected.of([Structure(tuple(rows))], [0] * num_ranks)
-        with peak_memory() as peak:
-            started = time.perf_counter()
+        with Meter() as meter:
             contents = shard.join(attempt, answers, lambda: None)
-            joined_seconds = time.perf_counter() - started
+            meter.returned()
             commit(job, request, attempt, contents, lambda: None)
-            seconds = time.perf_counter() - started
         data = (Path(directory) / attempt.prefix / INDEX_NAME).read_bytes()
         started = time.perf_counter()
         index = TensorIndex.decode(data)
@@ -119,12 +106,25 @@ def join_and_commit(directory: str, num_ranks: int, num_tensors: int) -> dict[st
         own = read_own_parts(files, receipt, rank=num_ranks - 1, world_size=num_ranks)
         own_seconds = time.perf_counter() - started
         assert own is None or own.num_chunks == 2 * num_tensors
-    return {
-        "seconds": seconds,
-        "join_seconds": joined_seconds,
-        "open_seconds": opened_seconds,
-        "open_own_parts_seconds": own_seconds if own is not None else None,
-        "peak_bytes": peak.size_bytes + sum(map(len, answers)),
-        "received_bytes": sum(map(len, answers)),
+    received_bytes = sum(map(len, answers))
+    sample = replace(meter.sample(), peak_bytes=(meter.peak_bytes or 0) + received_bytes)
+    return sample, {
+        "join_seconds": round(meter.blocked_seconds, 3),
+        "open_seconds": round(opened_seconds, 3),
+        "open_own_parts_seconds": round(own_seconds, 3) if own is not None else None,
+        "received_bytes": received_bytes,
         "index_bytes_per_chunk": round(len(data) / index.num_chunks, 2),
     }
+
+
+@pytest.mark.parametrize("num_ranks", [64, 256, 1024] if FULL else [16])
+def test_many_ranks(tell: Callable[[Workload], None], tmp_path: Path, num_ranks: int) -> None:
+    samples = []
+    for number in range(ROUNDS):
+        root = tmp_path / str(number)
+        ((sample, facts),) = run_ranks(1, join_and_commit, str(root), num_ranks, NUM_TENSORS, timeout_seconds=600)
+        samples.append(sample)
+        shutil.rmtree(root)
+    title = f"Join the index of {num_ranks} ranks with {NUM_TENSORS} tensors, and commit"
+    outcomes = (WorkloadOutcome.of(OURS, samples),)
+    tell(Workload(name="", title=title, size_bytes=0, ranks=1, outcomes=outcomes, facts=facts))
