@@ -29,7 +29,7 @@ NEED_TORCH = {
         *(
             f"{room}.{name}"
             for room in ("ckptstore.ray", "ckptstore.integrations.ray")
-            for name in ("RayStore", "report", "resolve", "resume", "store", "wrap")
+            for name in ("RayStore", "Repair", "repair", "report", "resolve", "resume", "store", "wrap")
         ),
         "ckptstore.state.per_rank",
         "ckptstore.state.replicated",
@@ -44,6 +44,8 @@ NEED_MORE = {
     "names": {
         "ckptstore.integrations.lightning.CheckpointStoreCallback": "'ckptstore[lightning]'",
         "ckptstore.integrations.transformers.CheckpointStoreCallback": "'ckptstore[transformers]'",
+        "ckptstore.ray.s3_filesystem": "'ckptstore[ray]'",
+        "ckptstore.integrations.ray.s3_filesystem": "'ckptstore[ray]'",
         "ckptstore.testing.StorageContract": "pytest",
     },
     "store": {},
@@ -52,7 +54,7 @@ NEED_MORE = {
         "bench": '"ckptstore[bench]"',
         "demo": "'ckptstore[demo]'",
         "demo --engine ray": "'ckptstore[demo,ray]'",
-        "cp --engine ray": "ckptstore[ray]",
+        "cp --engine ray": "'ckptstore[ray]'",
         "s3": "'ckptstore[s3]'",
         "gs": "'ckptstore[gcs]'",
         "az": "'ckptstore[azure]'",
