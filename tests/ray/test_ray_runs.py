@@ -151,14 +151,13 @@ RUNS = [
     *(
         pytest.param(*run, marks=pytest.mark.slow)
         for run in (
-            ("ddp", "state", "local"),
             ("ddp", "directory", "s3"),
             ("fsdp", "sync", "local"),
             ("ddp", "async", "s3"),
         )
     ),
 ]
-"""Every way to report; a state also by both ways to train. Where files go is the storage's part, tested without Ray."""
+"""Every way to report, and both ways to train. Where files go is the storage's part, tested without Ray."""
 
 
 @pytest.mark.parametrize(("parallel", "how", "where"), RUNS)
