@@ -331,6 +331,8 @@ def _judged(parts: list[bytes], options: LoadOptions, *, whole: bool) -> bytes:
 
 def _warn_of_loaders(stored: StoredState, state: Mapping[str, Any], options: LoadOptions) -> None:
     """Name data loaders and samplers that all ranks of the save had alike, when there are more or fewer ranks now."""
+    if stored.index.world_size == stored.world_size:
+        return
     includes = Matching(Saved({}, {}), include=options.include).includes
     for unit in units_of(state):
         names = " ".join(cls.__name__.lower() for cls in type(unit.item).__mro__)
