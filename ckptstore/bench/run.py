@@ -45,10 +45,8 @@ Show = Callable[[str, int, int], None]
 
 def run(asked: Asked, *, storage_options: Mapping[str, Any], command: str, show: Show) -> Report:
     """Measure everything that is asked for. Raises StorageFull before anything is written when it would not fit."""
+    _check(asked)
     size_bytes = asked_bytes(asked.shape, size_bytes=asked.size_bytes, scale=asked.scale)
-    unread = sorted({*asked.workloads} & {"load", "node-cache"}) if asked.to == S3_SINK else []
-    if unread:
-        raise InvalidInput(f"{S3_SINK} keeps nothing that {' and '.join(unread)} could read", hint=f"Take {S3_TEST}")
     started = time.time()
     with opened_place(asked.to, storage_options, latency_seconds=asked.latency_seconds or 0.0) as place:
         check_room(
@@ -76,6 +74,23 @@ def run(asked: Asked, *, storage_options: Mapping[str, Any], command: str, show:
         workloads=tuple(workloads),
         scaling=curves,
     )
+
+
+def _check(asked: Asked) -> None:
+    """Raise InvalidInput for what could not be done, and for what would have no effect."""
+    unread = sorted({*asked.workloads} & {"load", "node-cache"}) if asked.to == S3_SINK else []
+    if unread:
+        raise InvalidInput(f"{S3_SINK} keeps nothing that {' and '.join(unread)} could read", hint=f"Take {S3_TEST}")
+    if asked.tensor_bytes is not None:
+        if asked.shape != "tensors":
+            raise InvalidInput(f"--tensor-size has no effect on the shape {asked.shape}", hint="Give --shape tensors")
+        if asked.tensor_bytes < 1:
+            raise InvalidInput("--tensor-size is 0, a tensor has at least 1 byte")
+    if asked.latency_seconds is not None and asked.to not in (S3_TEST, S3_SINK) and "ranks" not in asked.workloads:
+        raise InvalidInput(
+            "--latency-ms has no effect here: no test server and no simulated rank takes part",
+            hint=f"Give --to {S3_TEST}, or measure ranks",
+        )
 
 
 def _workload(name: str, asked: Asked, place: Place, size_bytes: int, show: Show) -> Workload:

@@ -16,6 +16,7 @@ from ckptstore.bench.figures.report import Asked, WorkloadOutcome
 from ckptstore.bench.peers.base import Contender
 from ckptstore.bench.peers.own import AsyncCkptstore, Ckptstore
 from ckptstore.bench.peers.registry import CONTENDERS
+from ckptstore.bench.shapes import TENSOR_BYTES
 from ckptstore.bench.timeline import Recorder
 from ckptstore.bench.turns import Contest, Tell
 from ckptstore.events import listening
@@ -81,7 +82,7 @@ def _case(task: Task, rank: int, world_size: int) -> Case:
         case.files = Path(task.files) / f"rank-{rank}" if task.name == "directory" else Path(task.files)
         case.rank_bytes = sum(path.stat().st_size for path in case.files.rglob("*") if path.is_file())
     else:
-        case.make_state(task.asked.shape, task.size_bytes, task.asked.tensor_bytes)
+        case.make_state(task.asked.shape, task.size_bytes, task.asked.tensor_bytes or TENSOR_BYTES)
         if task.name == "load":
             case.make_target()
     return case

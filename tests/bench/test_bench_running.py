@@ -267,3 +267,16 @@ def _shares_of_colours(picture: Path) -> dict[tuple[int, ...], float]:
         pixels = image.convert("RGB")
         counts = pixels.getcolors(maxcolors=1 << 24)
         return {colour: count / (pixels.width * pixels.height) for count, colour in counts}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("save", "--tensor-size", "1MiB"), "--tensor-size has no effect on the shape llama-8b"),
+        (("save", "--shape", "tensors", "--tensor-size", "0"), "--tensor-size is 0"),
+        (("save", "--latency-ms", "5"), "--latency-ms has no effect here"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(given: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    assert message in bench(*given, "--to", tmp_path / "new", "--size", "1MiB", code=2).output
+    assert not (tmp_path / "new").exists()

@@ -31,8 +31,8 @@ class Asked:
     """A share of the preset's real size, in place of `size_bytes`."""
     ranks: int = 1
     shape: str = "llama-8b"
-    tensor_bytes: int = 16 << 20
-    """Of the shape "tensors"."""
+    tensor_bytes: int | None = None
+    """Of the shape "tensors"; None is 16 MiB."""
     peers: tuple[str, ...] = ("all",)
     repeat: int = 5
     durable: bool = True

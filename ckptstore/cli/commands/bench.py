@@ -27,7 +27,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _BELOW_FLOOR = 1
 
 
-def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str) -> int:
+def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise click.BadParameter(f"{text!r} is no size such as 2GiB or 512MiB")
@@ -42,7 +44,7 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str) -> int:
 @click.option("--scale", type=click.FloatRange(0, 1, min_open=True), help="A share of a Llama, in place of --size.")
 @click.option("--ranks", type=click.IntRange(1, 256), default=1, show_default=True, help="Real processes.")
 @click.option("--shape", type=click.Choice(_SHAPES), default="llama-8b", show_default=True, help="What is saved.")
-@click.option("--tensor-size", default="16MiB", show_default=True, callback=_parse_size, help="Of the shape tensors.")
+@click.option("--tensor-size", callback=_parse_size, help="Of the shape tensors.  [16MiB]")
 @click.option("--peers", default="all", show_default=True, help="all, none, or names such as dcp,ray,torch.")
 @click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Timed turns of each contender.")
 @click.option("--durable/--no-durable", default=True, show_default=True, help="fsync by all of them, or by none.")
