@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from ckptstore.catalogue import job_of
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.format.layout import STORE_KEY
@@ -72,15 +73,17 @@ def _on_disk(root: Disk) -> tuple[list[str], bool]:
 
 def _look(uri: str, storage_options: Mapping[str, Any]) -> StoreBelow:
     try:
-        with closing(open_storage(uri, storage_options=storage_options)) as storage:
-            identity = read_store_json(storage)
         with open_store(uri, storage_options=storage_options) as store:
-            latest = store.latest()
+            job = job_of(store)
+            identity = read_store_json(job.storage)
+            newest = job.log.newest()
+            number = newest.state.latest if newest else None
+            latest = job.log.records([] if number is None else [number])
             return StoreBelow(
                 uri=uri,
-                num_checkpoints=len(store),
-                latest_step=latest.step if latest else None,
-                latest_created_at=latest.created_at if latest else None,
+                num_checkpoints=len(newest.state.live) if newest else 0,
+                latest_step=latest[0].entry.step if latest else None,
+                latest_created_at=latest[0].entry.created_at if latest else None,
                 kept_by=identity.kept_by if identity else KEPT_BY_CKPTSTORE,
             )
     except CkptstoreError as error:

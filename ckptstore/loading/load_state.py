@@ -337,7 +337,7 @@ def _warn_of_loaders(stored: StoredState, state: Mapping[str, Any], options: Loa
     for unit in units_of(state):
         names = " ".join(cls.__name__.lower() for cls in type(unit.item).__mro__)
         is_loader = unit.kind is Kind.STATEFUL and ("loader" in names or "sampler" in names)
-        if is_loader and includes(unit.key) and stored.common_at_other_size(unit.key):
+        if is_loader and includes(unit.key) and stored.is_common(unit.key):
             logger.warning(
                 "the %s at %r gets back the state that all %d ranks had alike, and there are %d ranks now: samples may "
                 "be repeated or left out. Mark it with ckptstore.state.per_rank where it is saved",

@@ -115,10 +115,9 @@ class StoredState:
         fitting = (choice for pattern, choice in self.per_rank.items() if any(fits(place, pattern) for place in places))
         return next(fitting, "error")
 
-    def common_at_other_size(self, key: str) -> bool:
-        """Whether the ranks of the save, more or fewer than there are now, had one value of that key alike."""
-        is_other = self.index.world_size != self.world_size
-        return is_other and key in self.index.common_values()
+    def is_common(self, key: str) -> bool:
+        """Whether all ranks of the save had one value of that key alike."""
+        return key in self.index.common_values()
 
     def values(self, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
         """The plain values for this rank, decoded, with a TensorRef for each tensor in them."""
