@@ -77,7 +77,7 @@ class RetryConfig(_Config):
 
     retry_attempts: int = 25
     """The most tries, the first one counted; enough for a minute of throttling. 1 switches retries off."""
-    retry_deadline_seconds: float = 300.0
+    retry_deadline_seconds: float = 200.0
     """No new try begins later than this after the first one."""
     retry_wait_initial_seconds: float = 0.1
     """The longest wait before the second try; it doubles from try to try, with full jitter."""
@@ -113,8 +113,9 @@ class StoreConfig(_Config):
 
     grace_seconds: float = 3600.0
     """How long a checkpoint that retention dropped stays in the trash, by the storage's clock."""
-    rank_timeout_seconds: float = 600.0
-    """How long a rank may give no sign of life."""
+    rank_timeout_seconds: float = 280.0
+    """How long a rank may give no sign of life. A rank that hangs is found out after twice that: before the watchdog of
+    NCCL, which ends a job whose ranks wait for each other for 600 s."""
     single_writer: bool = False
     """Promise that no second job ever writes, for a storage that cannot create-if-absent."""
     num_prefixes: int = 1

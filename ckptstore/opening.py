@@ -45,7 +45,7 @@ def open_store(
         storage_options: credentials and the like in fsspec's names; never written anywhere, never logged.
         group: a torch ProcessGroup or a `StorageGroup`; None for torch.distributed where it is initialised, "solo" for
             this process alone: an evaluation beside the job, or one rank that looks something up.
-        rank_timeout_seconds: how long a rank may give no sign of life (600).
+        rank_timeout_seconds: how long a rank may give no sign of life (280).
         memory_budget_bytes: the most memory that transfers of this process take for buffers (512 MiB).
         single_writer: promise that no other job ever writes, for storages without create-if-absent.
         num_prefixes: over how many directories the ranks spread the files of a state checkpoint, for storages that

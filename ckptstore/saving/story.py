@@ -21,6 +21,7 @@ from ckptstore.group.base import LEADER
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision, Shard
 from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.retry import hurried
 
 logger = logging.getLogger("ckptstore")
 
@@ -112,13 +113,14 @@ def finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
         slowest, published = _unpacked(lane.exchange("receipts", store, publish))
         kept = keeper.outcome(attempt, published)
     except CkptstoreError as error:
-        found = keeper.find(attempt) if error.committed is None else None
-        if found is None:
-            error.at(step=request.step)
-            emit(SaveFailed(step=request.step, rank=keeper.rank, error=str(error)))
-            if lane.rank == LEADER and error.committed is False:  # what others still write is garbage
-                remove_files(keeper.storage, attempt)
-            raise
+        with hurried():  # ranks that have raised it may wait for this one
+            found = keeper.find(attempt) if error.committed is None else None
+            if found is None:
+                error.at(step=request.step)
+                emit(SaveFailed(step=request.step, rank=keeper.rank, error=str(error)))
+                if lane.rank == LEADER and error.committed is False:  # what others still write is garbage
+                    remove_files(keeper.storage, attempt)
+                raise
         logger.warning("step %d is committed, though this rank did not hear of it: %s", request.step, error)
         kept = found
     finally:

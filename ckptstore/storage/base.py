@@ -115,7 +115,8 @@ class PartWriter(Protocol):
         """
 
     def finish(self) -> None:
-        """Make the file visible with all its parts; durable as `write` is. Called once, after all parts."""
+        """Make the file visible with all its parts; durable as `write` is. Called after all parts, and again after an
+        error that may pass: where the first call has taken effect, the second does nothing."""
 
     def abort(self) -> None:
         """Drop what was written, as far as the storage can. Never raises; may follow a failed `finish`."""

@@ -8,7 +8,9 @@ outermost call on a thread is the one that tries again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 from ckptstore.config import RetryConfig
@@ -21,9 +23,25 @@ T = TypeVar("T")
 class _Here(threading.local):
     is_inside = False
     """Whether this thread is inside a request that is retried."""
+    is_hurried = False
+    """Whether it is in `hurried`."""
 
 
 _here = _Here()
+
+
+_HURRIED_SHARE = 0.1
+
+
+@contextmanager
+def hurried() -> Iterator[None]:
+    """Inside, requests of this thread are retried for a tenth of the deadline: for what follows a failure, which may be
+    that the storage has been away for a whole deadline already."""
+    before, _here.is_hurried = _here.is_hurried, True
+    try:
+        yield
+    finally:
+        _here.is_hurried = before
 
 
 def is_retryable(error: BaseException) -> bool:
@@ -52,6 +70,8 @@ def retrying(config: RetryConfig, what: str, request: Callable[[], T]) -> T:
 def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: CkptstoreError) -> T:
     import tenacity
 
+    if _here.is_hurried:
+        config = replace(config, retry_deadline_seconds=config.retry_deadline_seconds * _HURRIED_SHARE)
     failed = [first]
 
     def once() -> T:

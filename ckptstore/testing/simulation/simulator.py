@@ -10,9 +10,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.storage import open as opening
 from ckptstore.storage.base import Storage
 from ckptstore.testing.simulation import alone, programs
@@ -51,6 +52,8 @@ _ENVIRONMENT = {
     "CKPTSTORE_NUM_REQUESTS": "3",
     "CKPTSTORE_MEMORY_BUDGET_BYTES": str(4 << 20),
 }
+_DEFAULTS = {item.name: item.default for config in (RetryConfig, StoreConfig) for item in fields(config)}
+_RETRIED_SHARE = _DEFAULTS["retry_deadline_seconds"] / _DEFAULTS["rank_timeout_seconds"]
 LIMIT_SECONDS = 60.0
 _QUIET_SECONDS = 500_000.0
 _DESCRIPTORS = "/proc/self/fd"
@@ -145,7 +148,7 @@ class Simulation:
             **_ENVIRONMENT,
             "CKPTSTORE_RETRY_ATTEMPTS": str(plan.retry_attempts),
             # the same share of the timeout of a rank as by default
-            "CKPTSTORE_RETRY_DEADLINE_SECONDS": str(plan.rank_timeout_seconds / 2),
+            "CKPTSTORE_RETRY_DEADLINE_SECONDS": str(plan.rank_timeout_seconds * _RETRIED_SHARE),
             "CKPTSTORE_RETRY_WAIT_MAX_SECONDS": str(plan.rank_timeout_seconds / 30),
             "CKPTSTORE_CACHE_DIR": str(world.directory / "cache"),
         }

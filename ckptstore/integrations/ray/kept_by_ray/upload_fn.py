@@ -50,7 +50,7 @@ def upload_fn(
         step: for `Checkpoint.step`; the number of the report in the run by default.
         metrics: for `Checkpoint.metrics`; Ray does not show this function those of the report.
         shared: names that have the same bytes on all ranks; stored once, where others get the rank in their name.
-        rank_timeout_seconds: how long a rank may give no sign of life (600).
+        rank_timeout_seconds: how long a rank may give no sign of life (280).
 
     The function raises, on all ranks, what keeps any rank from storing its files; what was written is removed. In SYNC
     mode `ray.train.report` lets that out; let it end the training function, since Ray counts the report as begun and

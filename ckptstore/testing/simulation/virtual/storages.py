@@ -193,6 +193,7 @@ class _Writer:
         self._key = key
         self._size_bytes = size_bytes
         self._parts: dict[int, bytes] | None = {}
+        self._is_finished = False
         space = storage.space
         space.num_writes += 1
         self._id = f"upload-{space.num_writes}"
@@ -202,11 +203,14 @@ class _Writer:
         self._open()[offset] = b"".join(views)
 
     def finish(self) -> None:
+        if self._is_finished:  # and the answer was lost
+            return
         parts = self._open()
         data = b"".join(parts[offset] for offset in sorted(parts))
         if len(data) != self._size_bytes:
             raise StorageError(f"{self._key} lacks parts", file=self._key)
         self._storage.space.put(self._key, data, is_durable=self._storage.durable_at_once)
+        self._is_finished = True
         self.abort()
 
     def abort(self) -> None:
