@@ -122,25 +122,6 @@ class SaveFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveEnded(Event):
-    """A save has ended on this rank, well or not. Not logged."""
-
-    level: ClassVar[int] = logging.NOTSET
-    step: int
-    attempt: str
-    """Empty when the ranks have not agreed on one."""
-    rank: int
-    started_at: float
-    """When it was called, in seconds since the epoch by this machine's clock."""
-    seconds: float
-    """From the call to the end, on this rank."""
-    blocked_seconds: float
-    """How much of that the training was held up: all of it, but for a save in the background."""
-    error_type: str | None
-    """The class of the error that it ended with."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPhase(Event):
     """A phase of a load has ended on this rank. Not logged."""
 

@@ -21,8 +21,8 @@ from ckptstore.group import Beat, Group
 from ckptstore.job import Job
 from ckptstore.loading.index_read import read_own_parts
 from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
+from ckptstore.loading.load_watch import LoadWatch, watched
 from ckptstore.loading.newest import Order, first_usable, newest_first, told_resumed
-from ckptstore.loading.phases import LoadWatch, watched
 from ckptstore.loading.story import CheckpointFiles, NodeCopies, files_of
 from ckptstore.log.identity import read_identity
 from ckptstore.runtime.beat import no_beat

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptstore.events import LoadEnded, LoadPhase, emit, is_heard
 from ckptstore.format.record import Record
-from ckptstore.runtime.tracing import Operation, hear, told
+from ckptstore.runtime.tracing import Traced, hear, told
 
 _numbers = itertools.count(1)
 
@@ -84,8 +84,8 @@ class LoadWatch:
                 )
             )
 
-    def _operation(self) -> Operation:
-        return Operation("load", self._name, self._rank, self._step, self._started_at)
+    def _operation(self) -> Traced:
+        return Traced("load", self._name, self._rank, self._step, self._started_at)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
-from ckptstore.loading.phases import watched
+from ckptstore.loading.load_watch import watched
 from ckptstore.loading.story import files_of
 
 T = TypeVar("T")

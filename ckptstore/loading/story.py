@@ -30,7 +30,7 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, MANIFE
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.format.record import Record
 from ckptstore.job import Job
-from ckptstore.loading.phases import LoadWatch, watched
+from ckptstore.loading.load_watch import LoadWatch, watched
 from ckptstore.log import Log
 from ckptstore.node_cache import NodeCache
 from ckptstore.runtime.beat import Beat, no_beat

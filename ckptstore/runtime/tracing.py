@@ -18,7 +18,7 @@ TOLD = "trace"
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class Traced:
     """What one rank does of one save or one load."""
 
     kind: Literal["save", "load"]
@@ -34,28 +34,29 @@ class Operation:
 class Tracer(Protocol):
     """Whoever traces. What it raises is logged and dropped."""
 
-    def tell(self, operation: Operation) -> Mapping[str, str]:
+    def tell(self, operation: Traced) -> Mapping[str, str]:
         """Leader: what the other ranks have to hear."""
 
-    def hear(self, operation: Operation, told: Mapping[str, str]) -> None:
+    def hear(self, operation: Traced, told: Mapping[str, str]) -> None:
         """Any rank: what the leader has told; nothing if it does not trace."""
 
 
 _tracers: list[Tracer] = []
 
 
-def told(make: Callable[[], Operation]) -> dict[str, Any]:
+def told(make: Callable[[], Traced]) -> dict[str, Any]:
     """Leader: what is to be added to a message; nothing without a tracer, and then `make` is not called."""
     if not _tracers:
         return {}
-    operation, found = make(), {}
+    operation = make()
+    found: dict[str, str] = {}
     for tracer in _tracers:
         with _dropped():
             found.update(tracer.tell(operation))
     return {TOLD: found} if found else {}
 
 
-def hear(message: Mapping[str, Any], make: Callable[[], Operation]) -> None:
+def hear(message: Mapping[str, Any], make: Callable[[], Traced]) -> None:
     """Any rank: give the tracers what the leader's message has for them."""
     if not _tracers:
         return
