@@ -137,6 +137,34 @@ class SaveFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveEnded(Event):
+    """A save has ended on this rank, well or not. Not logged."""
+
+    level: ClassVar[int] = logging.NOTSET
+    step: int
+    attempt: str
+    """Empty when the ranks have not agreed on one."""
+    rank: int
+    store: str
+    """The URI, without secrets."""
+    started_at: float
+    """When it was called, in seconds since the epoch by this machine's clock."""
+    seconds: float
+    """From the call to the end, on this rank."""
+    blocked_seconds: float
+    """How much of that the training was held up: all of it, but for a save in the background."""
+    in_background: bool
+    size_bytes: int
+    """What this rank stored."""
+    requests: int
+    """Tries of requests to the storage, on this rank."""
+    retries: int
+    """Those of them that were made again."""
+    error_type: str | None
+    """The class of the error that it ended with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPhase(Event):
     """A phase of a load has ended on this rank. Not logged."""
 
@@ -165,9 +193,18 @@ class LoadEnded(Event):
     number: int | None
     rank: int
     load: str
+    """Which load of this process: that of its phases."""
+    store: str
+    """The URI, without secrets."""
     started_at: float
     """When it was called, in seconds since the epoch by this machine's clock."""
     seconds: float
+    size_bytes: int
+    """What this rank read."""
+    requests: int
+    """Tries of requests to the storage, on this rank."""
+    retries: int
+    """Those of them that were made again."""
     error_type: str | None
     """The class of the error that it ended with."""
 
@@ -193,6 +230,10 @@ class CheckpointResumed(Event):
     number: int
     rank: int
     epoch: int
+    store: str
+    """The URI, without secrets."""
+    created_at: float
+    """When it was committed, in seconds since the epoch by the clock of its leader."""
 
     def line(self) -> str:
         return f"resumed from step {self.step}"

@@ -38,7 +38,7 @@ from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.read.stock_pickles import load_metadata
 from ckptstore.state.write.stock_write import add_stock_bytes, add_stock_tensors
 from ckptstore.storage.base import Disk
-from ckptstore.storage.traffic import counting
+from ckptstore.storage.traffic import counted_twice
 from ckptstore.storage.uri import parse_uri, redact
 from ckptstore.transfer import Stored
 from ckptstore.transfer.planned import PlannedFile
@@ -152,7 +152,7 @@ class StoreWriter(StorageWriter):
             allow_pickle=self._allow_pickle,
         )
         sources = shard.files.sources()
-        with counting() as traffic:
+        with self._clock.part(storage.uri, is_last=False), counted_twice() as traffic:
             stored = self._upload([PlannedFile(self._told.prefix + name, source) for name, source in sources])
         part = shard.files.index_part([one.block_crcs for one in stored])
         self._clock.ended("upload")
@@ -196,6 +196,11 @@ class StoreWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: join the index, put what was really written into the metadata, and publish."""
+        with self._clock.part(self._target.open()[0].uri, is_last=True):
+            self._publish(metadata, results)
+        self._target.close()
+
+    def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self._told is not None  # written with it
         told = [result[0].storage_data if result else None for result in results]
         if len({one["deal"] for one in told if one}) > 1:
@@ -217,7 +222,6 @@ class StoreWriter(StorageWriter):
             self._told.prefix, receipts, world_size=len(results), timings=lambda: self._clock.timings(took)
         )
         self._clock.met(longest_seconds(took))
-        self._target.close()
 
     def _stored_metadata(self, metadata: Metadata, index: TensorIndex, told: Sequence[Mapping[str, Any]]) -> bytes:
         """`.metadata`, with the chunks that were really written. Raises InvalidState when something was not.

@@ -37,6 +37,7 @@ from ckptstore.state.read.stock_read import StockState, load_metadata
 from ckptstore.state.read.stored import PerRank, StoredState
 from ckptstore.storage.base import Disk
 from ckptstore.storage.disk.local import LocalStorage
+from ckptstore.storage.traffic import counting
 from ckptstore.transfer import RangeRead, Transfer
 
 logger = logging.getLogger("ckptstore")
@@ -74,7 +75,7 @@ def load_newest(
     when no checkpoint is left (the state may hold anything then), StateMismatch for one that does not fit.
     """
     group = job.group
-    with watched(group.rank) as load:
+    with watched(group.rank, job.storage.uri) as load:
         found = first_usable(
             _candidates(job, load, claim=claim, order=order),
             lambda record: _load(group, files_of(job, record), state, options, load),
@@ -109,7 +110,7 @@ def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list
 
 def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:
     """Load one checkpoint. Collective in `group`; an error of any rank is raised on all ranks."""
-    with watched(group.rank) as load:
+    with watched(group.rank, files.storage.uri) as load:
         return _load(group, files, state, options, load)
 
 
@@ -224,7 +225,7 @@ class _Reader:
             return
         names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
         keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
-        with copies.lost_is_told():
+        with copies.lost_is_told(), counting():  # what was downloaded is counted, and this is no storage
             local.read([replace(item, key=keys[item.key]) for item in ranges], beat=self.beat)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from ckptstore.events import LoadEnded, LoadPhase, emit, is_heard
 from ckptstore.format.record import Record
 from ckptstore.runtime.tracing import Traced, hear, told
+from ckptstore.storage.traffic import Traffic, counting
 
 _numbers = itertools.count(1)
 
@@ -19,8 +20,8 @@ _numbers = itertools.count(1)
 class LoadWatch:
     """One load on one rank. It begins with the phase "open"."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, store: str) -> None:
+        self._rank, self._store = rank, store
         self._name = f"load-{next(_numbers)}"
         self._started_at, self._started = time.time(), time.monotonic()
         self._phase, self._phase_started_at, self._phase_started = "open", self._started_at, self._started
@@ -54,8 +55,8 @@ class LoadWatch:
             given = message if isinstance(message, Mapping) else json.loads(message) if message else {}
             hear(given, self._operation)
 
-    def end(self, error: BaseException | None) -> None:
-        """It has ended, with this error or well."""
+    def end(self, error: BaseException | None, traffic: Traffic) -> None:
+        """It has ended, with this error or well, and has asked so much of the storage."""
         self._phase_ended()
         if is_heard(LoadEnded):
             emit(
@@ -64,13 +65,18 @@ class LoadWatch:
                     number=self._number,
                     rank=self._rank,
                     load=self._name,
+                    store=self._store,
                     started_at=self._started_at,
                     seconds=time.monotonic() - self._started,
+                    size_bytes=traffic.read_bytes,
+                    requests=traffic.requests,
+                    retries=traffic.retries,
                     error_type=None if error is None else type(error).__name__,
                 )
             )
 
     def _phase_ended(self) -> None:
+        self.hear({})  # unless the leader has told something, or there is none: this is work of one process
         if is_heard(LoadPhase):
             emit(
                 LoadPhase(
@@ -89,12 +95,13 @@ class LoadWatch:
 
 
 @contextmanager
-def watched(rank: int) -> Iterator[LoadWatch]:
-    """A load, for as long as the context lasts."""
-    load = LoadWatch(rank)
-    try:
-        yield load
-    except BaseException as error:
-        load.end(error)
-        raise
-    load.end(None)
+def watched(rank: int, store: str) -> Iterator[LoadWatch]:
+    """A load from the storage of that URI, for as long as the context lasts."""
+    load = LoadWatch(rank, store)
+    with counting() as traffic:
+        try:
+            yield load
+        except BaseException as error:
+            load.end(error, traffic)
+            raise
+    load.end(None, traffic)

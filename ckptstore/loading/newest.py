@@ -27,7 +27,7 @@ def newest_first(numbers: Sequence[int]) -> Iterable[int]:
 def resume(job: Job, *, order: Order = newest_first) -> Record | None:
     """Claim, and return the record of the newest whole checkpoint; None in an empty store. Collective."""
 
-    with watched(job.group.rank) as load:
+    with watched(job.group.rank, job.storage.uri) as load:
 
         def join(_parts: list[Any], beat: Beat) -> Any:
             newest = job.claim(job.log.newest() if job.epoch is not None else None)
@@ -50,7 +50,16 @@ def resume(job: Job, *, order: Order = newest_first) -> Record | None:
 def told_resumed(job: Job, record: Record) -> None:
     """Tell listeners from where this job goes on."""
     assert job.epoch is not None  # a job that resumes has claimed
-    emit(CheckpointResumed(step=record.entry.step, number=record.number, rank=job.group.rank, epoch=job.epoch))
+    emit(
+        CheckpointResumed(
+            step=record.entry.step,
+            number=record.number,
+            rank=job.group.rank,
+            epoch=job.epoch,
+            store=job.storage.uri,
+            created_at=record.entry.created_at,
+        )
+    )
 
 
 def first_whole(job: Job, numbers: Iterable[int], beat: Beat) -> Record | None:

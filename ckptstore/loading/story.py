@@ -273,7 +273,7 @@ def open_directory(files: CheckpointFiles) -> Iterator[Path]:
     once, every byte checked. So is one that refers to files of other checkpoints.
     """
     with ExitStack() as stack:
-        with watched(files.transfer.rank) as load:
+        with watched(files.transfer.rank, files.storage.uri) as load:
             path = _opened_directory(files, load, stack)
         yield path
 
@@ -315,7 +315,7 @@ def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, incl
         raise InvalidInput(f"{target} exists and is not an empty directory")
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
-        with watched(files.transfer.rank) as load, files.held():
+        with watched(files.transfer.rank, files.storage.uri) as load, files.held():
             _copy_to(files, partial, load, include=include)
             partial.replace(target)
     except OSError as error:

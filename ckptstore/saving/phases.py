@@ -13,13 +13,15 @@ files says how long all the others wait, so clocks of different nodes are never 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ckptstore.events import SavePhase, emit, is_heard
+from ckptstore.events import SaveEnded, SavePhase, emit, is_heard
 from ckptstore.format.timings import RankTimings, Timings, clean_node
-from ckptstore.storage.traffic import Traffic
+from ckptstore.runtime.tracing import Traced
+from ckptstore.storage.traffic import Traffic, counting
 
 _DIGITS = 6
 """Of seconds: more of them say nothing."""
@@ -36,16 +38,26 @@ class SaveClock:
         self._attempt: str | None = None
         self._released_seconds: float | None = None
         self._seconds: dict[str, float] = {}
+        self._traffic = Traffic()
 
     @property
     def elapsed_seconds(self) -> float:
         """Since the call."""
         return time.monotonic() - self._called
 
+    def asked(self, *, step: int, rank: int) -> None:
+        """Whose save it is, before anything is agreed on."""
+        self._step, self._rank = step, rank
+
     def agreed(self, attempt: str, *, step: int, rank: int) -> None:
         """This rank has heard which attempt it is."""
         self._attempt, self._step, self._rank = attempt, step, rank
         self.ended("agree")
+
+    def traced(self, attempt: str) -> Traced:
+        """The save as a tracer sees it. Its attempt has a name from here on."""
+        self._attempt = attempt
+        return Traced("save", attempt, self._rank, self._step, time.time() - self.elapsed_seconds)
 
     def ended(self, phase: str, seconds: float | None = None) -> None:
         """A phase has ended that began where the one before did: now, or after so many seconds."""
@@ -91,6 +103,43 @@ class SaveClock:
         else:
             self.ended("wait", max(0.0, longest_seconds - _stored_seconds(self._seconds)))
             self.ended("commit")
+
+    @contextmanager
+    def part(self, store: str, *, is_last: bool) -> Iterator[None]:
+        """A part of the save, to the storage of that URI, is done in this context. An error ends the save, and so does
+        its last part."""
+        error: BaseException | None = None
+        with counting() as traffic:
+            try:
+                yield
+            except BaseException as caught:
+                error = caught
+                raise
+            finally:
+                self._traffic.add(traffic)
+                if is_last or error is not None:
+                    self.over(error, store)
+
+    def over(self, error: BaseException | None, store: str) -> None:
+        """The save has ended on this rank, with this error or well."""
+        if is_heard(SaveEnded):
+            seconds, released = self.elapsed_seconds, self._released_seconds
+            emit(
+                SaveEnded(
+                    step=self._step,
+                    attempt=self._attempt or "",
+                    rank=self._rank,
+                    store=store,
+                    started_at=time.time() - seconds,
+                    seconds=seconds,
+                    blocked_seconds=seconds if released is None else released,
+                    in_background=released is not None,
+                    size_bytes=self._traffic.written_bytes,
+                    requests=self._traffic.requests,
+                    retries=self._traffic.retries,
+                    error_type=None if error is None else type(error).__name__,
+                )
+            )
 
     def timings(self, reports: Sequence[Mapping[str, Any]]) -> Timings:
         """Leader: what the save took so far, from the reports of all ranks. The manifest is written next."""

@@ -17,11 +17,12 @@ from ckptstore.format.layout import Attempt, known_step
 from ckptstore.format.manifest import Kind
 from ckptstore.group import Beat, Group
 from ckptstore.group.base import LEADER
+from ckptstore.runtime import tracing
 from ckptstore.saving.phases import SaveClock, longest_seconds
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision, Shard
 from ckptstore.storage.base import Disk, Storage
-from ckptstore.storage.traffic import counting
+from ckptstore.storage.traffic import counted_twice
 
 logger = logging.getLogger("ckptstore")
 
@@ -87,11 +88,19 @@ def begin(
 ) -> Begun:
     """The first meeting, before any byte moves. Collective."""
     clock = clock or SaveClock()
-    begun = meet(group, "save", shard, request, lambda decision, beat: keeper.begin(request, decision, beat))
-    attempt = keeper.attempt(request, begun)
-    lane = group.lane(keeper.lane(attempt))
-    clock.agreed(str(attempt), step=request.step, rank=keeper.rank)
-    return Begun(request, attempt, lane, clock)
+    clock.asked(step=request.step, rank=keeper.rank)
+
+    def agree(decision: Decision, beat: Beat) -> Mapping[str, Any]:
+        begun = keeper.begin(request, decision, beat)
+        return {**begun, **tracing.told(lambda: clock.traced(str(keeper.attempt(request, begun))))}
+
+    with clock.part(keeper.storage.uri, is_last=False):
+        begun = meet(group, "save", shard, request, agree)
+        attempt = keeper.attempt(request, begun)
+        tracing.hear(begun, lambda: clock.traced(str(attempt)))
+        lane = group.lane(keeper.lane(attempt))
+        clock.agreed(str(attempt), step=request.step, rank=keeper.rank)
+        return Begun(request, attempt, lane, clock)
 
 
 def finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
@@ -100,10 +109,15 @@ def finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
     Every rank stores its files; when all have, the leader publishes. A rank that does not hear what became of it looks
     once. Only the leader removes files, and only after its own verdict.
     """
+    with begun.clock.part(keeper.storage.uri, is_last=True):
+        return _finish(keeper, shard, begun)
+
+
+def _finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
     request, attempt, lane, clock = begun.request, begun.attempt, begun.lane, begun.clock
 
     def store(beat: Beat) -> bytes:
-        with counting() as traffic:
+        with counted_twice() as traffic:
             stored = shard.store(attempt, beat)
         clock.ended("upload")
         return _packed(clock.report(traffic, node=lane.node), stored)

@@ -105,8 +105,9 @@ class Uploader:
         self._send({"upload": orders})
         while True:
             answer = self._receive()
-            if "stored" in answer:
+            if "traffic" in answer:
                 traffic_here().add(Traffic(*answer["traffic"]))
+            if "stored" in answer:
                 return [_stored_from_json(fields) for fields in answer["stored"]]
             if "error" in answer:
                 raise from_wire(answer["error"])

@@ -24,12 +24,15 @@ class Traffic:
     """Those that were made again after a failure."""
     written_bytes: int = 0
     """Of the files that a transfer has stored. What was sent in vain does not count."""
+    read_bytes: int = 0
+    """That a transfer has read, in whole tasks."""
 
     def add(self, other: Traffic) -> None:
         """Count what was counted elsewhere too."""
         self.requests += other.requests
         self.retries += other.retries
         self.written_bytes += other.written_bytes
+        self.read_bytes += other.read_bytes
 
 
 class _Here(threading.local):
@@ -43,6 +46,17 @@ _here = _Here()
 def traffic_here() -> Traffic:
     """What this thread counts in now."""
     return _here.traffic
+
+
+@contextmanager
+def counted_twice() -> Iterator[Traffic]:
+    """Count what this thread does in this context, and in what is counted around it too."""
+    traffic = Traffic()
+    try:
+        with counting() as traffic:
+            yield traffic
+    finally:
+        _here.traffic.add(traffic)
 
 
 @contextmanager
