@@ -86,7 +86,7 @@ def shown(span: ReadableSpan) -> dict[str, Any]:
         "id": span.context.span_id,
         "parent": None if span.parent is None else span.parent.span_id,
         "links": [link.context.span_id for link in span.links],
-        "rank": span.attributes["ckptstore.rank"] if "ckptstore.rank" in span.attributes else None,
+        "rank": span.attributes.get("ckptstore.rank"),
     }
 
 

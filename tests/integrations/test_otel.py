@@ -276,14 +276,16 @@ def test_two_stores_at_once_do_not_mix(collected: Collected, tmp_path: Path, sta
         assert collected.count("ckptstore.save.duration", ckptstore_store=str(tmp_path / name)) == 5
 
 
-@pytest.mark.parametrize("rank_traces", [True, False])
+@pytest.mark.parametrize("rank_traces", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_ranks_of_a_job_are_in_one_trace(tmp_path: Path, rank_traces: bool) -> None:
     leader, other = run_ranks(2, rank_saves_and_loads, str(tmp_path), rank_traces)
     if not rank_traces:
         assert other == [], "a rank that does not trace is not disturbed by a leader that does"
         return
     steps = [next(span for span in rank if span["name"] == "train") for rank in (leader, other)]
-    roots = [[span for span in rank if span["name"] in ("ckptstore.save", "ckptstore.load")] for rank in (leader, other)]
+    roots = [
+        [span for span in rank if span["name"] in ("ckptstore.save", "ckptstore.load")] for rank in (leader, other)
+    ]
     expected = ["ckptstore.save"] * 3 + ["ckptstore.load"] * 2
     assert [[span["name"] for span in rank] for rank in roots] == [expected, expected]
     for number, (mine, theirs) in enumerate(zip(*roots, strict=True)):
