@@ -349,7 +349,8 @@ def _listed(steps: tuple[int, ...]) -> str:
 
 Listener = Callable[[Event], None]
 
-_listeners: list[Listener] = []
+_listeners: list[tuple[Listener, tuple[type[Event], ...]]] = []
+"""With the classes of events that each wants."""
 
 
 def log_event(event: Event) -> None:
@@ -361,23 +362,31 @@ def log_event(event: Event) -> None:
 
 def is_heard(event: type[Event]) -> bool:
     """Whether anybody would notice an event of that class: for those that come by the thousand."""
-    return bool(_listeners) or (event.level > 0 and logger.isEnabledFor(event.level))
+    for _, wanted in _listeners:
+        if issubclass(event, wanted):
+            return True
+    return event.level > 0 and logger.isEnabledFor(event.level)
 
 
 def emit(event: Event) -> None:
     """Give an event to all listeners."""
-    for listener in (log_event, *_listeners):
+    for listener, wanted in ((log_event, (Event,)), *_listeners):
         try:
-            listener(event)
+            if isinstance(event, wanted):
+                listener(event)
         except Exception:  # a listener must never fail a save
             logger.exception("a listener failed on %s", type(event).__name__)
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Have `listener` called with every event of this process while the context lasts."""
-    _listeners.append(listener)
+def listening(listener: Listener, *wanted: type[Event]) -> Iterator[None]:
+    """Have `listener` called with every event of this process, or those of some classes, while the context lasts.
+
+    Events that come by the thousand, such as `FileStored`, are not even made where nobody wants them.
+    """
+    entry = (listener, wanted or (Event,))
+    _listeners.append(entry)
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        _listeners.remove(entry)

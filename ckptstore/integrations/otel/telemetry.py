@@ -22,6 +22,9 @@ SCOPE = "ckptstore"
 """The instrumentation scope of all spans and metrics."""
 
 
+_HEARD = (SavePhase, SaveEnded, LoadPhase, LoadEnded, CheckpointResumed)
+
+
 class Telemetry:
     """What `instrument` has begun. `end` ends it; so does leaving it as a context."""
 
@@ -34,7 +37,7 @@ class Telemetry:
         self._stack = ExitStack()
         self._stack.callback(self._spans.end_all)
         self._stack.enter_context(self._meters.reporting())
-        self._stack.enter_context(listening(self._hear))
+        self._stack.enter_context(listening(self._hear, *_HEARD))
         self._stack.enter_context(tracing(self._spans))
 
     def end(self) -> None:
