@@ -151,7 +151,7 @@ class SaveEnded(Event):
     """When it was called, in seconds since the epoch by this machine's clock."""
     seconds: float
     """From the call to the end, on this rank."""
-    blocked_seconds: float
+    stalled_seconds: float
     """How much of that the training was held up: all of it, but for a save in the background."""
     in_background: bool
     size_bytes: int

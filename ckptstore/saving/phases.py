@@ -107,20 +107,19 @@ class SaveClock:
     def part(self, store: str, *, is_last: bool) -> Iterator[None]:
         """A part of the save, to the storage of that URI, is done in this context. An error ends the save, and so does
         its last part."""
-        error: BaseException | None = None
-        with counting() as traffic:
-            try:
-                yield
-            except BaseException as caught:
-                error = caught
-                raise
-            finally:
-                self._traffic.add(traffic)
-                if is_last or error is not None:
-                    self.over(error, store)
+        try:
+            with counting() as traffic:
+                try:
+                    yield
+                finally:
+                    self._traffic.add(traffic)
+        except BaseException as error:
+            self._over(error, store)
+            raise
+        if is_last:
+            self._over(None, store)
 
-    def over(self, error: BaseException | None, store: str) -> None:
-        """The save has ended on this rank, with this error or well."""
+    def _over(self, error: BaseException | None, store: str) -> None:
         if is_heard(SaveEnded):
             seconds, released = self.elapsed_seconds, self._released_seconds
             emit(
@@ -131,7 +130,7 @@ class SaveClock:
                     store=store,
                     started_at=time.time() - seconds,
                     seconds=seconds,
-                    blocked_seconds=seconds if released is None else released,
+                    stalled_seconds=seconds if released is None else released,
                     in_background=released is not None,
                     size_bytes=self._traffic.written_bytes,
                     requests=self._traffic.requests,

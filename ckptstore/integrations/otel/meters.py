@@ -68,7 +68,7 @@ class Meters:
         """Count a save."""
         timed = self._counted(event, "save", "write") | {IN_BACKGROUND: event.in_background}
         self._save_duration.record(event.seconds, timed)
-        self._blocked.record(event.blocked_seconds, timed)
+        self._blocked.record(event.stalled_seconds, timed)
         if event.error_type is None:
             self._durable_is(event.store, event.rank, event.step, event.started_at + event.seconds)
 
