@@ -360,6 +360,9 @@ def log_event(event: Event) -> None:
         logger.log(level, "%s", event.line(), extra={"event": event})
 
 
+_LOG: tuple[Listener, tuple[type[Event], ...]] = (log_event, (Event,))
+
+
 def is_heard(event: type[Event]) -> bool:
     """Whether anybody would notice an event of that class: for those that come by the thousand."""
     for _, wanted in _listeners:
@@ -370,7 +373,7 @@ def is_heard(event: type[Event]) -> bool:
 
 def emit(event: Event) -> None:
     """Give an event to all listeners."""
-    for listener, wanted in ((log_event, (Event,)), *_listeners):
+    for listener, wanted in (_LOG, *_listeners):
         try:
             if isinstance(event, wanted):
                 listener(event)

@@ -292,13 +292,13 @@ def _serve(
             PlannedFile(key, MemorySource((buffers[number][:size_bytes],), payloads=[tuple(item) for item in payloads]))
             for key, number, size_bytes, payloads in orders
         ]
-        try:
-            with counting() as traffic:
+        with counting() as traffic:
+            try:
                 stored = transfer.upload(files, beat=lambda: send({"beat": True}))
-            counted = [traffic.requests, traffic.retries, traffic.written_bytes]
-            send({"stored": [_stored_to_json(item) for item in stored], "traffic": counted})
-        except Exception as error:
-            send({"error": to_wire(error, rank=rank)})
+                answer: dict[str, Any] = {"stored": [_stored_to_json(item) for item in stored]}
+            except Exception as error:
+                answer = {"error": to_wire(error, rank=rank)}
+        send({**answer, "traffic": [traffic.requests, traffic.retries, traffic.written_bytes]})
 
     for line in lines:
         message = json.loads(line)
