@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 from otel_collecting import Collected, collecting, rank_saves_and_loads
 
 import ckptstore
 from ckptstore import events
+from ckptstore.dcp import StoreWriter
 from ckptstore.errors import AccessDenied, InvalidInput, StepExists, StoreMissing
 from ckptstore.integrations.otel import instrument
 from ckptstore.runtime import tracing
@@ -274,6 +276,17 @@ def test_two_stores_at_once_do_not_mix(collected: Collected, tmp_path: Path, sta
     for name in "ab":
         assert collected.value("ckptstore.durable.step", ckptstore_store=str(tmp_path / name)) == 5
         assert collected.count("ckptstore.save.duration", ckptstore_store=str(tmp_path / name)) == 5
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about a single process
+def test_a_save_of_torchs_dcp_counts_once(collected: Collected, tmp_path: Path, state: dict[str, Any]) -> None:
+    with ckptstore.open_store(tmp_path) as store:
+        dcp.save(state, storage_writer=StoreWriter(store.dcp_target(), step=4), no_dist=True)
+    names = [f"ckptstore.save.{phase}" for phase in SYNC] + ["ckptstore.save"]
+    assert [span.name for span in collected.spans()] == names
+    assert collected.count("ckptstore.save.duration") == 1
+    assert collected.value("ckptstore.durable.step", ckptstore_store=str(tmp_path)) == 4
+    assert collected.value("ckptstore.io", ckptstore_io_direction="write") > 400_000
 
 
 @pytest.mark.parametrize("rank_traces", [True, pytest.param(False, marks=pytest.mark.slow)])
