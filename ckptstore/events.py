@@ -80,6 +80,21 @@ class FileStored(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavePhase(Event):
+    """A phase of a save has ended on this rank. Not logged."""
+
+    level: ClassVar[int] = logging.NOTSET
+    step: int
+    attempt: str
+    rank: int
+    phase: str
+    """"agree", "stage" (asynchronous saves alone), "upload", "wait" or "commit"."""
+    started_at: float
+    """When it began, in seconds since the epoch by this machine's clock."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCommitted(Event):
     """A checkpoint is visible. The log of rank 0 has its line at INFO, that of others at DEBUG."""
 
@@ -122,6 +137,79 @@ class SaveFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveEnded(Event):
+    """A save has ended on this rank, well or not. Not logged."""
+
+    level: ClassVar[int] = logging.NOTSET
+    step: int
+    attempt: str
+    """Empty when the ranks have not agreed on one."""
+    rank: int
+    store: str
+    """The URI, without secrets."""
+    started_at: float
+    """When it was called, in seconds since the epoch by this machine's clock."""
+    seconds: float
+    """From the call to the end, on this rank."""
+    stalled_seconds: float
+    """How much of that the training was held up: all of it, but for a save in the background."""
+    in_background: bool
+    size_bytes: int
+    """What this rank stored."""
+    requests: int
+    """Tries of requests to the storage, on this rank."""
+    retries: int
+    """Those of them that were made again."""
+    error_type: str | None
+    """The class of the error that it ended with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPhase(Event):
+    """A phase of a load has ended on this rank. Not logged."""
+
+    level: ClassVar[int] = logging.NOTSET
+    step: int | None
+    """None as long as it is not known which checkpoint is loaded."""
+    number: int | None
+    rank: int
+    load: str
+    """Which load of this process."""
+    phase: str
+    """"open" (find out what is stored), "read" (move the bytes) or "apply" (finish modules and optimizers). Of damaged
+    checkpoints that were tried before there are phases too."""
+    started_at: float
+    """When it began, in seconds since the epoch by this machine's clock."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadEnded(Event):
+    """A load has ended on this rank, well or not. Not logged."""
+
+    level: ClassVar[int] = logging.NOTSET
+    step: int | None
+    """None when no checkpoint was found."""
+    number: int | None
+    rank: int
+    load: str
+    """Which load of this process: that of its phases."""
+    store: str
+    """The URI, without secrets."""
+    started_at: float
+    """When it was called, in seconds since the epoch by this machine's clock."""
+    seconds: float
+    size_bytes: int
+    """What this rank read."""
+    requests: int
+    """Tries of requests to the storage, on this rank."""
+    retries: int
+    """Those of them that were made again."""
+    error_type: str | None
+    """The class of the error that it ended with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSkipped(Event):
     """A resume passed over a checkpoint that cannot be used."""
 
@@ -142,6 +230,10 @@ class CheckpointResumed(Event):
     number: int
     rank: int
     epoch: int
+    store: str
+    """The URI, without secrets."""
+    created_at: float
+    """When it was committed, in seconds since the epoch by the clock of its leader."""
 
     def line(self) -> str:
         return f"resumed from step {self.step}"
@@ -257,7 +349,8 @@ def _listed(steps: tuple[int, ...]) -> str:
 
 Listener = Callable[[Event], None]
 
-_listeners: list[Listener] = []
+_listeners: list[tuple[Listener, tuple[type[Event], ...]]] = []
+"""With the classes of events that each wants."""
 
 
 def log_event(event: Event) -> None:
@@ -267,25 +360,36 @@ def log_event(event: Event) -> None:
         logger.log(level, "%s", event.line(), extra={"event": event})
 
 
+_LOG: tuple[Listener, tuple[type[Event], ...]] = (log_event, (Event,))
+
+
 def is_heard(event: type[Event]) -> bool:
     """Whether anybody would notice an event of that class: for those that come by the thousand."""
-    return bool(_listeners) or (event.level > 0 and logger.isEnabledFor(event.level))
+    for _, wanted in _listeners:
+        if issubclass(event, wanted):
+            return True
+    return event.level > 0 and logger.isEnabledFor(event.level)
 
 
 def emit(event: Event) -> None:
     """Give an event to all listeners."""
-    for listener in (log_event, *_listeners):
+    for listener, wanted in (_LOG, *_listeners):
         try:
-            listener(event)
+            if isinstance(event, wanted):
+                listener(event)
         except Exception:  # a listener must never fail a save
             logger.exception("a listener failed on %s", type(event).__name__)
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Have `listener` called with every event of this process while the context lasts."""
-    _listeners.append(listener)
+def listening(listener: Listener, *wanted: type[Event]) -> Iterator[None]:
+    """Have `listener` called with every event of this process, or those of some classes, while the context lasts.
+
+    Events that come by the thousand, such as `FileStored`, are not even made where nobody wants them.
+    """
+    entry = (listener, wanted or (Event,))
+    _listeners.append(entry)
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        _listeners.remove(entry)

@@ -70,6 +70,7 @@ IMPORTERS: dict[str, set[str]] = {
     "lightning": {"bench", "integrations.lightning"},
     "numpy": {"bench", "demo", "state"},
     "obstore": {"storage.cloud.obstore"},
+    "opentelemetry": {"integrations.otel"},
     "orbax": {"bench"},
     "psutil": {"bench"},
     "pyarrow": {"bench", "integrations.ray"},
@@ -126,7 +127,7 @@ WIDE_SIGNATURES |= {"import_state", "export"}
 READS_ENVIRONMENT = {"config", "group.find", "storage", "testing", "demo", "integrations"}
 
 HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "xxhash"}
-HEAVY |= {"lightning", "transformers"}
+HEAVY |= {"lightning", "transformers", "opentelemetry"}
 
 
 def module_name(path: Path) -> str:

@@ -21,6 +21,7 @@ from ckptstore.group import Beat, Group
 from ckptstore.job import Job
 from ckptstore.loading.index_read import read_own_parts
 from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
+from ckptstore.loading.load_watch import LoadWatch, watched
 from ckptstore.loading.newest import Order, first_usable, newest_first, told_resumed
 from ckptstore.loading.story import CheckpointFiles, NodeCopies, files_of
 from ckptstore.log.identity import read_identity
@@ -36,6 +37,7 @@ from ckptstore.state.read.stock_read import StockState, load_metadata
 from ckptstore.state.read.stored import PerRank, StoredState
 from ckptstore.storage.base import Disk
 from ckptstore.storage.disk.local import LocalStorage
+from ckptstore.storage.traffic import counting
 from ckptstore.transfer import RangeRead, Transfer
 
 logger = logging.getLogger("ckptstore")
@@ -72,16 +74,19 @@ def load_newest(
     on to the next one. Raises StoreMissing when there is no store to load from and none is claimed, NoUsableCheckpoint
     when no checkpoint is left (the state may hold anything then), StateMismatch for one that does not fit.
     """
-    candidates = _candidates(job, claim=claim, order=order)
-    found = first_usable(
-        candidates, lambda record: load_state(job.group, files_of(job, record), state, options), no_beat
-    )
+    group = job.group
+    with watched(group.rank, job.storage.uri) as load:
+        found = first_usable(
+            _candidates(job, load, claim=claim, order=order),
+            lambda record: _load(group, files_of(job, record), state, options, load),
+            no_beat,
+        )
     if found is not None and claim:
         told_resumed(job, found[0])
     return found
 
 
-def _candidates(job: Job, *, claim: bool, order: Order) -> list[Record]:
+def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list[Record]:
     """The live checkpoints, in the order to try them, as the leader sees them."""
 
     def join(_parts: list[Any], _beat: Beat) -> Any:
@@ -93,9 +98,11 @@ def _candidates(job: Job, *, claim: bool, order: Order) -> list[Record]:
             )
         records = job.log.records(order(list(newest.state.live)) if newest else ())
         claimed = job.claimed() if claim else None
-        return {"claimed": claimed, "records": [[record.number, record.encode().decode()] for record in records]}
+        found = [[record.number, record.encode().decode()] for record in records]
+        return {"claimed": claimed, "records": found, **load.told()}
 
     told = job.exchange("find", lambda _beat: None, join)
+    load.hear(told)
     if told["claimed"] is not None:
         job.join_claim(told["claimed"])
     return [Record.decode(text.encode(), number) for number, text in told["records"]]
@@ -103,13 +110,24 @@ def _candidates(job: Job, *, claim: bool, order: Order) -> list[Record]:
 
 def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:
     """Load one checkpoint. Collective in `group`; an error of any rank is raised on all ranks."""
+    with watched(group.rank, files.storage.uri) as load:
+        return _load(group, files, state, options, load)
+
+
+def _load(
+    group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions, load: LoadWatch
+) -> LoadReport:
+    load.enter("open")
+    if files.record is not None:
+        load.found(files.record.entry.step, files.record)
     with ExitStack() as stack:
         reader = _Reader(files, options, stack)
-        stored, loading, mismatch = _prepare(group, files, reader, state, options)
+        stored, loading, mismatch = _prepare(group, files, reader, state, options, load)
         if group.rank == 0 and isinstance(stored, StoredState):
             _warn_of_loaders(stored, state, options)
         with collector_paused():
             targets = _targets_of(loading)
+        load.enter("read")
         try:
             if options.read_once == "job":
                 stored.fill(targets, run=SharedSteps(group))
@@ -118,6 +136,7 @@ def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], o
         except BaseException:
             loading.abandon()
             raise
+        load.enter("apply")
         _together(group, "finish the load", loading.finish, reader)
     made = loading.materialised()
     return LoadReport(
@@ -129,12 +148,17 @@ def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], o
 
 
 def _prepare(
-    group: Group, files: CheckpointFiles, reader: _Reader, state: Mapping[str, Any], options: LoadOptions
+    group: Group,
+    files: CheckpointFiles,
+    reader: _Reader,
+    state: Mapping[str, Any],
+    options: LoadOptions,
+    load: LoadWatch,
 ) -> tuple[StoredState | StockState, Loading, Mismatch]:
     """Find out what is stored, and the place of everything. Of a large index first with the parts alone that this rank
     needs if the ranks have what they had in the save; with all of it if that is not enough for all of them."""
     for whole in (False, True):
-        stored, saved = _open(group, files, reader, state, options, whole=whole)
+        stored, saved = _open(group, files, reader, state, options, load, whole=whole)
         own_parts = stored if isinstance(stored, StoredState) and reader.has_own_parts else None
         found = _match(group, saved, state, options, own_parts=own_parts)
         if found is not None:
@@ -201,7 +225,7 @@ class _Reader:
             return
         names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
         keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
-        with copies.lost_is_told():
+        with copies.lost_is_told(), counting():  # what was downloaded is counted, and this is no storage
             local.read([replace(item, key=keys[item.key]) for item in ranges], beat=self.beat)
 
 
@@ -234,6 +258,7 @@ def _open(
     reader: _Reader,
     state: Mapping[str, Any],
     options: LoadOptions,
+    load: LoadWatch,
     *,
     whole: bool,
 ) -> tuple[StoredState | StockState, Saved]:
@@ -250,6 +275,7 @@ def _open(
         if group.rank == 0:  # one lease for all ranks: this one leaves last
             reader.hold()
         manifest, _ = files.read_manifest()
+        load.found(manifest.step, files.record)
         if is_stock(manifest):
             stock = _open_stock(files, reader, manifest, options)
             held.append((stock, stock.saved(included)))
@@ -270,7 +296,7 @@ def _open(
         held.append((stored, stored.saved()))
         return b""
 
-    group.exchange("open", work, lambda _parts, _beat: b"")
+    load.hear(group.exchange("open", work, lambda _parts, _beat: load.told_bytes()))
     return held[0]
 
 

@@ -10,6 +10,7 @@ from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
+from ckptstore.loading.load_watch import watched
 from ckptstore.loading.story import files_of
 
 T = TypeVar("T")
@@ -26,17 +27,22 @@ def newest_first(numbers: Sequence[int]) -> Iterable[int]:
 def resume(job: Job, *, order: Order = newest_first) -> Record | None:
     """Claim, and return the record of the newest whole checkpoint; None in an empty store. Collective."""
 
-    def join(_parts: list[Any], beat: Beat) -> Any:
-        newest = job.claim(job.log.newest() if job.epoch is not None else None)
-        record = first_whole(job, order(list(newest.state.live)), beat)
-        return {**job.claimed(), "record": None if record is None else [record.number, record.encode().decode()]}
+    with watched(job.group.rank, job.storage.uri) as load:
 
-    told = job.exchange("resume", lambda _beat: None, join)
-    job.join_claim(told)
-    if told["record"] is None:
-        return None
-    number, text = told["record"]
-    record = Record.decode(text.encode(), number)
+        def join(_parts: list[Any], beat: Beat) -> Any:
+            newest = job.claim(job.log.newest() if job.epoch is not None else None)
+            record = first_whole(job, order(list(newest.state.live)), beat)
+            found = None if record is None else [record.number, record.encode().decode()]
+            return {**job.claimed(), "record": found, **load.told()}
+
+        told = job.exchange("resume", lambda _beat: None, join)
+        load.hear(told)
+        job.join_claim(told)
+        if told["record"] is None:
+            return None
+        number, text = told["record"]
+        record = Record.decode(text.encode(), number)
+        load.found(record.entry.step, record)
     told_resumed(job, record)
     return record
 
@@ -44,7 +50,16 @@ def resume(job: Job, *, order: Order = newest_first) -> Record | None:
 def told_resumed(job: Job, record: Record) -> None:
     """Tell listeners from where this job goes on."""
     assert job.epoch is not None  # a job that resumes has claimed
-    emit(CheckpointResumed(step=record.entry.step, number=record.number, rank=job.group.rank, epoch=job.epoch))
+    emit(
+        CheckpointResumed(
+            step=record.entry.step,
+            number=record.number,
+            rank=job.group.rank,
+            epoch=job.epoch,
+            store=job.storage.uri,
+            created_at=record.entry.created_at,
+        )
+    )
 
 
 def first_whole(job: Job, numbers: Iterable[int], beat: Beat) -> Record | None:

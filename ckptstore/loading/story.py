@@ -30,6 +30,7 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, MANIFE
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.format.record import Record
 from ckptstore.job import Job
+from ckptstore.loading.load_watch import LoadWatch, watched
 from ckptstore.log import Log
 from ckptstore.node_cache import NodeCache
 from ckptstore.runtime.beat import Beat, no_beat
@@ -271,29 +272,37 @@ def open_directory(files: CheckpointFiles) -> Iterator[Path]:
     On a disk it is the real one, under a lease. Else it is a copy that all processes of this node share: downloaded
     once, every byte checked. So is one that refers to files of other checkpoints.
     """
-    with files.held(is_handed_out=True):
-        manifest, data = files.read_manifest()
-        if isinstance(files.storage, Disk) and not manifest.references:
-            yield files.storage.local_path(files.prefix.rstrip("/"))
-            return
+    with ExitStack() as stack:
+        with watched(files.transfer.rank, files.storage.uri) as load:
+            path = _opened_directory(files, load, stack)
+        yield path
 
-        own_data = manifest.made_whole().encode() if manifest.references else data
-        expected: dict[str, int | None] = {receipt.name: receipt.size_bytes for receipt in manifest.files}
-        expected |= {**dict.fromkeys(manifest.directories), MANIFEST_NAME: len(own_data)}
 
-        def download(path: Path) -> None:
-            _download(files, manifest, manifest.files, path)
-            (path / MANIFEST_NAME).write_bytes(own_data)
+def _opened_directory(files: CheckpointFiles, load: LoadWatch, stack: ExitStack) -> Path:
+    """Where it is until `stack` is left."""
+    stack.enter_context(files.held(is_handed_out=True))
+    manifest, data = files.read_manifest()
+    load.found(manifest.step, files.record)
+    if isinstance(files.storage, Disk) and not manifest.references:
+        return files.storage.local_path(files.prefix.rstrip("/"))
 
-        fetched = NodeCache(files.config.cache).fetch_once(
-            _copy_key(files, manifest, data),
-            step=manifest.step,
-            size_bytes=manifest.size_bytes + len(own_data),
-            download=download,
-            expected=expected,
-        )
-        with fetched as path:
-            yield path
+    own_data = manifest.made_whole().encode() if manifest.references else data
+    expected: dict[str, int | None] = {receipt.name: receipt.size_bytes for receipt in manifest.files}
+    expected |= {**dict.fromkeys(manifest.directories), MANIFEST_NAME: len(own_data)}
+
+    def download(path: Path) -> None:
+        _download(files, manifest, manifest.files, path)
+        (path / MANIFEST_NAME).write_bytes(own_data)
+
+    fetched = NodeCache(files.config.cache).fetch_once(
+        _copy_key(files, manifest, data),
+        step=manifest.step,
+        size_bytes=manifest.size_bytes + len(own_data),
+        download=download,
+        expected=expected,
+    )
+    load.enter("read")
+    return stack.enter_context(fetched)
 
 
 def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, include: str | None) -> Path:
@@ -306,9 +315,9 @@ def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, incl
         raise InvalidInput(f"{target} exists and is not an empty directory")
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
-        with files.held():
-            _copy_to(files, partial, include=include)
-        partial.replace(target)
+        with watched(files.transfer.rank, files.storage.uri) as load, files.held():
+            _copy_to(files, partial, load, include=include)
+            partial.replace(target)
     except OSError as error:
         if isinstance(error, StorageError):
             raise
@@ -318,8 +327,9 @@ def copy_directory(files: CheckpointFiles, path: str | os.PathLike[str], *, incl
     return target
 
 
-def _copy_to(files: CheckpointFiles, path: Path, *, include: str | None) -> None:
+def _copy_to(files: CheckpointFiles, path: Path, load: LoadWatch, *, include: str | None) -> None:
     manifest, _ = files.read_manifest()
+    load.found(manifest.step, files.record)
     chosen = [item for item in manifest.files if include is None or _matches(item, include)]
     if include is not None and not chosen:
         raise InvalidInput(f"No file of step {manifest.step} matches {include!r}")
@@ -328,6 +338,7 @@ def _copy_to(files: CheckpointFiles, path: Path, *, include: str | None) -> None
     free_bytes = shutil.disk_usage(path).free
     if needed_bytes > free_bytes:
         raise StorageFull(f"{path.parent} needs {needed_bytes} bytes, and {free_bytes} bytes are free")
+    load.enter("read")
     _download(files, manifest, chosen, path, with_directories=include is None)
 
 

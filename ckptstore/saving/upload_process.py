@@ -33,6 +33,7 @@ from ckptstore.runtime.fork import in_forked_child
 from ckptstore.saving.staging import Buffer
 from ckptstore.storage.base import Storage
 from ckptstore.storage.cloud.foreign import seam
+from ckptstore.storage.traffic import Traffic, counting, traffic_here
 from ckptstore.transfer import Stored, Transfer
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import MemorySource
@@ -104,6 +105,8 @@ class Uploader:
         self._send({"upload": orders})
         while True:
             answer = self._receive()
+            if "traffic" in answer:
+                traffic_here().add(Traffic(*answer["traffic"]))
             if "stored" in answer:
                 return [_stored_from_json(fields) for fields in answer["stored"]]
             if "error" in answer:
@@ -289,11 +292,13 @@ def _serve(
             PlannedFile(key, MemorySource((buffers[number][:size_bytes],), payloads=[tuple(item) for item in payloads]))
             for key, number, size_bytes, payloads in orders
         ]
-        try:
-            stored = transfer.upload(files, beat=lambda: send({"beat": True}))
-            send({"stored": [_stored_to_json(item) for item in stored]})
-        except Exception as error:
-            send({"error": to_wire(error, rank=rank)})
+        with counting() as traffic:
+            try:
+                stored = transfer.upload(files, beat=lambda: send({"beat": True}))
+                answer: dict[str, Any] = {"stored": [_stored_to_json(item) for item in stored]}
+            except Exception as error:
+                answer = {"error": to_wire(error, rank=rank)}
+        send({**answer, "traffic": [traffic.requests, traffic.retries, traffic.written_bytes]})
 
     for line in lines:
         message = json.loads(line)

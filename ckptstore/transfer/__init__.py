@@ -56,6 +56,11 @@ class Transfer:
     def __reduce__(self) -> tuple[Any, ...]:
         return _open, (self._engine.storage, self._engine.config, self._engine.retry, self._engine.rank)
 
+    @property
+    def rank(self) -> int:
+        """Whose events these are; 0 as long as nobody said."""
+        return self._engine.rank
+
     def set_rank(self, rank: int) -> None:
         """Say whose rank this is, for the events of what begins from now on."""
         if rank != self._engine.rank:

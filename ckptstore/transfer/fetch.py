@@ -11,6 +11,7 @@ from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
 from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.format.digest import FileDigest, to_hex
 from ckptstore.storage.disk.local_parts import NewFile, make_durable
+from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine
 from ckptstore.transfer.moves import Checked, Wanted
 from ckptstore.transfer.pool import Operation, Task
@@ -74,6 +75,7 @@ def _fetch_whole(fetches: Sequence[_Fetch], total_bytes: int, run: Operation) ->
 
 
 def _tell(key: str, size_bytes: int, total_bytes: int) -> None:
+    traffic_here().read_bytes += size_bytes
     if is_heard(BytesMoved):
         emit(BytesMoved(key=key, size_bytes=size_bytes, total_bytes=total_bytes))
 

@@ -8,6 +8,7 @@ from functools import partial
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.format.digest import crc32c_of, to_hex
+from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.engine import TASK_BYTES, Engine
 from ckptstore.transfer.moves import RangeRead
 from ckptstore.transfer.pool import Operation
@@ -95,6 +96,7 @@ def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run
                 raise error.at(file=piece.key) from None
             run.moved(item_bytes if piece is item else piece.size_bytes)
         moved_bytes += item_bytes
+    traffic_here().read_bytes += moved_bytes
     if is_heard(BytesMoved):
         emit(BytesMoved(key=pieces[-1].key, size_bytes=moved_bytes, total_bytes=total_bytes))
 

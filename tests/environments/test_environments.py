@@ -43,6 +43,8 @@ NEED_TORCH = {
 NEED_MORE = {
     "names": {
         "ckptstore.integrations.lightning.CheckpointStoreCallback": "'ckptstore[lightning]'",
+        "ckptstore.integrations.otel.Telemetry": "'ckptstore[otel]'",
+        "ckptstore.integrations.otel.instrument": "'ckptstore[otel]'",
         "ckptstore.integrations.transformers.CheckpointStoreCallback": "'ckptstore[transformers]'",
         "ckptstore.ray.s3_filesystem": "'ckptstore[ray]'",
         "ckptstore.integrations.ray.s3_filesystem": "'ckptstore[ray]'",

@@ -15,6 +15,7 @@ MODULES = [
     "ckptstore",
     "ckptstore.dcp",
     "ckptstore.integrations.lightning",
+    "ckptstore.integrations.otel",
     "ckptstore.integrations.ray",
     "ckptstore.integrations.transformers",
     "ckptstore.interchange",

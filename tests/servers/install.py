@@ -1,7 +1,8 @@
 """Puts the servers that PyPI's packages in the `dev` extra do not bring into `.servers/`: run by `make servers`.
 
 Azurite comes from npm. gcp-storage-emulator, which stands for a store that ignores preconditions, gets an environment
-of its own, because what it needs is older than what ckptstore is tested with. What is there already is left alone.
+of its own, because what it needs is older than what ckptstore is tested with. Prometheus, which reads our metrics, is
+Debian's package, unpacked and not installed. What is there already is left alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 SERVERS = Path(__file__).resolve().parents[2] / ".servers"
@@ -24,7 +26,7 @@ GCP_STORAGE_EMULATOR = (
 
 def main() -> int:
     SERVERS.mkdir(exist_ok=True)
-    failed = max(install_azurite(), install_emulator())
+    failed = max(install_azurite(), install_emulator(), install_prometheus())
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why
 
 
@@ -51,6 +53,23 @@ def install_emulator() -> int:
     returncode = subprocess.run([*pip, *GCP_STORAGE_EMULATOR], check=False).returncode
     if returncode == 0:
         done.write_text(repr(GCP_STORAGE_EMULATOR))
+    return returncode
+
+
+def install_prometheus() -> int:
+    home = SERVERS / "prometheus"
+    if (home / "usr/bin/prometheus").exists():
+        return 0
+    lacking = [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]
+    if lacking:
+        print(f"There is no {lacking[0]}: the tests that need Prometheus cannot run", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(dir=SERVERS) as directory:
+        returncode = subprocess.run(["apt-get", "download", "-qq", "prometheus"], cwd=directory, check=False).returncode
+        for package in Path(directory).glob("*.deb"):
+            returncode = subprocess.run(["dpkg-deb", "-x", package, f"{directory}/root"], check=False).returncode
+        if returncode == 0:
+            (Path(directory) / "root").rename(home)
     return returncode
 
 

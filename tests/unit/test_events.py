@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from ckptstore import events
-from ckptstore.events import BytesMoved, CheckpointCommitted, Event, FileStored, PruneFailed, emit, listening
+from ckptstore.events import BytesMoved, CheckpointCommitted, Event, FileStored, PruneFailed, emit, is_heard, listening
 
 COMMITTED = CheckpointCommitted(step=5, number=2, rank=0, size_bytes=100, seconds=0.5)
 CLASSES = [value for value in vars(events).values() if isinstance(value, type) and issubclass(value, Event)]
@@ -21,6 +21,20 @@ def test_a_listener_hears_events_only_while_it_listens() -> None:
         emit(COMMITTED)
     emit(COMMITTED)
     assert heard == [COMMITTED]
+
+
+def test_a_listener_hears_only_what_it_wants() -> None:
+    heard: list[Event] = []
+    stored = FileStored(key="a", size_bytes=1, seconds=0.1, rank=0)
+    with listening(heard.append, CheckpointCommitted):
+        assert is_heard(CheckpointCommitted)
+        assert not is_heard(FileStored)
+        emit(stored)
+        emit(COMMITTED)
+        with listening(heard.append):
+            assert is_heard(FileStored)
+            emit(stored)
+    assert heard == [COMMITTED, stored]
 
 
 def test_every_listener_hears_even_when_one_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,7 +115,7 @@ def test_events_are_keyword_only_and_explained(cls: type[Event]) -> None:
     assert not cls.__doc__.startswith(f"{cls.__name__}(")
     for item in fields(cls):
         assert item.kw_only
-        assert item.type != "float" or item.name.endswith("seconds")
+        assert item.type != "float" or item.name.endswith(("seconds", "_at"))
 
 
 def test_an_event_cannot_be_changed() -> None:

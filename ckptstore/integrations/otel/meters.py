@@ -1,0 +1,128 @@
+"""The instruments: what saves and loads took, how much they moved, how often they failed, and what is durable.
+
+Attributes are few, and have few values: the store, the rank, save or load. Steps and keys are in spans alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
+
+from ckptstore.events import CheckpointResumed, LoadEnded, SaveEnded
+from ckptstore.integrations.otel.names import DIRECTION, ERROR_TYPE, IN_BACKGROUND, OPERATION, RANK, STORE
+from ckptstore.runtime.fork import new_lock_in_child
+
+_BOUNDS_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
+
+_Attributes = dict[str, str | int]
+
+
+class Meters:
+    """The instruments of one provider. Safe for threads."""
+
+    def __init__(self, meter: metrics.Meter) -> None:
+        self._is_on = False
+        self._durable: dict[tuple[str, int], tuple[int, float]] = {}
+        """By store and rank: the step of the last commit that is known, and when it was, since the epoch."""
+        self._lock = threading.Lock()
+        new_lock_in_child(self, "_lock")
+        bounds = {"explicit_bucket_boundaries_advisory": _BOUNDS_SECONDS}
+        self._blocked = meter.create_histogram(
+            "ckptstore.save.blocked", "s", "How long a save held up the training.", **bounds
+        )
+        self._save_duration = meter.create_histogram(
+            "ckptstore.save.duration", "s", "From the call of a save to its end, the background included.", **bounds
+        )
+        self._load_duration = meter.create_histogram(
+            "ckptstore.load.duration", "s", "From the call of a load to its end.", **bounds
+        )
+        self._io = meter.create_counter("ckptstore.io", "By", "Bytes that saves wrote and loads read.")
+        self._requests = meter.create_counter("ckptstore.requests", "{request}", "Requests to the storage.")
+        self._retries = meter.create_counter("ckptstore.retries", "{request}", "Requests that were made again.")
+        self._failures = meter.create_counter("ckptstore.failures", "{operation}", "Saves and loads that failed.")
+        meter.create_observable_gauge(
+            "ckptstore.durable.step", [self._steps], "{step}", "The step of the last durable checkpoint."
+        )
+        meter.create_observable_gauge(
+            "ckptstore.durable.age", [self._ages], "s", "The time since the last durable checkpoint was committed."
+        )
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Gauges have values while the context lasts. No provider lets go of one that it has."""
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False
+            with self._lock:
+                self._durable.clear()
+
+    def save_ended(self, event: SaveEnded) -> None:
+        """Count a save."""
+        timed = self._counted(event, "save", "write") | {IN_BACKGROUND: event.in_background}
+        self._save_duration.record(event.seconds, timed)
+        self._blocked.record(event.stalled_seconds, timed)
+        if event.error_type is None:
+            self._durable_is(event.store, event.rank, event.step, event.started_at + event.seconds)
+
+    def load_ended(self, event: LoadEnded) -> None:
+        """Count a load."""
+        self._load_duration.record(event.seconds, self._counted(event, "load", "read"))
+
+    def resumed(self, event: CheckpointResumed) -> None:
+        """What a job goes on from is the last durable checkpoint until it saves."""
+        self._durable_is(event.store, event.rank, event.step, event.created_at)
+
+    def _counted(self, event: SaveEnded | LoadEnded, operation: str, direction: str) -> _Attributes:
+        """Count what both have; the attributes of their duration."""
+        where: _Attributes = {STORE: event.store, RANK: event.rank}
+        what: _Attributes = {**where, OPERATION: operation}
+        self._io.add(event.size_bytes, {**where, DIRECTION: direction})
+        self._requests.add(event.requests, what)
+        self._retries.add(event.retries, what)
+        if event.error_type is None:
+            self._failures.add(0, what)  # so that a rate is there before the first failure
+            return where
+        self._failures.add(1, {**what, ERROR_TYPE: event.error_type})
+        return {**where, ERROR_TYPE: event.error_type}
+
+    def _durable_is(self, store: str, rank: int, step: int, committed_at: float) -> None:
+        with self._lock:
+            self._durable[store, rank] = step, committed_at
+
+    def _observed(self) -> list[tuple[_Attributes, int, float]]:
+        if not self._is_on:
+            return []
+        with self._lock:
+            return [({STORE: store, RANK: rank}, *known) for (store, rank), known in self._durable.items()]
+
+    def _steps(self, _options: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(step, attributes) for attributes, step, _ in self._observed()]
+
+    def _ages(self, _options: CallbackOptions) -> Iterable[Observation]:
+        now = time.time()
+        return [Observation(max(0.0, now - at), attributes) for attributes, _, at in self._observed()]
+
+
+_made: weakref.WeakValueDictionary[int, Meters] = weakref.WeakValueDictionary()
+"""By the identity of the provider, which holds what it calls back: a second gauge of a name would never be asked."""
+_of_global: list[Meters] = []
+"""The same for the global provider, whichever that is."""
+
+
+def meters_of(provider: metrics.MeterProvider | None, scope: str, version: str | None) -> Meters:
+    """The instruments of a provider, None for the global one."""
+    if provider is None:
+        if not _of_global:
+            _of_global.append(Meters(metrics.get_meter(scope, version or "")))
+        return _of_global[0]
+    if (found := _made.get(id(provider))) is None:
+        found = _made[id(provider)] = Meters(metrics.get_meter(scope, version or "", provider))
+    return found

@@ -1,0 +1,133 @@
+"""Spans: a save or a load of a rank, and its phases below. All ranks' spans of one save are in one trace.
+
+A span is begun when the ranks have agreed, with the time of the call; those of phases are made when a phase has ended.
+The leader tells the context of its span with the agreement, and the spans of the other ranks are children of it. What
+a rank was in when it called (the span of a training step, say) is the parent of the leader's span, and a link of the
+others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from ckptstore.events import LoadEnded, LoadPhase, SaveEnded, SavePhase
+from ckptstore.integrations.otel.names import (
+    ATTEMPT,
+    ERROR_TYPE,
+    IN_BACKGROUND,
+    NUMBER,
+    RANK,
+    REQUESTS,
+    RETRIES,
+    SIZE,
+    STEP,
+    STORE,
+)
+from ckptstore.runtime.fork import in_forked_child
+from ckptstore.runtime.tracing import Traced
+
+_MOST_OPEN = 256
+"""Saves and loads whose end was never told, because a thread was killed for instance, are given up above it."""
+
+_Key = tuple[str, int]
+"""The name of a save or a load, and the rank."""
+
+
+class Spans:
+    """Makes spans of what it hears; see `ckptstore.runtime.tracing.Tracer`. Safe for threads."""
+
+    def __init__(self, tracer: trace.Tracer) -> None:
+        self._tracer = tracer
+        self._propagator = TraceContextTextMapPropagator()
+        self._open: dict[_Key, trace.Span] = {}
+        self._lock = threading.Lock()
+        in_forked_child(self, Spans._after_fork)
+
+    def _after_fork(self) -> None:
+        """What its parent has begun ends in the parent."""
+        self._open, self._lock = {}, threading.Lock()
+
+    def tell(self, operation: Traced) -> Mapping[str, str]:
+        """Leader: the context of its span, as W3C `traceparent`; nothing where nobody collects spans."""
+        told: dict[str, str] = {}
+        span = self._begin(operation, told)
+        self._propagator.inject(told, trace.set_span_in_context(span))
+        return told
+
+    def hear(self, operation: Traced, told: Mapping[str, str]) -> None:
+        """Any rank: go on below the span of the leader."""
+        with self._lock:
+            is_open = (operation.name, operation.rank) in self._open
+        if not is_open:
+            self._begin(operation, told)
+
+    def phase(self, event: SavePhase | LoadPhase) -> None:
+        """A phase has ended: a child of the save or load; alone where that one is not known."""
+        kind, name = ("save", event.attempt) if isinstance(event, SavePhase) else ("load", event.load)
+        with self._lock:
+            parent = self._open.get((name, event.rank))
+        span = self._tracer.start_span(
+            f"ckptstore.{kind}.{event.phase}",
+            None if parent is None else trace.set_span_in_context(parent),
+            attributes=_known({STEP: event.step, RANK: event.rank}),
+            start_time=_nanoseconds(event.started_at),
+        )
+        span.end(_nanoseconds(event.started_at + event.seconds))
+
+    def save_ended(self, event: SaveEnded) -> None:
+        """End the span of a save; one that failed before the ranks agreed gets its span now."""
+        attributes = {STEP: event.step, ATTEMPT: event.attempt or None, IN_BACKGROUND: event.in_background}
+        self._end("save", event.attempt, event, attributes)
+
+    def load_ended(self, event: LoadEnded) -> None:
+        """End the span of a load."""
+        self._end("load", event.load, event, {STEP: event.step, NUMBER: event.number})
+
+    def end_all(self) -> None:
+        """End, now, all that is open."""
+        with self._lock:
+            spans, self._open = [*self._open.values()], {}
+        for span in spans:
+            span.end()
+
+    def _begin(self, operation: Traced, told: Mapping[str, str]) -> trace.Span:
+        here = trace.get_current_span().get_span_context()
+        context = self._propagator.extract(told) if told else None
+        links = [trace.Link(here)] if context is not None and here.is_valid else []
+        span = self._tracer.start_span(
+            f"ckptstore.{operation.kind}",
+            context,
+            attributes=_known({STEP: operation.step, RANK: operation.rank}),
+            links=links,
+            start_time=_nanoseconds(operation.started_at),
+        )
+        with self._lock:
+            self._open[operation.name, operation.rank] = span
+            lost = self._open.pop(next(iter(self._open))) if len(self._open) > _MOST_OPEN else None
+        if lost is not None:
+            lost.end()
+        return span
+
+    def _end(self, kind: str, name: str, event: SaveEnded | LoadEnded, more: Mapping[str, str | int | None]) -> None:
+        with self._lock:
+            span = self._open.pop((name, event.rank), None)
+        if span is None:
+            span = self._tracer.start_span(f"ckptstore.{kind}", start_time=_nanoseconds(event.started_at))
+        counted = {SIZE: event.size_bytes, REQUESTS: event.requests, RETRIES: event.retries}
+        span.set_attributes(_known({RANK: event.rank, STORE: event.store, **more, **counted}))
+        if event.error_type is not None:  # no message: it may name files, and whoever reads traces need not know them
+            span.set_attribute(ERROR_TYPE, event.error_type)
+            span.set_status(trace.StatusCode.ERROR)
+        span.end(_nanoseconds(event.started_at + event.seconds))
+
+
+def _known(attributes: Mapping[str, str | int | None]) -> dict[str, str | int]:
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

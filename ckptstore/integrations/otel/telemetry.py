@@ -1,0 +1,112 @@
+"""`instrument`: from now on, spans and metrics. One listener and one tracer for each process, no thread of our own."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+from typing import Self
+
+from opentelemetry import metrics, trace
+
+from ckptstore.boundary import boundary
+from ckptstore.errors import InvalidInput
+from ckptstore.events import CheckpointResumed, Event, LoadEnded, LoadPhase, SaveEnded, SavePhase, listening
+from ckptstore.integrations.otel.meters import meters_of
+from ckptstore.integrations.otel.spans import Spans
+from ckptstore.runtime.fork import new_lock_in_child
+from ckptstore.runtime.tracing import tracing
+
+SCOPE = "ckptstore"
+"""The instrumentation scope of all spans and metrics."""
+
+
+_HEARD = (SavePhase, SaveEnded, LoadPhase, LoadEnded, CheckpointResumed)
+
+
+class Telemetry:
+    """What `instrument` has begun. `end` ends it; so does leaving it as a context."""
+
+    def __init__(
+        self, tracer_provider: trace.TracerProvider | None, meter_provider: metrics.MeterProvider | None
+    ) -> None:
+        self.providers = tracer_provider, meter_provider
+        self._spans = Spans(trace.get_tracer(SCOPE, _version(), tracer_provider))
+        self._meters = meters_of(meter_provider, SCOPE, _version())
+        self._stack = ExitStack()
+        self._stack.callback(self._spans.end_all)
+        self._stack.enter_context(self._meters.reporting())
+        self._stack.enter_context(listening(self._hear, *_HEARD))
+        self._stack.enter_context(tracing(self._spans))
+
+    def end(self) -> None:
+        """Listen no more. Spans of saves that are in flight end now. Does nothing the second time."""
+        global _telemetry
+        with _owner.lock:
+            if _telemetry is self:
+                _telemetry = None
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, SavePhase | LoadPhase):
+            self._spans.phase(event)
+        elif isinstance(event, SaveEnded):
+            self._spans.save_ended(event)
+            self._meters.save_ended(event)
+        elif isinstance(event, LoadEnded):
+            self._spans.load_ended(event)
+            self._meters.load_ended(event)
+        elif isinstance(event, CheckpointResumed):
+            self._meters.resumed(event)
+
+
+class _Owner:
+    """Of the lock, which a forked child needs anew."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        new_lock_in_child(self, "lock")
+
+
+_owner = _Owner()
+_telemetry: Telemetry | None = None
+
+
+@boundary
+def instrument(
+    tracer_provider: trace.TracerProvider | None = None, meter_provider: metrics.MeterProvider | None = None
+) -> Telemetry:
+    """Make spans and metrics of every save and load of this process from now on, until `end` of the result.
+
+    Every rank calls it, before its first save. Without providers the global ones of OpenTelemetry are used, also when
+    they are set later. When it is on already, the same object is given back, and nothing counts twice. Nothing that a
+    provider or an exporter raises can fail a save.
+
+    Raises InvalidInput when it is on already with other providers.
+    """
+    global _telemetry
+    with _owner.lock:
+        if _telemetry is None:
+            _telemetry = Telemetry(tracer_provider, meter_provider)
+        elif _telemetry.providers != (tracer_provider, meter_provider):
+            raise InvalidInput(
+                "This process is instrumented already, with other providers",
+                hint="Call end() of what the first instrument() returned, then instrument again",
+            )
+        return _telemetry
+
+
+def _version() -> str | None:
+    try:
+        return version("ckptstore")
+    except PackageNotFoundError:  # run from a directory
+        return None
