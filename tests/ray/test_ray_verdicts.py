@@ -63,6 +63,15 @@ def all_store(
         return list(pool.map(run, range(2)))
 
 
+def test_what_ray_keeps_has_timings_too(tmp_path: Path) -> None:
+    first, _ = all_store(tmp_path, lambda rank: lambda call: None)
+    assert isinstance(first, RayAttempt)
+    timings = Checkpoint.from_directory(tmp_path / "run" / first.directory).timings
+    assert timings is not None
+    assert [(one.rank, one.size_bytes, one.requests) for one in timings.ranks] == [(0, 1000, 1), (1, 1000, 1)]
+    assert set(timings.phases) == {"agree", "upload", "wait", "commit"}
+
+
 def test_a_rank_that_hears_nothing_finds_the_manifest(tmp_path: Path) -> None:
     def hook_of(rank: int) -> Hook:
         is_cut_off = False
