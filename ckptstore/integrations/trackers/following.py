@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -29,16 +29,19 @@ MAX_WAITING = 1000
 """References that wait for a tracker; above that the oldest is given up."""
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0
+MAX_ERRORS = 3
+"""Of one reference, while the tracker takes others."""
 
 
 class Tracker(Protocol):
     """What hears of checkpoints. The contract, for whoever writes one:
 
-    - `log` and `close` are called on one thread that belongs to the tracker, one call at a time, in the order of
-      commits, in the process of rank 0 alone. They may take their time.
+    - `log` and `close` are called on one thread that belongs to the tracker, one call at a time, in the process of
+      rank 0 alone. They may take their time. References come in the order of commits, but for those tried again.
     - `log` may be called again with the same reference, after a call that raised: that must leave one reference.
     - A reference that will never be taken raises InvalidInput, and is given up with a warning. Any other error means
-      that the tracker is away: the reference waits and is tried again.
+      that the tracker is away: the reference waits and is tried again. If others are taken meanwhile, it is given up
+      at the third such error.
     - Making a tracker needs no connection and creates nothing, for every rank makes one. It may find out there which
       run of the calling thread is meant.
     - `str(tracker)` names it and its run in messages, without secrets.
@@ -70,6 +73,7 @@ class Following:
         """By the monotonic clock: when nothing more is sent. None while the store is followed."""
         self._is_forked = False
         self._is_away = False
+        self._errors: Counter[Reference] = Counter()
         self._listening = ExitStack()
         self._listening.enter_context(listening(self._hear))
         atexit.register(self.close)
@@ -77,10 +81,10 @@ class Following:
 
     @property
     def unsent(self) -> tuple[Reference, ...]:
-        """References that the tracker does not have: given up, or still waiting."""
+        """References that the tracker does not have, in the order of commits: given up, or still waiting."""
         with self._changed:
             sending = () if self._sending is None else (self._sending,)
-            return (*self._given_up, *sending, *self._waiting)
+            return tuple(sorted((*self._given_up, *sending, *self._waiting), key=lambda item: item.number))
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until the tracker has been told of everything committed so far; False when the time was over before."""
@@ -144,12 +148,13 @@ class Following:
                 self._tracker.log(reference)
             except InvalidInput as error:
                 with self._changed:
-                    self._give_up(reference, str(error))
+                    self._sending = None
+                    self._give_up(reference, _without_secrets(str(error)))
             except Exception as error:  # a tracker must never fail a save
                 self._put_back(reference, error, pause_seconds)
                 pause_seconds = min(2 * pause_seconds, LONGEST_PAUSE_SECONDS)
                 continue
-            self._sent()
+            self._sent(reference)
             pause_seconds = FIRST_PAUSE_SECONDS
         try:
             self._tracker.close()
@@ -164,23 +169,29 @@ class Following:
             self._sending = None if is_over or not self._waiting else self._waiting.popleft()
             return self._sending
 
-    def _sent(self) -> None:
+    def _sent(self, reference: Reference) -> None:
         with self._changed:
             self._sending = None
+            del self._errors[reference]
             self._changed.notify_all()
         if self._is_away:
             self._is_away = False
             logger.info("%s answers again", self._tracker)
 
     def _put_back(self, reference: Reference, error: Exception, pause_seconds: float) -> None:
-        """The tracker is away: wait a moment, and have the reference tried again. Said once until it is back."""
+        """The tracker is away: wait a moment, and have the reference tried again, after those that have not been. Said
+        once until it is back."""
         if not self._is_away:
             self._is_away = True
+            self._errors[reference] += 1
             text = "%s does not take step %d: %s. Training goes on, and what it misses is sent later"
             logger.warning(text, self._tracker, reference.step, _shown(error))
         with self._changed:
-            self._waiting.appendleft(reference)
             self._sending = None
+            if self._errors[reference] < MAX_ERRORS:
+                self._waiting.append(reference)
+            else:
+                self._give_up(reference, "it takes others, and has failed on this one again and again")
             self._changed.wait_for(lambda: self._ends_at is not None, pause_seconds)
             ends_at = self._ends_at
         if ends_at is not None:  # the last tries come quickly, one after another
@@ -231,5 +242,9 @@ def follow(
 
 
 def _shown(error: Exception) -> str:
-    """An error of a tracker's client, without the user and password of a URL."""
-    return re.sub(r"://[^/@\s]+@", "://", f"{type(error).__name__}: {error}")
+    return _without_secrets(f"{type(error).__name__}: {error}")
+
+
+def _without_secrets(text: str) -> str:
+    """What a tracker's client says, without the user and password of a URL."""
+    return re.sub(r"://[^/@\s]+@", "://", text)
