@@ -23,6 +23,7 @@ EXTRAS = {
     "lightning": (*TORCH, "lightning"),
     "transformers": (*TORCH, "transformers"),
     "otel": ("opentelemetry",),
+    "mlflow": ("mlflow",),
     "demo": (*TORCH, "sklearn", "matplotlib"),
     "bench": (*TORCH, "psutil"),
 }
