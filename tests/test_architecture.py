@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"transfer", "log", "group", "node_cache"},
     {"job", "state"},
     {"upkeep"},
-    {"loading"},
+    {"loading", "watching"},
     {"checkpoint"},
     {"catalogue"},
     {"saving"},
