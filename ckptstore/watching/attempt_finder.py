@@ -65,7 +65,8 @@ class AttemptFinder:
             if attempt is not None and attempt.epoch >= epoch:
                 num_uploads = None if uploads is None else uploads.get(directory, 0)
                 seen = _found(attempt, stored, self._written, num_uploads)
-                if directory in known or not seen.has_manifest:
+                is_begun = bool(stored or seen.num_uploads)  # a directory alone is none, or what a failed one left
+                if is_begun and (directory in known or not seen.has_manifest):
                     found.append(seen)
         return found
 

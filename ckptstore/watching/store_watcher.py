@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptstore.config import RetryConfig
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput, InvalidName, StoreMissing
+from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StoreMissing
 from ckptstore.format.changes import Claim, Commit, Pin, Remove, Restore, Unpin
-from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, STORE_KEY, check_name
-from ckptstore.format.manifest import Manifest
+from ckptstore.format.layout import STORE_KEY, check_name
 from ckptstore.format.record import Record
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
 from ckptstore.log.reader import LogReader
@@ -61,7 +60,6 @@ class StoreWatcher:
         """Those that were seen, by number."""
         self._attempts: set[str] = set()
         """The directories of all commits that were seen."""
-        self._own_bytes: dict[int, int | None] = {}
         self._changes: list[SeenChange] = []
         """What no look has told yet."""
         self._has_looked = False
@@ -157,8 +155,6 @@ class StoreWatcher:
         if isinstance(record.change, Commit):
             self._commits[record.number] = SeenCommit.of(record)
             self._attempts.add(record.entry.attempt)
-            if record.entry.bases:
-                self._own_bytes[record.number] = None
         elif isinstance(record.change, Claim):
             self._claim = record.change
             token = record.change.start_token
@@ -227,23 +223,8 @@ class StoreWatcher:
         for number in sorted(self._commits, reverse=True):
             commit = self._commits[number]
             if kind in (None, commit.kind) and world_size in (None, commit.world_size):
-                size_bytes = self._own_size(number)
-                return None if size_bytes is None else ExpectedSize(size_bytes, commit.step)
+                return ExpectedSize(commit.size_bytes, commit.step)
         return None
-
-    def _own_size(self, number: int) -> int | None:
-        """What a checkpoint has stored itself: one that refers to files of others has them in its size too."""
-        if number not in self._own_bytes:
-            return self._commits[number].size_bytes
-        if self._own_bytes[number] is None:
-            entry = self._log.records([number])[0].entry
-            try:
-                data = self.storage.read(f"{CHECKPOINT_PREFIX}{entry.attempt}/{MANIFEST_NAME}")
-                files = Manifest.decode(data).files
-            except (FileMissing, CheckpointDamaged, InvalidName):  # it was deleted, or its files may not be trusted
-                return None
-            self._own_bytes[number] = sum(receipt.size_bytes for receipt in files if receipt.attempt is None)
-        return self._own_bytes[number]
 
     def _look_at_signs(self) -> tuple[SeenSigns | None, list[str]]:
         if self._signs is None:
