@@ -8,9 +8,9 @@ does not raise: what it raises is logged and dropped. Without a listener of your
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
 from ckptstore.runtime.shown import show_move, show_seconds, show_size
@@ -95,6 +95,15 @@ class CheckpointCommitted(Event):
     """The rank that took longest to store its files; None with one rank, and where it is not known."""
     slowest_by_seconds: float = 0.0
     """How much longer it took than the rank in the middle."""
+    store: str = ""
+    """The root of the store, without secrets."""
+    attempt: str = ""
+    """The name of its directory below `checkpoints/` in the store."""
+    manifest_sha256: str = ""
+    """As the record has it: what tells the checkpoint from any other one."""
+    created_at: float = 0.0
+    """Seconds since the epoch by the leader's clock."""
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def log_level(self) -> int:
         return logging.DEBUG if self.rank else self.level

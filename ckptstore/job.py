@@ -8,6 +8,7 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
@@ -49,6 +50,7 @@ class Job:
     _group: Group | None = None
     _is_checked: bool = False
     _pruning: threading.Thread | None = None
+    _at_close: ExitStack = field(default_factory=ExitStack)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -188,9 +190,14 @@ class Job:
             self._pruning = threading.Thread(target=run, name="ckptstore-prune", daemon=True)
             self._pruning.start()
 
+    def at_close(self, call: Callable[[], object]) -> None:
+        """Call it when this job is closed, before anything else is given back. No save is in flight then."""
+        self._at_close.callback(call)
+
     def close(self) -> None:
         """Wait for what runs in the background and give everything back."""
         self.is_closed = True
+        self._at_close.close()
         with self._lock:
             pruning = self._pruning
         if pruning is not None:

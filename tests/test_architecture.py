@@ -67,6 +67,7 @@ IMPORTERS: dict[str, set[str]] = {
     "jax": {"bench"},
     "matplotlib": {"demo"},
     "ml_dtypes": {"bench"},
+    "mlflow": {"integrations.mlflow"},
     "lightning": {"bench", "integrations.lightning"},
     "numpy": {"bench", "demo", "state"},
     "obstore": {"storage.cloud.obstore"},
@@ -126,7 +127,7 @@ WIDE_SIGNATURES |= {"import_state", "export"}
 READS_ENVIRONMENT = {"config", "group.find", "storage", "testing", "demo", "integrations"}
 
 HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "xxhash"}
-HEAVY |= {"lightning", "transformers"}
+HEAVY |= {"lightning", "mlflow", "transformers"}
 
 
 def module_name(path: Path) -> str:

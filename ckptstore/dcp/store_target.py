@@ -15,14 +15,13 @@ from typing import Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidStep
-from ckptstore.events import CheckpointCommitted, emit
 from ckptstore.format.layout import Attempt, check_step
 from ckptstore.format.manifest import Receipt
 from ckptstore.group import SoloGroup
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.retention import Policy
-from ckptstore.saving.commit import commit
+from ckptstore.saving.commit import commit, tell
 from ckptstore.saving.log_keeper import LogKeeper
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
@@ -122,16 +121,7 @@ class StoreTarget:
         assert self._attempt is not None
         job = self._alone(world_size=world_size)
         record = commit(job, self._request, self._attempt, Contents(receipts), lambda: None, after=self._begun_at)
-        emit(
-            CheckpointCommitted(
-                step=record.entry.step,
-                number=record.number,
-                rank=0,
-                size_bytes=record.entry.size_bytes,
-                seconds=time.monotonic() - self._started,
-                world_size=world_size,
-            )
-        )
+        tell(record, job.storage, rank=0, seconds=time.monotonic() - self._started)
         if self.job is not None:
             owner = self.job
             owner.prune_in_background(lambda: prune(owner.log, owner.storage, owner.config, epoch=owner.epoch))

@@ -22,6 +22,7 @@ EXTRAS = {
     "ray": ("ray", "pyarrow"),
     "lightning": (*TORCH, "lightning"),
     "transformers": (*TORCH, "transformers"),
+    "mlflow": ("mlflow",),
     "demo": (*TORCH, "sklearn", "matplotlib"),
     "bench": (*TORCH, "psutil"),
 }

@@ -7,9 +7,11 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StorageError
+from ckptstore.events import CheckpointCommitted, emit
 from ckptstore.format.changes import CheckpointEntry, Commit
 from ckptstore.format.layout import MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
@@ -65,6 +67,28 @@ def commit(
             raise
     assert record is not None  # a commit is always written, or an error raised
     return record
+
+
+def tell(record: Record, storage: Storage, *, rank: int, seconds: float, slowest: Sequence[Any] = ()) -> None:
+    """Any rank, when its save has ended well: emit the event of the commit. `slowest` as for `Keeper.committed`."""
+    entry = record.entry
+    emit(
+        CheckpointCommitted(
+            step=entry.step,
+            number=record.number,
+            rank=rank,
+            size_bytes=entry.size_bytes,
+            seconds=seconds,
+            world_size=entry.world_size,
+            slowest_rank=slowest[0] if slowest else None,
+            slowest_by_seconds=slowest[1] if slowest else 0.0,
+            store=storage.uri,
+            attempt=entry.attempt,
+            manifest_sha256=entry.manifest_sha256,
+            created_at=entry.created_at,
+            metrics=dict(entry.metrics),
+        )
+    )
 
 
 def _refuse_overtaken(since: Sequence[Record], step: int) -> None:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.errors import StepExists, StorageFull
-from ckptstore.events import CheckpointCommitted, emit
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.retention import check_required
-from ckptstore.saving.commit import commit, committed_record
+from ckptstore.saving.commit import commit, committed_record, tell
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.storage.base import Disk, Storage
@@ -81,19 +80,8 @@ class LogKeeper:
 
     def committed(self, kept: Record, *, seconds: float, slowest: Sequence[Any]) -> None:
         """See `Keeper.committed`. The leader deletes in the background what has been in the trash for long enough."""
-        entry, job = kept.entry, self.job
-        emit(
-            CheckpointCommitted(
-                step=entry.step,
-                number=kept.number,
-                rank=self.rank,
-                size_bytes=entry.size_bytes,
-                seconds=seconds,
-                world_size=entry.world_size,
-                slowest_rank=slowest[0] if slowest else None,
-                slowest_by_seconds=slowest[1] if slowest else 0.0,
-            )
-        )
+        job = self.job
+        tell(kept, self.storage, rank=self.rank, seconds=seconds, slowest=slowest)
         if job.is_leader:
             job.prune_in_background(lambda: prune(job.log, job.storage, job.config, epoch=job.epoch))
 

@@ -1,0 +1,250 @@
+"""Following a store: each commit is told to a tracker, on a thread of its own, and never holds up or fails a save."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Protocol, Self
+
+from ckptstore.boundary import boundary, bounded
+from ckptstore.catalogue import job_of
+from ckptstore.errors import InvalidInput
+from ckptstore.events import CheckpointCommitted, Event, listening
+from ckptstore.integrations.trackers.reference import Reference
+from ckptstore.runtime.fork import in_forked_child
+from ckptstore.storage.uri import parse_uri
+from ckptstore.store import CheckpointStore
+
+logger = logging.getLogger("ckptstore.trackers")
+
+MAX_WAITING = 1000
+"""References that wait for a tracker; above that the oldest is given up."""
+FIRST_PAUSE_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 60.0
+MAX_ERRORS = 3
+"""Of one reference, while the tracker takes others."""
+
+
+class Tracker(Protocol):
+    """What hears of checkpoints. The contract, for whoever writes one:
+
+    - `log` and `close` are called on one thread that belongs to the tracker, one call at a time, in the process of
+      rank 0 alone. They may take their time. References come in the order of commits, but for those tried again.
+    - `log` may be called again with the same reference, after a call that raised: that must leave one reference.
+    - A reference that will never be taken raises InvalidInput, and is given up with a warning. Any other error means
+      that the tracker is away: the reference waits and is tried again. If others are taken meanwhile, it is given up
+      at the third such error.
+    - Making a tracker needs no connection and creates nothing, for every rank makes one. It may find out there which
+      run of the calling thread is meant.
+    - `str(tracker)` names it and its run in messages, without secrets.
+    """
+
+    def log(self, reference: Reference) -> None:
+        """Keep the reference and its metrics. See the contract above."""
+
+    def close(self) -> None:
+        """After the last reference: give connections back. The run itself belongs to the user, and stays open."""
+
+
+@bounded
+class Following:
+    """A store that a tracker follows, made by `follow`. A context manager; ends with `close`, with the store, or with
+    the process."""
+
+    def __init__(self, store_uri: str, tracker: Tracker, *, settle: Callable[[], object], close_seconds: float) -> None:
+        self._store_uri = store_uri
+        self._tracker = tracker
+        self._settle = settle
+        self._close_seconds = close_seconds
+        self._changed = threading.Condition()
+        self._waiting: deque[Reference] = deque()
+        self._sending: Reference | None = None
+        self._given_up: list[Reference] = []
+        self._thread: threading.Thread | None = None
+        self._ends_at: float | None = None
+        """By the monotonic clock: when nothing more is sent. None while the store is followed."""
+        self._is_forked = False
+        self._is_away = False
+        self._errors: Counter[Reference] = Counter()
+        self._listening = ExitStack()
+        self._listening.enter_context(listening(self._hear))
+        atexit.register(self.close)
+        in_forked_child(self, Following._after_fork)
+
+    @property
+    def unsent(self) -> tuple[Reference, ...]:
+        """References that the tracker does not have, in the order of commits: given up, or still waiting."""
+        with self._changed:
+            sending = () if self._sending is None else (self._sending,)
+            return tuple(sorted((*self._given_up, *sending, *self._waiting), key=lambda item: item.number))
+
+    def flush(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until the tracker has been told of everything committed so far; False when the time was over before."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and self._sending is None, timeout_seconds)
+
+    def close(self) -> None:
+        """Wait for the save in flight, then at most `close_seconds` for the tracker; a warning says what was not sent.
+
+        Raises nothing. May be called again.
+        """
+        if self._is_forked or self._ends_at is not None:
+            return
+        self._settle()
+        self._listening.close()
+        atexit.unregister(self.close)
+        with self._changed:
+            self._ends_at = time.monotonic() + self._close_seconds
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is None:
+            return
+        thread.join(self._close_seconds)
+        if unsent := self.unsent:
+            steps = ", ".join(str(item.step) for item in unsent[:10]) + (", ..." if len(unsent) > 10 else "")
+            logger.warning(
+                "%s was not told of %d checkpoints of %s (steps %s); the checkpoints themselves are whole. "
+                "Tell it later: tracker.log(Reference.to(store[step]))",
+                *(self._tracker, len(unsent), self._store_uri, steps),
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hear(self, event: Event) -> None:
+        """The listener. On the thread of the save, so it only puts the reference in the queue."""
+        if not isinstance(event, CheckpointCommitted) or event.rank != 0 or event.store != self._store_uri:
+            return
+        if self._is_forked:
+            logger.warning("step %d is not told to %s: a forked process follows anew", event.step, self._tracker)
+            return
+        with self._changed:
+            self._waiting.append(Reference.of_event(event))
+            if len(self._waiting) > MAX_WAITING:
+                self._give_up(self._waiting.popleft(), f"more than {MAX_WAITING} wait")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ckptstore-tracker", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        """The thread: send what waits, in order, until the end."""
+        pause_seconds = FIRST_PAUSE_SECONDS
+        while (reference := self._next()) is not None:
+            try:
+                self._tracker.log(reference)
+            except InvalidInput as error:
+                with self._changed:
+                    self._sending = None
+                    self._give_up(reference, _without_secrets(str(error)))
+            except Exception as error:  # a tracker must never fail a save
+                self._put_back(reference, error, pause_seconds)
+                pause_seconds = min(2 * pause_seconds, LONGEST_PAUSE_SECONDS)
+                continue
+            self._sent(reference)
+            pause_seconds = FIRST_PAUSE_SECONDS
+        try:
+            self._tracker.close()
+        except Exception as error:
+            logger.warning("%s did not close well: %s", self._tracker, _shown(error))
+
+    def _next(self) -> Reference | None:
+        """Wait for the next reference; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ends_at is not None)
+            is_over = self._ends_at is not None and time.monotonic() > self._ends_at
+            self._sending = None if is_over or not self._waiting else self._waiting.popleft()
+            return self._sending
+
+    def _sent(self, reference: Reference) -> None:
+        with self._changed:
+            self._sending = None
+            del self._errors[reference]
+            self._changed.notify_all()
+        if self._is_away:
+            self._is_away = False
+            logger.info("%s answers again", self._tracker)
+
+    def _put_back(self, reference: Reference, error: Exception, pause_seconds: float) -> None:
+        """The tracker is away: wait a moment, and have the reference tried again, after those that have not been. Said
+        once until it is back."""
+        if not self._is_away:
+            self._is_away = True
+            self._errors[reference] += 1
+            text = "%s does not take step %d: %s. Training goes on, and what it misses is sent later"
+            logger.warning(text, self._tracker, reference.step, _shown(error))
+        with self._changed:
+            self._sending = None
+            if self._errors[reference] < MAX_ERRORS:
+                self._waiting.append(reference)
+            else:
+                self._give_up(reference, "it takes others, and has failed on this one again and again")
+            self._changed.wait_for(lambda: self._ends_at is not None, pause_seconds)
+            ends_at = self._ends_at
+        if ends_at is not None:  # the last tries come quickly, one after another
+            time.sleep(max(0.0, min(FIRST_PAUSE_SECONDS / 4, ends_at - time.monotonic())))
+
+    def _give_up(self, reference: Reference, reason: str) -> None:
+        self._given_up.append(reference)
+        logger.warning("%s is not told of step %d: %s", self._tracker, reference.step, reason)
+
+    def _after_fork(self) -> None:
+        """A forked child has no thread of its parent's, and perhaps a connection in the middle of an answer."""
+        self._is_forked = True
+        self._changed = threading.Condition()
+        self._thread, self._sending = None, None
+        self._waiting.clear()
+
+
+@boundary
+def follow(
+    store: CheckpointStore | str | os.PathLike[str], tracker: Tracker, *, close_seconds: float = 30.0
+) -> Following:
+    """Tell a tracker of every checkpoint that this process commits in a store from now on.
+
+    Every rank may call it; only rank 0 tells. It covers `save`, `save_async`, `save_directory`, torch's `dcp.save` and
+    the callbacks of frameworks. A save never waits for the tracker and never fails because of it. What cannot be sent
+    waits, at most 1000 references, and is tried again.
+
+    Args:
+        store: an open store, or the URI of one that somebody else in this process opens, such as a callback.
+        tracker: what is told; see `Tracker` for what it may do.
+        close_seconds: how long the end waits at most for a tracker that is slow or away.
+
+    It ends with the `close` of what is returned, at the end of its `with` block, when the open store is closed, or when
+    the process exits. Raises InvalidInput for a closed store and for what is no tracker.
+    """
+    if not callable(getattr(tracker, "log", None)) or not callable(getattr(tracker, "close", None)):
+        raise InvalidInput(f"tracker is a {type(tracker).__name__}, it is an object with log and close")
+    if not close_seconds >= 0:
+        raise InvalidInput(f"close_seconds is {close_seconds!r}, it must be at least 0")
+    if isinstance(store, str | os.PathLike):
+        return Following(parse_uri(store).uri, tracker, settle=lambda: None, close_seconds=close_seconds)
+    if not isinstance(store, CheckpointStore):
+        raise InvalidInput(f"store is a {type(store).__name__}, it is an open store or a URI")
+    job = job_of(store)
+    following = Following(store.uri, tracker, settle=store.finish_by, close_seconds=close_seconds)
+    job.at_close(following.close)
+    return following
+
+
+def _shown(error: Exception) -> str:
+    return _without_secrets(f"{type(error).__name__}: {error}")
+
+
+def _without_secrets(text: str) -> str:
+    """What a tracker's client says, without the user and password of a URL."""
+    return re.sub(r"://[^/@\s]+@", "://", text)

@@ -1,0 +1,175 @@
+"""A reference: what a tracker keeps of a checkpoint, and the way from it back to the checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ckptstore.boundary import bounded
+from ckptstore.checkpoint import Checkpoint, files_behind
+from ckptstore.errors import AccessDenied, CheckpointGone, InvalidInput, StoreMissing
+from ckptstore.events import CheckpointCommitted
+from ckptstore.format.changes import Commit
+from ckptstore.format.encoding import dump_json, load_object
+from ckptstore.format.layout import CHECKPOINT_PREFIX
+from ckptstore.format.record import Record
+from ckptstore.loading.story import CheckpointFiles
+from ckptstore.log import Log
+from ckptstore.log.identity import read_identity
+from ckptstore.transfer.opened import OpenedPlace, open_place
+
+_VERSION = 1
+
+
+@bounded
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """One committed checkpoint, as a tracker keeps it: no bytes of it, and no secrets."""
+
+    store: str
+    """The root of the store, without secrets."""
+    step: int
+    number: int
+    """Of the record that committed it. Of two references to one step the higher one was committed later."""
+    attempt: str
+    """The name of its directory below `checkpoints/`."""
+    manifest_sha256: str
+    """As the record has it. The manifest has the digest of every file, so this stands for every byte."""
+    size_bytes: int
+    world_size: int
+    created_at: float
+    """Seconds since the epoch by the clock of the job's rank 0."""
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """As they were saved, NaN and infinities included."""
+
+    @staticmethod
+    def of_event(event: CheckpointCommitted) -> Reference:
+        """The reference to what was just committed."""
+        return Reference(**{item.name: getattr(event, item.name) for item in fields(Reference)})
+
+    @staticmethod
+    def to(checkpoint: Checkpoint) -> Reference:
+        """The reference to a checkpoint of a store, such as one that a tracker missed.
+
+        Raises InvalidInput for a checkpoint directory that lies on its own: no log says what it is.
+        """
+        files = files_behind(checkpoint)
+        if files.record is None:
+            raise InvalidInput(f"{checkpoint.uri} lies outside of a store", hint="Take it from an open store")
+        entry = files.record.entry
+        return Reference(
+            store=files.storage.uri,
+            step=entry.step,
+            number=files.record.number,
+            attempt=entry.attempt,
+            manifest_sha256=entry.manifest_sha256,
+            size_bytes=entry.size_bytes,
+            world_size=entry.world_size,
+            created_at=entry.created_at,
+            metrics=dict(entry.metrics),
+        )
+
+    @property
+    def uri(self) -> str:
+        """Where the files lie, without secrets; `Checkpoint.from_uri` opens it."""
+        return f"{self.store.rstrip('/')}/{CHECKPOINT_PREFIX}{self.attempt}"
+
+    @property
+    def target(self) -> str:
+        """STORE@STEP, as the command line takes it."""
+        return f"{self.store}@{self.step}"
+
+    def encode(self) -> str:
+        """The reference as JSON text. `decode` gives the same reference for it."""
+        return dump_json({"version": _VERSION, "uri": self.uri, **asdict(self)}, what="reference").decode()
+
+    @staticmethod
+    def decode(text: str | bytes) -> Reference:
+        """Read what `encode` made. Fields of later versions are left out.
+
+        Raises CheckpointDamaged when it is no JSON object, InvalidInput when it does not hold a reference.
+        """
+        value = load_object(text.encode() if isinstance(text, str) else text, file="reference")
+        found: dict[str, Any] = {item.name: value.get(item.name) for item in fields(Reference)}
+        texts = all(isinstance(found[name], str) and found[name] for name in ("store", "attempt", "manifest_sha256"))
+        counts = all(type(found[name]) is int for name in ("step", "number", "size_bytes", "world_size"))
+        metrics = found["metrics"]
+        if not texts or not counts or not isinstance(metrics, dict) or not _is_number(found["created_at"]):
+            raise InvalidInput("This is no reference to a checkpoint", hint="ckptstore's trackers write them")
+        if not all(_is_number(number) for number in metrics.values()):
+            raise InvalidInput("The metrics of this reference are not numbers")
+        found["metrics"] = {name: float(number) for name, number in metrics.items()}
+        return Reference(**found)
+
+    def open(
+        self,
+        *,
+        at: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        group: object = None,
+    ) -> Checkpoint:
+        """The checkpoint. It is looked up by its number and its digest, so it is this one and no other.
+
+        Args:
+            at: where the store lies now, if it was moved or copied with `ckptstore cp`.
+            storage_options: credentials and the like, as for `open_store`; a reference has none.
+            group: which ranks load a state together, as for `open_store`.
+
+        Raises StoreMissing where there is no store, AccessDenied without credentials. Raises CheckpointGone, which
+        names what is left, when the checkpoint is in the trash or was deleted. Raises InvalidInput when what is there
+        under its number is another checkpoint: another store lies there, or a copy that does not have this one.
+        """
+        place = open_place(self.store if at is None else at, storage_options=storage_options)
+        try:
+            record = self._find(place)
+        except AccessDenied as error:
+            place.close()
+            raise AccessDenied(
+                f"Step {self.step} of {place.storage.uri} cannot be looked up: {error.message}",
+                file=error.file,
+                hint="A reference has no credentials: give storage_options, or set them in the environment",
+            ) from error
+        except BaseException:
+            place.close()
+            raise
+        files = CheckpointFiles.at(place, prefix=record.entry.prefix, record=record, given_group=group)
+        return Checkpoint(files)
+
+    def _find(self, place: OpenedPlace) -> Record:
+        uri, log = place.storage.uri, Log(place.storage, retry=place.config.retry)
+        newest = log.newest() if read_identity(place.storage) is not None else None
+        if newest is None:
+            hint = "If it was moved, give its place: Reference.open(at=...)"
+            raise StoreMissing(f"Step {self.step} is looked for at {uri}, and there is no store", hint=hint)
+        live = newest.state.live
+        if self.number in live and self._is_in(found := log.records([self.number])[0]):
+            return found
+        records = log.records(live)
+        copies = [record for record in records if self._is_in(record)]
+        if copies:
+            return copies[-1]
+        there = log.records([self.number])[0] if self.number <= newest.number else None
+        if there is None or not self._is_in(there):
+            raise InvalidInput(
+                f"Step {self.step} of the tracker is not in {uri}: record {self.number} "
+                + ("is not there" if there is None else "commits another checkpoint"),
+                step=self.step,
+                hint="Another store lies there, or a copy without it. Give its place: Reference.open(at=...)",
+            )
+        shown = ", ".join(str(record.entry.step) for record in records[-10:]) or "none"
+        if self.number in newest.state.trash:
+            raise CheckpointGone(
+                f"Step {self.step} of {uri} is in the trash; live ones: {shown}",
+                step=self.step,
+                hint=f"Bring it back: ckptstore restore {uri}@{self.step} --number {self.number}",
+            )
+        raise CheckpointGone(f"Step {self.step} of {uri} was deleted; live ones: {shown}", step=self.step)
+
+    def _is_in(self, record: Record) -> bool:
+        return isinstance(record.change, Commit) and record.entry.manifest_sha256 == self.manifest_sha256
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

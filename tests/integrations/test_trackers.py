@@ -1,0 +1,353 @@
+"""Following a store: who is told of what, when the tracker is slow, away or broken, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore import AccessDenied, Checkpoint, CkptstoreError, InvalidInput, StorageGroup, open_store
+from ckptstore.integrations.trackers import Reference, choose, follow, following
+from ckptstore.interchange.copying import copy_store
+from ckptstore.testing import hooked, run_ranks
+from ckptstore.testing.faults import FailAt
+from ckptstore.transfer.opened import open_place
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_SECONDS = 60.0
+
+
+class Notebook:
+    """A tracker that writes steps down. `errors` are raised first, one at each call; `gate` is waited for."""
+
+    def __init__(self, *errors: Exception, gate: threading.Event | None = None, poison: int | None = None) -> None:
+        self.taken: list[Reference] = []
+        self.errors = list(errors)
+        self.gate = gate
+        self.poison = poison
+        self.num_closed = 0
+        self.threads: set[int] = set()
+
+    @property
+    def steps(self) -> list[int]:
+        return [item.step for item in self.taken]
+
+    def log(self, reference: Reference) -> None:
+        self.threads.add(threading.get_ident())
+        if self.gate is not None:
+            self.gate.wait()
+        if reference.step == self.poison:
+            raise OSError("the page is torn")
+        if self.errors:
+            raise self.errors.pop(0)
+        self.taken.append(reference)
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+    def __str__(self) -> str:
+        return "the notebook"
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "FIRST_PAUSE_SECONDS", 0.01)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    told = [item for item in caplog.records if item.name == "ckptstore.trackers" and item.levelno >= logging.WARNING]
+    return [item.getMessage() for item in told]
+
+
+def test_what_cannot_be_followed_is_refused(store_root: Path) -> None:
+    store: Any
+    with open_store(store_root) as store, pytest.raises(InvalidInput, match="with log and close"):
+        follow(store, object())  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="is closed"):
+        follow(store, Notebook())
+    with pytest.raises(InvalidInput, match="an open store or a URI"):
+        follow(7, Notebook())  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="at least 0"):
+        follow(store_root, Notebook(), close_seconds=math.nan)
+
+
+def test_a_tracker_that_hangs_holds_up_no_save_and_its_end_has_a_deadline(
+    store_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    notebook = Notebook(gate=gate)
+    with open_store(store_root) as store, follow(store, notebook, close_seconds=0.1) as followed:
+        for step in range(12):
+            store.save(step, {"weight": step})
+        assert len(store) == 12
+        assert not followed.flush(0.01)
+    try:
+        assert [item.step for item in followed.unsent] == list(range(12))
+        (line,) = warnings(caplog)
+        assert "the notebook was not told of 12 checkpoints" in line
+        assert "(steps 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...)" in line
+    finally:
+        gate.set()
+
+
+def test_a_tracker_that_comes_back_is_told_of_everything(store_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    notebook = Notebook(*(ConnectionError("http://me:secret@host is away") for _ in range(4)))
+    with open_store(store_root) as store, follow(store, notebook) as followed:
+        for step in (1, 2, 3):
+            store.save(step, {"weight": step})
+    assert sorted(notebook.steps) == [1, 2, 3]
+    assert followed.unsent == ()
+    assert (len(notebook.threads), notebook.num_closed) == (1, 1)
+    (line,) = warnings(caplog)
+    assert "http://host is away" in line
+    assert "secret" not in caplog.text
+
+
+def test_what_is_refused_is_given_up_at_once(store_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    notebook = Notebook(InvalidInput("no such run at http://me:secret@host"))
+    with open_store(store_root) as store, follow(store, notebook) as followed:
+        store.save(1, {"weight": 1})
+        store.save(2, {"weight": 2})
+    assert (notebook.steps, [item.step for item in followed.unsent]) == ([2], [1])
+    assert warnings(caplog)[0] == "the notebook is not told of step 1: no such run at http://host"
+
+
+def test_one_that_always_fails_holds_up_no_other(store_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    notebook = Notebook(poison=2)
+    with open_store(store_root) as store, follow(store, notebook) as followed:
+        for step in range(1, 7):
+            store.save(step, {"weight": step})
+            while step not in (*notebook.steps, 2):  # each is taken before the next comes
+                time.sleep(0.001)
+    assert sorted(notebook.steps) == [1, 3, 4, 5, 6]
+    assert [item.step for item in followed.unsent] == [2]
+    assert "again and again" in caplog.text
+
+
+def test_the_queue_has_an_end(
+    store_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(following, "MAX_WAITING", 2)
+    gate = threading.Event()
+    notebook = Notebook(gate=gate)
+    with open_store(store_root) as store, follow(store, notebook) as followed:
+        for step in range(1, 7):
+            store.save(step, {"weight": step})
+        gate.set()
+    assert notebook.steps[-2:] == [5, 6]
+    assert sorted([*notebook.steps, *(item.step for item in followed.unsent)]) == [1, 2, 3, 4, 5, 6]
+    assert "is not told of step" in caplog.text
+
+
+def test_two_trackers_do_not_know_of_each_other(store_root: Path) -> None:
+    gate = threading.Event()
+    slow, quick = Notebook(gate=gate), Notebook()
+    with (
+        open_store(store_root) as store,
+        follow(store, slow, close_seconds=0.1),
+        follow(store, quick, close_seconds=DEADLINE_SECONDS),
+    ):
+        store.save(1, {"weight": 1})
+    assert (quick.steps, slow.steps) == ([1], [])
+    gate.set()
+
+
+def test_a_store_is_told_from_others_whoever_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    notebook = Notebook()
+    with follow("runs/../a", notebook):  # nobody has opened it yet
+        for name in (tmp_path / "a", tmp_path / "b", (tmp_path / "a").as_uri()):
+            with open_store(name) as store:
+                store.save(len(notebook.taken) + 1, {"weight": 1})
+    assert {item.store for item in notebook.taken} == {str(tmp_path / "a")}
+    assert len(notebook.taken) == 2
+    with follow("memory://followed", notebook), open_store("memory://followed") as store:
+        store.save(9, {"weight": 1})
+    assert notebook.taken[-1].open().step == 9
+
+
+def test_a_save_that_is_in_flight_at_the_end_is_told(store_root: Path) -> None:
+    notebook = Notebook()
+    with open_store(store_root) as store, follow(store, notebook):
+        store.save_async(1, {"weight": 1})
+    assert notebook.steps == [1]
+
+
+def test_the_end_of_the_store_is_the_end_of_following(store_root: Path) -> None:
+    notebook = Notebook()
+    store = open_store(store_root)
+    followed = follow(store, notebook)
+    store.save_async(1, {"weight": 1})
+    store.close()
+    assert (notebook.steps, notebook.num_closed, followed.unsent) == ([1], 1, ())
+    followed.close()
+    with open_store(store_root) as store:
+        store.save(2, {"weight": 2})
+    assert (notebook.steps, notebook.num_closed) == ([1], 1)
+
+
+def test_a_save_that_fails_is_not_told(store_root: Path) -> None:
+    notebook = Notebook()
+    with open_store(store_root) as store, follow(store, notebook):
+        with pytest.raises(CkptstoreError):
+            store.save(1, {"weight": object()})
+        store.save(2, {"weight": 2})
+    assert notebook.steps == [2]
+
+
+def test_a_save_by_dcp_is_told(store_root: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from ckptstore.dcp import StoreWriter
+
+    notebook = Notebook()
+    with open_store(store_root) as store, follow(store, notebook):
+        dcp.save({"a": torch.ones(3)}, storage_writer=StoreWriter(store.dcp_target(), step=7), no_dist=True)
+        expected = Reference.to(store[7])
+    assert notebook.taken == [expected]
+
+
+def follow_as_rank(root: str) -> list[int]:
+    notebook = Notebook()
+    group = StorageGroup(int(os.environ["RANK"]), 2, "start")
+    with open_store(root, group=group, durable=False) as store, follow(store, notebook):
+        store.save(1, {"weight": 1})
+        store.save_async(2, {"weight": 2})
+    return notebook.steps
+
+
+def test_rank_0_alone_tells(store_root: Path) -> None:
+    assert run_ranks(2, follow_as_rank, str(store_root)) == [[1, 2], []]
+
+
+WRITES_A_FILE = """
+import os, sys
+import ckptstore
+from ckptstore.integrations.trackers import follow
+
+class Tracker:
+    def log(self, reference):
+        with open(sys.argv[2], "a") as file:
+            file.write(f"{reference.step} ")
+    def close(self):
+        pass
+
+store = ckptstore.open_store(sys.argv[1], durable=False, group="solo")
+followed = follow(store, Tracker())
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("store.save(1, {'a': 1}); store.save_async(2, {'a': 2})", "1 2 "),
+        (
+            "pid = os.fork()\n"
+            "store.save(1 if pid else 2, {'a': 1}) if pid else ckptstore.open_store(sys.argv[1]).save(2, {'a': 2})\n"
+            "assert not pid or os.waitpid(pid, 0)[1] == 0",
+            "1 ",
+        ),
+    ],
+    ids=["the process ends", "a child"],
+)
+def test_without_a_close(store_root: Path, tmp_path: Path, code: str, told: str) -> None:
+    (tmp_path / "told").touch()
+    if "fork" in code:  # the child is told nothing, and fences nobody
+        code = code.replace("ckptstore.open_store(sys.argv[1]).save(2, {'a': 2})", "followed.close()")
+    done = subprocess.run(
+        [sys.executable, "-c", WRITES_A_FILE + code, store_root, tmp_path / "told"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "told").read_text() == told
+
+
+def a_reference(**changed: Any) -> Reference:
+    fields: dict[str, Any] = {"store": "/a", "step": 1, "number": 2, "attempt": "step-1-e1-a", "manifest_sha256": "0"}
+    return Reference(**{**fields, "size_bytes": 3, "world_size": 4, "created_at": 5.5, **changed})
+
+
+def test_a_reference_survives_as_text() -> None:
+    reference = a_reference(store="s3://bucket/é '\"", metrics={"loss": 0.1, "inf": -math.inf})
+    assert Reference.decode(reference.encode()) == reference
+    assert math.isnan(Reference.decode(a_reference(metrics={"a": math.nan}).encode()).metrics["a"])
+    assert (reference.uri, reference.target) == (
+        "s3://bucket/é '\"/checkpoints/step-1-e1-a",
+        "s3://bucket/é '\"@1",
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"version": 2}',
+        '{"version": 1}',
+        a_reference().encode().replace('"number":2', '"number":"2"'),
+        a_reference().encode().replace('"store":"/a"', '"store":null'),
+        a_reference().encode().replace('"metrics":{}', '"metrics":{"a":"b"}'),
+        a_reference().encode().replace("5.5", "true"),
+    ],
+)
+def test_what_is_no_reference_is_refused(text: str) -> None:
+    with pytest.raises(CkptstoreError):
+        Reference.decode(text)
+
+
+def test_a_checkpoint_on_its_own_has_no_reference(store_root: Path) -> None:
+    with open_store(store_root) as store:
+        store.save(1, {"weight": 1})
+        reference = Reference.to(store[1])
+    alone = Checkpoint.from_uri(reference.uri)
+    assert alone.step == 1
+    with pytest.raises(InvalidInput, match="outside of a store"):
+        Reference.to(alone)
+
+
+def test_a_reference_opens_in_a_copy_of_the_store(store_root: Path, tmp_path: Path) -> None:
+    with open_store(store_root) as store:
+        for step in (1, 2, 3):
+            store.save(step, {"weight": step})
+        store.roll_back(2)
+        reference = Reference.to(store[2])
+        copy_store(store, open_place(tmp_path / "copy"))
+        store.save(4, {"weight": 4})
+        late = Reference.to(store[4])
+    assert reference.open(at=tmp_path / "copy").step == 2
+    with pytest.raises(InvalidInput, match="not in .*copy: record 7 is not there"):
+        late.open(at=tmp_path / "copy")
+
+
+def test_without_credentials_the_error_says_how_to_give_them(store_root: Path) -> None:
+    with open_store(store_root) as store:
+        store.save(1, {"weight": 1})
+        reference = Reference.to(store[1])
+    with hooked(FailAt(AccessDenied("no credentials"), verb="read")), pytest.raises(AccessDenied, match="storage_opt"):
+        reference.open()
+
+
+def test_the_way_back_asks_for_what_is_clear() -> None:
+    references = [a_reference(step=step, number=step + 2, metrics={"loss": -step}) for step in (1, 2, 3)]
+    assert choose(references, run="it").step == 3
+    assert choose(references, run="it", best="loss").step == 3
+    assert choose(references, run="it", best="loss", mode="max").step == 1
+    for asked in ({"step": 1, "best": "loss"}, {"mode": "min"}):
+        with pytest.raises(InvalidInput):
+            choose(references, run="it", **asked)  # type: ignore[arg-type]
+    with pytest.raises(CkptstoreError, match=r"no reference to a checkpoint of /b; it has those of /a"):
+        choose(references, run="it", store="/b")
