@@ -23,6 +23,7 @@ EXTRAS = {
     "lightning": (*TORCH, "lightning"),
     "transformers": (*TORCH, "transformers"),
     "mlflow": ("mlflow",),
+    "wandb": ("wandb",),
     "demo": (*TORCH, "sklearn", "matplotlib"),
     "bench": (*TORCH, "psutil"),
 }
