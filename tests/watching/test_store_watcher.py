@@ -368,6 +368,10 @@ def test_an_upload_that_is_begun_is_seen_before_anything_can_be_listed(tmp_path:
         assert (attempt.step, attempt.num_uploads, attempt.num_files, attempt.size_bytes) == (2, 1, 0, 0)
         scene.look()
         assert scene.calls.counts == {"list": 2, "unfinished": 1, "read": 1}
+        refused = Scene(storage, FailAt("unfinished *", AccessDenied("forbidden"), times=None))
+        assert refused.look().notes == ("uploads that are begun cannot be seen: forbidden",)
+        refused.look()
+        assert "unfinished" not in refused.calls.counts  # nobody asks twice
         writer.abort()
         assert [change.kind for change in scene.look().changes] == ["end"]
         storage.close()
