@@ -300,6 +300,21 @@ def test_there_is_no_store_or_it_has_no_log(tmp_path: Path) -> None:
         StoreWatcher(LocalStorage(tmp_path / "rays")).look()
 
 
+def test_a_directory_that_may_not_be_listed_ends_no_attempt(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", path)
+
+    scene = Scene(LocalStorage(root))
+    scene.put("a", 100)
+    scene.look()
+    with monkeypatch.context() as patch:
+        patch.setattr(attempt_finder.os, "listdir", refuse)  # whoever tests as root may list everything
+        with pytest.raises(AccessDenied, match="Permission denied"):
+            scene.look()
+    look = scene.look()
+    assert (len(look.attempts), look.changes) == (1, ())
+
+
 def test_other_directories_are_passed_over(scene: Scene) -> None:
     for key in ("checkpoints/step-x/a", "checkpoints/.hidden/a", "checkpoints/a"):
         scene.storage.write(key, [memoryview(b"a")])
