@@ -34,6 +34,7 @@ _IS_EXTERNAL = {"mlflow.model.isExternal": "true"}
 _MAX_TAG_LENGTH = 5000
 _MAX_NAME_LENGTH = 250
 _MAX_METRICS_PER_REQUEST = 500
+_PAGE_LENGTH = 100
 _FOR_GOOD = (
     "BAD_REQUEST",
     "ENDPOINT_NOT_FOUND",
@@ -246,7 +247,7 @@ def _models(client: Any, experiment_id: str, run_id: str, asked: str = "") -> Se
     found: list[Any] = []
     page_token = None
     while True:
-        page = client.search_logged_models([experiment_id], filter_string=asked, page_token=page_token)
+        page = client.search_logged_models([experiment_id], asked, max_results=_PAGE_LENGTH, page_token=page_token)
         found += page
         page_token = page.token
         if not page_token:

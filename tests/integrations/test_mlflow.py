@@ -10,11 +10,10 @@ from pathlib import Path
 import mlflow
 import pytest
 from mlflow import MlflowClient
-from tracker_contract import HOSTILE_METRICS, Tracked, TrackerContract, save
+from tracker_contract import HOSTILE_METRICS, Tracked, TrackerContract, follow, save
 
 from ckptstore import InvalidInput, open_store
 from ckptstore.integrations.mlflow import MlflowTracker, checkpoint_of, metric_name, references
-from ckptstore.integrations.trackers import follow
 
 
 @pytest.fixture

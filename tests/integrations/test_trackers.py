@@ -99,7 +99,7 @@ def test_a_tracker_that_hangs_holds_up_no_save_and_its_end_has_a_deadline(
 
 def test_a_tracker_that_comes_back_is_told_of_everything(store_root: Path, caplog: pytest.LogCaptureFixture) -> None:
     notebook = Notebook(*(ConnectionError("http://me:secret@host is away") for _ in range(4)))
-    with open_store(store_root) as store, follow(store, notebook) as followed:
+    with open_store(store_root) as store, follow(store, notebook, close_seconds=DEADLINE_SECONDS) as followed:
         for step in (1, 2, 3):
             store.save(step, {"weight": step})
     assert sorted(notebook.steps) == [1, 2, 3]
