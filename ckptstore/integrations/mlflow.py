@@ -21,6 +21,8 @@ from ckptstore.format.encoding import shortened
 from ckptstore.integrations.trackers import Reference, choose
 from ckptstore.retention import Mode
 
+__all__ = ["MlflowTracker", "checkpoint_of", "references"]
+
 logger = logging.getLogger("ckptstore.trackers")
 
 Run = Any
@@ -97,8 +99,10 @@ class MlflowTracker:
                 )
             self._run_id = run_id_of(run)
         client = _client(self._tracking_uri)
-        self._experiment_id = client.get_run(self._run_id).info.experiment_id
-        self._client = client
+        info = client.get_run(self._run_id).info
+        if info.lifecycle_stage == "deleted":
+            raise InvalidInput("the run was deleted", hint="Restore it, or give another one")
+        self._experiment_id, self._client = info.experiment_id, client
 
     def _find(self, reference: Reference) -> Any:
         """The model of that reference, from an earlier try; None if there is none."""

@@ -6,7 +6,7 @@ import pytest
 
 from ckptstore import AccessDenied, open_store
 from ckptstore.integrations.trackers import Reference, follow
-from ckptstore.testing.s3_server import S3Server
+from ckptstore.testing.s3_server import s3_server
 
 
 class Keeper:
@@ -22,17 +22,18 @@ class Keeper:
         """Nothing is open."""
 
 
-def test_a_reference_has_no_secrets_and_opens_with_them(fast_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper, options = Keeper(), dict(fast_s3.storage_options)
-    with open_store("s3://test/tracked", storage_options=options) as store, follow(store, keeper):
-        store.save(1, {"weight": 1}, metrics={"loss": 0.5})
-    (text,) = keeper.texts
-    reference = Reference.decode(text)
-    assert reference.target == "s3://test/tracked@1"
-    secrets = [value for name, value in options.items() if isinstance(value, str) and name in ("key", "secret")]
-    assert secrets
-    assert not any(secret in text for secret in secrets)
-    assert reference.open(storage_options=options).verify().ok
-    monkeypatch.setenv("AWS_ENDPOINT_URL", str(fast_s3.endpoint_url))
-    with pytest.raises(AccessDenied, match="give storage_options"):
-        reference.open()
+def test_a_reference_has_no_secrets_and_opens_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper, secrets = Keeper(), {"key": "AKIAOFTHEJOB", "secret": "nobody-may-see-this"}
+    with s3_server(buckets=["test"], access_keys=["AKIAOFTHEJOB"]) as server:
+        options = {**server.storage_options, **secrets}
+        with open_store("s3://test/tracked", storage_options=options) as store, follow(store, keeper):
+            store.save(1, {"weight": 1}, metrics={"loss": 0.5})
+        (text,) = keeper.texts
+        reference = Reference.decode(text)
+        assert reference.target == "s3://test/tracked@1"
+        assert not any(secret in text for secret in secrets.values())
+        assert reference.open(storage_options=options).verify().ok
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
+        for wrong in (None, {**options, "key": "AKIAOFSOMEBODY"}):
+            with pytest.raises(AccessDenied, match="give storage_options"):
+                reference.open(storage_options=wrong)
