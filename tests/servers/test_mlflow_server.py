@@ -12,11 +12,11 @@ import pytest
 from mlflow import MlflowClient
 from tracker_contract import Tracked, TrackerContract, follow, save
 
-from ckptstore import CheckpointGone, open_store
+from ckptstore import open_store
 from ckptstore.integrations import mlflow as mlflow_tracker
 from ckptstore.integrations.mlflow import MlflowTracker, checkpoint_of, references
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # a busy machine takes minutes to start the server
 Serve = Callable[..., AbstractContextManager[str]]
 
 
@@ -120,14 +120,3 @@ def test_a_server_that_goes_away_and_comes_back(
             assert [item.step for item in references(run_id, tracking_uri=url)] == [1, 2, 3]
             assert checkpoint_of(run_id, step=2, tracking_uri=url).metrics == {"loss": 2.0}
     assert caplog.text.count("Training goes on") == 1
-
-
-def test_a_run_that_was_deleted(server: str, store_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_id = new_run(server)
-    MlflowClient(tracking_uri=server).delete_run(run_id)
-    with open_store(store_root) as store, follow(store, MlflowTracker(run_id, tracking_uri=server)) as following:
-        save(store, 1, loss=0.5)
-    assert [item.step for item in following.unsent] == [1]
-    assert "the run was deleted" in caplog.text
-    with pytest.raises(CheckpointGone):
-        checkpoint_of(run_id, tracking_uri=server)
