@@ -23,6 +23,7 @@ import ckptstore
 from ckptstore import config, events
 from ckptstore.cli import COMMANDS, main
 from ckptstore.errors import CkptstoreError, all_errors
+from ckptstore.integrations import mlflow, trackers
 
 DOCS = Path(__file__).parent
 SCHEMA = json.loads((DOCS / "reference/cli-schema.json").read_text())
@@ -265,6 +266,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "events": event_table,
     "api": lambda: api(ckptstore),
     "ray": lambda: api(ckptstore.ray),
+    "trackers": lambda: api(trackers),
+    "mlflow": lambda: api(mlflow),
     "commands": commands,
     "json": json_tables,
     "performance table": performance_table,

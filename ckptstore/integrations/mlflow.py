@@ -21,6 +21,8 @@ from ckptstore.format.encoding import shortened
 from ckptstore.integrations.trackers import Reference, choose
 from ckptstore.retention import Mode
 
+__all__ = ["MlflowTracker", "checkpoint_of", "references"]
+
 logger = logging.getLogger("ckptstore.trackers")
 
 Run = Any
@@ -34,6 +36,7 @@ _IS_EXTERNAL = {"mlflow.model.isExternal": "true"}
 _MAX_TAG_LENGTH = 5000
 _MAX_NAME_LENGTH = 250
 _MAX_METRICS_PER_REQUEST = 500
+_PAGE_LENGTH = 100
 _FOR_GOOD = (
     "BAD_REQUEST",
     "ENDPOINT_NOT_FOUND",
@@ -96,8 +99,10 @@ class MlflowTracker:
                 )
             self._run_id = run_id_of(run)
         client = _client(self._tracking_uri)
-        self._experiment_id = client.get_run(self._run_id).info.experiment_id
-        self._client = client
+        info = client.get_run(self._run_id).info
+        if info.lifecycle_stage == "deleted":
+            raise InvalidInput("the run was deleted", hint="Restore it, or give another one")
+        self._experiment_id, self._client = info.experiment_id, client
 
     def _find(self, reference: Reference) -> Any:
         """The model of that reference, from an earlier try; None if there is none."""
@@ -246,7 +251,7 @@ def _models(client: Any, experiment_id: str, run_id: str, asked: str = "") -> Se
     found: list[Any] = []
     page_token = None
     while True:
-        page = client.search_logged_models([experiment_id], filter_string=asked, page_token=page_token)
+        page = client.search_logged_models([experiment_id], asked, max_results=_PAGE_LENGTH, page_token=page_token)
         found += page
         page_token = page.token
         if not page_token:

@@ -61,8 +61,11 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_python_block_runs(page: Path, tmp_path: Path) -> None:
-    """The blocks of a page share a namespace, and run in an empty directory."""
+def test_every_python_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page share a namespace, and run in an empty directory. MLflow has a directory for a server."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     code = []
     for block in blocks(page):
         if block.language == "python" and block.rest.startswith("no-run:"):

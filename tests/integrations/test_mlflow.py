@@ -10,11 +10,10 @@ from pathlib import Path
 import mlflow
 import pytest
 from mlflow import MlflowClient
-from tracker_contract import HOSTILE_METRICS, Tracked, TrackerContract, save
+from tracker_contract import HOSTILE_METRICS, Tracked, TrackerContract, follow, save
 
-from ckptstore import InvalidInput, open_store
+from ckptstore import CheckpointGone, InvalidInput, open_store
 from ckptstore.integrations.mlflow import MlflowTracker, checkpoint_of, metric_name, references
-from ckptstore.integrations.trackers import follow
 
 
 @pytest.fixture
@@ -143,3 +142,15 @@ def test_models_of_somebody_else_are_passed_over(uri: str, client: MlflowClient,
     client.create_logged_model(experiment, name="own", source_run_id=run_id, model_type="checkpoint")
     client.create_logged_model(experiment, name="other", source_run_id=run_id, model_type="agent")
     assert [item.step for item in references(run_id, tracking_uri=uri)] == [1]
+
+
+def test_a_run_that_was_deleted(
+    uri: str, client: MlflowClient, run_id: str, store_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.delete_run(run_id)
+    with open_store(store_root) as store, follow(store, MlflowTracker(run_id, tracking_uri=uri)) as following:
+        save(store, 1, loss=0.5)
+    assert [item.step for item in following.unsent] == [1]
+    assert "the run was deleted" in caplog.text
+    with pytest.raises(CheckpointGone, match="no reference"):
+        checkpoint_of(run_id, tracking_uri=uri)

@@ -11,8 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,26 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         with BlobServiceClient.from_connection_string(text) as client:
             client.create_container("test")
         yield Server(url, {"connection_string": text, "connection_timeout": BUSY_SECONDS, "read_timeout": BUSY_SECONDS})
+
+
+@pytest.fixture(scope="session")
+def serve_mlflow() -> Callable[..., AbstractContextManager[str]]:
+    """Runs MLflow's server, with SQLite in a directory, while a context lasts, and gives its URL."""
+
+    @contextmanager
+    def serve(state: Path, *, port: int | None = None) -> Iterator[str]:
+        program = SERVERS / "mlflow/bin/mlflow"
+        need(program)
+        port = port or free_port()
+        command = [str(program), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+        command += ["--backend-store-uri", f"sqlite:///{state}/runs.db"]
+        command += ["--artifacts-destination", str(state / "artifacts")]
+        environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+        log = state / f"log-{time.monotonic_ns()}"
+        with running(command, port=port, log=log, environment=environment):
+            yield f"http://127.0.0.1:{port}"
+
+    return serve
 
 
 def need(program: Path, *, how: str = "make servers") -> None:

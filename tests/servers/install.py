@@ -1,7 +1,8 @@
 """Puts the servers that PyPI's packages in the `dev` extra do not bring into `.servers/`: run by `make servers`.
 
-Azurite comes from npm. gcp-storage-emulator, which stands for a store that ignores preconditions, gets an environment
-of its own, because what it needs is older than what ckptstore is tested with. What is there already is left alone.
+Azurite comes from npm. gcp-storage-emulator, which stands for a store that ignores preconditions, and MLflow's server
+get an environment each, because what they need is older than what ckptstore is tested with. What is there already is
+left alone.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ GCP_STORAGE_EMULATOR = (
     "google-crc32c==1.9.0",
     "setuptools<81",  # it imports pkg_resources
 )
+MLFLOW = ("mlflow==3.17.2",)
 
 
 def main() -> int:
     SERVERS.mkdir(exist_ok=True)
-    failed = max(install_azurite(), install_emulator())
+    failed = max(
+        install_azurite(),
+        install_environment("gcp-storage-emulator", GCP_STORAGE_EMULATOR),
+        install_environment("mlflow", MLFLOW),
+    )
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why
 
 
@@ -41,16 +47,17 @@ def install_azurite() -> int:
     return subprocess.run(command, cwd=SERVERS, check=False).returncode
 
 
-def install_emulator() -> int:
-    home = SERVERS / "gcp-storage-emulator"
+def install_environment(name: str, packages: tuple[str, ...]) -> int:
+    """An environment of Python with these packages and no others."""
+    home = SERVERS / name
     done = home / ".installed"
-    if done.exists() and done.read_text() == repr(GCP_STORAGE_EMULATOR):
+    if done.exists() and done.read_text() == repr(packages):
         return 0
     subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
     pip = [home / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    returncode = subprocess.run([*pip, *GCP_STORAGE_EMULATOR], check=False).returncode
+    returncode = subprocess.run([*pip, *packages], check=False).returncode
     if returncode == 0:
-        done.write_text(repr(GCP_STORAGE_EMULATOR))
+        done.write_text(repr(packages))
     return returncode
 
 

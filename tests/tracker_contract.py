@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptstore import Checkpoint, CheckpointGone, InvalidInput, InvalidMetric, KeepLatest, StoreMissing, open_store
-from ckptstore.integrations.trackers import Reference, Tracker, follow
+from ckptstore.integrations import trackers
+from ckptstore.integrations.trackers import Following, Reference, Tracker
 from ckptstore.store import CheckpointStore
 
 HOSTILE_METRICS = {
@@ -36,6 +37,11 @@ class Tracked:
     """All references that the run has, read anew."""
     checkpoint_of: Callable[..., Checkpoint]
     """From the run to a checkpoint: `step`, `best`, `mode`, `store`, as the integration has them."""
+
+
+def follow(store: CheckpointStore, tracker: Tracker) -> Following:
+    """With a deadline that a busy machine keeps."""
+    return trackers.follow(store, tracker, close_seconds=240)
 
 
 def save(store: CheckpointStore, step: int, **metrics: float) -> None:
