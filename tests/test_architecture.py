@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"transfer", "log", "group", "node_cache"},
     {"job", "state"},
     {"upkeep"},
-    {"loading"},
+    {"loading", "watching"},
     {"checkpoint"},
     {"catalogue"},
     {"saving"},
@@ -97,6 +97,7 @@ IMPORTERS: dict[str, set[str]] = {
     "torch_checkpointing": {"bench"},
     "transformers": {"integrations.transformers"},
     "uvloop": {"testing.s3_server"},
+    "wandb": {"integrations.wandb"},
     "xxhash": {"state"},
 }
 """Which modules, or packages with all that is in them, may import a third party. Nothing else may be imported."""
@@ -128,7 +129,7 @@ WIDE_SIGNATURES |= {"import_state", "export"}
 READS_ENVIRONMENT = {"config", "group.find", "storage", "testing", "demo", "integrations"}
 
 HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "xxhash"}
-HEAVY |= {"lightning", "mlflow", "opentelemetry", "transformers"}
+HEAVY |= {"lightning", "mlflow", "opentelemetry", "transformers", "wandb"}
 
 
 def module_name(path: Path) -> str:

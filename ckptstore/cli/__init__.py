@@ -17,6 +17,7 @@ from ckptstore.runtime.extras import not_installed
 COMMANDS = (
     "ls",
     "show",
+    "watch",
     "latest",
     "best",
     "verify",

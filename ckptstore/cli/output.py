@@ -13,11 +13,21 @@ import click
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.cli.terminal import is_terminal, print_table
 from ckptstore.format.encoding import dump_json
+from ckptstore.runtime.shown import printable
 
 
 def print_json(**fields: Any) -> None:
     """Print one JSON object, with the version of its schema; a float that JSON lacks as in the store format."""
-    click.echo(json.dumps(json.loads(dump_json({"version": 1, **fields}, what="the output")), indent=2))
+    click.echo(json.dumps(_plain(fields), indent=2))
+
+
+def print_json_line(**fields: Any) -> None:
+    """`print_json` on one line."""
+    click.echo(json.dumps(_plain(fields)))
+
+
+def _plain(fields: Mapping[str, Any]) -> Any:
+    return json.loads(dump_json({"version": 1, **fields}, what="the output"))
 
 
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -67,4 +77,4 @@ def show_time(seconds: float) -> str:
 
 def show_metrics(metrics: Mapping[str, float]) -> str:
     """Metrics for people: "loss=0.25 accuracy=0.9"."""
-    return " ".join(f"{name}={value:.6g}" for name, value in metrics.items())
+    return " ".join(f"{printable(name)}={value:.6g}" for name, value in metrics.items())

@@ -24,6 +24,7 @@ EXTRAS = {
     "transformers": (*TORCH, "transformers"),
     "otel": ("opentelemetry",),
     "mlflow": ("mlflow",),
+    "wandb": ("wandb",),
     "demo": (*TORCH, "sklearn", "matplotlib"),
     "bench": (*TORCH, "psutil"),
 }

@@ -38,3 +38,10 @@ def show_seconds(seconds: float) -> str:
     if seconds >= 120:
         return show_duration(seconds)
     return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
+
+
+def printable(text: str) -> str:
+    """The text without anything that moves a terminal: what cannot be printed is escaped, as in "a\\x1b[2J"."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

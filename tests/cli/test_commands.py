@@ -250,6 +250,7 @@ def test_every_command_keeps_to_its_schema(run_json: Any, store: Path, tmp_path:
         ("restore", f"{store}@30"),
         ("prune", "--keep-latest", 1, "--grace", 0, store),
         ("gc", store),
+        ("watch", "--once", store),
     ):
         assert run_json(*arguments)["version"] == 1
 

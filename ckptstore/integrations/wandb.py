@@ -1,0 +1,258 @@
+"""Weights & Biases: each committed checkpoint becomes a reference artifact of the run, and a call leads back to it.
+
+The artifact holds no byte of the checkpoint: its metadata say where it lies and what it is, and one entry refers to the
+manifest. W&B sends what it was told by itself, later where it is offline. It is loaded on first use.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptstore.boundary import boundary, bounded
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import CkptstoreError, InvalidInput
+from ckptstore.format.layout import MANIFEST_NAME
+from ckptstore.integrations.trackers import Reference, choose
+from ckptstore.retention import Mode
+from ckptstore.storage.uri import parse_uri
+
+logger = logging.getLogger("ckptstore.trackers")
+
+Run = Any
+"""A run of W&B, as `wandb.init` or `wandb.Api().run` give it, its name "entity/project/id", or the directory of an
+offline run."""
+
+ARTIFACT_TYPE = "model"
+KEY = "ckptstore_reference"
+"""In the metadata of an artifact: the reference as JSON."""
+LOCAL_NAME = "ckptstore-references.jsonl"
+"""In the directory of a run: its references, a line each. W&B offers no way to read what an offline run was told."""
+
+_REFERENCE_NAME = "reference.json"
+_MAX_NAME_LENGTH = 128
+_MAX_SHOWN_METRICS = 100
+_REFERABLE = ("", "s3", "gs")
+"""Schemes that W&B can follow. It warns of every other one, each time."""
+
+
+@bounded
+class WandbTracker:
+    """Tells a W&B run of checkpoints, for `ckptstore.integrations.trackers.follow`.
+
+    `run` is the run, or a function that returns it when the first checkpoint is committed; None is `wandb.run` as it is
+    now. The run stays open; finish it after the store is closed.
+
+    Each checkpoint becomes a version of the artifact "checkpoints-<run id>" of the type "model", with the alias
+    "step-N". Its metadata have URI, step, number, digest and metrics. The summary of the run names the last one. The
+    history of the run is left alone: there the training loop counts the steps.
+
+    Every rank may make one, also without a run: only rank 0 is told of checkpoints.
+    """
+
+    def __init__(self, run: Run | Callable[[], Run] | None = None) -> None:
+        import wandb
+
+        self._given = wandb.run if run is None else run
+        self._run: Any = None
+        self._told: set[str] = set()
+
+    def log(self, reference: Reference) -> None:
+        """See `Tracker.log`."""
+        import wandb
+
+        run, text = self._opened(), reference.encode()
+        if run.disabled or text in self._told:
+            return
+        with _refusals():
+            artifact = wandb.Artifact(_artifact_name(run.id), type=ARTIFACT_TYPE, metadata=_metadata(reference))
+            with artifact.new_file(_REFERENCE_NAME, mode="w", encoding="utf-8") as file:
+                file.write(text)
+            _refer(artifact, reference)
+            run.log_artifact(artifact, aliases=["latest", f"step-{reference.step}"])
+            shown = {"step": reference.step, "uri": reference.uri, "manifest_sha256": reference.manifest_sha256}
+            run.summary.update({f"ckptstore/{name}": value for name, value in shown.items()})
+        _write_down(_directory_of(run), text)
+        self._told.add(text)
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+
+    def __str__(self) -> str:
+        return f"W&B run {self._run.id}" if self._run is not None else "W&B"
+
+    def _opened(self) -> Any:
+        if self._run is None:
+            run = self._given() if callable(self._given) else self._given
+            if run is None:
+                raise InvalidInput(
+                    "there was no run when the tracker was made", hint="Call wandb.init before, or give run="
+                )
+            if not callable(getattr(run, "log_artifact", None)) or not hasattr(run, "summary"):
+                raise InvalidInput(f"run is a {type(run).__name__}, it is what wandb.init returns")
+            self._run = run
+        return self._run
+
+
+@boundary
+def references(run: Run) -> list[Reference]:
+    """All checkpoints that a W&B run was told of, in the order of their commits, whether they still exist or not.
+
+    An offline run, or its directory, is read from this disk; every other one from the server of W&B, which has what was
+    sent so far. Raises InvalidInput when there is no such run.
+    """
+    directory = _local_directory(run)
+    if directory is not None:
+        path = directory / LOCAL_NAME
+        texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    else:
+        with _refusals():
+            artifacts = [item for item in _stored(run).logged_artifacts() if item.type == ARTIFACT_TYPE]
+            texts = [item.metadata[KEY] for item in artifacts if isinstance(item.metadata.get(KEY), str)]
+    found = [Reference.decode(text) for text in dict.fromkeys(texts)]
+    return sorted(found, key=lambda item: (item.store, item.number))
+
+
+@boundary
+def checkpoint_of(
+    run: Run,
+    step: int | None = None,
+    *,
+    best: str | None = None,
+    mode: Mode | None = None,
+    store: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    group: object = None,
+) -> Checkpoint:
+    """The checkpoint that a W&B run was told of: the last one, that of a step, or the best by a metric.
+
+    Args:
+        run: the run, its name "entity/project/id", the directory of an offline run, or an artifact of a checkpoint, as
+            `run.use_artifact` gives it: then it is that checkpoint.
+        step: of a step that was committed several times it is the last.
+        best: the name of a metric, as it was given to the save; `mode` is "min" or "max", and may be left out where the
+            name tells it, such as "eval_loss".
+        store: the root of the store that is meant, for a run with checkpoints of several.
+        storage_options, group: as for `open_store`. W&B has no credentials of the store.
+
+    It is found by its number and the digest of its manifest, so it is the one that the run has seen. Raises
+    CheckpointGone when the run has no such checkpoint or the store does not have it any more, StoreMissing,
+    AccessDenied, InvalidMetric, and InvalidInput where another store lies in its place. For a store that was moved, see
+    `Reference.open`.
+    """
+    if _is_artifact(run):
+        if any(item is not None for item in (step, best, mode, store)):
+            hint = "Leave out step, best, mode and store, or give the run"
+            raise InvalidInput("An artifact is one checkpoint", hint=hint)
+        chosen = reference_of(run)
+    else:
+        chosen = choose(references(run), run=f"W&B run {_named(run)}", step=step, best=best, mode=mode, store=store)
+    return chosen.open(storage_options=storage_options, group=group)
+
+
+@boundary
+def reference_of(artifact: Any) -> Reference:
+    """The reference in an artifact. Raises InvalidInput for an artifact of something else."""
+    text = dict(getattr(artifact, "metadata", None) or {}).get(KEY)
+    if not isinstance(text, str):
+        name = getattr(artifact, "name", type(artifact).__name__)
+        raise InvalidInput(f"The artifact {name!r} is no checkpoint of ckptstore")
+    return Reference.decode(text)
+
+
+def _metadata(reference: Reference) -> dict[str, Any]:
+    """What people see and search by; a reference is read from its own field alone. W&B takes no infinities."""
+    names = ("uri", "store", "step", "number", "manifest_sha256", "size_bytes", "world_size", "created_at")
+    shown = {name: value for name, value in reference.metrics.items() if math.isfinite(value)}
+    metrics = dict(list(shown.items())[:_MAX_SHOWN_METRICS])
+    return {**{name: getattr(reference, name) for name in names}, "metrics": metrics, KEY: reference.encode()}
+
+
+def _refer(artifact: Any, reference: Reference) -> None:
+    """Have the artifact refer to the manifest, where W&B knows the scheme and it is still there."""
+    location = parse_uri(reference.uri)
+    uri = f"{Path(location.uri).as_uri() if not location.scheme else location.uri}/{MANIFEST_NAME}"
+    if location.scheme not in _REFERABLE:
+        return
+    try:
+        artifact.add_reference(uri, name=MANIFEST_NAME, checksum=False)
+    except (
+        Exception
+    ) as error:  # deleted meanwhile, or the SDK of that cloud is missing: the metadata say it all the same
+        logger.debug("W&B has no entry for %s: %s", uri, error)
+
+
+def _artifact_name(run_id: str) -> str:
+    return "checkpoints-" + re.sub(r"[^\w.-]", "_", run_id)[: _MAX_NAME_LENGTH - len("checkpoints-")]
+
+
+def _directory_of(run: Any) -> Path:
+    """Where a run of this process keeps its own files."""
+    return Path(run.dir).parent
+
+
+def _write_down(directory: Path, text: str) -> None:
+    path = directory / LOCAL_NAME
+    if path.exists() and text in path.read_text(encoding="utf-8").splitlines():
+        return
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{text}\n")
+
+
+def _local_directory(run: Run) -> Path | None:
+    """The directory of a run that is, or was, offline; None for one that the server has."""
+    if isinstance(run, str | os.PathLike):
+        path = Path(run)
+        if not any(path.glob("run-*.wandb")):
+            if isinstance(run, os.PathLike) or path.is_dir():
+                raise InvalidInput(
+                    f"{path} is not the directory of an offline run", hint="Such as wandb/offline-run-..."
+                )
+            return None
+        return path
+    return _directory_of(run) if getattr(run, "offline", False) else None
+
+
+def _stored(run: Run) -> Any:
+    """The run as the server has it."""
+    if callable(getattr(run, "logged_artifacts", None)):
+        return run
+    name = run if isinstance(run, str) else getattr(run, "path", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[^/\s]+(/[^/\s]+){0,2}", name):
+        raise InvalidInput(
+            f'run is {run!r}, it is a run of W&B, "entity/project/id", or the directory of an offline run'
+        )
+    import wandb
+
+    return wandb.Api().run(name)
+
+
+def _is_artifact(run: Any) -> bool:
+    if isinstance(run, str | os.PathLike):
+        return False
+    import wandb
+
+    return isinstance(run, wandb.Artifact)
+
+
+def _named(run: Run) -> str:
+    return str(run if isinstance(run, str | os.PathLike) else getattr(run, "id", run))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What W&B refuses for good, as InvalidInput: a run that is finished or unknown, no key."""
+    import wandb
+
+    try:
+        yield
+    except CkptstoreError:
+        raise
+    except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
+        raise InvalidInput(f"W&B refuses it: {error}") from error

@@ -1,0 +1,265 @@
+"""What `watch` prints: at any width, with hostile names, on a terminal that is a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Mapping
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from ckptstore import open_store
+from ckptstore.cli.commands import watch
+from ckptstore.cli.watch_shown import JsonLines, TextLines, picture_lines
+from ckptstore.errors import StorageUnavailable
+from ckptstore.runtime.shown import printable
+from ckptstore.watching.look import Look, SeenAttempt, SeenChange, SeenCommit, SeenSigns
+
+DEADLINE_SECONDS = 120.0
+MIB = 1 << 20
+HOSTILE = "lo\x1b[2Jss\x9b31m\u202e\n\udc80"
+
+
+def commit(step: int = 30, **metrics: float) -> SeenCommit:
+    return SeenCommit(
+        number=step // 10,
+        step=step,
+        epoch=1,
+        kind="state",
+        created_at=1_000_000.0 - step,
+        world_size=2,
+        size_bytes=45 * MIB,
+        metrics=metrics,
+    )
+
+
+def attempt(**fields: Any) -> SeenAttempt:
+    defaults: dict[str, Any] = {
+        "attempt": "step-0000000040-e0001-0123abcd",
+        "step": 40,
+        "epoch": 1,
+        "status": "writing",
+        "num_files": 4,
+        "size_bytes": 24 * MIB,
+        "num_uploads": 2,
+        "expected_bytes": 45 * MIB,
+        "expected_as_step": 30,
+        "bytes_per_second": 3.0 * MIB,
+        "left_seconds": 7.0,
+        "silent_seconds": 1.0,
+    }
+    return SeenAttempt(**{**defaults, **fields})
+
+
+def look(**fields: Any) -> Look:
+    defaults: dict[str, Any] = {
+        "at": 1_000_000.0,
+        "uri": "s3://bucket/a/rather/long/prefix/of/a/run",
+        "epoch": 1,
+        "num_live": 2,
+        "durable": commit(loss=0.25),
+        "commits": (commit(loss=0.25), commit(20, loss=0.5)),
+        "attempts": (attempt(),),
+        "signs": SeenSigns(num_ranks=2, last_seconds=3.0, oldest_rank=1, oldest_seconds=20.0),
+        "changes": (),
+        "notes": (),
+    }
+    return Look(**{**defaults, **fields})
+
+
+def picture(shown: Look, columns: int = 79, later_seconds: float = 0.0) -> list[str]:
+    return [line for _, line in picture_lines(shown, now=shown.at + later_seconds, columns=columns)]
+
+
+def test_a_picture_has_the_rate_the_guess_and_ages_that_go_on() -> None:
+    lines = picture(look(), later_seconds=10.0)
+    assert lines[1] == "durable    step 30, 40 s ago, number 3"
+    assert re.fullmatch(r"in flight  step 40  \[#{12}-{12}\]  53%", lines[2])
+    text = " ".join(line.strip() for line in lines[3:5])
+    assert text == ("24.0 MiB of about 45.0 MiB (as step 30), 4 files, 2 uploads begun, 3.0 MiB/s, about 7 s left")
+    assert lines[5] == "signs      2 ranks, last 13 s ago, rank 1 30 s ago"
+    assert lines[6] == "commits    step 30  40 s ago  number 3  45.0 MiB  2 ranks  loss=0.25"
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+def test_a_picture_keeps_what_matters_at_any_width(columns: int) -> None:
+    lines = picture(look(), columns)
+    facts = " ".join(line[11:] for line in lines[2:-2])
+    assert re.sub(r"\s+", "", "about 7 s left") in re.sub(r"\s+", "", facts)
+    broken = [line for line in lines[:-2] if len(line) > max(columns, 25)]
+    assert broken == []  # commits are cut by the terminal
+
+
+def test_a_silent_attempt_and_one_that_commits_say_so() -> None:
+    silent = attempt(status="silent", silent_seconds=700.0, bytes_per_second=None, left_seconds=None)
+    lines = picture(look(attempts=(silent,)), later_seconds=20.0)
+    assert lines[2] == "silent     step 40"
+    assert lines[3].strip() == "no sign of life for 12 min, 24.0 MiB, 4 files, 2 uploads begun"
+    lines = picture(look(attempts=(attempt(status="committing"),)))
+    assert lines[3].strip().startswith("all is stored, the commit comes next, 24.0 MiB")
+
+
+def test_very_many_attempts_are_counted() -> None:
+    lines = picture(look(attempts=tuple(attempt(step=step) for step in range(100, 120))))
+    assert any(line.strip() == "12 more attempts" for line in lines)
+
+
+def test_hostile_names_move_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = commit(**{HOSTILE: 1.0})
+    change = SeenChange(kind="commit", text="step 30 is committed", step=30, number=3)
+    shown = look(uri=f"/tmp/{HOSTILE}", durable=hostile, commits=(hostile,), notes=(HOSTILE,), changes=(change,))
+    text = TextLines()
+    text.show(shown)
+    text.show_trouble(StorageUnavailable(HOSTILE))
+    json_lines = JsonLines()
+    json_lines.show(shown)
+    json_lines.show_trouble(StorageUnavailable(HOSTILE))
+    printed = capsys.readouterr().out
+    for line in [*picture(shown, 200), *printed.splitlines()]:
+        assert line.isprintable(), line
+    assert printable(HOSTILE) in printed
+    assert len(printed.splitlines()) == 7
+
+
+def test_lines_come_only_for_what_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = TextLines()
+    for size_bytes in (24 * MIB, 24 * MIB, 30 * MIB):
+        lines.show(look(attempts=(attempt(size_bytes=size_bytes),)))
+    for _ in range(3):
+        lines.show_trouble(StorageUnavailable("away"))
+    lines.show(look(attempts=()))
+    printed = [line[21:] for line in capsys.readouterr().out.splitlines()]
+    assert [line.partition(":")[0] for line in printed] == [
+        "watching s3",
+        "step 40",
+        "step 40",
+        "no look succeeds, it is tried again",
+        "the store answers again",
+    ]
+
+
+# On a terminal
+
+
+class Terminal:
+    """The command on a pseudo-terminal of a given size, and what it has drawn."""
+
+    def __init__(self, *arguments: object, columns: int, rows: int = 24, env: Mapping[str, str] | None = None) -> None:
+        self.end, theirs = pty.openpty()
+        self.resize(columns, rows)
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
+        }
+        environment |= {"TERM": "xterm-256color", **(env or {})}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ckptstore.cli", "watch", *map(str, arguments)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.drawn = ""
+
+    def resize(self, columns: int, rows: int = 24) -> None:
+        ioctl(self.end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def until(self, text: str) -> str:
+        """Read until the text is there; returns what was read since the last call."""
+        deadline, start = time.monotonic() + DEADLINE_SECONDS, len(self.drawn)
+        while text not in self.drawn[start:]:
+            assert time.monotonic() < deadline, self.drawn
+            if select.select([self.end], [], [], 1.0)[0]:
+                self.drawn += os.read(self.end, 65536).decode()
+        return self.drawn[start:]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        os.close(self.end)
+
+    def interrupted(self) -> tuple[int, str]:
+        """Ctrl-C; returns the exit status and what it printed to stderr."""
+        self.process.send_signal(signal.SIGINT)
+        _, errors = self.process.communicate(timeout=DEADLINE_SECONDS)
+        return self.process.returncode, errors.decode()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    (tmp_path / "source").mkdir()
+    with open_store(tmp_path / "store") as opened:
+        opened.save_directory(1, tmp_path / "source", metrics={f"metric_{number}": number / 3 for number in range(9)})
+    return tmp_path / "store"
+
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def test_a_terminal_is_drawn_again_in_its_place_and_follows_its_width(store: Path) -> None:
+    with Terminal("--interval", "0.2", store, columns=40) as terminal:
+        first = terminal.until("Ctrl-C ends\x1b[0m\r\n")
+        rows = [_ESCAPES.sub("", row).strip("\r") for row in first.split("\n")]
+        assert max(map(len, rows)) <= 39
+        assert any(row.startswith("durable    step 1, ") for row in rows)
+        assert "\x1b[1m" in first
+        again = terminal.until("Ctrl-C ends")
+        assert f"\x1b[{len(rows) - 1}A\x1b[J" in again  # behind the last line is the beginning of one
+        terminal.resize(160)
+        terminal.until("metric_0=0 metric_1=0.333333 metric_2=0.666667")  # a line that was cut
+        with open_store(store) as opened:
+            opened.save_directory(2, store.parent / "source")
+        terminal.until("step 2, ")
+        assert terminal.interrupted() == (130, "")
+
+
+def test_a_terminal_without_colour_and_a_dumb_one(store: Path) -> None:
+    with Terminal("--interval", "0.2", store, columns=80, env={"NO_COLOR": "1"}) as terminal:
+        assert "m" not in {code[-1] for code in _ESCAPES.findall(terminal.until("Ctrl-C ends"))}
+        assert terminal.interrupted() == (130, "")
+    with Terminal("--interval", "0.2", store, columns=80, env={"TERM": "dumb"}) as terminal:
+        assert "\x1b" not in terminal.until("last durable step 1")
+        assert terminal.interrupted() == (130, "")
+
+
+def test_a_terminal_that_is_lower_than_the_picture(store: Path) -> None:
+    with Terminal("--interval", "0.2", store, columns=80, rows=3) as terminal:
+        terminal.until("Ctrl-C ends")
+        assert "\x1b[2A" in terminal.until("Ctrl-C ends")
+        assert terminal.interrupted() == (130, "")
+
+
+def test_a_look_that_hangs_holds_up_no_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage that never answers: the end waits for it a moment, and no longer."""
+    monkeypatch.setattr(watch, "_PATIENCE_SECONDS", 0.1)
+    never, closed = threading.Event(), []
+
+    class Hanging:
+        def look(self) -> Look:
+            never.wait()
+            raise AssertionError
+
+        def close(self) -> None:
+            closed.append(True)
+
+    watcher: Any = Hanging()
+    with watch._Looks(watcher, 1.0) as looks:
+        assert looks.next(0.1) is None
+    assert closed == []
+    never.set()

@@ -1,0 +1,72 @@
+"""`ckptstore watch` as a process, read line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+DEADLINE_SECONDS = 120.0
+
+
+class Watching:
+    """The process, and the lines that it has printed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def line(self) -> str:
+        """The next line."""
+        line = self._lines.get(timeout=DEADLINE_SECONDS)
+        assert line is not None, f"it ended: {self.errors()}"
+        return line
+
+    def line_with(self, text: str) -> str:
+        """The first line from here on that has the text in it."""
+        while text not in (line := self.line()):
+            pass
+        return line
+
+    def look(self, fits: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        """The first look from here on that fits."""
+        while not fits(look := json.loads(self.line())):
+            pass
+        return dict(look)
+
+    def errors(self) -> str:
+        """What it printed to stderr, once it has ended."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def end(self, number: signal.Signals = signal.SIGINT) -> int:
+        """Send a signal, and return the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(DEADLINE_SECONDS)
+
+
+@contextmanager
+def watching(*arguments: object, env: Mapping[str, str] | None = None) -> Iterator[Watching]:
+    """Run the command until the context ends."""
+    command = [sys.executable, "-m", "ckptstore.cli", "watch", *map(str, arguments)]
+    environment = {**os.environ, **(env or {})}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        try:
+            yield Watching(process)
+        finally:
+            process.kill()
