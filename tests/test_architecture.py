@@ -40,6 +40,7 @@ LAYERS: list[set[str]] = [
     {"ray"},
     {"testing"},
     {"bench", "demo"},
+    {"report"},
     {"cli"},
 ]
 """The rooms, lowest first. A room is a folder of the package or a module at its top; "" is `ckptstore` itself. A module
