@@ -1,7 +1,7 @@
 """The document of a report: plain values, and the JSON that they become. Pure.
 
-`docs/reference/report-schema.json` is made of these classes and the texts below their fields. Numbers are raw. A text may
-come from a store, so none is to be trusted.
+`docs/reference/report-schema.json` is made of these classes and the texts below their fields. Numbers are raw. A text
+may come from a store, so none is to be trusted.
 """
 
 from __future__ import annotations
