@@ -21,6 +21,7 @@ COMMANDS = (
     "best",
     "verify",
     "diff",
+    "report",
     "cp",
     "export",
     "import",

@@ -41,7 +41,7 @@ class SeenCheckpoint:
     world_size: int
     """How many ranks wrote it."""
     size_bytes: int
-    """Of all files, the manifest apart. Files of bases are not in it."""
+    """Of all files, the manifest apart; those that lie in the directories of its bases too."""
     metrics: Mapping[str, float | str]
     """By name. A float that JSON lacks is "NaN", "Infinity" or "-Infinity"."""
     bases: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class SeenCheckpoint:
     """What keeps it from being deleted from the trash even after that."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Lines to copy into a shell, quoted for it, by name: those that apply of pin, unpin, restore, rollback, prune, cp,
-    show, verify."""
+    verify. None where the URI cannot stand in one, or names another checkpoint of the step."""
     timings: Mapping[str, Any] | None = None
     """What the manifest says of how long the save took, rank by rank; None without that, or beyond the bound."""
 
@@ -111,7 +111,8 @@ class TornAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizePoint:
-    """How large the store was after a record. Files that checkpoints share count for the one that has them."""
+    """How large the store was after a record, by the sizes of its checkpoints: a file that several refer to counts for
+    each of them."""
 
     at: float
     """When the record was written."""
@@ -146,8 +147,9 @@ class SeenTree:
     layout: int
     """Where its layout stands in `layouts` of the store."""
     digests: tuple[str | None, ...] | None
-    """For each key a text that is equal in two checkpoints where the tensor's bytes are; None for one that shares its
-    bytes with others or differs between ranks. None in place of all where the index has no digests."""
+    """For each key "PLACE/CONTENT". Where the whole text is the same in two checkpoints, the tensor is. Where PLACE is
+    the same and CONTENT is not, it has changed. Where PLACE differs, ranks had divided it in another way, so nothing is
+    known; nor is it of None, a small tensor whose bytes are not read. None for all where the index has no digests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +178,8 @@ class Health:
     """Of attempts that a garbage collection removes."""
     garbage_files: int = 0
     """Their files, and unfinished uploads and files that killed writers left."""
+    stored_bytes: int | None = None
+    """Of all files that lie below `checkpoints/` now; None where they were not listed."""
     leases: tuple[SeenLease, ...] = ()
     """Who reads now."""
     trouble: tuple[str, ...] = ()
@@ -190,8 +194,10 @@ class Bounds:
     """Timings are of so many of the newest live checkpoints."""
     trees: int
     """Trees are of so many live checkpoints: the latest, pinned, best and newest ones."""
-    tree_keys: int
-    """Trees have at most so many tensors, the first by key."""
+    tree_tensors: int
+    """All trees together have at most so many tensors."""
+    listed_files: int
+    """Files are listed, for attempts without a commit and for garbage, where the log speaks of at most so many."""
     grace_seconds: float
     """The grace period that `deletes_at` follows from: the store does not hold it."""
 
@@ -222,6 +228,10 @@ class SeenStore:
     """What layouts refer to."""
     trees: Mapping[str, SeenTree] = field(default_factory=dict)
     """By the number of the checkpoint."""
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """As those of a checkpoint, for the whole store: ls, prune, gc, verify, cp."""
+    needs_options: tuple[str, ...] = ()
+    """The names of the storage options that the commands need as well. Their values are not told."""
     bounds: Bounds
     """What was left out."""
     health: Health
