@@ -22,6 +22,7 @@ COMMANDS = (
     "verify",
     "diff",
     "report",
+    "serve",
     "cp",
     "export",
     "import",

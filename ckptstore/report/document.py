@@ -245,7 +245,7 @@ class Document:
     version: int = VERSION
     """Of this schema."""
     created_at: float
-    """When it was gathered, in seconds since the epoch by this machine's clock."""
+    """When it was gathered, in seconds since the epoch by this machine's clock; of a live one, when it last changed."""
     command: str
     """What was called, without secrets."""
     live: bool
