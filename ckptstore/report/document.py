@@ -260,8 +260,17 @@ class Document:
 
 
 def finite(value: float) -> float | str:
-    """A float as the document has it: the name of it where JSON has no such float."""
+    """A metric as the document has it: the name of it where JSON has no such float."""
+    value = as_float(value)
     return value if math.isfinite(value) else float_name(value)
+
+
+def as_float(value: float) -> float:
+    """A metric of a record as a float: it may be an integer that no float can hold, which becomes an infinity."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 _ATOMS = frozenset({str, int, float, bool, type(None)})

@@ -27,7 +27,7 @@ from ckptstore.format.layout import parse_record_key
 from ckptstore.loading.story import files_of
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE, StoreIdentity, read_store_json
 from ckptstore.report.condition import LISTED_FILES, Condition, look_around
-from ckptstore.report.document import Bounds, Health, SeenCheckpoint, SeenStore, finite
+from ckptstore.report.document import Bounds, Health, SeenCheckpoint, SeenStore, as_float, finite
 from ckptstore.report.history import History, Life
 from ckptstore.report.lines import Lines, can_be_named
 from ckptstore.report.trees import Forest, ReadTree, read_tree
@@ -272,7 +272,12 @@ def _own_identity(found: StoreIdentity | None, uri: str) -> StoreIdentity:
 def _best(live: Sequence[Life]) -> tuple[dict[str, Mode], dict[str, int]]:
     """Which way metrics are better, where their names tell, and the number of the live checkpoint that is best."""
     candidates = [
-        Candidate(number=life.number, step=life.entry.step, committed_at=0.0, metrics=life.entry.metrics)
+        Candidate(
+            number=life.number,
+            step=life.entry.step,
+            committed_at=0.0,
+            metrics={name: as_float(value) for name, value in life.entry.metrics.items()},
+        )
         for life in live
     ]
     modes: dict[str, Mode] = {}
