@@ -107,8 +107,8 @@ def write_whole(path: Path, text: str) -> None:
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex[:8]}")
     try:
-        if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8", errors="replace")
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8", errors="replace")
             return
         beside.write_text(text, encoding="utf-8", errors="replace")  # a store may hold text that is no Unicode
         beside.replace(target)
