@@ -22,6 +22,8 @@ COMMANDS = (
     "best",
     "verify",
     "diff",
+    "report",
+    "serve",
     "cp",
     "export",
     "import",

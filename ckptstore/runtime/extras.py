@@ -27,6 +27,7 @@ EXTRAS = {
     "wandb": ("wandb",),
     "demo": (*TORCH, "sklearn", "matplotlib"),
     "bench": (*TORCH, "psutil"),
+    "serve": ("waitress",),
 }
 """The packages without which what an extra is for does not work. Of several extras the first is named."""
 
