@@ -31,10 +31,11 @@ demo: install
 demo-ray: install
 	$(BIN)/ckptstore demo --engine ray
 
-# The servers that the object-store tests talk to, on 127.0.0.1 alone. Where one cannot be installed, its tests are
-# skipped and say so; with CI set that is a failure.
+# The servers that the object-store tests talk to, on 127.0.0.1 alone, and the browser that the tests of pages look with.
+# Where one cannot be installed, its tests are skipped and say so; with CI set that is a failure.
 servers: install
 	$(BIN)/python tests/servers/install.py || test -z "$$CI"
+	$(BIN)/python tests/browser/install.py || test -z "$$CI"
 
 test: install servers
 	$(PYTEST) $(AT_ONCE) -m "not slow and not ceph"
