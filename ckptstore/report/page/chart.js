@@ -32,6 +32,7 @@ function axis(low, high, most, steps = "plain", zero = 0) {
 
 const SHAPES = {
   dot: (x, y) => `M${x - 2.5} ${y}a2.5 2.5 0 1 0 5 0a2.5 2.5 0 1 0 -5 0z`,
+  speck: (x, y) => `M${x - 0.5} ${y - 0.5}h1v1h-1z`,
   ring: (x, y) => `M${x - 6} ${y}a6 6 0 1 0 12 0a6 6 0 1 0 -12 0z`,
   square: (x, y) => `M${x - 4.5} ${y - 4.5}h9v9h-9z`,
   diamond: (x, y) => `M${x} ${y - 6}l6 6l-6 6l-6 -6z`,
@@ -101,23 +102,19 @@ const pathOf = (points) => thinned(points).map(([x, y], index) => `${index ? "L"
  * {xy, kind}, `areas` {top, base, kind}, `marks` {kind, x, y} with the names of MARKS, `rules` {x, text}.
  */
 function chart({ key, title, width, height = 190, points, lines = [], areas = [], marks = [], rules = [], lowest = null, yText, xText, xTitle, ySteps = "plain", xSteps = "plain", xZero = 0 }) {
-  const left = 74, right = 12, top = 18;
+  const left = 74, right = 26, top = 18;
   const lanes = ["torn", "nan"].filter((lane) => marks.some((mark) => laneOf(mark.kind) === lane));
   const plotBottom = height - 34;
-  const bottom = plotBottom + lanes.length * 15;
-  const all = [...lines.flatMap((line) => line.xy), ...areas.flatMap((area) => area.top)];
-  const xs = [...points, ...marks, ...rules].map((one) => one.x).concat(all.map(([x]) => x)).filter(Number.isFinite);
-  const ys = all.map(([, y]) => y).concat(points.map((one) => one.y)).filter(Number.isFinite);
-  const extent = (values, fallback) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], fallback);
-  const [first, last] = extent(xs, [Infinity, -Infinity]);
+  const bottom = plotBottom + lanes.length * 15 + (lanes.length ? 4 : 0);
+  const [first, last] = extent([points, marks, rules], "x");
   const aside = marks.length ? ((last - first) * 8) / width : 0;
   const across = axis(first - aside, last + aside, Math.max(2, Math.floor((width - left) / 110)), xSteps, xZero);
-  const [low, high] = extent(ys, lowest === null ? [Infinity, -Infinity] : [lowest, lowest]);
+  const [low, high] = extent(lowest === null ? [points] : [points, [{ y: lowest }, { y: lowest + 1 }]], "y");
   const room = Number.isFinite(high - low) ? (high - low) * 0.06 : 0;
   const upward = axis(lowest === null ? low - room : low, high + room, 4, ySteps);
   const placeX = (x) => left + across.at(x) * (width - left - right);
   const placeY = (y) => plotBottom - upward.at(y) * (plotBottom - top);
-  const laneY = (lane) => plotBottom + 9 + lanes.indexOf(lane) * 15;
+  const laneY = (lane) => plotBottom + 13 + lanes.indexOf(lane) * 15;
   const place = ([x, y]) => [placeX(x), placeY(y)];
 
   const picture = svg("svg", { width, height: bottom + 34, viewBox: `0 0 ${width} ${bottom + 34}`, "aria-hidden": "true" });
@@ -147,8 +144,9 @@ function chart({ key, title, width, height = 190, points, lines = [], areas = []
     picture.append(svg("path", { class: `area-${area.kind}`, d: path ? `${path}${back}z` : "" }));
   }
   for (const line of lines) picture.append(svg("path", { class: `curve curve-${line.kind}`, d: pathOf(line.xy.map(place)) }));
+  const kinds = Map.groupBy(marks, (mark) => mark.kind);
   for (const kind of Object.keys(MARKS)) {
-    const d = markShapes(marks.filter((mark) => mark.kind === kind), (mark) => {
+    const d = markShapes(kinds.get(kind) ?? [], (mark) => {
       const lane = laneOf(kind);
       if (lane) return [placeX(mark.x), laneY(lane)];
       if (kind === "infinite") return [placeX(mark.x), mark.y > 0 ? top : plotBottom];
@@ -159,6 +157,20 @@ function chart({ key, title, width, height = 190, points, lines = [], areas = []
   return cursorOver({ key, title, picture, points, placeX, placeY, plotBottom, width, top });
 }
 
+/** The least and the greatest of what is finite. */
+function extent(lists, name) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const list of lists) {
+    for (const one of list) {
+      const value = one[name];
+      if (value === null || !Number.isFinite(value)) continue;
+      if (value < low) low = value;
+      if (value > high) high = value;
+    }
+  }
+  return [low, high];
+}
+
 const laneOf = (kind) => (kind === "torn" || kind === "flight" ? "torn" : kind === "nan" ? "nan" : null);
 
 function thinnedRules(rules, placeX) {
@@ -167,18 +179,21 @@ function thinnedRules(rules, placeX) {
   return [...columns.values()].sort((a, b) => a.x - b.x);
 }
 
-/** All marks of a kind as one path; those that would lie on each other are drawn once. */
+const MANY_MARKS = 200;
+
+/** All marks of a kind as one path; those that would lie on each other are drawn once, and those of many are specks. */
 function markShapes(marks, placed) {
+  const areMany = marks.length > MANY_MARKS;
   const seen = new Set();
   let d = "";
   for (const mark of marks) {
     const [x, y] = placed(mark);
     if (!Number.isFinite(x) || !Number.isFinite(y)) continue;
-    const cell = `${Math.round(x / 2)}/${Math.round(y / 2)}`;
+    const cell = Math.round(x / 2) * 10000 + Math.round(y / 2);
     if (seen.has(cell)) continue;
     seen.add(cell);
     const shape = mark.kind === "infinite" && mark.y < 0 ? "down" : MARKS[mark.kind][0];
-    d += SHAPES[shape](Number(x.toFixed(1)), Number(y.toFixed(1)));
+    d += SHAPES[areMany && shape === "dot" ? "speck" : shape](Number(x.toFixed(1)), Number(y.toFixed(1)));
   }
   return d;
 }

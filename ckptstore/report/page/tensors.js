@@ -16,16 +16,19 @@ function treeButton(number) {
 /** What lies directly under a path: tensors, and groups whose name ends in a dot. */
 function levelOf(layout, path) {
   const found = new Map();
+  let entry = null;
   for (let index = 0; index < layout.keys.length; index += 1) {
     const key = layout.keys[index];
     if (!key.startsWith(path)) continue;
-    const dot = key.indexOf(".", path.length);
-    const name = dot < 0 ? key.slice(path.length) : key.slice(path.length, dot + 1);
-    const isGroup = dot >= 0;
-    let entry = found.get(name);
-    if (!entry) {
-      entry = { name, isGroup, count: 0, bytes: 0, dtypes: new Map(), index };
-      found.set(name, entry);
+    if (!entry?.isGroup || !key.startsWith(entry.name, path.length)) {
+      // Keys of a group mostly follow one another, so that this is seldom.
+      const dot = key.indexOf(".", path.length);
+      const name = dot < 0 ? key.slice(path.length) : key.slice(path.length, dot + 1);
+      entry = found.get(name);
+      if (!entry) {
+        entry = { name, isGroup: dot >= 0, count: 0, bytes: 0, dtypes: new Map(), index };
+        found.set(name, entry);
+      }
     }
     entry.count += 1;
     entry.bytes += layout.size_bytes[index];
@@ -70,6 +73,9 @@ function squarified(values, width, height) {
   return boxes;
 }
 
+/** A name that can be seen. */
+const nameText = (entry) => (entry.name === "" || entry.name === "." ? `(empty)${entry.name}` : entry.name);
+
 function shapeText(layout, entry) {
   if (entry.isGroup) return counted(entry.count, "tensor");
   return `[${layout.shapes[entry.index].join(", ")}]`;
@@ -94,7 +100,7 @@ function treeMap(store, layout, entries, whole, go, up) {
   const items = [...shown.map((entry) => ({ entry, bytes: entry.bytes })), ...(rest.length ? [{ entry: null, bytes: values[values.length - 1] }] : [])].sort((a, b) => b.bytes - a.bytes);
   items.forEach(({ entry, bytes }, index) => {
     const share = `${((bytes / whole) * 100).toPrecision(3)} %`;
-    const name = entry ? entry.name : `${rest.length} smaller ones`;
+    const name = entry ? nameText(entry) : `${rest.length} smaller ones`;
     const facts = entry ? `${dtypeText(store, entry)} ${shapeText(layout, entry)}` : "";
     const text = `${name} · ${facts} · ${bytesText(bytes)} · ${share}`;
     const area = el(
@@ -168,7 +174,7 @@ function drawTensors(store, view) {
   const dtypes = [...new Set(entries.map(mainDtype))];
   const key = el("ul", { class: "key" }, ...dtypes.map((index) => el("li", {}, el("i", { class: `dtype dtype-${index % 8}` }), store.dtype_names[index])));
   const columns = [
-    { key: "name", label: "Name", value: (one) => one.name, cell: (one) => (one.isGroup ? el("button", { type: "button", class: "plain step", click: () => go(one.name), "data-key": `group/${one.name}` }, one.name) : one.name), text: true },
+    { key: "name", label: "Name", value: (one) => one.name, cell: (one) => (one.isGroup ? el("button", { type: "button", class: "plain step", click: () => go(one.name), "data-key": `group/${one.name}` }, nameText(one)) : nameText(one)), text: true },
     { key: "shape", label: "Shape", value: (one) => shapeText(layout, one), cell: (one) => shapeText(layout, one) },
     { key: "dtype", label: "Dtype", value: (one) => dtypeText(store, one), cell: (one) => dtypeText(store, one), text: true },
     { key: "size", label: "Size", value: (one) => one.bytes, cell: (one) => el("span", { title: `${one.bytes} bytes` }, bytesText(one.bytes)) },
