@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers
+EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers,serve
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --durations=20
 # A driver that waits for Ray hears no signal, so a test that takes too long ends the process.

@@ -24,6 +24,7 @@ from ckptstore.format.encoding import dump_json, load_json
 from ckptstore.format.layout import STORE_KEY, USER_METADATA_NAME
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
+from ckptstore.format.timings import Timings
 from ckptstore.group import SOLO, find_group, has_torch_group
 from ckptstore.loading.story import CheckpointFiles, copy_directory, open_directory
 from ckptstore.loading.verify import VerifyReport, verify
@@ -144,6 +145,11 @@ class Checkpoint:
         """ "directory" for files of the caller's own, "state" for tensor state."""
         record = self._files.record
         return record.entry.kind if record else self._manifest.kind
+
+    @property
+    def timings(self) -> Timings | None:
+        """How long each phase of its save took, on which ranks; None for one that was saved without that being kept."""
+        return self._manifest.timings
 
     @property
     def files(self) -> tuple[Receipt, ...]:

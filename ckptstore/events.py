@@ -80,6 +80,21 @@ class FileStored(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavePhase(Event):
+    """A phase of a save has ended on this rank. Not logged."""
+
+    level: ClassVar[int] = logging.NOTSET
+    step: int
+    attempt: str
+    rank: int
+    phase: str
+    """"agree", "stage" (asynchronous saves alone), "upload", "wait" or "commit"."""
+    started_at: float
+    """When it began, in seconds since the epoch by this machine's clock."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCommitted(Event):
     """A checkpoint is visible. The log of rank 0 has its line at INFO, that of others at DEBUG."""
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
 
@@ -23,6 +24,7 @@ import ckptstore
 from ckptstore import config, events
 from ckptstore.cli import COMMANDS, main
 from ckptstore.errors import CkptstoreError, all_errors
+from ckptstore.report import document
 
 DOCS = Path(__file__).parent
 SCHEMA = json.loads((DOCS / "reference/cli-schema.json").read_text())
@@ -192,6 +194,57 @@ def _type(item: dict[str, Any]) -> str:
     return " or ".join(kind) if isinstance(kind, list) else kind
 
 
+def report_schema() -> str:
+    """The JSON schema of a report's document, from its classes and the texts below their fields."""
+    classes = [
+        value
+        for value in vars(document).values()
+        if dataclasses.is_dataclass(value) and isinstance(value, type) and value.__module__ == document.__name__
+    ]
+    definitions = {cls.__name__: _schema_of(cls) for cls in classes}
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "What ckptstore report gathers",
+        "$ref": f"#/$defs/{document.Document.__name__}",
+        "$defs": definitions,
+    }
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def _schema_of(cls: type) -> dict[str, Any]:
+    docs, hints = field_docs(cls), get_type_hints(cls)
+    names = [item.name for item in dataclasses.fields(cls)]
+    missing = sorted(set(names) - docs.keys())
+    assert not missing, f"{cls.__name__} does not say what {missing} is"
+    return {
+        "type": "object",
+        "description": " ".join((cls.__doc__ or "").split()),
+        "properties": {name: {**_schema_of_type(hints[name]), "description": docs[name]} for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+
+
+def _schema_of_type(hint: Any) -> dict[str, Any]:
+    """The schema of a field's type, as `document` uses types."""
+    simple = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint in simple:
+        return {"type": simple[hint]}
+    if dataclasses.is_dataclass(hint):
+        return {"$ref": f"#/$defs/{hint.__name__}"}
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin is tuple:
+        return {"type": "array", "items": _schema_of_type(inner[0])}
+    if origin is Mapping:
+        values = {} if inner[1] is Any else {"additionalProperties": _schema_of_type(inner[1])}
+        return {"type": "object", **values}
+    if origin in (Union, UnionType):
+        return {"anyOf": [_schema_of_type(item) for item in inner]}
+    raise TypeError(f"a schema has no word for {hint}")
+
+
 def index(directory: str) -> str:
     """Links to the pages of a directory, by their titles."""
     found = []
@@ -289,7 +342,13 @@ def pages() -> list[Path]:
     return sorted(DOCS.rglob("*.md"))
 
 
+WRITTEN: dict[str, Callable[[], str]] = {"reference/report-schema.json": report_schema}
+"""Files that are generated as a whole."""
+
+
 if __name__ == "__main__":
+    for name, generate in WRITTEN.items():
+        (DOCS / name).write_text(generate())
     for page in pages():
         before = page.read_text()
         after = regenerated(before)

@@ -40,6 +40,7 @@ LAYERS: list[set[str]] = [
     {"ray"},
     {"testing"},
     {"bench", "demo"},
+    {"report"},
     {"cli"},
 ]
 """The rooms, lowest first. A room is a folder of the package or a module at its top; "" is `ckptstore` itself. A module
@@ -95,6 +96,7 @@ IMPORTERS: dict[str, set[str]] = {
     "torch_checkpointing": {"bench"},
     "transformers": {"integrations.transformers"},
     "uvloop": {"testing.s3_server"},
+    "waitress": {"report.serving"},
     "xxhash": {"state"},
 }
 """Which modules, or packages with all that is in them, may import a third party. Nothing else may be imported."""
@@ -125,7 +127,7 @@ WIDE_SIGNATURES |= {"import_state", "export"}
 
 READS_ENVIRONMENT = {"config", "group.find", "storage", "testing", "demo", "integrations"}
 
-HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "xxhash"}
+HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "waitress", "xxhash"}
 HEAVY |= {"lightning", "transformers"}
 
 

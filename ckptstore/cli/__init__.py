@@ -21,6 +21,8 @@ COMMANDS = (
     "best",
     "verify",
     "diff",
+    "report",
+    "serve",
     "cp",
     "export",
     "import",

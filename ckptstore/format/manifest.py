@@ -13,6 +13,7 @@ from ckptstore.errors import CheckpointDamaged, InvalidName
 from ckptstore.format.digest import to_hex
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
 from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_collisions, check_name
+from ckptstore.format.timings import Timings
 
 Kind = Literal["directory", "state"]
 
@@ -84,7 +85,12 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that this version does not know; kept."""
+    """Fields that this version does not know, and `timings`, which it need not understand; kept as they are."""
+
+    @cached_property
+    def timings(self) -> Timings | None:
+        """What the save took; None where the manifest does not say, or not in a way that this version can read."""
+        return Timings.from_json(self.extra.get("timings"))
 
     @cached_property
     def size_bytes(self) -> int:

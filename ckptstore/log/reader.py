@@ -91,6 +91,12 @@ class LogReader:
         read = dict(zip(missing, self._in_parallel(self._read, missing), strict=True))
         return [read.get(number) or self._read(number) for number in wanted]
 
+    def found(self, numbers: Iterable[int]) -> list[Probed]:
+        """What is at these numbers, in the order given, for whoever goes on where a record is missing or cannot be
+        read; read in parallel, or taken from the cache. Raises StorageError when the storage fails for longer than
+        retries last."""
+        return self._in_parallel(self._probe, list(numbers))
+
     def record_time(self, number: int) -> float:
         """When a record was written, in seconds since the epoch by the storage's clock. Cached."""
         if number not in self._times:

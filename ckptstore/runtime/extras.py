@@ -24,6 +24,7 @@ EXTRAS = {
     "transformers": (*TORCH, "transformers"),
     "demo": (*TORCH, "sklearn", "matplotlib"),
     "bench": (*TORCH, "psutil"),
+    "serve": ("waitress",),
 }
 """The packages without which what an extra is for does not work. Of several extras the first is named."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections import defaultdict
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -59,6 +59,55 @@ class Garbage:
         return sum(self.attempts.values())
 
 
+@dataclass(slots=True)
+class ListedAttempt:
+    """What lies in one directory below the root of checkpoints, as a listing shows it."""
+
+    size_bytes: int = 0
+    num_files: int = 0
+    modified_seconds: float | None = None
+    """When the last file was written, by the storage's clock; None for an empty directory."""
+    has_manifest: bool = False
+
+
+def listed_attempts(storage: Storage) -> dict[str, ListedAttempt]:
+    """All directories below the root of checkpoints, whatever they are called; on a disk empty ones too. One listing of
+    all files there."""
+    found: dict[str, ListedAttempt] = {}
+    for file in storage.list(CHECKPOINT_PREFIX):
+        directory, _, name = file.key.removeprefix(CHECKPOINT_PREFIX).partition("/")
+        attempt = found.setdefault(directory, ListedAttempt())
+        attempt.size_bytes += file.size_bytes
+        attempt.num_files += 1
+        attempt.modified_seconds = max(attempt.modified_seconds or 0.0, file.modified_seconds)
+        attempt.has_manifest |= name == MANIFEST_NAME
+    for directory in attempt_directories(storage):
+        found.setdefault(directory, ListedAttempt())
+    return found
+
+
+def look_for_garbage(
+    log: Log, storage: Storage, newest: Record, listed: Mapping[str, ListedAttempt], *, now_seconds: float
+) -> Garbage:
+    """What `collect_garbage` would tell of in a dry run, found without writing anything.
+
+    `listed` is what `listed_attempts` gives. `now_seconds` stands for the storage's clock, which nothing but a write
+    tells: where it is wrong by minutes, what lies beside attempts for about an hour may be told of or not.
+    """
+    found = _find(
+        log,
+        storage,
+        newest,
+        read_identity(storage) or "",
+        listed,
+        claim=False,
+        below_epoch=newest.state.epoch,
+        now=lambda: now_seconds,
+    )
+    _collect_unfinished(storage, found, dry_run=True, now=lambda: now_seconds)
+    return found
+
+
 def collect_garbage(log: Log, storage: Storage, *, claim: bool = False, dry_run: bool = False) -> Garbage:
     """Remove what nothing refers to and nobody can commit any more; a dry run only tells.
 
@@ -72,7 +121,16 @@ def collect_garbage(log: Log, storage: Storage, *, claim: bool = False, dry_run:
         raise StoreMissing(f"There is no store at {storage.uri}")
     if claim and not dry_run:
         newest = log.append(lambda _: Claim(start_token=f"gc-{uuid.uuid4().hex}", world_size=1)) or newest
-    found = _find(log, storage, newest, store_id, claim=claim, below_epoch=newest.state.epoch + (claim and dry_run))
+    found = _find(
+        log,
+        storage,
+        newest,
+        store_id,
+        listed_attempts(storage),
+        claim=claim,
+        below_epoch=newest.state.epoch + (claim and dry_run),
+        now=log.store_now_seconds,
+    )
     if not dry_run:
         for attempt, why in delete_attempts(log, storage, newest, found.attempts).items():
             del found.attempts[attempt]
@@ -85,15 +143,15 @@ def collect_garbage(log: Log, storage: Storage, *, claim: bool = False, dry_run:
             for key, upload_id in storage.unfinished(CHECKPOINT_PREFIX):
                 if key in found.unfinished:
                     storage.abort_unfinished(key, upload_id)
-    _collect_unfinished(log, storage, found, dry_run=dry_run)
+    _collect_unfinished(storage, found, dry_run=dry_run, now=log.store_now_seconds)
     return found
 
 
-def _collect_unfinished(log: Log, storage: Storage, found: Garbage, *, dry_run: bool) -> None:
+def _collect_unfinished(storage: Storage, found: Garbage, *, dry_run: bool, now: Callable[[], float]) -> None:
     """On a disk: what killed writers left outside of attempts. A writer that is alive all the same fails, no more."""
     if not isinstance(storage, Disk):
         return
-    now_seconds = log.store_now_seconds()
+    now_seconds = now()
     if not dry_run:
         leases.fresh(storage, now_seconds=now_seconds)  # it removes those of readers that were killed
     before_seconds = now_seconds - ENDED_SECONDS
@@ -115,28 +173,29 @@ def _group_prefixes(storage: Disk) -> list[str]:
         return []
 
 
-def _find(log: Log, storage: Storage, newest: Record, store_id: str, *, claim: bool, below_epoch: int) -> Garbage:
+def _find(
+    log: Log,
+    storage: Storage,
+    newest: Record,
+    store_id: str,
+    listed: Mapping[str, ListedAttempt],
+    *,
+    claim: bool,
+    below_epoch: int,
+    now: Callable[[], float],
+) -> Garbage:
     found = Garbage()
     named = {record.entry.attempt for record in log.records([*newest.state.live, *newest.state.trash])}
-    sizes: dict[str, int] = defaultdict(int)
-    manifests = set()
-    for file in storage.list(CHECKPOINT_PREFIX):
-        directory, _, name = file.key.removeprefix(CHECKPOINT_PREFIX).partition("/")
-        sizes[directory] += file.size_bytes
-        if name == MANIFEST_NAME:
-            manifests.add(directory)
-    for directory in attempt_directories(storage):
-        sizes.setdefault(directory, 0)
-    unnamed = sizes.keys() - named
+    unnamed = listed.keys() - named
     dropped = set(dropped_attempts(log, newest, unnamed))
     for directory in sorted(unnamed):
         reason = None
         if directory not in dropped:
-            reason = _why_left(storage, directory, below_epoch, store_id, has_manifest=directory in manifests)
+            reason = _why_left(storage, directory, below_epoch, store_id, has_manifest=listed[directory].has_manifest)
         if reason is None:
             reason = _why_not_ours(storage, directory)
         if reason is None:
-            found.attempts[directory] = sizes[directory]
+            found.attempts[directory] = listed[directory].size_bytes
         else:
             found.left[CHECKPOINT_PREFIX + directory] = reason
     if isinstance(storage, Bucket):
@@ -144,7 +203,7 @@ def _find(log: Log, storage: Storage, newest: Record, store_id: str, *, claim: b
             attempt = Attempt.parse(key.removeprefix(CHECKPOINT_PREFIX).partition("/")[0])
             if attempt is not None and attempt.epoch < below_epoch:
                 found.unfinished.append(key)
-    _find_exchanges(log, storage, newest, found, claim=claim)
+    _find_exchanges(log, storage, newest, found, claim=claim, now=now)
     return found
 
 
@@ -177,7 +236,9 @@ def _why_not_ours(storage: Storage, directory: str) -> str | None:
     return None if linked is None else f"{linked} is a symbolic link, and nothing is deleted through one"
 
 
-def _find_exchanges(log: Log, storage: Storage, newest: Record, found: Garbage, *, claim: bool) -> None:
+def _find_exchanges(
+    log: Log, storage: Storage, newest: Record, found: Garbage, *, claim: bool, now: Callable[[], float]
+) -> None:
     """What ranks posted and nobody removed, where the log shows that their job was superseded, and old probes."""
     last: dict[str, float] = {}
     for file in [*storage.list(GROUP_PREFIX), *storage.list(PROBE_PREFIX)]:
@@ -190,7 +251,7 @@ def _find_exchanges(log: Log, storage: Storage, newest: Record, found: Garbage, 
                 last.setdefault(prefix, storage.local_path(prefix.rstrip("/")).lstat().st_mtime)
     if not last:
         return
-    now_seconds = log.store_now_seconds()
+    now_seconds = now()
     old = {prefix for prefix, seconds in last.items() if now_seconds - seconds > ENDED_SECONDS}
     groups = {prefix.removeprefix(GROUP_PREFIX).rstrip("/") for prefix in old if prefix.startswith(GROUP_PREFIX)}
     owner, superseded = _claims_of(log, newest, groups)

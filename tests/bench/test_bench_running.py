@@ -185,15 +185,15 @@ def test_unknown_peers_and_sizes_are_refused() -> None:
 
 
 def test_a_secret_is_not_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.cli.commands.bench import _command
+    from ckptstore.cli.called import called
 
     words = ["ckptstore", "bench", "save", "--to", "s3://me:sesame@bucket/x", "--to=s3://bucket/x?token=sesame"]
     monkeypatch.setattr("sys.argv", words)
-    assert _command() == "ckptstore bench save --to s3://bucket/x --to=s3://bucket/x"
+    assert called() == "ckptstore bench save --to s3://bucket/x --to=s3://bucket/x"
     monkeypatch.setattr(
         "sys.argv", ["ckptstore", "bench", "--storage-option", "key=sesame", "--storage-option=a=sesame"]
     )
-    assert "sesame" not in _command()
+    assert "sesame" not in called()
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def test_every_command_has_help_and_json(run: Any) -> None:
         assert f"\n  {name} " in listed
         text = run(name, "--help").stdout
         assert text.startswith("Usage: main " + name)
-        assert name in ("demo", "s3-test") or "--json" in text
+        assert name in ("demo", "s3-test", "serve") or "--json" in text
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

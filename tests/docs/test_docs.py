@@ -150,6 +150,12 @@ def test_the_generated_reference_is_up_to_date() -> None:
         assert module.regenerated(page.read_text()) == page.read_text(), f"{page} is out of date: run `make docs`"
 
 
+def test_generated_files_are_up_to_date() -> None:
+    module = generator()
+    for name, generate in module.WRITTEN.items():
+        assert (module.DOCS / name).read_text() == generate(), f"{name} is out of date: run `make docs`"
+
+
 def test_everything_public_is_in_the_reference() -> None:
     reference = {page.stem: page.read_text() for page in (ROOT / "docs/reference").glob("*.md")}
     for name in set(ckptstore.__all__) - {"__version__"}:

@@ -56,5 +56,18 @@ def test_what_is_installed_is_what_is_pinned() -> None:
 
 
 def test_the_extras_are_the_promised_ones() -> None:
-    extras = ["torch", "s3", "gcs", "azure", "fast", "ray", "lightning", "transformers", "demo", "bench", "dev"]
+    extras = [
+        "torch",
+        "s3",
+        "gcs",
+        "azure",
+        "fast",
+        "ray",
+        "lightning",
+        "transformers",
+        "demo",
+        "bench",
+        "dev",
+        "serve",
+    ]
     assert set(PROJECT["project"]["optional-dependencies"]) == set(extras)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptstore.cli.called import called
 from ckptstore.cli.options import storage_option
 from ckptstore.cli.output import echo_table
 from ckptstore.cli.terminal import counting
 from ckptstore.errors import InvalidInput
-from ckptstore.storage.uri import redact
 
 if TYPE_CHECKING:
     from ckptstore.bench.figures.report import Report, Workload
@@ -107,22 +105,9 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed then too
     try:
         with counting() as show:
-            return run(asked, storage_options=given["storage_options"], command=_command(), show=show)
+            return run(asked, storage_options=given["storage_options"], command=called(), show=show)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _command() -> str:
-    """What was called, without the values of storage options and what a URI may hold of secrets."""
-    words: list[str] = []
-    for word in sys.argv[1:]:
-        is_value = words[-1:] == ["--storage-option"]
-        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        if is_value or (equals and option == "--storage-option"):
-            words.append(f"{word.partition('=')[0]}=...")
-        else:
-            words.append(f"{option}{equals}{redact(value)}")
-    return shlex.join(["ckptstore", *words])
 
 
 def _echo(report: Report) -> None:
