@@ -250,8 +250,10 @@ function cursorOver({ key, title, picture, points, placeX, placeY, plotBottom, w
   host.addEventListener("keydown", (event) => {
     const far = Math.max(1, Math.round(points.length / 10));
     const steps = { ArrowLeft: at - 1, ArrowRight: at + 1, PageUp: at - far, PageDown: at + far, Home: 0, End: points.length - 1 };
-    if (event.key === "Enter") open();
-    else if (event.key === "Escape") hide();
+    if (event.key === "Enter") {
+      event.preventDefault(); // or the button that now gets the focus would be pressed by the same key
+      open();
+    } else if (event.key === "Escape") hide();
     else if (event.key in steps) {
       event.preventDefault();
       show(steps[event.key]);
