@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -21,6 +20,7 @@ from ckptstore.saving import background, story
 from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, UploaderKind
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.log_keeper import LogKeeper
+from ckptstore.saving.phases import SaveClock
 
 if TYPE_CHECKING:
     from ckptstore.format.naming import Suffix
@@ -48,6 +48,8 @@ class CheckpointStore(Catalogue):
         super().__init__(job)
         self._background = Background()
         self._deadline = Deadline()
+        self._called: SaveClock | None = None
+        """The clock of a call that began before `_clock` was asked for."""
 
     def _in_turn(self, *, max_failures: int | None = None) -> Job:
         """The job, for a collective call, after what was in flight. With `max_failures`, what that failed with is
@@ -58,6 +60,11 @@ class CheckpointStore(Catalogue):
         if error is not None:
             job.raise_on_all(error)
         return job
+
+    def _clock(self) -> SaveClock:
+        """That of the save that is being called now."""
+        clock, self._called = self._called or SaveClock(), None
+        return clock
 
     def save(
         self,
@@ -87,10 +94,11 @@ class CheckpointStore(Catalogue):
         """
         from ckptstore.saving.state_shard import StateOptions
 
+        clock = self._clock()
         job = self._in_turn(max_failures=0)
         request = story.checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
         options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
-        return self._checkpoint(self._state_saver.save(state, request, options=options))
+        return self._checkpoint(self._state_saver.save(state, request, options=options, clock=clock))
 
     def save_async(
         self,
@@ -122,15 +130,15 @@ class CheckpointStore(Catalogue):
         """
         from ckptstore.saving.state_shard import StateOptions
 
-        started = time.monotonic()
+        clock = self._clock()
         background.check_uploader(uploader)
         if not self._background.is_free(self._job, on_busy, step=step):
-            return PendingSave(step, skipped=True, stalled_seconds=time.monotonic() - started)
+            return PendingSave(step, skipped=True, stalled_seconds=clock.elapsed_seconds)
         job = self._in_turn(max_failures=max_failures)
         request = story.checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
         options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
         return self._state_saver.save_async(
-            state, request, self._checkpoint, options=options, uploader=uploader, started=started
+            state, request, self._checkpoint, options=options, uploader=uploader, clock=clock
         )
 
     def dcp_target(
@@ -313,9 +321,10 @@ class CheckpointStore(Catalogue):
 
 def save_shard(store: CheckpointStore, make: Callable[[Job], tuple[Request, Shard]]) -> Checkpoint:
     """Save what `make` returns, as `save_directory` does. Collective."""
+    clock = store._clock()
     job = store._in_turn(max_failures=0)
     request, shard = make(job)
-    return Checkpoint(files_of(job, story.save(job.group, LogKeeper(job), shard, request)))
+    return Checkpoint(files_of(job, story.save(job.group, LogKeeper(job), shard, request, clock=clock)))
 
 
 def start_directory(
@@ -335,14 +344,14 @@ def start_directory(
 
     The files stay until `ended` is called, on some thread: they are stored then, or never will be.
     """
-    started = time.monotonic()
+    clock = store._clock()
     with ExitStack() as not_started:
         not_started.callback(ended)
         job = store._in_turn(max_failures=0)
         asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
         request, shard = directory_of(job, path, asked, suffix=suffix, shared=shared, link=link)
         keeper = LogKeeper(job)
-        begun = story.begin(job.group, keeper, shard, request)
+        begun = story.begin(job.group, keeper, shard, request, clock=clock)
         not_started.callback(begun.lane.close)
 
         def finish() -> Checkpoint:
@@ -351,7 +360,7 @@ def start_directory(
             finally:
                 ended()
 
-        pending = PendingSave(request.step, stalled_seconds=time.monotonic() - started)
+        pending = PendingSave(request.step, stalled_seconds=clock.released())
         store._background.start(pending, finish)
         not_started.pop_all()
     return pending

@@ -18,6 +18,7 @@ from ckptstore.errors import InvalidStep
 from ckptstore.events import CheckpointCommitted, emit
 from ckptstore.format.layout import Attempt, check_step
 from ckptstore.format.manifest import Receipt
+from ckptstore.format.timings import Timings
 from ckptstore.group import SoloGroup
 from ckptstore.job import Job
 from ckptstore.log import Log
@@ -113,7 +114,9 @@ class StoreTarget:
         self._request, self._attempt = request, job.new_attempt(request.step)
         return self._attempt.prefix
 
-    def finish(self, prefix: str, receipts: Sequence[Receipt], *, world_size: int) -> None:
+    def finish(
+        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings]
+    ) -> None:
         """Coordinator: commit what all ranks stored; then prune.
 
         Raises InvalidInput when another checkpoint was committed since `begin`.
@@ -121,7 +124,8 @@ class StoreTarget:
         assert self._request is not None  # `begin` came first
         assert self._attempt is not None
         job = self._alone(world_size=world_size)
-        record = commit(job, self._request, self._attempt, Contents(receipts), lambda: None, after=self._begun_at)
+        contents = Contents(receipts, timings=timings)
+        record = commit(job, self._request, self._attempt, contents, lambda: None, after=self._begun_at)
         emit(
             CheckpointCommitted(
                 step=record.entry.step,

@@ -28,14 +28,17 @@ from ckptstore.dcp.stock_deal import Assignment, Told, deal_plans, forget, heard
 from ckptstore.dcp.stock_shard import DcpShard, InnerPlace
 from ckptstore.dcp.target import DcpTarget, DirectoryTarget
 from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, InvalidState, StorageError
-from ckptstore.format.layout import DCP_METADATA_NAME
+from ckptstore.format.layout import DCP_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Receipt
+from ckptstore.group.base import this_node
+from ckptstore.saving.phases import SaveClock, longest_seconds
 from ckptstore.state.index.index_file import INDEX_NAME, join_parts
 from ckptstore.state.index.part import PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.read.stock_pickles import load_metadata
 from ckptstore.state.write.stock_write import add_stock_bytes, add_stock_tensors
 from ckptstore.storage.base import Disk
+from ckptstore.storage.traffic import counting
 from ckptstore.storage.uri import parse_uri, redact
 from ckptstore.transfer import Stored
 from ckptstore.transfer.planned import PlannedFile
@@ -80,6 +83,9 @@ class StoreWriter(StorageWriter):
             target = DirectoryTarget(target, storage_options=storage_options)
         self._target = target
         self._told: Told | None = None
+        self._clock = SaveClock()
+        self._report: dict[str, Any] = {}
+        """What this rank took in the present save."""
         self._step = step
         self._split_plain_bytes = split_plain_bytes
         self._num_files = num_files
@@ -107,6 +113,7 @@ class StoreWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP on every rank, first of all. The coordinator names the checkpoint: when that fails the planner
         has not cached anything yet."""
+        self._clock = SaveClock()
         forget()
         self._told = None
         if not kwargs.get("use_collectives", True):
@@ -133,6 +140,9 @@ class StoreWriter(StorageWriter):
         deal_id = self._check_assignment(plan)
         storage, _ = self._target.open()
         on_disk = isinstance(storage, Disk)
+        name = (self._told.prefix or storage.uri).rstrip("/").rpartition("/")[2]
+        attempt = Attempt.parse(name)
+        self._clock.agreed(name, step=attempt.step if attempt else 0, rank=self._rank)
         shard = DcpShard(
             plan,
             planner,
@@ -142,15 +152,20 @@ class StoreWriter(StorageWriter):
             allow_pickle=self._allow_pickle,
         )
         sources = shard.files.sources()
-        stored = self._upload([PlannedFile(self._told.prefix + name, source) for name, source in sources])
+        with counting() as traffic:
+            stored = self._upload([PlannedFile(self._told.prefix + name, source) for name, source in sources])
+        part = shard.files.index_part([one.block_crcs for one in stored])
+        self._clock.ended("upload")
+        self._report = self._clock.report(traffic, node=this_node())
         told = {
+            "timings": self._report,
             "deal": deal_id,
             "receipts": [
                 Receipt(name, one.size_bytes, one.crc32c, self._rank).to_json()
                 for (name, _), one in zip(sources, stored, strict=True)
             ],
             "stock": shard.files.stock,
-            "part": shard.files.index_part([one.block_crcs for one in stored]),
+            "part": part,
             "wrapped": shard.wrapped,
             "inner": shard.inner,
         }
@@ -196,7 +211,12 @@ class StoreWriter(StorageWriter):
             Receipt(name, one.size_bytes, one.crc32c, self._rank)
             for name, one in zip(files, self._upload(planned), strict=True)
         ]
-        self._target.finish(self._told.prefix, receipts, world_size=len(results))
+        reports = {one["timings"]["rank"]: one["timings"] for one in told if one} | {self._rank: self._report}
+        took = [reports[rank] for rank in sorted(reports)]  # a rank that has nothing to write says nothing
+        self._target.finish(
+            self._told.prefix, receipts, world_size=len(results), timings=lambda: self._clock.timings(took)
+        )
+        self._clock.met(longest_seconds(took))
         self._target.close()
 
     def _stored_metadata(self, metadata: Metadata, index: TensorIndex, told: Sequence[Mapping[str, Any]]) -> bytes:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ckptstore.config import StoreConfig, TransferConfig
 from ckptstore.errors import InvalidInput
 from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
+from ckptstore.format.timings import Timings
 from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.transfer import Transfer
@@ -36,8 +37,10 @@ class DcpTarget(Protocol):
     def begin(self, step: int | None) -> str:
         """Coordinator: the prefix of the keys of a new checkpoint, where nothing is yet. May raise."""
 
-    def finish(self, prefix: str, receipts: Sequence[Receipt], *, world_size: int) -> None:
-        """Coordinator: everything is stored; make the checkpoint visible."""
+    def finish(
+        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings]
+    ) -> None:
+        """Coordinator: everything is stored; make the checkpoint visible. The manifest says what the save took."""
 
     def close(self) -> None:
         """Give back what `open` made."""
@@ -85,7 +88,9 @@ class DirectoryTarget:
         storage.delete([key for key in found if key == INDEX_NAME or _OWN_FILE.fullmatch(key)])
         return ""
 
-    def finish(self, prefix: str, receipts: Sequence[Receipt], *, world_size: int) -> None:
+    def finish(
+        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings]
+    ) -> None:
         """Write the manifest, last."""
         storage, _ = self.open()
         manifest = Manifest(
@@ -97,6 +102,7 @@ class DirectoryTarget:
             world_size=world_size,
             created_at=time.time(),
             files=tuple(sorted_receipts(receipts)),
+            extra={"timings": timings().to_json()},
         )
         storage.write(prefix + MANIFEST_NAME, [memoryview(manifest.encode())])
         if isinstance(storage, Disk) and self._config.durable:

@@ -33,9 +33,9 @@ def commit(
 
     With `after`, the number of a record, InvalidInput is raised when a checkpoint was committed later than that.
     """
-    manifest = manifest_of(request, attempt, contents, store_id=job.store_id(), world_size=job.group.world_size)
     check_stored(job.storage, attempt, contents.receipts)
     beat()
+    manifest = manifest_of(request, attempt, contents, store_id=job.store_id(), world_size=job.group.world_size)
     data = write_manifest(job.storage, job.config, attempt, contents, manifest)
     beat()
     entry = CheckpointEntry(
@@ -90,7 +90,7 @@ def committed_record(log: Log, attempt: Attempt) -> Record | None:
 
 
 def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store_id: str, world_size: int) -> Manifest:
-    """What the attempt consists of, created now."""
+    """What the attempt consists of, created now: right before it is written, so that its timings are whole."""
     return Manifest(
         store_id=store_id,
         step=request.step,
@@ -103,6 +103,7 @@ def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store
         directories=tuple(contents.directories),
         metrics=request.metrics,
         metadata=request.metadata,
+        extra={} if contents.timings is None else {"timings": contents.timings().to_json()},
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +16,7 @@ from ckptstore.job import Job
 from ckptstore.saving import story
 from ckptstore.saving.background import Background, PendingSave
 from ckptstore.saving.log_keeper import LogKeeper
+from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
 from ckptstore.saving.staging import Staging
 from ckptstore.saving.state_shard import StateOptions, StateShard
@@ -41,10 +41,10 @@ class StateSaver:
     _kept: Kept | None = None
     """What this rank has in the checkpoint that this job committed last, if that save was incremental."""
 
-    def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions) -> Record:
+    def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock) -> Record:
         """Save a state; returns when it is committed. Collective."""
         shard = self._shard(state, options, upload=self.job.transfer.upload)
-        record = story.save(self.job.group, LogKeeper(self.job), shard, request)
+        record = story.save(self.job.group, LogKeeper(self.job), shard, request, clock=clock)
         self._kept = shard.kept
         return record
 
@@ -56,11 +56,11 @@ class StateSaver:
         *,
         options: StateOptions,
         uploader: str,
-        started: float,
+        clock: SaveClock,
     ) -> PendingSave:
         """Save a copy of a state in the background, where no other save is; returns when the copy is made. Collective.
 
-        `done` makes the result of the pending save from the record of the commit. The caller was called at `started`.
+        `done` makes the result of the pending save from the record of the commit. The clock was started by the call.
         """
         in_process = uploader == "process"
         if in_process:  # before anything is agreed on: it may not be possible here
@@ -68,7 +68,7 @@ class StateSaver:
                 self.upload_process()
         upload = _StagedUpload(self, in_process=in_process)
         shard, keeper = self._shard(state, options, upload=upload), LogKeeper(self.job)
-        begun = story.begin(self.job.group, keeper, shard, request)
+        begun = story.begin(self.job.group, keeper, shard, request, clock=clock)
         staged = _Staged(shard)
 
         def finish() -> Any:
@@ -78,8 +78,9 @@ class StateSaver:
 
         try:
             staged.stage(lambda: self._staging_for(shared=in_process))
+            clock.ended("stage")
             size_bytes = sum(source.size_bytes for _, source in shard.sources)
-            pending = PendingSave(request.step, stalled_seconds=time.monotonic() - started)
+            pending = PendingSave(request.step, stalled_seconds=clock.released())
             rank = self.job.group.rank
             emit(StateStaged(step=pending.step, rank=rank, size_bytes=size_bytes, seconds=pending.stalled_seconds))
             return self.background.start(pending, finish)

@@ -5,11 +5,12 @@ The save story (`ckptstore.saving.story`) is the same for every kind of checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
+from ckptstore.format.timings import Timings
 from ckptstore.group import Beat
 
 
@@ -32,6 +33,8 @@ class Contents(NamedTuple):
     """Directories without a file in them."""
     pending: Sequence[str] = ()
     """Names of files that the leader wrote, and that become durable together with the manifest."""
+    timings: Callable[[], Timings] | None = None
+    """What the save took, asked for when the manifest is made; None where that is not known."""
 
 
 class Shard(Protocol):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -18,9 +17,11 @@ from ckptstore.format.layout import Attempt, known_step
 from ckptstore.format.manifest import Kind
 from ckptstore.group import Beat, Group
 from ckptstore.group.base import LEADER
+from ckptstore.saving.phases import SaveClock, longest_seconds
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision, Shard
 from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.traffic import counting
 
 logger = logging.getLogger("ckptstore")
 
@@ -70,23 +71,27 @@ class Begun:
     attempt: Attempt
     lane: Group
     """Where the ranks meet for this attempt and no other: who missed the agreement cannot be mistaken there."""
-    started: float
+    clock: SaveClock
 
 
-def save(group: Group, keeper: Keeper[Kept], shard: Shard, request: Request) -> Kept:
-    """Save the shards of all ranks as one checkpoint. Collective.
+def save(group: Group, keeper: Keeper[Kept], shard: Shard, request: Request, *, clock: SaveClock | None = None) -> Kept:
+    """Save the shards of all ranks as one checkpoint. Collective. The clock was started by the call.
 
     Any error on any rank before the commit is raised on all ranks, and the leader removes what was written.
     """
-    return finish(keeper, shard, begin(group, keeper, shard, request))
+    return finish(keeper, shard, begin(group, keeper, shard, request, clock=clock))
 
 
-def begin(group: Group, keeper: Keeper[Any], shard: Shard, request: Request) -> Begun:
+def begin(
+    group: Group, keeper: Keeper[Any], shard: Shard, request: Request, *, clock: SaveClock | None = None
+) -> Begun:
     """The first meeting, before any byte moves. Collective."""
-    started = time.monotonic()
+    clock = clock or SaveClock()
     begun = meet(group, "save", shard, request, lambda decision, beat: keeper.begin(request, decision, beat))
     attempt = keeper.attempt(request, begun)
-    return Begun(request, attempt, group.lane(keeper.lane(attempt)), started)
+    lane = group.lane(keeper.lane(attempt))
+    clock.agreed(str(attempt), step=request.step, rank=keeper.rank)
+    return Begun(request, attempt, lane, clock)
 
 
 def finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
@@ -95,21 +100,24 @@ def finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
     Every rank stores its files; when all have, the leader publishes. A rank that does not hear what became of it looks
     once. Only the leader removes files, and only after its own verdict.
     """
-    request, attempt, lane = begun.request, begun.attempt, begun.lane
+    request, attempt, lane, clock = begun.request, begun.attempt, begun.lane, begun.clock
 
     def store(beat: Beat) -> bytes:
-        started = time.monotonic()
-        stored = shard.store(attempt, beat)
-        return _packed(time.monotonic() - started, stored)
+        with counting() as traffic:
+            stored = shard.store(attempt, beat)
+        clock.ended("upload")
+        return _packed(clock.report(traffic, node=lane.node), stored)
 
     def publish(answers: list[bytes], beat: Beat) -> bytes:
-        seconds, stored = zip(*map(_unpacked, answers), strict=True)
-        published = keeper.publish(request, attempt, shard.join(attempt, stored, beat), beat)
-        return _packed(_slowest(seconds), published)
+        reports, stored = zip(*map(_unpacked, answers), strict=True)
+        contents = shard.join(attempt, stored, beat)._replace(timings=lambda: clock.timings(reports))
+        published = keeper.publish(request, attempt, contents, beat)
+        uploads = [report["seconds"]["upload"] for report in reports]
+        return _packed({"slowest": _slowest(uploads), "longest_seconds": longest_seconds(reports)}, published)
 
-    slowest: Sequence[Any] = ()
+    told: Mapping[str, Any] = {}
     try:
-        slowest, published = _unpacked(lane.exchange("receipts", store, publish))
+        told, published = _unpacked(lane.exchange("receipts", store, publish))
         kept = keeper.outcome(attempt, published)
     except CkptstoreError as error:
         found = keeper.find(attempt) if error.committed is None else None
@@ -123,7 +131,8 @@ def finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
         kept = found
     finally:
         lane.close()
-    keeper.committed(kept, seconds=time.monotonic() - begun.started, slowest=slowest)
+    clock.met(told.get("longest_seconds"))
+    keeper.committed(kept, seconds=clock.elapsed_seconds, slowest=told.get("slowest", ()))
     return kept
 
 

@@ -33,6 +33,7 @@ from ckptstore.runtime.fork import in_forked_child
 from ckptstore.saving.staging import Buffer
 from ckptstore.storage.base import Storage
 from ckptstore.storage.cloud.foreign import seam
+from ckptstore.storage.traffic import Traffic, counting, traffic_here
 from ckptstore.transfer import Stored, Transfer
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import MemorySource
@@ -105,6 +106,7 @@ class Uploader:
         while True:
             answer = self._receive()
             if "stored" in answer:
+                traffic_here().add(Traffic(*answer["traffic"]))
                 return [_stored_from_json(fields) for fields in answer["stored"]]
             if "error" in answer:
                 raise from_wire(answer["error"])
@@ -290,8 +292,10 @@ def _serve(
             for key, number, size_bytes, payloads in orders
         ]
         try:
-            stored = transfer.upload(files, beat=lambda: send({"beat": True}))
-            send({"stored": [_stored_to_json(item) for item in stored]})
+            with counting() as traffic:
+                stored = transfer.upload(files, beat=lambda: send({"beat": True}))
+            counted = [traffic.requests, traffic.retries, traffic.written_bytes]
+            send({"stored": [_stored_to_json(item) for item in stored], "traffic": counted})
         except Exception as error:
             send({"error": to_wire(error, rank=rank)})
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import RequestRetried, emit
+from ckptstore.storage.traffic import traffic_here
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ def retrying(config: RetryConfig, what: str, request: Callable[[], T]) -> T:
     if _here.is_inside:
         return request()
     _here.is_inside = True
+    traffic_here().requests += 1
     try:  # tenacity costs 30 ms to import, and most requests need no second try
         return request()
     except CkptstoreError as error:
@@ -57,6 +59,9 @@ def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: Ckpt
     def once() -> T:
         if failed:
             raise failed.pop()
+        traffic = traffic_here()
+        traffic.requests += 1
+        traffic.retries += 1
         return request()
 
     def told(state: tenacity.RetryCallState) -> None:

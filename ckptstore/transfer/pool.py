@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from ckptstore.storage.traffic import Traffic, counting, traffic_here
+
 _TICK_SECONDS = 0.2
 """How often a waiting caller looks for progress."""
 _IDLE_SECONDS = 10.0
@@ -26,6 +28,8 @@ class Operation:
         self.ended = threading.Event()
         self.stopped = threading.Event()
         self.error: BaseException | None = None
+        self.traffic: list[Traffic] = []
+        """What each task has counted."""
         self._beat = beat
         self.moved_bytes = 0
         """Grows while bytes move. Counted without a lock: good as a sign of life, not as a sum."""
@@ -43,15 +47,17 @@ class Operation:
 
     def execute(self, task: Task) -> None:
         """Do one task; its error stops all others."""
-        try:
-            self.check()
-            task(self)
-        except Stopped:
-            pass
-        except BaseException as error:  # raised again by the thread that waits
-            if self.error is None:
-                self.error = error
-            self.stopped.set()
+        with counting() as traffic:
+            try:
+                self.check()
+                task(self)
+            except Stopped:
+                pass
+            except BaseException as error:  # raised again by the thread that waits
+                if self.error is None:
+                    self.error = error
+                self.stopped.set()
+        self.traffic.append(traffic)
 
 
 Task = Callable[[Operation], None]
@@ -81,6 +87,8 @@ class Pool:
         else:
             for task in tasks:
                 run.execute(task)
+        for traffic in run.traffic:
+            traffic_here().add(traffic)
         beat()
         if run.error is not None:
             raise run.error

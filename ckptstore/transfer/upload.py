@@ -13,6 +13,7 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.events import BytesMoved, FileStored, emit, is_heard
 from ckptstore.format.digest import FileDigest
 from ckptstore.storage.base import Disk, PartWriter
+from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.batch import read_hashed, write_batch
 from ckptstore.transfer.engine import TASK_BYTES, Engine, is_worth_writing_anew
 from ckptstore.transfer.moves import Stored
@@ -35,6 +36,7 @@ def upload(engine: Engine, files: Sequence[PlannedFile], beat: Callable[[], None
         engine.storage.delete([file.key for file in files])  # new files are written faster than old ones are replaced
         upload_.write_all(range(len(files)))
         upload_.persist()
+    traffic_here().written_bytes += sum(file.source.size_bytes for file in files)
     beat()
     return upload_.results()
 

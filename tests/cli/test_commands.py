@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -385,6 +386,37 @@ def test_show_has_tensors_in_json(run_json: Any, tmp_path: Path) -> None:
     (found,) = run_json("show", tmp_path / "s", "--tensors")["tensors"]
     assert (found["key"], found["dtype"], found["shape"], found["size_bytes"]) == ("t", "float32", [2, 3], 24)
     assert "tensors" not in run_json("show", tmp_path / "s")
+
+
+def test_show_has_timings(run: Any, run_json: Any, store: Path) -> None:
+    with open_store(store) as opened:
+        timings = opened[20].timings
+    assert timings is not None
+    found = run_json("show", f"{store}@20", "--timings")
+    assert found["timings"] == timings.to_json()
+    assert "timings" not in run_json("show", f"{store}@20")
+    lines = [line.split() for line in run("show", f"{store}@20", "--timings").stdout.splitlines()]
+    node, upload = timings.ranks[0].node, f"{timings.phases['upload'].median:.3f}"
+    assert ["upload", *[upload, "s"] * 3, "rank", "0", "on", node] in lines
+    assert any(line[:2] == ["0", node] and line[-2:] == [str(timings.requests), "0"] for line in lines)
+    assert "model.pt" not in run("show", f"{store}@20", "--timings").stdout, "in place of the files"
+
+
+def test_show_of_what_has_no_timings(run: Any, run_json: Any, tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as opened:
+        path = Path(opened.save(1, {"t": torch.ones(2)}).uri)
+    manifest = path / "ckptstore.json"
+    for timings in (None, {"seconds": "<script>"}, [1] * 1000):
+        fields = {**json.loads(manifest.read_text()), "timings": timings}
+        alone = tmp_path / f"alone-{len(str(timings))}"
+        shutil.copytree(path, alone)
+        os.chmod(alone / "ckptstore.json", 0o644)
+        (alone / "ckptstore.json").write_text(json.dumps(fields))
+        assert run_json("show", alone)["checkpoint"]["step"] == 1
+        run("verify", alone)
+        error = run_json("show", alone, "--timings", code=2)["error"]
+        assert "has no timings: it was saved by an older version" in error["message"]
+    assert "Ask for one" in run_json("show", tmp_path / "s", "--timings", "--tensors", code=2)["error"]["hint"]
 
 
 def test_policies_are_read_from_options() -> None:

@@ -101,7 +101,7 @@ def test_events_are_keyword_only_and_explained(cls: type[Event]) -> None:
     assert not cls.__doc__.startswith(f"{cls.__name__}(")
     for item in fields(cls):
         assert item.kw_only
-        assert item.type != "float" or item.name.endswith("seconds")
+        assert item.type != "float" or item.name.endswith(("seconds", "_at"))
 
 
 def test_an_event_cannot_be_changed() -> None:

@@ -19,6 +19,7 @@ from ckptstore.format.changes import Change, Claim, Commit, Noop, Pin, Remove, R
 from ckptstore.format.layout import HINT_KEY, STORE_KEY, record_key
 from ckptstore.format.manifest import Manifest, sha256_of
 from ckptstore.format.record import Record
+from ckptstore.format.timings import Spread
 from ckptstore.log import Log
 from ckptstore.log.hint import Hint
 from ckptstore.log.identity import StoreIdentity, read_or_create_identity
@@ -171,6 +172,24 @@ def test_a_manifest_is_read_and_would_be_written_the_same() -> None:
     entry = record(4).entry
     assert entry.manifest_sha256 == sha256_of(data)
     assert (entry.size_bytes, entry.num_files) == (manifest.size_bytes, len(manifest.files))
+
+
+def test_timings_are_read_and_would_be_written_the_same() -> None:
+    data = (GOLDEN / "manifest-v1/with-timings.json").read_bytes()
+    manifest = Manifest.decode(data)
+    assert manifest.encode() == data
+    timings = manifest.timings
+    assert timings is not None
+    assert timings.to_json() == json.loads(data)["timings"]
+    assert (timings.seconds, timings.size_bytes, timings.requests, timings.retries) == (2.4375, 2097175, 6, 1)
+    assert timings.phases["upload"] == Spread(1.5, 1.75, 2.0, (1, 0))
+    assert timings.stalled == Spread(0.375, 0.4375, 0.5, (1, 0))
+    assert [(one.rank, one.node, one.stalled_seconds) for one in timings.ranks] == [
+        (0, "node-a-29d49f25", 0.375),
+        (1, "node-b-77aa01ff", 0.5),
+    ]
+    assert timings.ranks[0].seconds == {"agree": 0.25, "stage": 0.125, "upload": 1.5, "wait": 0.5, "commit": 0.0625}
+    assert replace(manifest, extra={}) == Manifest.decode((GOLDEN / "manifest-v1/directory.json").read_bytes())
 
 
 def test_unknown_fields_of_a_manifest_are_kept() -> None:

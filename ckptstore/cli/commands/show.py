@@ -1,4 +1,4 @@
-"""`ckptstore show`: one checkpoint with its files."""
+"""`ckptstore show`: one checkpoint with its files, its tensors, or what its save took."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ckptstore.cli.targets import opened_checkpoint
 from ckptstore.errors import InvalidInput
 from ckptstore.format.digest import to_hex
 from ckptstore.format.manifest import Receipt
+from ckptstore.format.timings import Timings
 from ckptstore.runtime.near import meant, nearest_key
 from ckptstore.runtime.shown import show_size
 
@@ -35,18 +36,42 @@ if TYPE_CHECKING:
     metavar="[PATTERN]",
     help="The tensors of a state in place of the files: all, or those whose keys fit.",
 )
+@click.option("--timings", "with_timings", is_flag=True, help="In place of the files: what its save took, and where.")
 @storage_option
 @as_json
-def command(target: str, pattern: str | None, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Show one checkpoint: metrics, metadata, and files or tensors. Of a store alone, its latest."""
+def command(
+    target: str, pattern: str | None, with_timings: bool, storage_options: dict[str, Any], as_json: bool
+) -> None:
+    """Show one checkpoint: metrics, metadata, and files, tensors or timings. Of a store alone, its latest."""
+    if with_timings and pattern is not None:
+        raise InvalidInput("--tensors and --timings each take the place of the files", hint="Ask for one of them")
     with opened_checkpoint(target, storage_options) as checkpoint:
         tensors = _fitting(checkpoint, pattern)
+        timings = _timings(checkpoint) if with_timings else None
         if as_json:
             files = [_to_json(receipt) for receipt in checkpoint.files]
-            more = {} if tensors is None else {"tensors": [asdict(tensor) for tensor in tensors]}
+            more: dict[str, Any] = {} if tensors is None else {"tensors": [asdict(tensor) for tensor in tensors]}
+            more |= {} if timings is None else {"timings": timings.to_json()}
             print_json(checkpoint=checkpoint_json(checkpoint), metadata=checkpoint.metadata, files=files, **more)
             return
-        _echo(checkpoint, tensors)
+        _echo_fields(checkpoint)
+        if timings is not None:
+            _echo_timings(timings)
+        elif tensors is not None:
+            _echo_tensors(tensors)
+        else:
+            _echo_files(checkpoint)
+
+
+def _timings(checkpoint: Checkpoint) -> Timings:
+    """Raises InvalidInput where there are none."""
+    if checkpoint.timings is None:
+        raise InvalidInput(
+            f"Step {checkpoint.step} has no timings: it was saved by an older version of ckptstore, or by a newer one "
+            "that writes them in another way",
+            step=checkpoint.step,
+        )
+    return checkpoint.timings
 
 
 def _fitting(checkpoint: Checkpoint, pattern: str | None) -> list[StoredTensor] | None:
@@ -70,7 +95,7 @@ def _to_json(receipt: Receipt) -> dict[str, Any]:
     }
 
 
-def _echo(checkpoint: Checkpoint, tensors: list[StoredTensor] | None) -> None:
+def _echo_fields(checkpoint: Checkpoint) -> None:
     fields = {
         "step": str(checkpoint.step),
         "number": "none, it lies outside of a store" if checkpoint.number is None else str(checkpoint.number),
@@ -83,26 +108,76 @@ def _echo(checkpoint: Checkpoint, tensors: list[StoredTensor] | None) -> None:
     }
     fields |= {f"metadata.{name}": _shortened(value) for name, value in checkpoint.metadata.items()}
     echo_fields(fields)
-    if tensors:
+
+
+def _echo_files(checkpoint: Checkpoint) -> None:
+    rows = [
+        (receipt.name, str(receipt.rank), show_size(receipt.size_bytes), _digest(receipt) or "none")
+        for receipt in checkpoint.files
+    ]
+    if rows:
         click.echo()
-        lines = [
-            (
-                tensor.key,
-                tensor.dtype,
-                "x".join(map(str, tensor.shape)) or "scalar",
-                show_size(tensor.size_bytes),
-                _ranges(tensor.ranks) + (", each its own" if tensor.is_per_rank else ""),
-            )
-            for tensor in tensors
-        ]
-        echo_table(("tensor", "dtype", "shape", "size", "ranks"), lines)
-    elif checkpoint.files and tensors is None:
-        click.echo()
-        rows = [
-            (receipt.name, str(receipt.rank), show_size(receipt.size_bytes), _digest(receipt) or "none")
-            for receipt in checkpoint.files
-        ]
         echo_table(("file", "rank", "size", "crc32c"), rows)
+
+
+def _echo_tensors(tensors: list[StoredTensor]) -> None:
+    rows = [
+        (
+            tensor.key,
+            tensor.dtype,
+            "x".join(map(str, tensor.shape)) or "scalar",
+            show_size(tensor.size_bytes),
+            _ranges(tensor.ranks) + (", each its own" if tensor.is_per_rank else ""),
+        )
+        for tensor in tensors
+    ]
+    if rows:
+        click.echo()
+        echo_table(("tensor", "dtype", "shape", "size", "ranks"), rows)
+
+
+def _echo_timings(timings: Timings) -> None:
+    click.echo()
+    echo_fields(
+        {
+            "until the manifest": _seconds(timings.seconds),
+            "uploaded": f"{show_size(timings.size_bytes)} in {timings.requests} requests, {timings.retries} retries",
+        }
+    )
+    nodes = {one.rank: one.node for one in timings.ranks}
+    spreads = {**timings.phases, "stalled": timings.stalled}
+    click.echo()
+    echo_table(
+        ("phase", "shortest", "median", "longest", "longest on"),
+        [
+            (
+                name,
+                *map(_seconds, (spread.minimum, spread.median, spread.maximum)),
+                ", ".join(f"rank {rank} on {nodes.get(rank, 'an unknown node')}" for rank in spread.slowest),
+            )
+            for name, spread in spreads.items()
+        ],
+    )
+    click.echo()
+    echo_table(
+        ("rank", "node", *timings.phases, "stalled", "uploaded", "requests", "retries"),
+        [
+            (
+                str(one.rank),
+                one.node,
+                *(_seconds(one.seconds[phase]) if phase in one.seconds else "" for phase in timings.phases),
+                _seconds(one.stalled_seconds),
+                show_size(one.size_bytes),
+                str(one.requests),
+                str(one.retries),
+            )
+            for one in timings.ranks
+        ],
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

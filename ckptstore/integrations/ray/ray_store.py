@@ -25,6 +25,7 @@ from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.loading.newest import Order, resume
 from ckptstore.opening import open_store
 from ckptstore.saving.background import OnBusy, PendingSave
+from ckptstore.saving.phases import SaveClock
 from ckptstore.store import CheckpointStore
 from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
@@ -73,8 +74,9 @@ class RayStore(CheckpointStore):
         An error is raised on all ranks, and nothing is reported then. `validation` is that of `ray.train.report`; its
         function gets the pointer. The other keywords are those of `CheckpointStore.save`.
         """
+        clock = SaveClock()
         self._settle()
-        started = time.monotonic()
+        started, self._called = time.monotonic(), clock
         checkpoint = super().save(step, state, metrics=_numbers(metrics), **options)
         return self._reported(checkpoint, metrics, validation, started)
 
@@ -88,8 +90,9 @@ class RayStore(CheckpointStore):
         **options: Any,
     ) -> Checkpoint:
         """`CheckpointStore.save_directory`, then a report; else as `save`."""
+        clock = SaveClock()
         self._settle()
-        started = time.monotonic()
+        started, self._called = time.monotonic(), clock
         checkpoint = super().save_directory(step, path, metrics=_numbers(metrics), **options)
         return self._reported(checkpoint, metrics, validation, started)
 
@@ -113,11 +116,12 @@ class RayStore(CheckpointStore):
         (`on_busy="skip"`) reports its metrics alone. Metrics are those at the time of the call: the next report counts
         what became of this one.
         """
-        reports, started = self._reports, time.monotonic()
+        reports, started, clock = self._reports, time.monotonic(), SaveClock()
         if reports and on_busy == "wait":
             with reports.counts.waiting(self._background.pending is not None):
                 self._background.wait()
         options = {"metrics": _numbers(metrics), "on_busy": on_busy, "max_failures": max_failures, **options}
+        self._called = clock
         pending = super().save_async(step, state, **options)
         if reports and pending.skipped:
             reports.skipped(step, metrics)

@@ -144,11 +144,11 @@ class RayKeeper:
     def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
         """See `Keeper.publish`: the manifest, last."""
         run = self.run
-        manifest = manifest_of(request, attempt, contents, store_id=run.store_id(), world_size=run.worker.world_size)
         check_stored(run.storage, attempt, contents.receipts)
         beat()
         for name, data in self.beside().items():
             run.storage.write(attempt.key(name), [memoryview(data)])
+        manifest = manifest_of(request, attempt, contents, store_id=run.store_id(), world_size=run.worker.world_size)
         try:
             write_manifest(run.storage, run.config, attempt, contents, manifest)
         except StorageError as error:

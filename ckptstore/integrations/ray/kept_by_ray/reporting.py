@@ -25,6 +25,7 @@ from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at, kept_files
 from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.saving import story
+from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.shard import Shard
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ class _Reporter:
     def report(self, brought: _Brought, *, validation: Any) -> Checkpoint | None:
         import ray.train
 
-        attempt = self._store(self._met(), brought)
+        clock = SaveClock()
+        attempt = self._store(self._met(), brought, clock)
         if attempt is None:
             ray.train.report(plain_metrics(brought.metrics))
             return None
@@ -181,7 +183,7 @@ class _Reporter:
             self._group = RayWorkers(self.run.worker).open_group(self.run.storage, self.run.config)
         return self._group
 
-    def _store(self, group: Group, brought: _Brought) -> RayAttempt | None:
+    def _store(self, group: Group, brought: _Brought, clock: SaveClock) -> RayAttempt | None:
         kind = _agree_on_kind(group, brought, score=self.run.worker.score)
         if kind == "nothing":
             return None
@@ -190,11 +192,12 @@ class _Reporter:
         asked = {"step": step, "metrics": metrics, "metadata": brought.metadata, "exists": "replace"}
         if kind == "state":
             request = story.checked(group, kind="state", **asked)
-            return story.save(group, RayKeeper(self.run, default_directory(step)), self._state(group, brought), request)
+            keeper = RayKeeper(self.run, default_directory(step))
+            return story.save(group, keeper, self._state(group, brought), request, clock=clock)
         shard = RayDirectoryShard(self.run, brought.path(), ranks=range(group.world_size))
         request = story.checked(group, kind="directory", **asked)
         keeper = RayKeeper(self.run, default_directory(step), lambda: shard.beside)
-        return story.save(group, keeper, shard, request)
+        return story.save(group, keeper, shard, request, clock=clock)
 
     def _state(self, group: Group, brought: _Brought) -> Shard:
         from ckptstore.saving.state_shard import StateShard
@@ -234,8 +237,9 @@ def _report_to_tune(session: Any, brought: _Brought) -> Checkpoint | None:
     if brought.step is None:
         brought = replace(brought, step=session.storage.current_checkpoint_index + 1)
     with staging() as worker:
+        clock = SaveClock()
         reporter = _Reporter(Run.open(worker, durable=False), None)
-        attempt = reporter._store(reporter._met(), brought)
+        attempt = reporter._store(reporter._met(), brought, clock)
         made = None if attempt is None else Path(worker.path_of(attempt.directory))
         reported = tell_tune(session, plain_metrics(brought.metrics), made)
     return None if reported is None else Checkpoint(kept_files(reported, StoreConfig.from_env()))

@@ -22,6 +22,7 @@ from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics, warn_o
 from ckptstore.integrations.ray.metrics import safe_metrics as made_safe
 from ckptstore.integrations.ray.ray_board import open_ray_group
 from ckptstore.saving import story
+from ckptstore.saving.phases import SaveClock
 
 Ranks = Literal["all"] | Collection[int]
 
@@ -81,6 +82,7 @@ class UploadFunction:
         """Store `checkpoint`, and return the checkpoint of Ray's that stands for what was stored."""
         import ray.train
 
+        clock = SaveClock()
         worker = require_worker("What upload_fn gives")
         directory = local_path_of(checkpoint)
         run = self._run(worker)
@@ -91,7 +93,8 @@ class UploadFunction:
         try:
             step = number_of_report() if self.step is None else self.step
             request = story.checked(group, kind="directory", step=step, **asked)
-            attempt = story.save(group, RayKeeper(run, checkpoint_dir_name, lambda: shard.beside), shard, request)
+            keeper = RayKeeper(run, checkpoint_dir_name, lambda: shard.beside)
+            attempt = story.save(group, keeper, shard, request, clock=clock)
         except CkptstoreError as error:
             if isinstance(error, RankTimeout) and self.ranks == "all":
                 error.hint = "If it reported checkpoint=None, give upload_fn(ranks=[...]) without it"
