@@ -85,6 +85,9 @@ function themeSwitch(button) {
   show();
 }
 
+/** Marks the moment at which all that a page draws at first can be seen. */
+const drawn = () => requestAnimationFrame(() => setTimeout(() => performance.mark("ckptstore-drawn")));
+
 const LANES = new Set(["upload", "hash", "flush"]);
 
 /**
@@ -94,15 +97,17 @@ const LANES = new Set(["upload", "hash", "flush"]);
 function timeline(ranks, width) {
   const spans = ranks.flatMap((rank) => rank.spans);
   const whole = spans.reduce((most, span) => Math.max(most, span.end), 1e-9);
-  const left = Math.min(150, Math.max(70, width * 0.2));
+  const names = ranks.map((rank) => rank.label + (rank.late ? " (late)" : ""));
+  const longest = names.reduce((most, name) => Math.max(most, name.length), 0);
+  const left = Math.min(width * 0.35, longest * 7 + 14);
   const room = Math.max(80, width - left - 34);
   const laneHeight = ranks.length > 24 ? 7 : 13;
   const parts = [];
   let y = 8;
-  for (const rank of ranks) {
+  for (const [index, rank] of ranks.entries()) {
     const lanes = 1 + Math.max(0, ...rank.spans.map((span) => span.lane ?? 0));
     const height = Math.max(lanes * laneHeight, 12);
-    const name = rank.label + (rank.late ? " (late)" : "");
+    const name = names[index];
     const most = Math.floor(left / 6.5);
     const label = svg("text", { x: left - 8, y: y + height / 2 + 4, "text-anchor": "end", class: rank.late ? "late" : null });
     label.append(name.length > most ? `${name.slice(0, most - 1)}…` : name, svg("title", {}, name));

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Reader
 from documents import BEGIN, MARKUP, checkpoint, document, hostile, large, store, trained
+from reading import Reader
 from selenium.webdriver.common.keys import Keys
 
 from ckptstore.report.page import page

@@ -33,6 +33,7 @@ const draw = () => hosts.forEach((host) => {
 });
 draw();
 addEventListener("resize", draw);
+drawn();
 """
 
 

@@ -91,7 +91,7 @@ function metricChart(store, name, width) {
   }
   points.sort((a, b) => a.x - b.x);
   const marks = marksOf(store, name);
-  const drawn = chart({
+  const picture = chart({
     key: `chart/${name}`,
     title: `${name} over steps`,
     width,
@@ -103,7 +103,7 @@ function metricChart(store, name, width) {
     xText: (value) => value.toLocaleString("en"),
     xTitle: "step",
   });
-  return { drawn, kinds: new Set(marks.map((mark) => mark.kind)), name };
+  return { picture, kinds: new Set(marks.map((mark) => mark.kind)), name };
 }
 
 function drawCurves(store, view) {
@@ -130,7 +130,7 @@ function drawCurves(store, view) {
   };
   host.replaceChildren(
     key,
-    el("div", { class: "charts" }, ...charts.map((one) => el("div", {}, el("h3", {}, one.name), one.drawn))),
+    el("div", { class: "charts" }, ...charts.map((one) => el("div", {}, el("h3", {}, one.name), one.picture))),
     rest > 0 ? el("button", { type: "button", click: showAll, "data-key": "all-curves" }, `show ${rest} more metrics`) : "",
   );
 }

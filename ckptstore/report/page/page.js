@@ -161,5 +161,5 @@ async function follow() {
 
 listen();
 drawAll();
-requestAnimationFrame(() => setTimeout(() => performance.mark("ckptstore-drawn")));
+drawn();
 if (report.live) follow();
