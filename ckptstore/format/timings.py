@@ -83,11 +83,11 @@ class Spread:
     @staticmethod
     def of(seconds: Mapping[int, float]) -> Spread:
         """The spread of the seconds of at least one rank. Of two ranks that took as long, the lower one is first."""
-        order = sorted(seconds, key=lambda rank: (-seconds[rank], rank))
-        ascending = sorted(seconds.values())
-        middle = len(ascending) // 2
-        median = ascending[middle] if len(ascending) % 2 else (ascending[middle - 1] + ascending[middle]) / 2
-        return Spread(ascending[0], median, ascending[-1], tuple(order[:_MAX_SLOWEST]))
+        order = sorted((-took, rank) for rank, took in seconds.items())
+        middle = len(order) // 2
+        median = -order[middle][0] if len(order) % 2 else -(order[middle - 1][0] + order[middle][0]) / 2
+        slowest = tuple(rank for _, rank in order[:_MAX_SLOWEST])
+        return Spread(0.0 - order[-1][0], 0.0 + median, 0.0 - order[0][0], slowest)
 
     def to_json(self) -> dict[str, Any]:
         """The spread as the manifest has it."""
@@ -128,17 +128,22 @@ class Timings:
         """What all ranks together took: at least one."""
         by_phase = {phase: {one.rank: one.seconds[phase] for one in ranks if phase in one.seconds} for phase in PHASES}
         stalls = {one.rank: one.stalled_seconds for one in ranks}
-        kept = set(stalls)
+        phases = {phase: Spread.of(values) for phase, values in by_phase.items() if values}
+        stalled, kept = Spread.of(stalls), ranks
         if len(ranks) > MAX_RANKS:
-            kept = {rank for values in (*by_phase.values(), stalls) if values for rank in _extremes(values)}
+            measured = [(stalls, stalled), *((by_phase[phase], spread) for phase, spread in phases.items())]
+            extreme = {
+                rank for values, spread in measured for rank in (min(values, key=values.__getitem__), *spread.slowest)
+            }
+            kept = [one for one in ranks if one.rank in extreme]
         return Timings(
             seconds=seconds,
-            phases={phase: Spread.of(values) for phase, values in by_phase.items() if values},
+            phases=phases,
             size_bytes=sum(one.size_bytes for one in ranks),
             requests=sum(one.requests for one in ranks),
             retries=sum(one.retries for one in ranks),
-            stalled=Spread.of(stalls),
-            ranks=tuple(sorted((one for one in ranks if one.rank in kept), key=lambda one: one.rank)),
+            stalled=stalled,
+            ranks=tuple(sorted(kept, key=lambda one: one.rank)),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -181,11 +186,6 @@ class Timings:
 def clean_node(node: str) -> str:
     """A node's name as timings have it: letters, digits and ``. _ : @ + -``, at most 255 of them."""
     return _NO_NODE.sub("-", node)[:_MAX_NODE_CHARS] or "unknown"
-
-
-def _extremes(seconds: Mapping[int, float]) -> set[int]:
-    fastest = min(seconds, key=lambda rank: (seconds[rank], rank))
-    return {fastest, *Spread.of(seconds).slowest}
 
 
 def _by_phase(value: Any) -> dict[str, Any]:

@@ -260,11 +260,22 @@ class Document:
 
 
 def finite(value: float) -> float | str:
-    """A float as the document has it: the name of it where JSON has no such float."""
+    """A metric as the document has it: the name of it where JSON has no such float."""
+    value = as_float(value)
     return value if math.isfinite(value) else float_name(value)
 
 
+def as_float(value: float) -> float:
+    """A metric of a record as a float: it may be an integer that no float can hold, which becomes an infinity."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 _ATOMS = frozenset({str, int, float, bool, type(None)})
+_NAMES: dict[type, tuple[str, ...]] = {}
+"""The fields of the classes above: asking each of 10,000 objects for its own takes a second."""
 
 
 def _plain(value: Any) -> Any:
@@ -274,4 +285,7 @@ def _plain(value: Any) -> Any:
         return [item if type(item) in _ATOMS else _plain(item) for item in value]
     if isinstance(value, Mapping):
         return {name: item if type(item) in _ATOMS else _plain(item) for name, item in value.items()}
-    return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    names = _NAMES.get(type(value))
+    if names is None:
+        names = _NAMES[type(value)] = tuple(item.name for item in dataclasses.fields(value))
+    return {name: _plain(getattr(value, name)) for name in names}

@@ -27,7 +27,7 @@ from ckptstore.format.layout import parse_record_key
 from ckptstore.loading.story import files_of
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE, StoreIdentity, read_store_json
 from ckptstore.report.condition import LISTED_FILES, Condition, look_around
-from ckptstore.report.document import Bounds, Health, SeenCheckpoint, SeenStore, finite
+from ckptstore.report.document import Bounds, Health, SeenCheckpoint, SeenStore, as_float, finite
 from ckptstore.report.history import History, Life
 from ckptstore.report.lines import Lines, can_be_named
 from ckptstore.report.trees import Forest, ReadTree, read_tree
@@ -144,9 +144,8 @@ class Sighting:
         self._keep(self._timings, numbers, read)
 
     def _read_trees(self, numbers: Iterable[int]) -> Forest:
-        """The trees of the first of these that have a state, as many as the bounds allow."""
-        lives = self._history.lives
-        chosen = [number for number in numbers if lives[number].entry.kind == "state"][: self.num_trees]
+        """The trees of the first of these, as many as the bounds allow."""
+        chosen = list(numbers)[: self.num_trees]
         self._keep(self._trees, chosen, lambda number: read_tree(self._checkpoint(number)))
         forest, left = Forest(), TREE_TENSORS
         for number in chosen:
@@ -273,7 +272,12 @@ def _own_identity(found: StoreIdentity | None, uri: str) -> StoreIdentity:
 def _best(live: Sequence[Life]) -> tuple[dict[str, Mode], dict[str, int]]:
     """Which way metrics are better, where their names tell, and the number of the live checkpoint that is best."""
     candidates = [
-        Candidate(number=life.number, step=life.entry.step, committed_at=0.0, metrics=life.entry.metrics)
+        Candidate(
+            number=life.number,
+            step=life.entry.step,
+            committed_at=0.0,
+            metrics={name: as_float(value) for name, value in life.entry.metrics.items()},
+        )
         for life in live
     ]
     modes: dict[str, Mode] = {}
@@ -289,11 +293,12 @@ def _best(live: Sequence[Life]) -> tuple[dict[str, Mode], dict[str, int]]:
 
 
 def _worth_a_tree(live: Sequence[Life], state: StoreState, best: Mapping[str, int]) -> list[int]:
-    """Live checkpoints in the order in which somebody wants to look into them."""
-    newest_first = [life.number for life in reversed(live)]
+    """Live checkpoints with a state, in the order in which somebody wants to look into them."""
+    newest_first = [life.number for life in reversed(live) if life.entry.kind == "state"]
     known = set(newest_first)
     pinned = [number for number in sorted(state.pinned, reverse=True) if number in known]
-    return list(dict.fromkeys([*newest_first[:1], *best.values(), *pinned, *newest_first]))
+    first = [number for number in best.values() if number in known]
+    return list(dict.fromkeys([*newest_first[:1], *first, *pinned, *newest_first]))
 
 
 def _kept_because(number: int, state: StoreState, best_of: Sequence[str]) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ckptstore.events import SavePhase, emit, is_heard
@@ -99,12 +98,14 @@ class SaveClock:
         commit = round(max(0.0, time.monotonic() - self._mark - wait), _DIGITS)
         ranks = []
         for report in reports:
-            one = RankTimings.from_json(report)
-            seconds = {**one.seconds, "wait": round(longest - _stored_seconds(one.seconds), _DIGITS)}
-            stalled = sum(seconds.values()) + commit if report["stalls"] else one.stalled_seconds
-            if one.rank == self._rank:
+            rank, seconds, stalled = report["rank"], dict(report["seconds"]), report["stalled_seconds"]
+            seconds["wait"] = round(longest - _stored_seconds(seconds), _DIGITS)
+            if report["stalls"]:
+                stalled = round(sum(seconds.values()) + commit, _DIGITS)
+            if rank == self._rank:
                 seconds["commit"] = commit
-            ranks.append(replace(one, seconds=seconds, stalled_seconds=round(stalled, _DIGITS)))
+            counts = report["size_bytes"], report["requests"], report["retries"]
+            ranks.append(RankTimings(rank, report["node"], seconds, *counts, stalled))
         return Timings.of(ranks, seconds=round(self.elapsed_seconds, _DIGITS))
 
 

@@ -1,0 +1,168 @@
+"""What timings cost: their share of a save, on a disk and on S3 in memory, and what they take the leader of many ranks.
+
+Two saves differ by more than timings cost, so they are not compared: every function that only timings need is timed in
+the save itself. What counts requests is too short for that; it is timed on its own, and taken as often as it ran.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import timeit
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from sizes import FULL, ROUNDS
+
+from ckptstore import CheckpointStore, KeepLatest, open_store
+from ckptstore.bench.figures.report import OURS, Workload, WorkloadOutcome
+from ckptstore.bench.measure import Meter
+from ckptstore.bench.shapes import rank_state
+from ckptstore.format.encoding import dump_json
+from ckptstore.format.timings import RankTimings, Timings
+from ckptstore.saving import story
+from ckptstore.saving.phases import SaveClock
+from ckptstore.storage.traffic import Traffic, counting, traffic_here
+from ckptstore.testing.s3_server import s3_server
+
+SIZE_BYTES = (1 << 30) if FULL else (16 << 20)
+SMALL_BYTES = 1 << 20
+_REPEATS = 100_000
+
+Tell = Callable[[Workload], None]
+
+
+class Spent:
+    """Seconds of a processor in functions that only timings need. They wait for nothing."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._is_inside = False
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, timed unless it is called by another one of them."""
+
+        @wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if self._is_inside:
+                return function(*arguments, **keywords)
+            self._is_inside, started = True, time.thread_time()
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                self._is_inside = False
+                self.seconds += time.thread_time() - started
+
+        return call
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Time them while this lasts."""
+        methods = [
+            (SaveClock, name) for name in ("__init__", "agreed", "ended", "released", "report", "met", "timings")
+        ]
+        with ExitStack() as stack:
+            for owner, name in [*methods, (Timings, "to_json"), (story, "longest_seconds")]:
+                stack.enter_context(patch.object(owner, name, self.timed(getattr(owner, name))))
+            yield
+
+
+def counting_seconds() -> tuple[float, float]:
+    """What it takes to count one request, and to have one task count for itself."""
+
+    def request() -> None:
+        traffic_here().requests += 1
+
+    def task() -> None:
+        with counting() as traffic:
+            traffic_here().add(traffic)
+
+    return timeit.timeit(request, number=_REPEATS) / _REPEATS, timeit.timeit(task, number=_REPEATS) / _REPEATS
+
+
+def shares(store: CheckpointStore, size_bytes: int) -> Workload:
+    """Saves, each with the share of it that timings took."""
+    state, samples, found = rank_state("tensors", size_bytes, rank=0), [], []
+    per_request, per_task = counting_seconds()
+    store.save(0, state)
+    for step in range(1, 1 + max(3, ROUNDS)):
+        spent = Spent()
+        with spent.watching(), Meter() as meter:
+            checkpoint = store.save(step, state)
+        sample = meter.sample()
+        timings = checkpoint.timings
+        assert timings is not None
+        seconds = spent.seconds + timings.requests * (per_request + per_task) + _encoding_seconds(timings)
+        found.append(seconds)
+        samples.append(sample)
+    outcome = WorkloadOutcome.of(OURS, samples)
+    seconds = sorted(found)[len(found) // 2]
+    total = sorted(sample.total_seconds for sample in samples)[len(samples) // 2]
+    facts = {"timings_microseconds": round(seconds * 1e6), "share_percent": round(100 * seconds / total, 3)}
+    title = f"Timings of a save of {size_bytes >> 20} MiB"
+    return Workload(name="", title=title, size_bytes=size_bytes, ranks=1, outcomes=(outcome,), facts=facts)
+
+
+def _encoding_seconds(timings: Timings) -> float:
+    """What the manifest takes longer."""
+    value = timings.to_json()
+    return timeit.timeit(lambda: dump_json(value), number=100) / 100
+
+
+@pytest.mark.parametrize("size_bytes", [SMALL_BYTES, SIZE_BYTES], ids=["small", "large"])
+def test_share_on_a_disk(tell: Tell, tmp_path: Path, size_bytes: int) -> None:
+    with open_store(tmp_path / "store", retention=KeepLatest(1), grace_seconds=0) as store:
+        tell(shares(store, size_bytes))
+    shutil.rmtree(tmp_path / "store")
+
+
+@pytest.mark.parametrize("size_bytes", [SMALL_BYTES, SIZE_BYTES], ids=["small", "large"])
+def test_share_on_s3(tell: Tell, size_bytes: int) -> None:
+    with s3_server(buckets=["bench"], verify=False, keep_bodies=False) as server:
+        options = {"storage_options": server.storage_options, "grace_seconds": 0}
+        with open_store("s3://bench/timings", retention=KeepLatest(1), **options) as store:
+            tell(shares(store, size_bytes))
+
+
+@pytest.mark.parametrize("num_ranks", [64, 1000, 10_000])
+def test_leader_of_many_ranks(tell: Tell, num_ranks: int) -> None:
+    """From the reports of all ranks to the field of the manifest."""
+    clock, answers = _reports(num_ranks)
+    samples = []
+    for _ in range(max(3, ROUNDS)):
+        with Meter() as meter:
+            timings = clock.timings([json.loads(answer) for answer in answers])
+            field = dump_json(timings.to_json())
+        samples.append(meter.sample())
+    assert Timings.from_json(json.loads(field)) == timings
+    facts = {
+        "ranks_kept": len(timings.ranks),
+        "field_bytes": len(field),
+        "received_bytes_per_rank": round(sum(map(len, answers)) / num_ranks),
+    }
+    title = f"Timings of {num_ranks} ranks, joined by the leader"
+    outcomes = (WorkloadOutcome.of(OURS, samples),)
+    tell(Workload(name="", title=title, size_bytes=0, ranks=1, outcomes=outcomes, facts=facts))
+
+
+def _reports(num_ranks: int) -> tuple[SaveClock, list[bytes]]:
+    """The clock of the leader, and what all ranks have sent it: the real reports of clocks that are wound by hand."""
+    clocks = []
+    for rank in range(num_ranks):
+        clock = SaveClock()
+        clock.agreed("step-0000000001-e0001-0123abcd", step=1, rank=rank)
+        clock.ended("upload", 1.0 + (rank * 7919 % num_ranks) / num_ranks)
+        clocks.append(clock)
+    traffic = Traffic(requests=64, retries=1, written_bytes=1 << 30)
+    answers = [
+        json.dumps(clock.report(traffic, node=f"node-{rank // 8:05d}-0123abcd")).encode()
+        for rank, clock in enumerate(clocks)
+    ]
+    assert RankTimings.from_json(json.loads(answers[-1])).rank == num_ranks - 1
+    return clocks[0], answers
