@@ -90,10 +90,13 @@ def store(checkpoints: list[dict[str, Any]], *, uri: str = "runs/first", **more:
         "gaps": [],
         "garbage_bytes": 0,
         "garbage_files": 0,
+        "stored_bytes": live + trash,
         "leases": [],
         "trouble": [],
     }
     whole = {
+        "commands": {"ls": "ckptstore ls runs/first", "verify": "ckptstore verify --all runs/first"},
+        "needs_options": [],
         "uri": uri,
         "store_id": "5f0c2a9e",
         "metrics": sorted({name for one in checkpoints for name in one["metrics"]}),
@@ -105,7 +108,13 @@ def store(checkpoints: list[dict[str, Any]], *, uri: str = "runs/first", **more:
         "layouts": [],
         "dtype_names": [],
         "trees": {},
-        "bounds": {"timings": 100, "trees": 8, "tree_keys": 100_000, "grace_seconds": 3600.0},
+        "bounds": {
+            "timings": 100,
+            "trees": 8,
+            "tree_tensors": 400_000,
+            "listed_files": 200_000,
+            "grace_seconds": 3600.0,
+        },
         "health": health,
     }
     return {**whole, **more}
@@ -187,9 +196,9 @@ def trained() -> dict[str, Any]:
     value["dtype_names"] = ["float32", "bfloat16"]
     value["layouts"] = [layout(6), layout(6, extra=("model.head.bias",))]
     old, new = found[22]["number"], found[23]["number"]
-    digests = [f"{index:08x}" for index in range(len(value["layouts"][0]["keys"]))]
-    newer: list[str | None] = [*digests, "feedbeef"]
-    newer[0], newer[1] = "changed", None
+    digests = [f"0/{index:08x}" for index in range(len(value["layouts"][0]["keys"]))]
+    newer: list[str | None] = [*digests, "0/feedbeef"]
+    newer[0], newer[1], newer[2] = "0/changed", None, "1/divided"
     value["trees"] = {str(old): {"layout": 0, "digests": digests}, str(new): {"layout": 1, "digests": newer}}
     value["health"] |= {"garbage_bytes": 12_345_678, "garbage_files": 3}
     value["health"]["leases"] = [{"holder": "node-3, process 411", "number": new, "age_seconds": 4.5}]
@@ -210,7 +219,10 @@ def large(num_checkpoints: int, num_tensors: int) -> dict[str, Any]:
     num_keys = len(value["layouts"][0]["keys"])
     for one in found[-4:]:
         number = one["number"]
-        value["trees"][str(number)] = {"layout": 0, "digests": [f"{number * index:016x}" for index in range(num_keys)]}
+        value["trees"][str(number)] = {
+            "layout": 0,
+            "digests": [f"0/{number * index:016x}" for index in range(num_keys)],
+        }
     return value
 
 
@@ -245,5 +257,6 @@ def hostile() -> dict[str, Any]:
     }
     value["torn"] = [torn, {**torn, "step": None}]
     lease = {"holder": MARKUP, "number": 2, "age_seconds": 1.0}
+    value |= {"commands": {MARKUP: MARKUP}, "needs_options": [MARKUP]}
     value["health"] |= {"gaps": [MARKUP], "trouble": [MARKUP], "leases": [lease]}
     return value

@@ -35,7 +35,8 @@ def picture(reader: Reader, tmp_path: Path) -> Picture:
     """Takes a picture of the page from one element to the end of another one, and holds it to its size."""
 
     def take(name: str, first: str = "body > header", last: str = "#curves") -> None:
-        script = """const [first, last] = [...arguments].map((one) => document.querySelector(one).getBoundingClientRect());
+        script = """const boxes = [...arguments].map((one) => document.querySelector(one).getBoundingClientRect());
+        const [first, last] = boxes;
         return {x: 0, y: first.top + scrollY, width: innerWidth, height: last.bottom - first.top + 16, scale: 1}"""
         clip = reader.run(script, first, last)
         told = {"format": "png", "clip": clip, "captureBeyondViewport": True}

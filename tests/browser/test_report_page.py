@@ -10,12 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from documents import BEGIN, MARKUP, checkpoint, document, hostile, large, store, trained
 from reading import Reader
 from selenium.webdriver.common.keys import Keys
 
 from ckptstore.report.page import page
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/report-schema.json").read_text())
 
 GENEROUS_MILLISECONDS = 30_000
 """Only what hangs takes longer; how long it took is printed."""
@@ -29,6 +32,11 @@ def opened(reader: Reader, number: int) -> str:
     """The details of a checkpoint."""
     reader.one(f'[data-key="open/{number}"]').click()
     return reader.text(".details")
+
+
+def test_the_documents_of_these_tests_are_as_those_of_stores() -> None:
+    value = json.loads(json.dumps(document(trained(), hostile(), large(300, 1000), store([]))))
+    jsonschema.validate(value, SCHEMA, jsonschema.Draft202012Validator)
 
 
 def test_the_page_shows_what_the_document_says(reader: Reader) -> None:
@@ -138,11 +146,11 @@ def test_what_changed_between_two(reader: Reader) -> None:
         assert float(now) == pytest.approx(after["metrics"][name], rel=1e-3)
         assert float(by) == pytest.approx(after["metrics"][name] - before["metrics"][name], rel=1e-2)
     assert len(rows) == 2
-    equal = len(value["layouts"][0]["keys"]) - 2
-    assert reader.text("#tensor-changes") == f"Tensors: 1 changed, 1 not known, 1 added, {equal} equal."
+    equal = len(value["layouts"][0]["keys"]) - 3
+    assert reader.text("#tensor-changes") == f"Tensors: 1 changed, 2 not known, 1 added, {equal} equal."
     keys = value["layouts"][0]["keys"]
-    changes = dict(zip(reader.column("Tensor", table="#compare-body .rows table"), ["?"] * 3, strict=True))
-    assert set(changes) == {keys[0], keys[1], "model.head.bias"}
+    changes = dict(zip(reader.column("Tensor", table="#compare-body .rows table"), ["?"] * 4, strict=True))
+    assert set(changes) == {*keys[:3], "model.head.bias"}
     reader.one('[data-key="choose/26"]').click()
     reader.one('[data-key="choose/24"]').click()
     assert "does not have the tensors of step 5000" in reader.text("#compare-body")
@@ -267,7 +275,7 @@ def test_a_line_is_copied_or_selected(reader: Reader) -> None:
     reader.show(page(document(trained())))
     opened(reader, 26)
     reader.one('[data-key="copy/26/pin"]').click()
-    told = reader.until(lambda: reader.text(".copies [role=status]"))
+    told = reader.until(lambda: reader.text(".details .copies [role=status]"))
     assert told in ("copied", "selected: copy it with Ctrl+C")
     reader.run("navigator.clipboard.writeText = () => Promise.reject(new Error()); document.execCommand = () => false")
     reader.one('[data-key="copy/26/cp"]').click()

@@ -1,5 +1,12 @@
 // What changed between the two checkpoints that were chosen in the table.
 
+/** Whether two digests speak of the same bytes of a tensor: "PLACE/CONTENT" is of a place that both must have. */
+function areComparable(one, other) {
+  if (one === null || other === null) return false;
+  const place = (text) => text.slice(0, text.lastIndexOf("/") + 1);
+  return place(one) === place(other);
+}
+
 /** The tensors of both, told apart: added, removed, changed, not known; equal ones are counted. */
 function treeChanges(store, before, after) {
   const [oldTree, newTree] = [before, after].map((one) => own(store.trees, String(one.number)));
@@ -18,12 +25,11 @@ function treeChanges(store, before, after) {
     }
     places.delete(key);
     const was = typeOf(oldLayout, place);
-    const digests = [oldTree.digests?.[place], newTree.digests?.[index]];
+    const digests = [oldTree.digests?.[place] ?? null, newTree.digests?.[index] ?? null];
     const bytes = newLayout.size_bytes[index] - oldLayout.size_bytes[place];
     if (was !== type) rows.push({ key, change: "dtype or shape", was, is: type, bytes });
-    else if (digests[0] == null || digests[1] == null) rows.push({ key, change: "not known", was, is: type, bytes });
-    else if (digests[0] !== digests[1]) rows.push({ key, change: "changed", was, is: type, bytes });
-    else equal += 1;
+    else if (digests[0] !== null && digests[0] === digests[1]) equal += 1;
+    else rows.push({ key, change: areComparable(...digests) ? "changed" : "not known", was, is: type, bytes });
   });
   for (const [key, place] of places) rows.push({ key, change: "removed", was: typeOf(oldLayout, place), is: "", bytes: -oldLayout.size_bytes[place] });
   return { rows, equal };
@@ -63,7 +69,7 @@ function drawCompare(store, view) {
     for (const row of changes.rows) counts.set(row.change, (counts.get(row.change) ?? 0) + 1);
     const told = [...counts].map(([change, count]) => `${count.toLocaleString("en")} ${change}`);
     parts.push(el("p", { id: "tensor-changes" }, `Tensors: ${[...told, `${changes.equal.toLocaleString("en")} equal`].join(", ")}.`));
-    if (counts.has("not known")) parts.push(el("p", { class: "small" }, "Not known: a checkpoint has no digest of its own for the tensor."));
+    if (counts.has("not known")) parts.push(el("p", { class: "small" }, "Not known: a checkpoint has no digest of its own for the tensor, or the ranks had divided it in another way."));
     const plain = (key, label, text = true) => ({ key, label, value: (row) => row[key], cell: (row) => row[key], text });
     const columns = [plain("change", "Change"), plain("key", "Tensor"), plain("was", "Was"), plain("is", "Is"), { key: "bytes", label: "Bytes", value: (row) => row.bytes, cell: (row) => signedBytes(row.bytes) }];
     const again = () => redraw(() => drawCompare(store, view));

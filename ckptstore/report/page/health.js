@@ -4,10 +4,18 @@ function card(name, value, under = "", isBad = false) {
   return el("div", { class: isBad ? "card bad" : "card" }, el("span", { class: "small" }, name), el("b", {}, value), el("span", { class: "small" }, under));
 }
 
+/** The lines to copy for the whole store, and what they need besides. */
+function storeLines(store, view) {
+  const lines = Object.entries(store.commands).map(([name, line]) => copyLine(name, line, `copy/store/${name}`));
+  if (!lines.length) return [];
+  const needs = store.needs_options.length ? el("p", { class: "small" }, `They need the storage options that the report was called with: ${store.needs_options.join(", ")}.`) : "";
+  return [el("details", { open: view.lines, toggle: (event) => (view.lines = event.target.open) }, el("summary", { "data-key": "lines" }, "Lines to copy for the store"), el("ul", { class: "copies", "aria-label": "Lines to copy for the store" }, ...lines), needs)];
+}
+
 /** Of a page that lies in a file, ages are those of the moment at which it was made. */
 const nowOf = (report) => (report.live ? Math.max(report.created_at, Date.now() / 1000) : report.created_at);
 
-function drawHealth(store, report) {
+function drawHealth(store, view) {
   const { health } = store;
   const count = (status) => store.checkpoints.filter((one) => one.status === status);
   const bytes = (list) => bytesText(store.sizes.length ? list : 0);
@@ -23,6 +31,7 @@ function drawHealth(store, report) {
     card("Attempts without a commit", String(torn), flying ? `and ${flying} in flight` : "", torn > 0),
     card("Garbage", bytesText(health.garbage_bytes), counted(health.garbage_files, "file"), health.garbage_bytes > 0),
     card("Gaps in the log", health.gaps.length ? String(health.gaps.length) : "none", "", health.gaps.length > 0),
+    card("On the storage", health.stored_bytes === null ? "not listed" : bytesText(health.stored_bytes), "files of checkpoints and attempts"),
     card("Who reads now", health.leases.length ? counted(health.leases.length, "lease") : "nobody", ""),
   ];
   const list = (title, lines, kind) => (lines.length ? [el("h3", { class: kind }, title), el("ul", { class: "plain" }, ...lines.map((line) => el("li", {}, line)))] : []);
@@ -31,6 +40,7 @@ function drawHealth(store, report) {
     el("div", { class: "cards" }, ...cards),
     ...list("Trouble", health.trouble, "absent"),
     ...list("Gaps", health.gaps, "absent"),
+    ...storeLines(store, view),
     ...list("Leases", health.leases.map((lease) => `${lease.holder} reads number ${lease.number}; renewed ${secondsText(lease.age_seconds)} before`), null),
   );
 }
@@ -59,7 +69,8 @@ function drawLog(store, view) {
     parts.push(el("h3", {}, "Records"));
   }
   parts.push(pagedTable({ key: "log", caption: "Records of the log", columns: changes, rows: store.changes, view: view.log, redraw: again }));
-  const { bounds } = store;
-  if (bounds) parts.push(el("p", { class: "small" }, `Left out so that a large store stays quick: timings but of the ${bounds.timings} newest live checkpoints, tensors but of ${bounds.trees} live checkpoints and of the first ${bounds.tree_keys.toLocaleString("en")} keys.`));
+  const { timings, trees, tree_tensors: tensors, listed_files: files } = store.bounds;
+  const known = [`timings of the ${counted(timings, "newest live checkpoint")}`, `tensors of ${counted(trees, "live checkpoint")}, ${counted(tensors, "tensor")} in all`, `a listing of ${counted(files, "file")}`];
+  parts.push(el("p", { class: "small" }, `So that a large store stays quick, the page has at most ${known.join("; ")}.`));
   document.getElementById("log-body").replaceChildren(...parts);
 }

@@ -13,6 +13,7 @@ const newView = () => ({
   chosen: [],
   open: null,
   allCurves: false,
+  lines: false,
   table: { sort: "number", descending: true },
   changes: { sort: "key", descending: false },
   log: { sort: "number", descending: true },
@@ -94,7 +95,7 @@ function drawAll() {
   const numbers = new Set(store.checkpoints.map((one) => one.number));
   view.chosen = view.chosen.filter((number) => numbers.has(number));
   drawHead();
-  drawHealth(store, report);
+  drawHealth(store, view);
   showFilter(view);
   drawCharts();
   drawCheckpoints(store, view);
@@ -143,7 +144,7 @@ async function follow() {
         report = JSON.parse(now);
         text = now;
         redraw(drawAll);
-      } else if (report.stores.length) redraw(() => drawHealth(current().store, report));
+      } else if (report.stores.length) redraw(() => drawHealth(current().store, current().view));
       told.hidden = true;
     } catch (error) {
       const why = error.name === "AbortError" ? "it does not answer" : error.message;
