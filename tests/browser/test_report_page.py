@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.server
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +19,7 @@ from documents import BEGIN, MARKUP, checkpoint, document, hostile, large, store
 from reading import Reader
 from selenium.webdriver.common.keys import Keys
 
+from ckptstore import open_store
 from ckptstore.report.page import page
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/report-schema.json").read_text())
@@ -390,6 +394,30 @@ def test_a_live_page_keeps_up_and_forgets_nothing(reader: Reader, answers: tuple
     assert "the server answers 503" in reader.text("#connection")
     found["/token/document.json"] = json.dumps(value).encode()
     reader.until(lambda: not reader.one("#connection").is_displayed())
+
+
+@pytest.mark.slow
+def test_a_store_that_is_served_is_followed(reader: Reader, tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "w").write_bytes(bytes(1000))
+    with open_store(tmp_path / "store", group="solo") as saved:
+        saved.save_directory(1, tmp_path / "weights", metrics={"loss": 0.5})
+        command = [sys.executable, "-m", "ckptstore.cli", "serve", str(tmp_path / "store")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                address = server.stdout.readline().strip()
+                reader.look_at(address)
+                assert reader.column("loss") == ["0.5"]
+                saved.save_directory(2, tmp_path / "weights", metrics={"loss": 0.25})
+                reader.until(lambda: reader.column("loss") == ["0.25", "0.5"])
+                assert reader.text(".card b") == "step 2"
+                assert reader.errors() == []
+                assert {one.rpartition("/")[0] + "/" for one in reader.requests()} == {address}
+            finally:
+                server.send_signal(signal.SIGINT)
+                server.wait()
+            reader.until(lambda: "The server is lost" in reader.text("#connection"))
 
 
 def test_the_file_is_the_same_whatever_it_is_called(reader: Reader, tmp_path: Path) -> None:
