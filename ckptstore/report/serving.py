@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 from waitress.server import create_server
 
-from ckptstore.errors import StorageError
+from ckptstore.errors import InvalidInput
 from ckptstore.report.overview import Overview
 from ckptstore.report.page import page
 
@@ -102,24 +103,19 @@ class Served:
 def serve(served: Served, port: int, *, tell: Callable[[str], None]) -> None:
     """Serve on this machine's loopback until KeyboardInterrupt, which is raised. Port 0 takes a free one.
 
-    `tell` is given the address when it can be asked. Raises StorageError when the port cannot be taken.
+    `tell` is given the address when it can be asked. Raises InvalidInput when the port cannot be taken.
     """
+    listening = _bound(port)
+    server = create_server(
+        served,
+        sockets=[listening],
+        ident=None,
+        threads=4,
+        max_request_body_size=1024,
+        clear_untrusted_proxy_headers=True,
+    )
     try:
-        server = create_server(
-            served,
-            host=HOST,
-            port=port,
-            ident=None,
-            threads=4,
-            max_request_body_size=1024,
-            clear_untrusted_proxy_headers=True,
-        )
-    except OSError as error:
-        raise StorageError(
-            f"Nothing can be served at {HOST}:{port}: {error}", hint="Give another port, or 0"
-        ) from error
-    try:
-        taken = server.effective_port
+        taken = listening.getsockname()[1]
         names = (HOST, "localhost")
         served.hosts = frozenset([f"{name}:{taken}" for name in names] + (list(names) if taken == 80 else []))
         tell(f"http://{HOST}:{taken}/{served.token}/")
@@ -127,3 +123,16 @@ def serve(served: Served, port: int, *, tell: Callable[[str], None]) -> None:
     finally:
         server.close()
     raise KeyboardInterrupt
+
+
+def _bound(port: int) -> socket.socket:
+    """A socket of our own: waitress leaves the one that it makes open where the port is taken."""
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((HOST, port))
+    except OSError as error:
+        listening.close()
+        hint = "Give another port, or 0"
+        raise InvalidInput(f"Nothing can be served at {HOST}:{port}: {error}", hint=hint) from error
+    return listening

@@ -69,16 +69,16 @@ class SaveClock:
 
     def report(self, traffic: Traffic, *, node: str) -> dict[str, Any]:
         """What the leader has to know of this rank, which has stored its files. As JSON."""
-        timings = RankTimings(
-            rank=self._rank,
-            node=clean_node(node),
-            seconds={phase: round(seconds, _DIGITS) for phase, seconds in self._seconds.items()},
-            size_bytes=traffic.written_bytes,
-            requests=traffic.requests,
-            retries=traffic.retries,
-            stalled_seconds=round(self._released_seconds or 0.0, _DIGITS),
-        )
-        return {**timings.to_json(), "stalls": self._released_seconds is None}
+        return {
+            "rank": self._rank,
+            "node": clean_node(node),
+            "seconds": {phase: round(seconds, _DIGITS) for phase, seconds in self._seconds.items()},
+            "size_bytes": traffic.written_bytes,
+            "requests": traffic.requests,
+            "retries": traffic.retries,
+            "stalled_seconds": round(self._released_seconds or 0.0, _DIGITS),
+            "stalls": self._released_seconds is None,
+        }
 
     def met(self, longest_seconds: float | None) -> None:
         """This rank has heard the outcome: the rest was for waiting, as far as one rank took so long, and the commit.
