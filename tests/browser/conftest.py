@@ -53,7 +53,9 @@ def _session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 
 @pytest.fixture
-def reader(_session: Reader) -> Reader:
-    """A browser in which nothing is chosen yet."""
+def reader(_session: Reader) -> Iterator[Reader]:
+    """A browser in which nothing is chosen yet: pages in files share what they store."""
     _session.driver.get("about:blank")
-    return _session
+    yield _session
+    if _session.driver.current_url.startswith("file:"):
+        _session.run("localStorage.clear()")
