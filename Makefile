@@ -13,7 +13,7 @@ PYTEST_RAY := $(PYTEST) --timeout-method=thread
 # names the many quick files of tests/unit are the last: by number of tests it would be the few that take long.
 AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/ray
 
-.PHONY: install demo demo-ray test test-slow simulate soak test-ceph check format docs bench bench-check servers clean
+.PHONY: install demo demo-ray test test-slow simulate soak test-ceph check format docs pictures bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -31,10 +31,11 @@ demo: install
 demo-ray: install
 	$(BIN)/ckptstore demo --engine ray
 
-# The servers that the object-store tests talk to, on 127.0.0.1 alone. Where one cannot be installed, its tests are
-# skipped and say so; with CI set that is a failure.
+# The servers that the object-store tests talk to, on 127.0.0.1 alone, and the browser that the tests of pages look with.
+# Where one cannot be installed, its tests are skipped and say so; with CI set that is a failure.
 servers: install
 	$(BIN)/python tests/servers/install.py || test -z "$$CI"
+	$(BIN)/python tests/browser/install.py || test -z "$$CI"
 
 test: install servers
 	$(PYTEST) $(AT_ONCE) -m "not slow and not ceph"
@@ -70,6 +71,10 @@ format: install
 # The parts of the reference that follow from the code; a test fails when they are not up to date.
 docs: install
 	$(BIN)/python docs/generate.py
+
+# The pictures of the docs, taken by the tests of pages.
+pictures: install servers
+	PICTURES=$(CURDIR)/docs/pictures $(PYTEST) tests/browser/test_pictures.py
 
 bench: install servers
 	CKPTSTORE_BENCH=full $(PYTEST) benchmarks --timeout 0

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "ckptstore"
 
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"runtime"},
+    {"runtime", "pages"},
     {"events"},
     {"config", "retention", "format"},
     {"boundary"},

@@ -42,8 +42,10 @@ class Scene:
         return f"{self.root}/crashed"
 
 
-def tell(root: str | None, *, num_ranks: int, width: int, epochs: int) -> None:
-    """Run the demo and print it. Raises DemoFailed when anything is not as it has to be."""
+def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, html: Path | None = None) -> None:
+    """Run the demo and print it; `html` is a file for the page of both stores, as they are before anything is removed.
+
+    Raises DemoFailed when anything is not as it has to be."""
     started = time.monotonic()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-demo-")))
@@ -52,6 +54,7 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int) -> None:
             require_empty(root)
         shout(f"ResNet-18 of width {width} on 1,437 handwritten digits: {num_ranks} processes,")
         shout(f"{epochs} epochs, AdamW, a checkpoint from all ranks after each. Stores: {place}")
+        scenes = []
         for name, title, flags in (
             ("ddp", "DDP: every rank holds the whole model", ()),
             ("sharded", "FSDP2: every rank holds a part of every tensor", ("--sharded",)),
@@ -65,6 +68,14 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int) -> None:
                 directory=Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-demo-"))),
             )
             _play(scene)
+            scenes.append(scene)
+        shout("\nBoth stores")
+        if html is not None:
+            head("5. What a person sees")
+            _command("report", *(scene.store for scene in scenes), "--html", str(html))
+        for scene in scenes:
+            head(f"{'5' if html is None else '6'}. What is left of {scene.store}")
+            _clean(scene)
     seconds = time.monotonic() - started
     shout(f"\nThe demo took {seconds:.0f} s; both jobs ended as if nothing had happened.")
 
@@ -91,7 +102,8 @@ def _play(scene: Scene) -> None:
     head(f"4. One more epoch, on {other} rank{'s' if other > 1 else ''}")
     _require_success(_train(scene, scene.store, "--epochs", str(scene.epochs + 1), report="other", num_ranks=other))
 
-    head("5. What is left")
+
+def _clean(scene: Scene) -> None:
     for arguments in (
         ("ls", scene.store),
         ("gc", scene.store),

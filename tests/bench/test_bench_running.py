@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,10 +14,8 @@ import jsonschema
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from made import report
 
 from ckptstore.bench.destination import Place, check_room, opened_place
-from ckptstore.bench.figures.page import page
 from ckptstore.bench.figures.report import Asked
 from ckptstore.bench.run import contest
 from ckptstore.bench.shapes import PRESETS, asked_bytes, rank_state, shapes_of
@@ -30,7 +27,6 @@ from ckptstore.errors import InvalidInput, StorageFull
 from ckptstore.testing import run_ranks
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(autouse=True)
@@ -242,31 +238,6 @@ def test_a_rank_that_writes_slowly_is_seen_in_the_timeline(tmp_path: Path) -> No
     assert late[0] == 1
     assert late[1] > 0.4
     assert workload.facts["straggler"]["rank"] == 1
-
-
-@pytest.mark.slow
-def test_the_page_looks_like_something_in_a_real_browser(tmp_path: Path) -> None:
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
-    (tmp_path / "page.html").write_text(page(report(ours=[1.0, 1.1], peer=[2.0, 2.1], limit=[0.6])))
-    picture = tmp_path / "page.png"
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,900"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}", (tmp_path / "page.html").as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=120, env={**os.environ, "HOME": str(tmp_path)})
-    shares = _shares_of_colours(picture)
-    assert shares[(255, 255, 255)] < 0.97
-    for colour in ("#0b6e4f", "#4a6fa5", "#9aa5b1"):  # ckptstore, the peer, the limit
-        assert shares.get(tuple(bytes.fromhex(colour[1:])), 0) > 0.001, f"{colour} is hardly to be seen"
-
-
-def _shares_of_colours(picture: Path) -> dict[tuple[int, ...], float]:
-    """How much of a picture has which colour."""
-    image_module = pytest.importorskip("PIL.Image")
-    with image_module.open(picture) as image:
-        pixels = image.convert("RGB")
-        counts = pixels.getcolors(maxcolors=1 << 24)
-        return {colour: count / (pixels.width * pixels.height) for count, colour in counts}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from ckptstore import open_store
 @pytest.mark.timeout(900)
 def test_the_demo_tells_its_story(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckptstore.cli", "demo", "--store", str(tmp_path / "stores"), "--width", "16"]
+    command += ["--html", str(tmp_path / "demo.html")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("rank 1 died by SIGKILL") == 2
@@ -26,11 +28,21 @@ def test_the_demo_tells_its_story(tmp_path: Path) -> None:
     differences = [float(text) for text in re.findall(r"by (\S+) at most", done.stdout)]
     assert len(differences) == 2
     assert max(differences) <= 1e-6
+    text = (tmp_path / "demo.html").read_text()
+    (embedded,) = re.findall(r'<script type="application/json" id="document">(.*?)</script>', text, re.DOTALL)
+    for store in json.loads(embedded)["stores"]:  # as it was before gc
+        assert [attempt["step"] for attempt in store["torn"]] == [3]
+        assert store["health"]["garbage_bytes"] > 0
     for name in ("ddp", "sharded"):
         with open_store(tmp_path / "stores" / name / "crashed") as store:
             assert [checkpoint.step for checkpoint in store] == [3, 4]
             assert all(checkpoint.verify().ok for checkpoint in store)
             assert len(list((tmp_path / "stores" / name / "crashed/checkpoints").iterdir())) == 2
+
+
+def test_a_page_is_not_promised_where_none_is_made(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    told = run("demo", "--engine", "ray", "--html", tmp_path / "demo.html", code=2).stderr
+    assert "--html is drawn by --engine processes" in told
 
 
 def test_the_demo_wants_a_place_of_its_own(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

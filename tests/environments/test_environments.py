@@ -21,6 +21,8 @@ from packaging.utils import canonicalize_name
 
 from ckptstore.runtime.extras import EXTRAS
 
+SHIPPED = {".py", ".typed", ".css", ".html", ".js"}
+
 HERE = Path(__file__).parent
 NEED_TORCH = {
     "names": {
@@ -163,7 +165,7 @@ def test_the_wheel_has_all_that_a_bare_installation_needs(tmp_path: Path) -> Non
     install = ["--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel]
     subprocess.run([*pip, *install], check=True, capture_output=True)
     (site,) = python.parents[1].glob("lib/python3*/site-packages")
-    ours = {path.relative_to(ROOT) for path in (ROOT / "ckptstore").rglob("*") if path.suffix in (".py", ".typed")}
+    ours = {path.relative_to(ROOT) for path in (ROOT / "ckptstore").rglob("*") if path.suffix in SHIPPED}
     assert {path for path in ours if not (site / path).exists()} == set()
     done = subprocess.run([python.parent / "ckptstore", "ls", tmp_path / "none"], capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (10, 1), done.stderr

@@ -1,27 +1,17 @@
-"""Charts as SVG: bars with their spread, curves on logarithmic axes, and the timeline of a save."""
+"""Charts as SVG, in the colours of the theme: bars with their spread, and curves on logarithmic axes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 WIDTH = 900
 _LABEL = 300
 _ROW = 26
-_COLORS = ("#0b6e4f", "#4a6fa5", "#c8553d", "#8d6a9f", "#b08900", "#3d8b9c", "#7a7a7a", "#a23b72")
-PHASE_COLORS = {
-    "agree": "#9aa5b1",
-    "stage": "#b08900",
-    "hash": "#8d6a9f",
-    "upload": "#4a6fa5",
-    "flush": "#3d8b9c",
-    "wait": "#e3e7eb",
-    "commit": "#0b6e4f",
-}
-ROLE_COLORS = {"ckptstore": "#0b6e4f", "peer": "#4a6fa5", "limit": "#9aa5b1"}
+_NUM_COLOURS = 8
+_ROLES = {"ckptstore": "fill-0", "peer": "fill-1", "limit": "fill-6"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +38,17 @@ def bars(rows: Sequence[Bar], *, unit: str, limit: float | None) -> str:
         title = f"{row.label}: median {row.median:.4g} {unit}, {row.low:.4g} to {row.high:.4g}"
         parts.append(f'<g class="bar"><title>{escape(title)}</title>')
         parts.append(_text(_LABEL - 8, y + 14, row.label, anchor="end", size=12))
-        parts.append(f'<rect x="{_LABEL}" y="{y}" width="{width:.1f}" height="18" fill="{ROLE_COLORS[row.role]}"/>')
+        parts.append(f'<rect x="{_LABEL}" y="{y}" width="{width:.1f}" height="18" class="{_ROLES[row.role]}"/>')
         low, high = _LABEL + row.low / top * room, _LABEL + row.high / top * room
-        parts.append(_line(low, y + 9, high, y + 9, "#222"))
-        parts += [_line(x, y + 5, x, y + 13, "#222") for x in (low, high)]
+        parts.append(_line(low, y + 9, high, y + 9, "edge"))
+        parts += [_line(x, y + 5, x, y + 13, "edge") for x in (low, high)]
         parts.append(_text(max(high, _LABEL + width) + 8, y + 14, f"{row.median:.4g} {unit}{row.note}", size=12))
         parts.append("</g>")
     if limit:
         x = _LABEL + limit / top * room
-        parts.append(_line(x, 0, x, _ROW * len(rows), "#c8553d", dash="4 3"))
-        parts.append(_text(x, height - 8, f"limit {limit:.4g} {unit}", anchor="middle", size=11, fill="#c8553d"))
-    return "".join([*parts, "</svg>"])
+        parts.append(_line(x, 0, x, _ROW * len(rows), "limit", dash="4 3"))
+        parts.append(_text(x, height - 8, f"limit {limit:.4g} {unit}", anchor="middle", kind="limit"))
+    return "".join([*parts, "</svg></div>"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +80,7 @@ def curves(lines: Sequence[Curve], *, x_title: str, y_title: str) -> str:
     for power in range(y_low, y_high + 1):
         _, y = place(min(xs), 10.0**power)
         parts += [
-            _line(left, y, WIDTH - right, y, "#dde2e7"),
+            _line(left, y, WIDTH - right, y, "grid"),
             _text(left - 8, y + 4, _short(10.0**power), anchor="end"),
         ]
     for x in sorted(set(xs)):
@@ -99,73 +89,45 @@ def curves(lines: Sequence[Curve], *, x_title: str, y_title: str) -> str:
     parts.append(_text(left + (WIDTH - left - right) / 2, height - 8, x_title, anchor="middle", size=12))
     parts.append(_text(left, 9, y_title, size=11))
     for index, one in enumerate(lines):
-        color = _COLORS[index % len(_COLORS)]
+        number = index % _NUM_COLOURS
         shown = [(x, y) for x, y in one.points if x > 0 and y > 0]
         placed = [place(x, y) for x, y in shown]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         dash = ' stroke-dasharray="5 4"' if one.dashed else ""
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
+        parts.append(f'<polyline points="{path}" class="stroke-{number}" fill="none" stroke-width="2"{dash}/>')
         for (x, y), (at, value) in zip(placed, shown, strict=True):
             title = escape(f"{one.label}: {_short(at)}: {value:.4g}")
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"><title>{title}</title></circle>')
+            parts.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="fill-{number}"><title>{title}</title></circle>'
+            )
         y = 24 + index * 20
         parts.append(
-            _line(WIDTH - right + 16, y - 4, WIDTH - right + 40, y - 4, color, dash="5 4" if one.dashed else "")
+            _line(
+                WIDTH - right + 16,
+                y - 4,
+                WIDTH - right + 40,
+                y - 4,
+                f"stroke-{number}",
+                dash="5 4" if one.dashed else "",
+            )
         )
         parts.append(_text(WIDTH - right + 46, y, one.label, size=12))
-    return "".join([*parts, "</svg>"])
-
-
-def timeline(ranks: Sequence[Mapping[str, Any]], *, straggler: int | None) -> str:
-    """A row for each rank, in it a lane for each of its threads, in the colours of what they did."""
-    whole = max(rank["end"] for rank in ranks)
-    left, lane_height, gap = 110, 13, 12
-    room = WIDTH - left - 40
-    y = 30.0
-    parts = []
-    for rank in ranks:
-        lanes = 1 + max((span["lane"] for span in rank["spans"]), default=0)
-        is_late = rank["rank"] == straggler
-        name = f"rank {rank['rank']}" + (" (late)" if is_late else "")
-        fill = "#c8553d" if is_late else "#222"
-        parts.append(_text(left - 10, y + lanes * lane_height / 2 + 4, name, anchor="end", size=12, fill=fill))
-        for span in rank["spans"]:
-            lane = span["lane"] if span["phase"] in ("upload", "hash", "flush") else 0
-            all_lanes = span["phase"] in ("agree", "stage", "wait", "commit")
-            x = left + span["start"] / whole * room
-            width = max(0.6, (span["end"] - span["start"]) / whole * room)
-            height = lanes * lane_height if all_lanes else lane_height - 1
-            title = f"{span['phase']}: {(span['end'] - span['start']) * 1000:.2f} ms, {span['what']}"
-            parts.append(
-                f'<rect x="{x:.2f}" y="{y + lane * lane_height:.1f}" width="{width:.2f}" height="{height}" '
-                f'fill="{PHASE_COLORS[span["phase"]]}"><title>{escape(title)}</title></rect>'
-            )
-        y += lanes * lane_height + gap
-    for part in range(6):
-        x = left + part / 5 * room
-        parts.append(_line(x, 22, x, y, "#dde2e7"))
-        parts.append(_text(x, y + 14, f"{whole * part / 5 * 1000:.1f} ms", anchor="middle"))
-    x = float(left)
-    for phase, color in PHASE_COLORS.items():
-        parts.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{color}"/>')
-        parts.append(_text(x + 16, 14, phase, size=12))
-        x += 90
-    return "".join([_open(int(y) + 24), *parts, "</svg>"])
+    return "".join([*parts, "</svg></div>"])
 
 
 def _open(height: int) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">'
+    return f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">'
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 11, fill: str = "#222") -> str:
+def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 11, kind: str = "") -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{fill}">{escape(text)}</text>'
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" class="{kind}">{escape(text)}</text>'
     )
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, color: str, *, dash: str = "") -> str:
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str, *, dash: str = "") -> str:
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}"{dashes}/>'
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"{dashes}/>'
 
 
 def _short(value: float) -> str:

@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs no network: tables, bar charts, curves and the timeline of a save."""
+"""A report as one HTML file that needs no network: tables, bar charts, curves and the timelines of saves."""
 
 from __future__ import annotations
 
@@ -10,50 +10,55 @@ from string import Template
 from typing import Any
 
 from ckptstore.bench.figures import told
-from ckptstore.bench.figures.charts import Bar, Curve, bars, curves, timeline
+from ckptstore.bench.figures.charts import Bar, Curve, bars, curves
 from ckptstore.bench.figures.report import Report, Workload
+from ckptstore.pages.shell import html_page
 
-_PAGE = Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>ckptstore bench</title>
-<style>
-body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #222; }
-body { max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
-h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; border-bottom: 2px solid #0b6e4f; }
-table { border-collapse: collapse; margin: .6rem 0; font-size: 13px; }
-th, td { padding: .2rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #dde2e7; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; }
-tr.ckptstore td { font-weight: 600; color: #0b6e4f; } tr.limit td { color: #697480; }
-svg { display: block; max-width: 100%; height: auto; font-family: inherit; }
-.absent { color: #8a4b3c; font-size: 13px; } .small { color: #55606a; font-size: 13px; } code { font-size: 13px; }
-</style></head><body>
-<h1>ckptstore bench</h1>
-<p class="small">$created &middot; <code>$command</code></p>
-$facts
+_BODY = Template("""<header>
+<div class="bar-top"><h1>ckptstore bench</h1><button id="theme" type="button"></button></div>
+<p class="small">$created &middot; <code>$command</code></p></header>
+<main>$facts
 <p class="small">$legend Bars are medians, whiskers go from the fastest to the slowest turn.</p>
-$body
-</body></html>
-""")
+$body</main>""")
+_STYLE = """
+tr.ckptstore td { font-weight: 600; color: var(--accent); }
+tr.limit td { color: var(--dim); }
+"""
+_SCRIPT = """
+themeSwitch(document.getElementById("theme"));
+const saves = readDocument().saves;
+const hosts = [...document.querySelectorAll("[data-save]")];
+const draw = () => hosts.forEach((host) => {
+  host.replaceChildren(timeline(saves[Number(host.dataset.save)], Math.max(320, host.clientWidth)));
+});
+draw();
+addEventListener("resize", draw);
+drawn();
+"""
 
 
 def page(report: Report) -> str:
     """The whole page."""
     created = datetime.fromtimestamp(report.created_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    sections = [_section(workload) for workload in report.workloads if workload.name != "ls"]
+    saves: list[list[dict[str, Any]]] = []
+    sections = [_section(workload, saves) for workload in report.workloads if workload.name != "ls"]
     finding = [workload for workload in report.workloads if workload.name == "ls"]
     if finding:
         sections.append(_finding(finding))
     if report.scaling:
         sections.append(_growth(report.scaling))
-    return _PAGE.substitute(
+    body = _BODY.substitute(
         created=created,
         command=escape(report.command),
         facts="".join(f'<p class="small">{escape(line)}</p>' for line in told.report_lines(report)),
         legend=escape(told.LEGEND),
         body="\n".join(sections),
     )
+    return html_page(title="ckptstore bench", body=body, document={"saves": saves}, styles=[_STYLE], scripts=[_SCRIPT])
 
 
-def _section(workload: Workload) -> str:
+def _section(workload: Workload, saves: list[list[dict[str, Any]]]) -> str:
+    """A workload; the ranks of its timeline, where it has one, are added to `saves`, for the page to draw."""
     measured = [one for one in workload.outcomes if one.status == "measured"]
     limit = workload.best("limit")
     rows = []
@@ -83,8 +88,16 @@ def _section(workload: Workload) -> str:
             f"rank {late['rank']} had stored its files {late['seconds']:.3f} s after the median rank." if late else ""
         )
         parts.append(f"<h3>One save, rank by rank</h3><p class='small'>A lane for each thread. {escape(said)}</p>")
-        parts.append(timeline(workload.timeline, straggler=late["rank"] if late else None))
+        parts.append(f'<div data-save="{len(saves)}"></div>')
+        saves.append(
+            [_drawn(rank, is_late=late is not None and rank["rank"] == late["rank"]) for rank in workload.timeline]
+        )
     return "\n".join(parts)
+
+
+def _drawn(rank: Mapping[str, Any], *, is_late: bool) -> dict[str, Any]:
+    """A rank as the timeline takes it."""
+    return {"label": f"rank {rank['rank']}", "late": is_late, "spans": rank["spans"]}
 
 
 def _table(workload: Workload) -> str:
@@ -94,7 +107,7 @@ def _table(workload: Workload) -> str:
         f'<tr class="{one.role}">' + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
         for one, row in zip(measured, told.rows(workload), strict=True)
     )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _finding(workloads: Sequence[Workload]) -> str:

@@ -34,12 +34,22 @@ EPOCHS = {"processes": 3, "ray": 6}
     show_default=True,
     help="Where the picture goes; drawn with --engine ray.",
 )
-def command(engine: str, store: str | None, ranks: int, width: int, epochs: int | None, picture: Path) -> None:
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Write the page of the stores there, before garbage is removed. Not with --engine ray.",
+)
+def command(
+    engine: str, store: str | None, ranks: int, width: int, epochs: int | None, picture: Path, html: Path | None
+) -> None:
     """Train a ResNet-18 on handwritten digits, kill a rank in the middle of an upload, and resume.
 
     Once with DDP and once sharded with FSDP2, on the CPU. Needs the extra "demo". With --engine ray, which needs the
     extra "ray" too, Ray recovers by itself, an actor reads digits with the best checkpoint, and a picture shows them.
     """
+    if html is not None and engine == "ray":
+        raise click.UsageError("--html is drawn by --engine processes")
     needs(*(("demo", "ray") if engine == "ray" else ("demo",)))
     from ckptstore.demo.telling import DemoFailed
 
@@ -52,6 +62,6 @@ def command(engine: str, store: str | None, ranks: int, width: int, epochs: int 
         else:
             from ckptstore.demo import story
 
-            story.tell(store, num_ranks=ranks, width=width, epochs=epochs)
+            story.tell(store, num_ranks=ranks, width=width, epochs=epochs, html=html)
     except DemoFailed as error:
         raise click.ClickException(f"the demo failed: {error}") from error
