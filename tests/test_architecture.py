@@ -98,8 +98,8 @@ IMPORTERS: dict[str, set[str]] = {
     "torch_checkpointing": {"bench"},
     "transformers": {"integrations.transformers"},
     "uvloop": {"testing.s3_server"},
-HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "waitress", "xxhash"}
-HEAVY |= {"lightning", "mlflow", "opentelemetry", "transformers", "wandb"}
+    "waitress": {"report.serving"},
+    "wandb": {"integrations.wandb"},
     "xxhash": {"state"},
 }
 """Which modules, or packages with all that is in them, may import a third party. Nothing else may be imported."""

@@ -52,7 +52,9 @@ _ENVIRONMENT = {
     "CKPTSTORE_NUM_REQUESTS": "3",
     "CKPTSTORE_MEMORY_BUDGET_BYTES": str(4 << 20),
 }
-_DEFAULTS = {item.name: item.default for config in (RetryConfig, StoreConfig) for item in fields(config)}
+_DEFAULTS: dict[str, Any] = {
+    item.name: item.default for config in (RetryConfig, StoreConfig) for item in fields(config)
+}
 _RETRIED_SHARE = _DEFAULTS["retry_deadline_seconds"] / _DEFAULTS["rank_timeout_seconds"]
 LIMIT_SECONDS = 60.0
 _QUIET_SECONDS = 500_000.0
