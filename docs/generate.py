@@ -23,7 +23,7 @@ import ckptstore
 from ckptstore import config, events
 from ckptstore.cli import COMMANDS, main
 from ckptstore.errors import CkptstoreError, all_errors
-from ckptstore.integrations import mlflow, trackers
+from ckptstore.integrations import mlflow, trackers, wandb
 
 DOCS = Path(__file__).parent
 SCHEMA = json.loads((DOCS / "reference/cli-schema.json").read_text())
@@ -268,6 +268,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "ray": lambda: api(ckptstore.ray),
     "trackers": lambda: api(trackers),
     "mlflow": lambda: api(mlflow),
+    "wandb": lambda: api(wandb),
     "commands": commands,
     "json": json_tables,
     "performance table": performance_table,
