@@ -24,7 +24,7 @@ import ckptstore
 from ckptstore import config, events
 from ckptstore.cli import COMMANDS, main
 from ckptstore.errors import CkptstoreError, all_errors
-from ckptstore.integrations import mlflow, trackers
+from ckptstore.integrations import mlflow, trackers, wandb
 from ckptstore.report import document
 
 DOCS = Path(__file__).parent
@@ -321,6 +321,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "ray": lambda: api(ckptstore.ray),
     "trackers": lambda: api(trackers),
     "mlflow": lambda: api(mlflow),
+    "wandb": lambda: api(wandb),
     "commands": commands,
     "json": json_tables,
     "performance table": performance_table,

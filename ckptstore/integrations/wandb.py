@@ -23,6 +23,8 @@ from ckptstore.integrations.trackers import Reference, choose
 from ckptstore.retention import Mode
 from ckptstore.storage.uri import parse_uri
 
+__all__ = ["WandbTracker", "checkpoint_of", "reference_of", "references"]
+
 logger = logging.getLogger("ckptstore.trackers")
 
 Run = Any

@@ -89,7 +89,7 @@ def test_what_wandb_was_told(run: Any, store_root: Path) -> None:
     assert run.step == 0  # the history is the training loop's
     run.finish()
     told = artifacts_told(run)
-    assert [(item.type, item.name, list(item.aliases)) for item in told] == [
+    assert [(item.type, item.name, sorted(item.aliases)) for item in told] == [
         ("model", f"checkpoints-{run.id}", ["latest", f"step-{step}"]) for step in (5, 6)
     ]
     metadata = json.loads(told[0].metadata)
