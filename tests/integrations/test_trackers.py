@@ -340,3 +340,25 @@ def test_the_way_back_asks_for_what_is_clear() -> None:
             choose(references, run="it", **asked)  # type: ignore[arg-type]
     with pytest.raises(CkptstoreError, match=r"no reference to a checkpoint of /b; it has those of /a"):
         choose(references, run="it", store="/b")
+
+
+def test_a_callback_that_opens_the_store_itself_is_followed_by_its_place(store_root: Path, tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from ckptstore.integrations.lightning import CheckpointStoreCallback
+
+    notebook = Notebook()
+    callback = CheckpointStoreCallback(store_root, asynchronous=True)
+    with follow(store_root, notebook, close_seconds=DEADLINE_SECONDS):
+        trainer = pl.Trainer(
+            default_root_dir=tmp_path,
+            accelerator="cpu",
+            logger=False,
+            max_epochs=2,
+            limit_train_batches=2,
+            limit_val_batches=0,
+            callbacks=[callback],
+        )
+        trainer.fit(BoringModel())
+    assert notebook.steps == [2, 4]
