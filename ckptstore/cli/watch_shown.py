@@ -16,7 +16,7 @@ from ckptstore.cli.terminal import Line, Redrawn
 from ckptstore.cli.watch_words import age_words, attempt_facts, commit_facts, sign_words
 from ckptstore.errors import CkptstoreError
 from ckptstore.runtime.shown import printable, show_duration
-from ckptstore.watching.look import Look, SeenAttempt, SeenChange, SeenCommit
+from ckptstore.watching.look import Happening, Look, SeenAttempt, SeenCommit
 
 _MOST_ATTEMPTS = 8
 """That a terminal shows."""
@@ -135,7 +135,7 @@ def _durable_words(look: Look) -> str:
     return f"last durable {', '.join(facts)}"
 
 
-def _change_words(change: SeenChange, look: Look) -> str:
+def _change_words(change: Happening, look: Look) -> str:
     commit = next((item for item in look.commits if item.number == change.number), None)
     return change.text if commit is None else f"{change.text}: {', '.join(commit_facts(commit))}"
 

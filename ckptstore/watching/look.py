@@ -83,7 +83,7 @@ class SeenSigns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeenChange:
+class Happening:
     """What has happened since the look before."""
 
     kind: ChangeKind
@@ -111,7 +111,7 @@ class Look:
     attempts: tuple[SeenAttempt, ...]
     """Those that may be in flight, the newest step first."""
     signs: SeenSigns | None
-    changes: tuple[SeenChange, ...]
+    changes: tuple[Happening, ...]
     """Since the look before; nothing in the first one."""
     notes: tuple[str, ...]
     """What could not be looked at, and why."""

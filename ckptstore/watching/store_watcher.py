@@ -23,7 +23,7 @@ from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.watching.attempt_finder import AttemptFinder, FoundAttempt
 from ckptstore.watching.in_flight import NO_SIGN, ExpectedSize, InFlight
-from ckptstore.watching.look import Look, SeenAttempt, SeenChange, SeenCommit, SeenSigns
+from ckptstore.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenSigns
 from ckptstore.watching.signs import SignsOfLife
 
 NUM_COMMITS = 5
@@ -60,7 +60,7 @@ class StoreWatcher:
         """Those that were seen, by number."""
         self._attempts: set[str] = set()
         """The directories of all commits that were seen."""
-        self._changes: list[SeenChange] = []
+        self._changes: list[Happening] = []
         """What no look has told yet."""
         self._has_looked = False
 
@@ -134,7 +134,7 @@ class StoreWatcher:
         else:
             first = max(known.number + 1, newest.number - MOST_RECORDS + 1)
             if first > known.number + 1:
-                self._tell(SeenChange(kind="log", text=f"{first - known.number - 1} records more than can be told"))
+                self._tell(Happening(kind="log", text=f"{first - known.number - 1} records more than can be told"))
             for record in self._log.records(range(first, newest.number + 1)):
                 self._take(record)
                 self._tell(*_told(record, self._commits))
@@ -184,11 +184,11 @@ class StoreWatcher:
                 self._drop(name)
             elif name not in there:
                 self._drop(name)
-                self._tell(SeenChange(kind="end", step=step, text=f"step {step} ended without a commit"))
+                self._tell(Happening(kind="end", step=step, text=f"step {step} ended without a commit"))
             elif flight.attempt.epoch < epoch:
                 self._drop(name)
                 text = f"step {step} cannot be committed any more: a newer job has claimed the store"
-                self._tell(SeenChange(kind="end", step=step, text=text))
+                self._tell(Happening(kind="end", step=step, text=text))
         for name, item in there.items():
             if name in self._flights:
                 self._flights[name].look(item, now=now)
@@ -200,13 +200,13 @@ class StoreWatcher:
         age_seconds = 0.0 if modified is None else max(0.0, self._wall_clock() - modified)
         self._flights[str(found.attempt)] = InFlight(found, now=now, age_seconds=age_seconds)
         if self._has_looked:
-            self._tell(SeenChange(kind="begin", step=step, text=f"step {step} is being saved"))
+            self._tell(Happening(kind="begin", step=step, text=f"step {step} is being saved"))
 
     def _drop(self, name: str) -> None:
         del self._flights[name]
         self._finder.forget(name)
 
-    def _tell(self, *changes: SeenChange) -> None:
+    def _tell(self, *changes: Happening) -> None:
         self._changes.extend(changes)
 
     def _seen(self, signs: SeenSigns | None) -> list[SeenAttempt]:
@@ -246,7 +246,7 @@ def _is_name(token: str) -> bool:
     return "/" not in token
 
 
-def _told(record: Record, commits: Mapping[int, SeenCommit]) -> list[SeenChange]:
+def _told(record: Record, commits: Mapping[int, SeenCommit]) -> list[Happening]:
     """What a record means, for people."""
     change, number = record.change, record.number
 
@@ -258,19 +258,19 @@ def _told(record: Record, commits: Mapping[int, SeenCommit]) -> list[SeenChange]
         case Claim():
             ranks = f"{change.world_size} ranks" if change.world_size != 1 else "1 rank"
             text = f"a job of {ranks} has claimed the store, writer epoch {record.state.epoch}"
-            return [SeenChange(kind="claim", number=number, text=text)]
+            return [Happening(kind="claim", number=number, text=text)]
         case Commit():
             step = change.entry.step
-            return [SeenChange(kind="commit", number=number, step=step, text=f"step {step} is committed")]
+            return [Happening(kind="commit", number=number, step=step, text=f"step {step} is committed")]
         case Remove() if change.trash or change.drop:
             words = [f"{named(change.trash)} moved to the trash"] if change.trash else []
             words += [f"{named(change.drop)} deleted from the trash"] if change.drop else []
-            return [SeenChange(kind="log", number=number, text="; ".join(words))]
+            return [Happening(kind="log", number=number, text="; ".join(words))]
         case Pin():
-            return [SeenChange(kind="log", number=number, text=f"{named(change.numbers)} pinned")]
+            return [Happening(kind="log", number=number, text=f"{named(change.numbers)} pinned")]
         case Unpin():
-            return [SeenChange(kind="log", number=number, text=f"{named(change.numbers)} unpinned")]
+            return [Happening(kind="log", number=number, text=f"{named(change.numbers)} unpinned")]
         case Restore():
-            return [SeenChange(kind="log", number=number, text=f"{named(change.numbers)} restored from the trash")]
+            return [Happening(kind="log", number=number, text=f"{named(change.numbers)} restored from the trash")]
         case _:
             return []

@@ -12,8 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
+
+import debian
 
 SERVERS = Path(__file__).resolve().parents[2] / ".servers"
 AZURITE = "3.37.0"
@@ -65,19 +66,17 @@ def install_environment(name: str, packages: tuple[str, ...]) -> int:
 
 def install_prometheus() -> int:
     home = SERVERS / "prometheus"
-    if (home / "usr/bin/prometheus").exists():
+    if (home / "root/usr/bin/prometheus").exists():
         return 0
-    lacking = [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]
-    if lacking:
-        print(f"There is no {lacking[0]}: the tests that need Prometheus cannot run", file=sys.stderr)
+    if missing := debian.lacking():
+        print(f"There is no {missing[0]}: the tests that need Prometheus cannot run", file=sys.stderr)
         return 1
-    with tempfile.TemporaryDirectory(dir=SERVERS) as directory:
-        returncode = subprocess.run(["apt-get", "download", "-qq", "prometheus"], cwd=directory, check=False).returncode
-        for package in Path(directory).glob("*.deb"):
-            returncode = subprocess.run(["dpkg-deb", "-x", package, f"{directory}/root"], check=False).returncode
-        if returncode == 0:
-            (Path(directory) / "root").rename(home)
-    return returncode
+    try:
+        debian.unpacked(("prometheus",), home)
+    except subprocess.CalledProcessError as error:
+        print(f"Prometheus cannot be downloaded, so its tests cannot run: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from ckptstore.integrations.otel import instrument
 GRAFANA = Path(__file__).parents[2] / "docs/how-to/grafana"
 DASHBOARD = json.loads((GRAFANA / "ckptstore.json").read_text())
 RULES = GRAFANA / "ckptstore-rules.yml"
-BINARIES = SERVERS / "prometheus/usr/bin"
+BINARIES = SERVERS / "prometheus/root/usr/bin"
 WAIT_SECONDS = 120.0
 
 

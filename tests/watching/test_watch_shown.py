@@ -25,7 +25,7 @@ from ckptstore.cli.commands import watch
 from ckptstore.cli.watch_shown import JsonLines, TextLines, picture_lines
 from ckptstore.errors import StorageUnavailable
 from ckptstore.runtime.shown import printable
-from ckptstore.watching.look import Look, SeenAttempt, SeenChange, SeenCommit, SeenSigns
+from ckptstore.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenSigns
 
 DEADLINE_SECONDS = 120.0
 MIB = 1 << 20
@@ -118,7 +118,7 @@ def test_very_many_attempts_are_counted() -> None:
 
 def test_hostile_names_move_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = commit(**{HOSTILE: 1.0})
-    change = SeenChange(kind="commit", text="step 30 is committed", step=30, number=3)
+    change = Happening(kind="commit", text="step 30 is committed", step=30, number=3)
     shown = look(uri=f"/tmp/{HOSTILE}", durable=hostile, commits=(hostile,), notes=(HOSTILE,), changes=(change,))
     text = TextLines()
     text.show(shown)
