@@ -212,10 +212,7 @@ def test_what_follows_an_at_is_explained(run: Any, store: Path) -> None:
 
 def test_the_standalone_s3_server_says_how_to_reach_it(tmp_path: Path) -> None:
     command = [*COMMAND, "s3-test", "--port", "0", "--bucket", "mine"]
-    # Where these tests are run in the background, SIGINT is ignored, and a child would inherit that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        signal.signal(signal.SIGINT, before)
         try:
             assert server.stdout is not None
             lines = [server.stdout.readline().strip() for _ in range(3)]

@@ -388,8 +388,7 @@ def test_after_a_failed_fsync_a_large_file_is_written_anew_once(
 
 
 INTERRUPTED = """
-import os, signal, sys, threading, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had its children ignore it
+import os, sys, threading, time
 sys.path.insert(0, sys.argv[2])
 from moving import *
 from ckptstore.testing.faults import wrap
