@@ -111,8 +111,8 @@ class Meters:
         return [Observation(max(0.0, now - at), attributes) for attributes, _, at in self._observed()]
 
 
-_made: weakref.WeakValueDictionary[int, Meters] = weakref.WeakValueDictionary()
-"""By the identity of the provider, which holds what it calls back: a second gauge of a name would never be asked."""
+_made: weakref.WeakKeyDictionary[metrics.MeterProvider, weakref.ref[Meters]] = weakref.WeakKeyDictionary()
+"""By provider, which holds what it calls back: a second gauge of a name would never be asked."""
 _of_global: list[Meters] = []
 """The same for the global provider, whichever that is."""
 
@@ -123,6 +123,8 @@ def meters_of(provider: metrics.MeterProvider | None, scope: str, version: str |
         if not _of_global:
             _of_global.append(Meters(metrics.get_meter(scope, version or "")))
         return _of_global[0]
-    if (found := _made.get(id(provider))) is None:
-        found = _made[id(provider)] = Meters(metrics.get_meter(scope, version or "", provider))
+    known = _made.get(provider)
+    if known is None or (found := known()) is None:
+        found = Meters(metrics.get_meter(scope, version or "", provider))
+        _made[provider] = weakref.ref(found)
     return found
