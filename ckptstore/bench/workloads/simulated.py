@@ -20,6 +20,7 @@ from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import CHECKPOINT_PREFIX, ranked_name
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import Offer
+from ckptstore.format.timings import RankTimings
 from ckptstore.group import StorageGroup
 from ckptstore.group.message import Message
 from ckptstore.opening import open_store
@@ -42,9 +43,12 @@ def answers(rank: int) -> dict[int, tuple[str, bytes]]:
 
 
 def receipts(rank: int) -> bytes:
-    """What a rank says when it has stored its file: the seconds that it took, and what the leader needs to know."""
+    """What a rank says when it has stored its file: what that took, and what the leader needs to know."""
+    seconds = {"agree": 0.1, "upload": 0.1}
+    took = RankTimings(rank, f"node-{rank // 8}", seconds, len(_DATA), 1, 0, stalled_seconds=0.0)
     receipt = Receipt(ranked_name(_FILE, rank), len(_DATA), crc32c(_DATA), rank, _FILE)
-    return b"0.1\n" + json.dumps([receipt.to_json()]).encode()
+    head = json.dumps({**took.to_json(), "stalls": True}).encode()
+    return head + b"\n" + json.dumps([receipt.to_json()]).encode()
 
 
 def leave_followers(root: Path, world_size: int) -> None:
