@@ -114,7 +114,7 @@ class StoreTarget:
         return self._attempt.prefix
 
     def finish(
-        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings]
+        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings] | None = None
     ) -> None:
         """Coordinator: commit what all ranks stored; then prune.
 

@@ -38,7 +38,7 @@ class DcpTarget(Protocol):
         """Coordinator: the prefix of the keys of a new checkpoint, where nothing is yet. May raise."""
 
     def finish(
-        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings]
+        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings] | None = None
     ) -> None:
         """Coordinator: everything is stored; make the checkpoint visible. The manifest says what the save took."""
 
@@ -89,7 +89,7 @@ class DirectoryTarget:
         return ""
 
     def finish(
-        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings]
+        self, prefix: str, receipts: Sequence[Receipt], *, world_size: int, timings: Callable[[], Timings] | None = None
     ) -> None:
         """Write the manifest, last."""
         storage, _ = self.open()
@@ -102,7 +102,7 @@ class DirectoryTarget:
             world_size=world_size,
             created_at=time.time(),
             files=tuple(sorted_receipts(receipts)),
-            extra={"timings": timings().to_json()},
+            extra={} if timings is None else {"timings": timings().to_json()},
         )
         storage.write(prefix + MANIFEST_NAME, [memoryview(manifest.encode())])
         if isinstance(storage, Disk) and self._config.durable:
