@@ -59,6 +59,7 @@ NEED_MORE = {
         "demo": "'ckptstore[demo]'",
         "demo --engine ray": "'ckptstore[demo,ray]'",
         "cp --engine ray": "'ckptstore[ray]'",
+        "serve": "'ckptstore[serve]'",
         "s3": "'ckptstore[s3]'",
         "gs": "'ckptstore[gcs]'",
         "az": "'ckptstore[azure]'",

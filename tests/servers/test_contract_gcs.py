@@ -9,8 +9,10 @@ from urllib.parse import quote
 import pytest
 import requests
 
+from ckptstore.config import RetryConfig
 from ckptstore.storage.base import Bucket, CopiesFrom, CopiesInside, CreatesExclusively, WritesParts
 from ckptstore.storage.open import open_storage
+from ckptstore.storage.retried import with_retries
 from ckptstore.testing import StorageContract
 
 numbers = itertools.count()
@@ -29,7 +31,8 @@ class GcsContract(StorageContract):
         self.prefix = f"run {next(numbers)}/x"
         storage = open_storage(f"gs://test/{self.prefix}", storage_options=fake_gcs.storage_options, engine=self.engine)
         yield storage
-        storage.delete([file.key for file in storage.list("") if file.size_bytes > 1 << 20])
+        large = with_retries(storage, RetryConfig())
+        large.delete([file.key for file in large.list("") if file.size_bytes > 1 << 20])
         storage.close()
 
     def raw_write(self, key: str, data: bytes) -> None:
