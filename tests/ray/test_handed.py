@@ -22,6 +22,7 @@ from ckptstore.integrations.ray import ray_store
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import Run
 from ckptstore.integrations.ray.kept_by_ray.reporting import _Brought, _Reporter
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
+from ckptstore.saving.phases import SaveClock
 
 ONCE = RetryConfig(retry_attempts=1)
 Start = Callable[..., ckptstore.ray.RayStore]
@@ -85,7 +86,7 @@ def test_from_report_to_a_store(run: Path, start: Start, prefer: Any) -> None:
 def test_a_state_that_was_reported_is_loaded(run: Path, start: Start) -> None:
     reporter = _Reporter(Run.open(worker_at(str(run))), None)
     kept = {"epoch": 3, "weight": torch.arange(4.0)}
-    attempt = reporter._store(reporter._met(), _Brought({}, None, None, kept, 3, None))
+    attempt = reporter._store(reporter._met(), _Brought({}, None, None, kept, 3, None), SaveClock())
     assert attempt is not None
     state = {"epoch": -1, "weight": torch.zeros(4)}
     found = ckptstore.ray.resume(state, start(Checkpoint.from_directory(str(run / attempt.directory))))
