@@ -179,14 +179,12 @@ def _metadata(reference: Reference) -> dict[str, Any]:
 def _refer(artifact: Any, reference: Reference) -> None:
     """Have the artifact refer to the manifest, where W&B knows the scheme and it is still there."""
     location = parse_uri(reference.uri)
-    uri = f"{Path(location.uri).as_uri() if not location.scheme else location.uri}/{MANIFEST_NAME}"
     if location.scheme not in _REFERABLE:
         return
+    uri = f"{location.uri if location.scheme else Path(location.uri).as_uri()}/{MANIFEST_NAME}"
     try:
         artifact.add_reference(uri, name=MANIFEST_NAME, checksum=False)
-    except (
-        Exception
-    ) as error:  # deleted meanwhile, or the SDK of that cloud is missing: the metadata say it all the same
+    except Exception as error:  # deleted meanwhile, or that cloud's SDK is missing: the metadata say it all the same
         logger.debug("W&B has no entry for %s: %s", uri, error)
 
 

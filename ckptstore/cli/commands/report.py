@@ -20,6 +20,7 @@ from ckptstore.report.document import Document
 from ckptstore.report.gather import NUM_TREES, Sighting
 from ckptstore.report.overview import Overview
 from ckptstore.report.page import page
+from ckptstore.runtime.shown import printable
 from ckptstore.storage.uri import parse_uri
 
 trees_option = click.option(
@@ -69,8 +70,7 @@ def tell_trouble(document: Document) -> None:
     """What is wrong with the stores, on stderr; what a terminal would obey is shown as an escape."""
     for store in document.stores:
         for text in (*store.health.gaps, *store.health.trouble):
-            line = f"trouble: {store.uri}: {text}"
-            click.echo("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line), err=True)
+            click.echo(printable(f"trouble: {store.uri}: {text}"), err=True)
 
 
 def opened_overview(
