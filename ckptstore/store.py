@@ -252,8 +252,9 @@ class CheckpointStore(Catalogue):
         Raises InvalidInput and its kin before anything is written, SourceChanged, StorageError, RankFailed,
         RankTimeout, StoreFenced.
         """
-        asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
-        return save_shard(self, lambda job: directory_of(job, path, asked, suffix=suffix, shared=shared, link=link))
+        asked: dict[str, Any] = {"metrics": metrics, "metadata": metadata, "exists": exists}
+        asked |= {"suffix": suffix, "shared": shared, "link": link}
+        return save_shard(self, lambda job: directory_of(job, step, path, **asked))
 
     def resume(
         self,
@@ -327,29 +328,18 @@ def save_shard(store: CheckpointStore, make: Callable[[Job], tuple[Request, Shar
     return Checkpoint(files_of(job, story.save(job.group, LogKeeper(job), shard, request, clock=clock)))
 
 
-def start_directory(
-    store: CheckpointStore,
-    step: int,
-    path: str | os.PathLike[str] | None,
-    *,
-    ended: Callable[[], object],
-    metrics: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    exists: str = "replace",
-    suffix: str = "auto",
-    shared: Collection[str] = (),
-    link: bool = False,
+def start_shard(
+    store: CheckpointStore, make: Callable[[Job], tuple[Request, Shard]], *, ended: Callable[[], object]
 ) -> PendingSave:
-    """`save_directory`, but what follows the agreement of the ranks goes on in the background. Collective.
+    """`save_shard`, but what follows the agreement of the ranks goes on in the background. Collective.
 
-    The files stay until `ended` is called, on some thread: they are stored then, or never will be.
+    What the shard stores stays until `ended` is called, on some thread: it is stored then, or never will be.
     """
     clock = store._clock()
     with ExitStack() as not_started:
         not_started.callback(ended)
         job = store._in_turn(max_failures=0)
-        asked = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
-        request, shard = directory_of(job, path, asked, suffix=suffix, shared=shared, link=link)
+        request, shard = make(job)
         keeper = LogKeeper(job)
         begun = story.begin(job.group, keeper, shard, request, clock=clock)
         not_started.callback(begun.lane.close)

@@ -124,7 +124,7 @@ LONG_FILE_LINES = 400
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 8
-WIDE_SIGNATURES = {"open_store", "save", "save_async", "save_directory", "start_directory", "load", "resume"}
+WIDE_SIGNATURES = {"open_store", "save", "save_async", "save_directory", "directory_of", "load", "resume"}
 WIDE_SIGNATURES |= {"import_state", "export"}
 """The public surface, where each keyword has a default and a line in the reference."""
 

@@ -108,17 +108,30 @@ class DirectoryShard:
 
 def directory_of(
     job: Job,
+    step: Any,
     path: str | os.PathLike[str] | None,
-    asked: Mapping[str, Any],
     *,
-    suffix: str,
-    shared: Collection[str],
-    link: bool,
+    metrics: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    exists: str = "replace",
+    suffix: str = "auto",
+    shared: Collection[str] = (),
+    link: bool = False,
 ) -> tuple[Request, DirectoryShard]:
-    """What the caller asks for, and what this rank's directory brings to it. Collective where the former is wrong."""
-    options = {"suffix": suffix, "shared": sorted(shared), "link": link}
+    """What the caller of `save_directory` asks for, and what this rank's directory brings to it. Collective where the
+    former is wrong."""
     rank, storage, transfer = job.group.rank, job.storage, job.transfer
-    request = checked(job.group, kind="directory", **asked, **options)
+    request = checked(
+        job.group,
+        kind="directory",
+        step=step,
+        metrics=metrics,
+        metadata=metadata,
+        exists=exists,
+        suffix=suffix,
+        shared=sorted(shared),
+        link=link,
+    )
     shard = DirectoryShard(
         lambda: scan(path), rank=rank, storage=storage, transfer=transfer, suffix=suffix, shared=shared, link=link
     )

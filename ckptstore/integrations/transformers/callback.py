@@ -13,7 +13,8 @@ from transformers import TrainerCallback
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_wire, to_wire
 from ckptstore.integrations.given_store import GivenStore, StoreGiven
 from ckptstore.integrations.transformers.shares import Links, Seen, divide, seen_in
-from ckptstore.store import CheckpointStore, settle_saves, start_directory
+from ckptstore.saving.directory_shard import directory_of
+from ckptstore.store import CheckpointStore, settle_saves, start_shard
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint import Checkpoint
@@ -105,7 +106,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         asked = {"metrics": metrics_of(state), "metadata": {"epoch": state.epoch}, **self._save_options}
         if self._asynchronous:
             self._saves_in = self.store
-            start_directory(self.store, step, path, ended=links.remove, **asked)
+            start_shard(self.store, lambda job: directory_of(job, step, path, **asked), ended=links.remove)
             return
         try:
             self.store.save_directory(step, path, **asked)
