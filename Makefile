@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# Most of what is installed is never imported. Python compiles the rest when it is.
+INSTALL := $(PIP) install --quiet --no-compile -c constraints.txt
 EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers,otel,mlflow,wandb,serve
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --durations=20
@@ -20,9 +22,9 @@ install: $(STAMP)
 # torch comes first, so that no later package chooses another build of it.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -c constraints.txt pip setuptools
-	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	$(INSTALL) pip setuptools
+	$(INSTALL) torch
+	$(INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
 	touch $@
 
 demo: install
@@ -33,9 +35,9 @@ demo-ray: install
 
 # The servers that the object-store tests talk to, on 127.0.0.1 alone, and the browser that the tests of pages look with.
 # Where one cannot be installed, its tests are skipped and say so; with CI set that is a failure.
-servers: install
-	$(BIN)/python tests/servers/install.py || test -z "$$CI"
-	$(BIN)/python tests/browser/install.py || test -z "$$CI"
+servers:
+	$(PYTHON) tests/servers/install.py || test -z "$$CI"
+	$(PYTHON) tests/browser/install.py || test -z "$$CI"
 
 test: install servers
 	$(PYTEST) $(AT_ONCE) -m "not slow and not ceph"

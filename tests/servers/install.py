@@ -57,7 +57,7 @@ def install_environment(name: str, packages: tuple[str, ...]) -> int:
     if done.exists() and done.read_text() == repr(packages):
         return 0
     subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
-    pip = [home / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pip = [home / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     returncode = subprocess.run([*pip, *packages], check=False).returncode
     if returncode == 0:
         done.write_text(repr(packages))
