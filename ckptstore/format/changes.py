@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric, InvalidStep, StoreFenced
+from ckptstore.format.encoding import shortened
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MAX_STEP, Attempt
+from ckptstore.format.order import BEGINNING, SaveOrder, Void, with_void
 from ckptstore.format.ranges import Numbers
 
 
@@ -39,6 +41,13 @@ class CheckpointEntry:
     """The numbers of live checkpoints whose files it refers to."""
     committed_at: float | None = None
     """Of a copy: when the original was committed, by the clock of the storage that it was copied from."""
+    save_number: int = 0
+    """Its number among the saves of its epoch, from 1; 0 in records of before saves were counted."""
+
+    @property
+    def order(self) -> SaveOrder:
+        """Its place among all saves of the store."""
+        return SaveOrder(self.epoch, self.save_number)
 
     @property
     def prefix(self) -> str:
@@ -54,8 +63,10 @@ class CheckpointEntry:
     def __post_init__(self) -> None:
         if not 0 <= self.step <= MAX_STEP:
             raise InvalidStep(f"The step is {self.step!r}, it must be from 0 to {MAX_STEP}")
-        if self.epoch < 1 or self.world_size < 1 or self.size_bytes < 0 or self.num_files < 0:
-            raise InvalidInput(f"An epoch, world size, size or number of files is out of range in {self!r}")
+        if min(self.size_bytes, self.num_files, self.save_number) < 0 or self.epoch < 1 or self.world_size < 1:
+            raise InvalidInput(
+                f"An epoch, number of a save, world size, size or number of files is out of range in {self!r}"
+            )
         if Attempt.parse(self.attempt) is None:
             raise InvalidInput(f"{self.attempt!r} is not the name of an attempt directory")
         if len(self.manifest_sha256) != 64 or not set(self.manifest_sha256) <= set("0123456789abcdef"):
@@ -103,6 +114,8 @@ class Remove:
     epoch: int | None = None
     """The writer epoch of the job that removes; None for a command line, which fences nobody."""
     reason: str = ""
+    voids: Void | None = None
+    """Of a roll back: the fast checkpoints that are void from now on, since they are newer than its target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +144,37 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """A job has resumed: fast checkpoints that are newer than its source, and not its own from now on, are void.
+
+    So one that still saves on the disks of its nodes, after another job has taken the store over, saves for nobody.
+    """
+
+    epoch: int
+    """The writer epoch of the job that has resumed."""
+    source: SaveOrder | None
+    """What it resumed from, fast or committed; None when it found nothing and began anew."""
+    attempt: str = ""
+    """The attempt of the source, for people; empty for none."""
+    next_save: int = 1
+    """The number that the job's next save gets."""
+
+    def __post_init__(self) -> None:
+        if self.attempt and Attempt.parse(self.attempt) is None:
+            raise InvalidInput(f"{shortened(self.attempt)!r} is not the name of an attempt directory")
+
+    @property
+    def voids(self) -> Void:
+        """What is void from now on."""
+        return Void(self.source or BEGINNING, SaveOrder(self.epoch, self.next_save))
+
+
+@dataclass(frozen=True, slots=True)
 class Noop:
     """Nothing changes. It takes a number, so that a record whose fate was unknown cannot have it."""
 
 
-Change = Claim | Commit | Remove | Pin | Unpin | Restore | Noop
+Change = Claim | Commit | Remove | Pin | Unpin | Restore | Resumed | Noop
 
 
 RESUMED_FROM = "the running job resumed from it"
@@ -157,6 +196,10 @@ class StoreState:
     """What is removed but not dropped: its number -> the number of the record that removed it."""
     bases: Mapping[int, Numbers] = field(default_factory=dict)
     """Which checkpoints, live or in the trash, refer to files of another one: base -> those that refer to it."""
+    save_number: int = 0
+    """The highest number of a save that was committed in this epoch; 0 when there is none."""
+    void: tuple[Void, ...] = ()
+    """Between which places of the order a fast checkpoint is void; in order and apart from each other."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields that this version does not know; carried on."""
 
@@ -198,7 +241,8 @@ def apply(state: StoreState, number: int, change: Change) -> StoreState:
         case Claim():
             if change.world_size < 1 or not change.start_token:
                 raise InvalidInput(f"A claim needs a start token and a world size above 0, and this is {change!r}")
-            return replace(state, epoch=max(state.epoch, change.above_epoch) + 1, resume_from=state.latest)
+            epoch = max(state.epoch, change.above_epoch) + 1
+            return replace(state, epoch=epoch, resume_from=state.latest, save_number=0)
         case Commit():
             _check_epoch(state, change.entry.epoch)
             return _commit(state, number, change)
@@ -214,11 +258,19 @@ def apply(state: StoreState, number: int, change: Change) -> StoreState:
         case Restore():
             _check_epoch(state, change.epoch)
             return _restore(state, change)
+        case Resumed():
+            _check_epoch(state, change.epoch)
+            return _resumed(state, change)
 
 
 def _commit(state: StoreState, number: int, change: Commit) -> StoreState:
     if not number > max(state.latest or 0, *state.trash.values(), 0):
         raise InvalidInput(f"Record {number} cannot follow on a state that knows higher numbers")
+    if 0 < change.entry.save_number <= state.save_number:
+        raise InvalidInput(
+            f"{change.entry.order} cannot be committed, for save {state.save_number} of this epoch has been",
+            step=change.entry.step,
+        )
     _check_live(state, change.entry.bases)
     _check_live(state, change.replaces)
     _check_removable(state, change.drops)
@@ -227,16 +279,20 @@ def _commit(state: StoreState, number: int, change: Commit) -> StoreState:
     bases = dict(after.bases)
     for base in set(change.entry.bases):
         bases[base] = bases.get(base, Numbers()).with_number(number)
-    return replace(after, live=after.live.with_number(number), bases=bases)
+    save_number = change.entry.save_number or state.save_number
+    return replace(after, live=after.live.with_number(number), bases=bases, save_number=save_number)
 
 
 def _remove(state: StoreState, number: int, change: Remove) -> StoreState:
     _check_named((*change.trash, *change.drop))
     _check_droppable(state, change.drop)
-    if state.latest is not None and state.latest in change.trash:
+    is_roll_back = state.latest is not None and state.latest in change.trash
+    if is_roll_back:
         _check_roll_back(state, change.trash)
     else:
         _check_removable(state, change.trash)
+    if change.voids is not None and not (is_roll_back and change.voids.before <= _end_of(state)):
+        raise InvalidInput("Only a roll back voids fast checkpoints, and none of an epoch that is still to come")
     after = _to_trash(state, number, change.trash)
     dropped = set(change.drop)
     rest = {base: users.without(dropped) for base, users in after.bases.items() if base not in dropped}
@@ -244,7 +300,22 @@ def _remove(state: StoreState, number: int, change: Remove) -> StoreState:
         after,
         trash={other: by for other, by in after.trash.items() if other not in dropped},
         bases={base: users for base, users in rest.items() if users},
+        void=after.void if change.voids is None else with_void(after.void, change.voids),
     )
+
+
+def _resumed(state: StoreState, change: Resumed) -> StoreState:
+    if change.next_save <= state.save_number:
+        raise InvalidInput(f"The next save cannot be {change.next_save}, for save {state.save_number} is committed")
+    try:
+        return replace(state, void=with_void(state.void, change.voids))
+    except ValueError as error:
+        raise InvalidInput(f"Epoch {change.epoch} cannot have resumed from {change.source}: {error}") from None
+
+
+def _end_of(state: StoreState) -> SaveOrder:
+    """Behind every save that can be made before the next claim."""
+    return SaveOrder(state.epoch + 1, 0)
 
 
 def _restore(state: StoreState, change: Restore) -> StoreState:

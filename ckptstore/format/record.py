@@ -26,12 +26,14 @@ from ckptstore.format.changes import (
     Pin,
     Remove,
     Restore,
+    Resumed,
     StoreState,
     Unpin,
     apply,
 )
 from ckptstore.format.encoding import FORMAT_VERSION, check_seconds, dump_json, load_object, shortened
 from ckptstore.format.layout import MAX_NUMBER, record_key
+from ckptstore.format.order import MAX_VOIDS, SaveOrder, Void, with_void
 from ckptstore.format.ranges import MAX_LISTED, Numbers, decode_sequence, encode_sequence
 
 _KINDS: Mapping[str, type[Change]] = {
@@ -41,6 +43,7 @@ _KINDS: Mapping[str, type[Change]] = {
     "pin": Pin,
     "unpin": Unpin,
     "restore": Restore,
+    "resumed": Resumed,
     "noop": Noop,
 }
 
@@ -211,6 +214,7 @@ def _change_to_json(change: Change) -> dict[str, Any]:
             }
         case Remove():
             return {
+                **({} if change.voids is None else {"voids": change.voids.to_json()}),
                 "trash": encode_sequence(change.trash),
                 "drop": encode_sequence(change.drop),
                 "epoch": change.epoch,
@@ -220,6 +224,9 @@ def _change_to_json(change: Change) -> dict[str, Any]:
             return {"numbers": encode_sequence(change.numbers), "epoch": change.epoch}
         case Restore():
             return {"numbers": encode_sequence(change.numbers), "pin": change.pin, "epoch": change.epoch}
+        case Resumed():
+            source = None if change.source is None else list(change.source)
+            return {"epoch": change.epoch, "source": source, "attempt": change.attempt, "next_save": change.next_save}
         case Noop():
             return {}
 
@@ -236,13 +243,18 @@ def _change_from_json(kind: str, value: dict[str, Any], *, limit: int) -> Change
             reasons = {int(number): _text(reason) for number, reason in value["reasons"].items()}
             return Commit(_entry_from_json(value["checkpoint"], limit), numbers("replaces"), numbers("drops"), reasons)
         case "remove":
-            return Remove(numbers("trash"), numbers("drop"), _optional(value["epoch"]), _text(value["reason"]))
+            voids = None if value.get("voids") is None else Void.from_json(value["voids"])
+            return Remove(numbers("trash"), numbers("drop"), _optional(value["epoch"]), _text(value["reason"]), voids)
         case "pin":
             return Pin(numbers("numbers"), _optional(value["epoch"]))
         case "unpin":
             return Unpin(numbers("numbers"), _optional(value["epoch"]))
         case "restore":
             return Restore(numbers("numbers"), _boolean(value["pin"]), _optional(value["epoch"]))
+        case "resumed":
+            source = None if value["source"] is None else SaveOrder.of(*value["source"])
+            next_save = SaveOrder.of(value["epoch"], value["next_save"]).save_number
+            return Resumed(_integer(value["epoch"]), source, _text(value["attempt"]), next_save)
         case _:
             return Noop()
 
@@ -253,8 +265,10 @@ def _optional(value: Any) -> int | None:
 
 def _entry_to_json(entry: CheckpointEntry) -> dict[str, Any]:
     copied = {} if entry.committed_at is None else {"committed_at": entry.committed_at}
+    counted = {"save_number": entry.save_number} if entry.save_number else {}
     return {
         **copied,
+        **counted,
         "step": entry.step,
         "epoch": entry.epoch,
         "attempt": entry.attempt,
@@ -272,6 +286,7 @@ def _entry_to_json(entry: CheckpointEntry) -> dict[str, Any]:
 def _entry_from_json(value: dict[str, Any], limit: int) -> CheckpointEntry:
     return CheckpointEntry(
         **{name: _integer(value[name]) for name in ("step", "epoch", "world_size", "size_bytes", "num_files")},
+        save_number=_integer(value.get("save_number", 0)),
         attempt=_text(value["attempt"]),
         manifest_sha256=_text(value["manifest_sha256"]),
         kind=value["kind"],
@@ -289,6 +304,10 @@ def _state_to_json(state: StoreState) -> dict[str, Any]:
         "resume_from": state.resume_from,
         "live": state.live.encode(),
     }
+    if state.save_number:
+        encoded["save_number"] = state.save_number
+    if state.void:
+        encoded["void"] = [void.to_json() for void in state.void]
     if state.pinned:
         encoded["pinned"] = state.pinned.encode()
     if state.trash:
@@ -312,6 +331,8 @@ def _state_from_json(encoded: Mapping[str, Any], *, limit: int) -> StoreState:
     if not pinned <= live or not live.isdisjoint(numbers):  # in this order: those that are live may be very many
         raise ValueError("its state contradicts itself")
     return StoreState(
+        save_number=_integer(value.pop("save_number", 0)),
+        void=_voids(value.pop("void", [])),
         epoch=_integer(value.pop("epoch")),
         resume_from=_optional(value.pop("resume_from")),
         live=live,
@@ -320,3 +341,10 @@ def _state_from_json(encoded: Mapping[str, Any], *, limit: int) -> StoreState:
         bases={int(base): Numbers.decode(users, limit=limit) for base, users in value.pop("bases", {}).items()},
         extra=value,
     )
+
+
+def _voids(value: Any) -> tuple[Void, ...]:
+    voids = tuple(map(Void.from_json, value))
+    if len(voids) > MAX_VOIDS or (voids and with_void(voids[1:], voids[0]) != voids):
+        raise ValueError("what is void is not in order, or there is too much of it")
+    return voids

@@ -216,7 +216,11 @@ def _copy_and_commit(
     report = copy_checkpoint(Checkpoint(files), target, prefix=attempt.prefix, earlier=prefixes, executor=executor)
     if entry.bases:
         entry = replace(entry, bases=(), manifest_sha256=sha256_of(whole_manifest(files)[1]))
-    committed = own.append(lambda _newest: Commit(entry=entry))
+
+    def change(newest: Record | None) -> Commit:
+        return Commit(entry=replace(entry, save_number=newest.state.save_number + 1 if newest else 1))
+
+    committed = own.append(change)
     assert committed is not None  # a commit is always written
     delete_attempts(own, target.storage, committed, [str(try_) for try_ in earlier])
     return report, committed

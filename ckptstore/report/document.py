@@ -17,7 +17,9 @@ from ckptstore.format.encoding import float_name
 VERSION = 1
 
 Status = Literal["live", "trash", "deleted"]
-ChangeKind = Literal["claim", "commit", "remove", "prune", "rollback", "pin", "unpin", "restore", "noop", "unreadable"]
+ChangeKind = Literal[
+    "claim", "commit", "remove", "prune", "rollback", "pin", "unpin", "restore", "resume", "noop", "unreadable"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from ckptstore.format.changes import (
     Pin,
     Remove,
     Restore,
+    Resumed,
     StoreState,
     Unpin,
 )
@@ -111,6 +112,12 @@ class History:
             self._pinned.difference_update(change.numbers)
             text = f"{self._named(change.numbers)} no longer pinned"
             return _seen(record, "unpin", text, numbers=change.numbers, epoch=change.epoch)
+        if isinstance(change, Resumed):
+            source = (
+                f"went on from {change.attempt or change.source}" if change.source else "found nothing and began anew"
+            )
+            text = f"the job of writer epoch {change.epoch} {source}"
+            return _seen(record, "resume", text, epoch=change.epoch)
         return _seen(record, "noop", "nothing changed: it took the number of a write whose fate was unknown")
 
     def _claimed(self, record: Record, change: Claim) -> SeenChange:

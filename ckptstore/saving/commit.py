@@ -134,7 +134,8 @@ def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store
 def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references: Collection[str]) -> Commit:
     """What the record will say: retention decides in the same step that makes the checkpoint visible."""
     newest = job.claim(newest)
-    entry = replace(entry, bases=_bases(job, newest, references))
+    save_number = newest.state.save_number + 1  # saves have one order: this is the next of its epoch
+    entry = replace(entry, bases=_bases(job, newest, references), save_number=save_number)
     is_timed = job.policy.compares_times()
     earlier = job.candidates(newest, timed=is_timed)
     pinned = set(newest.state.pinned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptstore.format.changes import Remove
+from ckptstore.format.order import SaveOrder, Void
 from ckptstore.format.record import Record
 from ckptstore.job import candidates
 from ckptstore.log import Log
@@ -30,10 +31,18 @@ def retain(log: Log, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
 
 
 def roll_back(newest: Record | None, target: Record, *, epoch: int | None) -> Remove | None:
-    """The change by which a live checkpoint becomes the latest: those above it go to the trash. None if it is that."""
-    live = newest.state.live if newest else ()
-    later = tuple(number for number in live if number > target.number)
-    return Remove(trash=later, epoch=epoch, reason=f"roll back to step {target.entry.step}") if later else None
+    """The change by which a live checkpoint becomes the latest: those above it go to the trash. None if it is that.
+
+    Fast checkpoints that are newer than the target are void from then on. Those that the job `epoch` saves afterwards
+    are not; where it is None, a job that runs now knows nothing of the roll back, and all that it saves is void.
+    """
+    if newest is None or not (later := tuple(number for number in newest.state.live if number > target.number)):
+        return None
+    state = newest.state
+    is_job = epoch == state.epoch
+    before = SaveOrder(state.epoch, state.save_number + 1) if is_job else SaveOrder(state.epoch + 1, 0)
+    voids = Void(target.entry.order, before)
+    return Remove(trash=later, epoch=epoch, reason=f"roll back to step {target.entry.step}", voids=voids)
 
 
 def verdicts_on(log: Log, newest: Record | None, policy: Policy) -> list[Verdict]:

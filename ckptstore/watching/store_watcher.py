@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StoreMissing
-from ckptstore.format.changes import Claim, Commit, Pin, Remove, Restore, Unpin
+from ckptstore.format.changes import Claim, Commit, Pin, Remove, Restore, Resumed, Unpin
 from ckptstore.format.layout import STORE_KEY, check_name
 from ckptstore.format.record import Record
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
@@ -272,5 +272,9 @@ def _told(record: Record, commits: Mapping[int, SeenCommit]) -> list[Happening]:
             return [Happening(kind="log", number=number, text=f"{named(change.numbers)} unpinned")]
         case Restore():
             return [Happening(kind="log", number=number, text=f"{named(change.numbers)} restored from the trash")]
+        case Resumed():
+            source = f"went on from {change.attempt or change.source}" if change.source else "began anew"
+            text = f"the job of writer epoch {change.epoch} {source}"
+            return [Happening(kind="log", number=number, text=text)]
         case _:
             return []

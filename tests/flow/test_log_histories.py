@@ -40,10 +40,12 @@ from ckptstore.format.changes import (
     Pin,
     Remove,
     Restore,
+    Resumed,
     StoreState,
     Unpin,
 )
 from ckptstore.format.layout import HINT_KEY, parse_record_key
+from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.format.record import Record
 from ckptstore.log import Log
 from ckptstore.storage.base import StoredFile
@@ -68,13 +70,19 @@ class Model:
     pinned: set[int] = field(default_factory=set)
     trash: set[int] = field(default_factory=set)
     users: dict[int, set[int]] = field(default_factory=dict)
+    last_save: int = 0
+    left: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+    """Between which saves nobody may go on."""
 
     def take(self, number: int, change: Change) -> None:
         match change:
             case Claim():
                 self.epoch, self.source = self.epoch + 1, max(self.live, default=None)
+                self.last_save = 0
             case Commit(entry, replaces, drops):
                 assert entry.epoch == self.epoch, "a commit of another epoch"
+                assert entry.save_number > self.last_save, "saves of an epoch out of order"
+                self.last_save = entry.save_number
                 assert {*entry.bases, *replaces, *drops} <= self.live
                 assert self.pinned.isdisjoint(drops), "retention took a pinned one"
                 assert self.source not in drops, "retention took the resume source"
@@ -96,6 +104,9 @@ class Model:
                 self.trash -= set(numbers)
                 self.live |= set(numbers)
                 self.pinned |= set(numbers) if pin else set()
+            case Resumed(epoch, source):
+                assert epoch == self.epoch, "a job that was fenced has resumed"
+                self.left.append((source or (0, 0), (epoch, change.next_save)))
 
     def _remove(self, trash: set[int], drop: set[int]) -> None:
         assert trash <= self.live - self.pinned
@@ -117,6 +128,10 @@ class Model:
             and state.pinned == self.pinned
             and state.trash.keys() == self.trash
             and dict(state.bases) == self.users
+            and all(
+                (void_of(state.void, order) is not None) == any(low < order < high for low, high in self.left)
+                for order in (SaveOrder(epoch, number) for epoch in range(self.epoch + 2) for number in range(12))
+            )
         )
 
 
@@ -320,7 +335,14 @@ class Job(Actor):
     def next_decision(self) -> Callable[[Record | None], Change | None]:
         if self.epoch is None:
             return lambda _: Claim("token", 2)
-        return self.chance.choice([self.commit, self.commit, self.commit, self.prune, self.pin])
+        return self.chance.choice([self.commit, self.commit, self.commit, self.prune, self.pin, self.resumed])
+
+    def resumed(self, newest: Record | None) -> Change:
+        assert newest is not None
+        assert self.epoch is not None
+        live = self.log.records(newest.state.live)
+        source = self.chance.choice([None, *(record.entry.order for record in live)])
+        return Resumed(self.epoch, source, next_save=newest.state.save_number + 1)
 
     def commit(self, newest: Record | None) -> Change:
         assert newest is not None
@@ -342,6 +364,7 @@ class Job(Actor):
             num_files=1,
             created_at=0.0,
             bases=bases,
+            save_number=state.save_number + chance.randrange(1, 3),
         )
         return Commit(entry, replaces, tuple(number for number in live if number not in keep))
 
@@ -544,7 +567,7 @@ def test_the_histories_reach_what_they_are_for() -> None:
             if number := parse_record_key(key):
                 name = type(Record.decode(data, number).change).__name__
                 kinds[name] = kinds.get(name, 0) + 1
-    assert kinds.keys() == {"Claim", "Commit", "Remove", "Pin", "Unpin", "Restore", "Noop"}
+    assert kinds.keys() == {"Claim", "Commit", "Remove", "Pin", "Unpin", "Restore", "Resumed", "Noop"}
     assert min(kinds.values()) >= 20
     assert longest >= 15
     assert conflicts >= 100

@@ -24,8 +24,12 @@ from ckptstore import (
     StoreMissing,
     open_store,
 )
+from ckptstore.config import RetryConfig
 from ckptstore.events import CheckpointSkipped, CheckpointsPruned, Event, ResumeForgotten, listening
+from ckptstore.format.order import SaveOrder, Void
 from ckptstore.interchange.copying import copy_checkpoint, copy_store
+from ckptstore.log import Log
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.transfer.opened import open_place
 
 
@@ -108,6 +112,25 @@ def test_roll_back_makes_an_earlier_one_the_latest(tmp_path: Path) -> None:
         store.pin(15)
         with pytest.raises(InvalidInput, match="pinned"):
             store.roll_back(10)
+
+
+def test_saves_are_counted_and_a_roll_back_leaves_those_behind_that_are_newer(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        for step in (10, 20, 30):
+            save(store, tmp_path, step)
+        store.roll_back(20)
+        save(store, tmp_path, 40)
+    with open_store(tmp_path / "store") as person:
+        person.roll_back(20)
+    log = Log(LocalStorage(tmp_path / "store"), retry=RetryConfig())
+    newest = log.newest()
+    assert newest is not None
+    commits = [record.entry for record in log.records([2, 3, 4, 6])]
+    assert [entry.order for entry in commits] == [(1, 1), (1, 2), (1, 3), (1, 4)]
+    within = log.records([5])[0].state.void
+    assert within == (Void(SaveOrder(1, 2), SaveOrder(1, 4)),)  # the job goes on, and what it saves then is good
+    assert newest.state.void == (Void(SaveOrder(1, 2), SaveOrder(2, 0)),)
+    assert log.verify_chain() == []
 
 
 def test_the_resume_source_stays(tmp_path: Path) -> None:

@@ -8,11 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Noop, Pin, Remove, Restore, Unpin
+from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Noop, Pin, Remove, Restore, Resumed, Unpin
+from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.report.history import History
 
-KINDS = ["claim", "commit", "commit", "replace", "remove", "rollback", "drop", "pin", "unpin", "restore", "noop"]
+KINDS = [
+    "claim",
+    "commit",
+    "commit",
+    "replace",
+    "remove",
+    "rollback",
+    "drop",
+    "pin",
+    "unpin",
+    "restore",
+    "resume",
+    "noop",
+]
 CHOICES = st.lists(
     st.tuples(
         st.sampled_from(KINDS),
@@ -46,6 +60,8 @@ def change(kind: str, at: int, flag: bool, newest: Record | None) -> Change | No
             return Pin(tuple(some)) if kind == "pin" else Unpin(tuple(some))
         case "restore" if trash:
             return Restore(tuple(trash[at % len(trash) :]), pin=flag)
+        case "resume" if state is not None and state.epoch:
+            return Resumed(state.epoch, SaveOrder(state.epoch, 0) if flag else None)
         case "noop":
             return Noop()
     return None

@@ -15,9 +15,10 @@ import pytest
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import InvalidInput
-from ckptstore.format.changes import Change, Claim, Commit, Noop, Pin, Remove, Restore, Unpin, apply
+from ckptstore.format.changes import Change, Claim, Commit, Noop, Pin, Remove, Restore, Resumed, Unpin, apply
 from ckptstore.format.layout import HINT_KEY, STORE_KEY, record_key
 from ckptstore.format.manifest import Manifest, sha256_of
+from ckptstore.format.order import SaveOrder, Void
 from ckptstore.format.record import Record
 from ckptstore.format.timings import Spread
 from ckptstore.log import Log
@@ -135,6 +136,30 @@ def test_a_record_that_restores_is_read_and_would_be_written_the_same() -> None:
     assert found.change == Restore((8,), pin=True, epoch=7)
     assert (found.state.live, found.state.pinned, dict(found.state.trash)) == ({3, 4, 8}, {8}, {9: 12})
     assert dict(found.state.bases) == {4: {8}}
+
+
+@pytest.mark.parametrize("name", ["counted", "resumed", "rolled-back"])
+def test_records_that_order_saves_are_read_and_would_be_written_the_same(name: str) -> None:
+    before = record(13)
+    for each, number in (("counted", 14), ("resumed", 15), ("rolled-back", 16)):
+        data = (LOG / f"{each}.json").read_bytes()
+        found = Record.decode(data, number)
+        again = Record.following(before, found.change, write_id=found.write_id, created_at=found.created_at)
+        assert again.encode() == data
+        before = found
+        if each == name:
+            break
+    state, later = found.state, Void(SaveOrder(6, 5), SaveOrder(7, 9))
+    match name:
+        case "counted":
+            assert (found.entry.order, state.save_number, state.void) == ((7, 8), 8, ())
+        case "resumed":
+            assert found.change == Resumed(7, SaveOrder(6, 5), "step-0000000350-e0006-77c1d2e3", 9)
+            assert state.void == (later,)
+        case _:
+            rolled_back = Void(SaveOrder(1, 0), SaveOrder(8, 0))
+            assert found.change == Remove((14,), reason="roll back to step 300", voids=rolled_back)
+            assert (state.void, state.latest) == ((rolled_back,), 4)
 
 
 def test_a_copy_with_the_epochs_of_its_source_is_read_and_not_written_any_more() -> None:

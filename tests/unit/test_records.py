@@ -29,10 +29,12 @@ from ckptstore.format.changes import (
     Pin,
     Remove,
     Restore,
+    Resumed,
     StoreState,
     Unpin,
     apply,
 )
+from ckptstore.format.order import MAX_VOIDS, SaveOrder, Void, void_of, with_void
 from ckptstore.format.ranges import Numbers, decode_sequence, encode_sequence
 from ckptstore.format.record import Record
 
@@ -343,27 +345,134 @@ def test_an_entry_is_checked(fields: dict[str, object], error: type[Exception]) 
 numbers_of = st.lists(st.integers(1, 30), max_size=4).map(tuple)
 epochs = st.integers(1, 4)
 metrics = st.dictionaries(st.text(max_size=4).filter(lambda name: name != "$t"), st.floats(), max_size=2)
+orders = st.builds(SaveOrder, st.integers(1, 4), st.integers(0, 9))
 changes = st.one_of(
     st.builds(
         Claim, st.text(st.characters(codec="utf-8"), min_size=1, max_size=5), st.integers(1, 9), st.integers(0, 2)
     ),
     st.builds(
-        lambda step, epoch, bases, found, replaces, drops: Commit(
-            entry(step, epoch, bases=bases, metrics=found), replaces, drops, dict.fromkeys(drops, "why")
+        lambda step, epoch, save_number, bases, found, replaces, drops: Commit(
+            entry(step, epoch, save_number=save_number, bases=bases, metrics=found),
+            replaces,
+            drops,
+            dict.fromkeys(drops, "why"),
         ),
         st.integers(0, 99),
         epochs,
+        st.just(0) | st.integers(1, 9),
         st.just(()) | numbers_of,
         metrics,
         st.just(()) | numbers_of,
         st.just(()) | numbers_of,
     ),
-    st.builds(Remove, st.just(()) | numbers_of, st.just(()) | numbers_of, st.none() | epochs, st.text(max_size=9)),
+    st.builds(
+        Remove,
+        st.just(()) | numbers_of,
+        st.just(()) | numbers_of,
+        st.none() | epochs,
+        st.text(max_size=9),
+        st.none() | orders.map(lambda order: Void(SaveOrder(0, 0), order)),
+    ),
     st.builds(Pin, numbers_of, st.none() | epochs),
     st.builds(Unpin, numbers_of, st.none() | epochs),
     st.builds(Restore, numbers_of, st.booleans(), st.none() | epochs),
+    st.builds(Resumed, epochs, st.none() | orders, st.just("step-0000000001-e0001-0123abcd"), st.integers(0, 9)),
     st.just(Noop()),
 )
+
+
+# The order of saves, and what is void in it
+
+
+def test_saves_of_an_epoch_are_committed_in_their_order() -> None:
+    state = states(CLAIM, Commit(entry(1, save_number=4)))
+    assert state.save_number == 4
+    for late in (3, 4):
+        with pytest.raises(InvalidInput, match=f"save {late} of epoch 1 cannot be committed"):
+            apply(state, 3, Commit(entry(2, save_number=late)))
+    assert apply(state, 3, Commit(entry(2, save_number=5))).save_number == 5
+    assert apply(state, 3, Commit(entry(2))).save_number == 4  # a record of before they were counted
+    assert apply(state, 3, CLAIM).save_number == 0
+
+
+def test_what_is_newer_than_the_source_of_a_job_is_void() -> None:
+    state = states(CLAIM, CLAIM, Resumed(2, SaveOrder(1, 5)))
+    newer = [SaveOrder(1, 6), SaveOrder(1, 10**9), SaveOrder(2, 0)]
+    assert [void_of(state.void, order) is not None for order in newer] == [True] * 3
+    good = [SaveOrder(1, 1), SaveOrder(1, 5), SaveOrder(2, 1), SaveOrder(3, 1)]
+    assert [void_of(state.void, order) for order in good] == [None] * 4
+    anew = states(CLAIM, CLAIM, Resumed(2, None))
+    assert void_of(anew.void, SaveOrder(1, 1))
+    assert not void_of(anew.void, SaveOrder(2, 1))
+    again = apply(apply(state, 4, Commit(entry(9, 2, save_number=3))), 5, Resumed(2, SaveOrder(2, 2), next_save=7))
+    voids = [number for number in range(1, 9) if void_of(again.void, SaveOrder(2, number))]
+    assert voids == [3, 4, 5, 6]  # those that the job made before it went back, and none that it makes from now on
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (Resumed(1, None), StoreFenced),
+        (Resumed(3, None), StoreFenced),
+        (Resumed(2, SaveOrder(2, 9)), InvalidInput),
+        (Resumed(2, SaveOrder(1, 1), next_save=2), InvalidInput),
+        (Remove(trash=(3,), voids=Void(SaveOrder(1, 1), SaveOrder(1, 2))), InvalidInput),
+        (Remove(trash=(4,), voids=Void(SaveOrder(1, 1), SaveOrder(3, 1))), InvalidInput),
+    ],
+)
+def test_no_more_is_voided_than_may_be(change: Change, error: type[Exception]) -> None:
+    state = states(CLAIM, CLAIM, *(Commit(entry(step, 2, save_number=step)) for step in (1, 2)))
+    with pytest.raises(error):
+        apply(state, 5, change)
+    allowed = Remove(trash=(4,), voids=Void(SaveOrder(2, 1), SaveOrder(3, 0)))
+    assert void_of(apply(state, 5, allowed).void, SaveOrder(2, 8))
+
+
+@given(st.lists(st.tuples(orders, orders).filter(lambda pair: pair[0] < pair[1]).map(lambda pair: Void(*pair))))
+def test_voids_are_the_union_of_all_that_were_added(added: list[Void]) -> None:
+    voids: tuple[Void, ...] = ()
+    for void in added:
+        voids = with_void(voids, void)
+    every = [SaveOrder(epoch, number) for epoch in range(6) for number in range(12)]
+    joined = [order for order in every if any(order in void for void in added)]
+    found = [order for order in every if void_of(voids, order)]
+    # A place between two intervals may be void too where the source of the later one is.
+    assert set(joined) <= set(found)
+    assert all(any(void.after == order for void in added) for order in set(found) - set(joined))
+    assert list(voids) == sorted(voids)
+
+
+def test_the_oldest_voids_are_joined_when_there_are_many() -> None:
+    state = EMPTY
+    for epoch in range(1, 200):
+        state = apply(state, 2 * epoch, CLAIM)
+        state = apply(state, 2 * epoch + 1, Resumed(epoch, SaveOrder(epoch - 1, 5)))
+    assert len(state.void) == MAX_VOIDS
+    assert [void_of(state.void, SaveOrder(epoch, 5)) is None for epoch in range(1, 200)].count(True) == MAX_VOIDS
+    assert not void_of(state.void, SaveOrder(198, 5))
+    assert all(void_of(state.void, SaveOrder(epoch, 6)) for epoch in range(1, 199))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"void": [[1, 5, 1, 5]]},
+        {"void": [[1, 5, 2]]},
+        {"void": [[2, 1, 3, 1], [1, 1, 2, 1]]},
+        {"void": [[1, 1, 3, 1], [2, 1, 4, 1]]},
+        {"void": [[1, -1, 3, 1]]},
+        {"void": [[number, 1, number, 2] for number in range(MAX_VOIDS + 1)]},
+        {"void": "1 2"},
+        {"void": 7},
+        {"save_number": -1},
+        {"save_number": True},
+    ],
+)
+def test_a_state_whose_voids_make_no_sense_is_damage(fields: dict[str, object]) -> None:
+    value = json.loads(Record.following(None, CLAIM, write_id="00" * 16, created_at=1.0).encode())
+    value["state"].update(fields)
+    with pytest.raises(CheckpointDamaged, match="not a record of the log"):
+        _ = Record.decode(json.dumps(value).encode(), 1).state
 
 
 def metrics_of(change: Change) -> list[float]:
@@ -379,6 +488,7 @@ def check_invariants(state: StoreState, number: int) -> None:
     assert all(base in held and users and users <= held for base, users in state.bases.items())
     assert state.resume_from is None or state.resume_from in held
     assert not {*state.droppable(state.trash)} & {state.resume_from, state.latest, *state.pinned}
+    assert all(void.before <= (state.epoch + 1, 0) for void in state.void)  # a job to come begins in the clear
 
 
 @settings(max_examples=300)
