@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import socket
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from ckptstore.errors import CacheError, CkptstoreError, StorageFull
 from ckptstore.storage.disk import posix
+from ckptstore.storage.disk.private import make_private
 
 logger = logging.getLogger("ckptstore")
 
@@ -107,19 +107,9 @@ _HINT = "Set CKPTSTORE_CACHE_DIR to a directory on a disk of this node that belo
 
 
 def _make_private(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        """Then it is looked at."""
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise CacheError(f"The node cache {path} is no directory, or a symbolic link", hint=_HINT)
-    if status.st_uid != os.geteuid():
-        raise CacheError(f"The node cache {path} belongs to user {status.st_uid}, not {os.geteuid()}", hint=_HINT)
-    if status.st_mode & 0o077:
-        mode = f"{stat.S_IMODE(status.st_mode):o}"
-        raise CacheError(f"The node cache {path} has mode {mode} and lets other users in", hint="chmod it to 700")
+    fault = make_private(path)
+    if fault:
+        raise CacheError(f"The node cache {path} {fault}", hint="chmod it to 700" if "mode" in fault else _HINT)
 
 
 def flock_works(directory: Path) -> bool:
