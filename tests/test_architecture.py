@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"config", "retention", "format"},
     {"boundary"},
     {"storage"},
-    {"transfer", "log", "group", "node_cache"},
+    {"transfer", "log", "group", "node_cache", "fast"},
     {"job", "state"},
     {"upkeep"},
     {"loading", "watching"},

@@ -1,0 +1,168 @@
+"""The certificate of a fast checkpoint: what is written comes back, and nothing false is ever believed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, UnsupportedVersion
+from ckptstore.fast.certificate import Certificate, held_by
+from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+DATA = (GOLDEN / "fast-v1/fast.json").read_bytes()
+NODE = st.text("abz019.:_@+-", min_size=1, max_size=9)
+
+
+@st.composite
+def certificates(draw: st.DrawFn) -> Certificate:
+    world_size, epoch = draw(st.integers(1, 9)), draw(st.integers(1, 99))
+    step = draw(st.integers(0, 10**10 - 1))
+    ranks = st.integers(0, world_size - 1)
+    files = draw(st.lists(st.builds(Receipt, st.just("x"), st.integers(0, 99), st.integers(0, 99), ranks), max_size=6))
+    named = [Receipt(f"{index}.pt", each.size_bytes, each.crc32c, each.rank) for index, each in enumerate(files)]
+    manifest = Manifest(
+        store_id=draw(st.uuids()).hex,
+        step=step,
+        epoch=epoch,
+        attempt=f"step-{step:010d}-e{epoch:04d}-0123abcd",
+        kind="state",
+        world_size=world_size,
+        created_at=1.5,
+        files=tuple(sorted_receipts(named)),
+        metadata={"text": draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=5))},
+    )
+    nodes = draw(st.lists(NODE, min_size=1, max_size=4, unique=True))
+    held: dict[str, set[int]] = {node: set() for node in nodes}
+    for rank in range(world_size):
+        for node in draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=2, unique=True)):
+            held[node].add(rank)
+    return Certificate(
+        manifest_data=manifest.encode(),
+        save_number=draw(st.integers(1, 99)),
+        claim_number=draw(st.integers(1, 99)),
+        claim_sha256=draw(st.text("0123456789abcdef", min_size=64, max_size=64)),
+        holders=held_by({node: sorted(ranks) for node, ranks in held.items()}),
+    )
+
+
+@given(certificates())
+def test_what_is_written_comes_back(certificate: Certificate) -> None:
+    data = certificate.encode()
+    again = Certificate.decode(data)
+    assert again == certificate
+    assert again.encode() == data
+    assert again.sha256 == hashlib.sha256(data).hexdigest() == certificate.sha256
+    assert again.order == (certificate.manifest.epoch, certificate.save_number)
+    sizes = {receipt.name: receipt.size_bytes for receipt in certificate.manifest.files}
+    assert again.ranks_in(sizes) == {receipt.rank for receipt in certificate.manifest.files}
+    for receipt in certificate.manifest.files:
+        assert receipt.rank not in again.ranks_in({**sizes, receipt.name: receipt.size_bytes + 1})
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_no_change_of_a_byte_goes_unseen(data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(DATA) - 1))
+    changed = bytes([*DATA[:at], DATA[at] ^ (1 << data.draw(st.integers(0, 7))), *DATA[at + 1 :]])
+    try:
+        found = Certificate.decode(changed)
+    except CkptstoreError:
+        return
+    # JSON has several spellings of some characters; what they say must be the same.
+    assert found == Certificate.decode(DATA)
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, len(DATA) // 2, len(DATA) - 1])
+def test_a_torn_certificate_is_damage(length: int) -> None:
+    with pytest.raises(CheckpointDamaged, match=r"fast\.json"):
+        Certificate.decode(DATA[:length])
+
+
+@given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
+def test_anything_else_is_refused(data: bytes | str) -> None:
+    with pytest.raises(CkptstoreError):
+        Certificate.decode(data.encode() if isinstance(data, str) else data)
+
+
+def rebuilt(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> bytes:
+    """A certificate whose digests fit what was changed in it: `change` gets what it says and its manifest."""
+    outer = json.loads(DATA)
+    inner, manifest = json.loads(outer["certificate"]), json.loads(outer["manifest"])
+    change(inner, manifest)
+    outer["manifest"] = json.dumps(manifest)
+    inner["manifest_sha256"] = hashlib.sha256(outer["manifest"].encode()).hexdigest()
+    outer["certificate"] = json.dumps(inner)
+    outer["sha256"] = hashlib.sha256(outer["certificate"].encode()).hexdigest()
+    return json.dumps(outer).encode()
+
+
+FALSE: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
+    "another store": lambda inner, _: inner.update(store_id="ab" * 16),
+    "another epoch": lambda inner, _: inner.update(epoch=2),
+    "a step that is true": lambda inner, manifest: (inner.update(step=True), manifest.update(step=1)),
+    "another attempt": lambda inner, _: inner.update(attempt="step-0000000300-e0001-00000000"),
+    "an attempt of another step": lambda inner, manifest: [each.update(step=301) for each in (inner, manifest)],
+    "an attempt that is a path": lambda inner, manifest: [each.update(attempt="../../x") for each in (inner, manifest)],
+    "no save": lambda inner, _: inner.update(save_number=0),
+    "a save before all": lambda inner, _: inner.update(save_number=-1),
+    "a fraction of a save": lambda inner, _: inner.update(save_number=1.5),
+    "no claim": lambda inner, _: inner.pop("claim"),
+    "a claim of no record": lambda inner, _: inner["claim"].update(number=0),
+    "a claim that is text": lambda inner, _: inner["claim"].update(number="1"),
+    "a claim without digest": lambda inner, _: inner["claim"].update(sha256="12"),
+    "no node": lambda inner, _: inner.update(holders={}),
+    "nodes in a list": lambda inner, _: inner.update(holders=["node-a"]),
+    "a rank without a node": lambda inner, _: inner.update(holders={"node-a": "0"}),
+    "a rank that was not": lambda inner, _: inner.update(holders={"node-a": "0-2"}),
+    "a rank on three nodes": lambda inner, _: inner.update(holders=dict.fromkeys("abc", "0 1")),
+    "a node with a bad name": lambda inner, _: inner.update(holders={"a\n": "0 1"}),
+    "a node with a long name": lambda inner, _: inner.update(holders={"a" * 256: "0 1"}),
+    "a file without digest": lambda _, manifest: manifest["files"][0].update(crc32c=None),
+    "a file of no rank": lambda _, manifest: manifest["files"][0].update(rank=2),
+    "a file elsewhere": lambda _, manifest: manifest["files"][0].update(attempt="step-0000000200-e0001-0123abcd"),
+    "a file with a hostile name": lambda _, manifest: manifest["files"][0].update(name="../x"),
+    "endless ranks": lambda inner, manifest: (
+        manifest.update(world_size=10**15),
+        inner.update(holders={"node-a": f"0-{10**15 - 1}"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_what_contradicts_itself_is_refused_though_its_digests_fit(name: str) -> None:
+    with pytest.raises(CheckpointDamaged, match="is not a certificate"):
+        Certificate.decode(rebuilt(FALSE[name]))
+    Certificate.decode(rebuilt(lambda _inner, _manifest: None))
+
+
+def test_nothing_false_is_written() -> None:
+    good = Certificate.decode(DATA)
+    bad = Certificate(good.manifest_data, 2, 1, good.claim_sha256, held_by({"node-a": [0]}))
+    with pytest.raises(CheckpointDamaged, match="do not hold the ranks"):
+        bad.encode()
+
+
+def test_later_versions_are_refused_and_unknown_fields_are_kept() -> None:
+    with pytest.raises(UnsupportedVersion):
+        Certificate.decode(rebuilt(lambda inner, _: inner.update(version=2)))
+    assert Certificate.decode(rebuilt(lambda inner, _: inner.update(later=[1]))).extra == {"later": [1]}
+
+
+def test_the_golden_certificate_is_read_and_would_be_written_the_same() -> None:
+    found = Certificate.decode(DATA)
+    again = Certificate(found.manifest_data, found.save_number, found.claim_number, found.claim_sha256, found.holders)
+    assert again.encode() == DATA
+    assert found.manifest == Manifest.decode(found.manifest_data)
+    assert len(found.manifest.files) == 5
+    assert (found.order, found.claim_number) == ((1, 2), 1)
+    assert found.claim_sha256 == hashlib.sha256((GOLDEN / "log-v1/0000000001.json").read_bytes()).hexdigest()
+    assert found.holders == {"node-a": {0}, "node-b": {0, 1}}
+    assert str(found.attempt) == "step-0000000300-e0001-3f9a1c2e"
