@@ -1,0 +1,191 @@
+"""What a job can resume from: what all nodes have found on their disks, merged with the log. Pure.
+
+The order of saves puts fast and committed checkpoints into one row. A fast one counts if its certificate belongs to
+this history of this store, the log does not void it, and each of its files lies on a node that is here. A committed one
+always counts; what nodes hold of it saves requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptstore.fast.certificate import Certificate
+from ckptstore.format.changes import Claim, StoreState
+from ckptstore.format.manifest import sha256_of
+from ckptstore.format.order import SaveOrder, void_of
+from ckptstore.format.record import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSighting:
+    """What one node has in the directory of one attempt."""
+
+    node: str
+    attempt: str
+    sha256: str = ""
+    """Of its certificate; empty where there is none."""
+    fault: str = ""
+    """Why the certificate that is there cannot be read."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """The size of each file by its name, without the certificate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastCandidate:
+    """A checkpoint that a job may resume from."""
+
+    attempt: str
+    step: int
+    order: SaveOrder
+    number: int | None
+    """The record that committed it; None where there is none."""
+    certificate: Certificate | None
+    """None where no node that is here has one: then the store has the files."""
+    holders: Mapping[int, tuple[str, ...]]
+    """By a rank of the save that has files: the nodes that hold all of them, by name. Ranks without a node are left
+    out."""
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether a record of the log names it."""
+        return self.number is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A fast checkpoint that a job may not, or cannot, resume from."""
+
+    attempt: str
+    nodes: tuple[str, ...]
+    reason: str
+    is_void: bool = False
+    """Whether the log says that nobody ever may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """All that was found."""
+
+    candidates: tuple[FastCandidate, ...]
+    """The newest first."""
+    refused: tuple[Refused, ...]
+
+
+def merge(
+    sightings: Iterable[NodeSighting],
+    certificates: Mapping[str, Certificate],
+    newest: Record,
+    committed: Sequence[Record],
+    claims: Mapping[int, Record],
+    *,
+    store_id: str,
+) -> Merged:
+    """Put what the nodes have found into one row with what the log says.
+
+    `certificates` has those of the sightings by their SHA-256. `newest` is the newest record, read after the claim of
+    the job that resumes; `committed` are the records of what is live or in the trash; `claims` are those by which the
+    epochs of the certificates were claimed, by number, as far as they exist.
+    """
+    seen = list(sightings)
+    live = {record.entry.attempt: record for record in committed if record.number in newest.state.live}
+    trashed = {record.entry.attempt: record for record in committed if record.number in newest.state.trash}
+    candidates: list[FastCandidate] = []
+    refused = [
+        Refused(attempt=sighting.attempt, nodes=(sighting.node,), reason=sighting.fault)
+        for sighting in seen
+        if sighting.fault
+    ]
+    found: set[str] = set()
+    for sha256 in sorted({sighting.sha256 for sighting in seen if sighting.sha256}):
+        certificate = certificates[sha256]
+        attempt = str(certificate.attempt)
+        holders = _holders(certificate, sha256, seen)
+        record = live.get(attempt)
+        reason = foreign(certificate, claims, store_id=store_id) or _contradicts(certificate, record)
+        void = "" if record else void_reason(certificate, newest.state, trashed)
+        lost = "" if record else _lost(certificate, holders)
+        if why := reason or void or lost:
+            nodes = tuple(sorted(sighting.node for sighting in seen if sighting.sha256 == sha256))
+            refused.append(Refused(attempt=attempt, nodes=nodes, reason=why, is_void=not reason and bool(void)))
+            continue
+        found.add(attempt)
+        candidates.append(
+            FastCandidate(
+                attempt=attempt,
+                step=certificate.manifest.step,
+                order=certificate.order,
+                number=record.number if record else None,
+                certificate=certificate,
+                holders=holders,
+            )
+        )
+    candidates += [_without_nodes(record) for attempt, record in live.items() if attempt not in found]
+    candidates.sort(key=lambda candidate: (candidate.order, candidate.number or 0), reverse=True)
+    return Merged(tuple(candidates), tuple(refused))
+
+
+def foreign(certificate: Certificate, claims: Mapping[int, Record], *, store_id: str) -> str:
+    """Why a certificate is of another store, or of another history of this one; "" if it is of this one.
+
+    A copy of a store has its id, and so has one that was put back from a backup. Only in the history in which the epoch
+    was claimed does the log have that claim.
+    """
+    if certificate.manifest.store_id != store_id:
+        return "it is of another store"
+    claim = claims.get(certificate.claim_number)
+    if (
+        claim is None
+        or claim.sha256 != certificate.claim_sha256
+        or not isinstance(claim.change, Claim)
+        or claim.state.epoch != certificate.order.epoch
+    ):
+        return "it is of another history of this store: the log has another record where its epoch was claimed"
+    return ""
+
+
+def void_reason(certificate: Certificate, state: StoreState, trashed: Mapping[str, Record]) -> str:
+    """Why nobody may resume from it, though it is whole; "" if anybody may. It is not live."""
+    void = void_of(state.void, certificate.order)
+    if void is not None:
+        return f"it is {certificate.order}, and what came of {void.after} takes its place"
+    removed = trashed.get(str(certificate.attempt))
+    return "" if removed is None else f"it was removed by record {state.trash[removed.number]}"
+
+
+def _contradicts(certificate: Certificate, record: Record | None) -> str:
+    if record is None or record.entry.manifest_sha256 == sha256_of(certificate.manifest_data):
+        return ""
+    return f"its manifest is not the one that record {record.number} names"
+
+
+def _holders(certificate: Certificate, sha256: str, seen: Iterable[NodeSighting]) -> dict[int, tuple[str, ...]]:
+    """Nodes that crashed before they wrote the certificate had stored their files before anybody wrote it."""
+    nodes: dict[int, set[str]] = {}
+    for sighting in seen:
+        if sighting.attempt == str(certificate.attempt) and sighting.sha256 in (sha256, "") and not sighting.fault:
+            for rank in certificate.ranks_in(sighting.sizes):
+                nodes.setdefault(rank, set()).add(sighting.node)
+    return {rank: tuple(sorted(names)) for rank, names in sorted(nodes.items())}
+
+
+def _lost(certificate: Certificate, holders: Mapping[int, tuple[str, ...]]) -> str:
+    """Which files no node has that is here; "" if there are none."""
+    lost = sorted(certificate.by_rank.keys() - holders.keys())
+    if not lost:
+        return ""
+    had = sorted({node for node, ranks in certificate.holders.items() if lost[0] in ranks})
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return f"no node that is here has the files of rank {lost[0]}{more}, which were on {', '.join(had)}"
+
+
+def _without_nodes(record: Record) -> FastCandidate:
+    entry = record.entry
+    return FastCandidate(
+        attempt=entry.attempt,
+        step=entry.step,
+        order=entry.order,
+        number=record.number,
+        certificate=None,
+        holders={},
+    )

@@ -1,0 +1,188 @@
+"""What is decided on fast checkpoints: why one cannot be resumed from, and who sends what. Histories test the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.errors import InvalidInput
+from ckptstore.fast.candidates import Merged, NodeSighting, merge
+from ckptstore.fast.certificate import Certificate, held_by
+from ckptstore.fast.routes import plan_routes
+from ckptstore.fast.sweep import SweepView, sweep
+from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Remove, Resumed
+from ckptstore.format.layout import Attempt
+from ckptstore.format.manifest import Manifest, Receipt, sha256_of
+from ckptstore.format.order import SaveOrder
+from ckptstore.format.record import Record
+
+STORE_ID = "5f0c3a9e4b7d41d8a2c6e1f09b83d754"
+
+
+def log_of(*changes: Change) -> list[Record]:
+    records: list[Record] = []
+    for change in changes:
+        newest = records[-1] if records else None
+        records.append(Record.following(newest, change, write_id="w", created_at=0.0))
+    return records
+
+
+CLAIM = log_of(Claim("token", 2))[0]
+
+
+def certificate(save_number: int, *, size_bytes: int = 1) -> Certificate:
+    """Of two ranks on the nodes a and b."""
+    step = 10 * save_number
+    manifest = Manifest(
+        store_id=STORE_ID,
+        step=step,
+        epoch=1,
+        attempt=f"step-{step:010d}-e0001-0123abcd",
+        kind="state",
+        world_size=2,
+        created_at=0.0,
+        files=(Receipt("0.pt", size_bytes, 7, 0), Receipt("1.pt", size_bytes, 7, 1)),
+    )
+    return Certificate(manifest.encode(), save_number, 1, CLAIM.sha256, held_by({"a": [0], "b": [1]}))
+
+
+def commit(of: Certificate) -> Commit:
+    return Commit(
+        CheckpointEntry(
+            step=of.manifest.step,
+            epoch=1,
+            attempt=of.manifest.attempt,
+            manifest_sha256=sha256_of(of.manifest_data),
+            kind="state",
+            world_size=2,
+            size_bytes=of.manifest.size_bytes,
+            num_files=2,
+            created_at=0.0,
+            save_number=of.save_number,
+        )
+    )
+
+
+def seen(of: Certificate, *nodes: str, certified: bool = True) -> list[NodeSighting]:
+    """On node a the file of rank 0, on b that of rank 1."""
+    files = {"a": {"0.pt": 1}, "b": {"1.pt": 1}}
+    sha256 = of.sha256 if certified else ""
+    name = of.manifest.attempt
+    return [NodeSighting(node=node, attempt=name, sha256=sha256, sizes=files[node]) for node in nodes]
+
+
+def merged(sightings: list[NodeSighting], of: list[Certificate], records: list[Record]) -> Merged:
+    state = records[-1].state
+    committed = [record for record in records if record.number in {*state.live, *state.trash}]
+    claims = {record.number: record for record in records}
+    certificates = {each.sha256: each for each in of}
+    return merge(sightings, certificates, records[-1], committed, claims, store_id=STORE_ID)
+
+
+def test_fast_and_committed_ones_are_in_one_order() -> None:
+    first, second, third, fourth = map(certificate, (1, 2, 3, 4))
+    records = log_of(Claim("token", 2), commit(first), commit(third))
+    sightings = [*seen(second, "a", "b"), *seen(third, "b"), *seen(fourth, "a"), *seen(fourth, "b", certified=False)]
+    found = merged(sightings, [second, third, fourth], records)
+    assert [(each.step, each.number, dict(each.holders)) for each in found.candidates] == [
+        (40, None, {0: ("a",), 1: ("b",)}),  # node b was killed before it wrote the certificate
+        (30, 3, {1: ("b",)}),  # the store has what no node has
+        (20, None, {0: ("a",), 1: ("b",)}),
+        (10, 2, {}),
+    ]
+    assert [each.is_durable for each in found.candidates] == [False, True, False, True]
+    assert found.refused == ()
+
+
+def test_a_reason_is_told_for_each_that_cannot_be_used() -> None:
+    lost, changed, elsewhere, removed, left = map(certificate, (1, 2, 3, 4, 5))
+    other = certificate(2, size_bytes=9)
+    elsewhere = replace(elsewhere, claim_number=9)
+    records = log_of(
+        Claim("token", 2),
+        commit(changed),
+        commit(removed),
+        commit(certificate(6)),
+        Remove(trash=(3,)),
+        Claim("token", 2),
+        Resumed(2, SaveOrder(1, 4)),
+    )
+    sightings = [*seen(lost, "a"), *seen(other, "a", "b"), *seen(elsewhere, "a", "b"), *seen(removed, "a", "b")]
+    sightings += [*seen(left, "a", "b"), NodeSighting(node="b", attempt=lost.manifest.attempt, fault="it is torn")]
+    found = merged(sightings, [lost, other, elsewhere, removed, left], records)
+    reasons = {(each.attempt, each.nodes): (each.reason, each.is_void) for each in found.refused}
+    both = ("a", "b")
+    assert reasons == {
+        (lost.manifest.attempt, ("b",)): ("it is torn", False),
+        (lost.manifest.attempt, ("a",)): (
+            "no node that is here has the files of rank 1, which were on b",
+            False,
+        ),
+        (other.manifest.attempt, both): ("its manifest is not the one that record 2 names", False),
+        (elsewhere.manifest.attempt, both): (
+            "it is of another history of this store: the log has another record where its epoch was claimed",
+            False,
+        ),
+        (removed.manifest.attempt, both): ("it was removed by record 5", True),
+        (left.manifest.attempt, both): (
+            "it is save 5 of epoch 1, and what came of save 4 of epoch 1 takes its place",
+            True,
+        ),
+    }
+    assert [each.number for each in found.candidates] == [4, 2]
+
+
+def test_a_certificate_of_another_store_is_left_alone() -> None:
+    of = certificate(1)
+    records = log_of(Claim("token", 2))
+    other = merge(seen(of, "a", "b"), {of.sha256: of}, records[0], [], {1: records[0]}, store_id="ab" * 16)
+    assert other.candidates == ()
+    assert [each.reason for each in other.refused] == ["it is of another store"]
+    view = SweepView(
+        newest=records[0], committed=[], claims={1: records[0]}, store_id="ab" * 16, epoch=1, has_resumed=True
+    )
+    found = {each.attempt: each for each in map(certificate, (1, 2, 3))}
+    assert sweep(found, view, keep=1) == []
+    assert [str(each.attempt) for each in sweep(found, replace(view, store_id=STORE_ID), keep=1)] == [
+        str(certificate(number).attempt) for number in (2, 1)
+    ]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_the_newest_always_stays(keep: int) -> None:
+    view = SweepView(newest=CLAIM, committed=[], claims={}, store_id=STORE_ID, epoch=1, has_resumed=True)
+    with pytest.raises(InvalidInput, match="always stays"):
+        sweep({Attempt(1, 1, "0123abcd"): None}, view, keep=keep)
+
+
+NAMES = [f"{index}.pt" for index in range(6)]
+BY_NODE = st.dictionaries(st.sampled_from("abcd"), st.sets(st.sampled_from(NAMES)), max_size=4)
+
+
+@given(BY_NODE, BY_NODE, st.lists(st.integers(0, 9), min_size=6, max_size=6))
+def test_each_node_gets_exactly_what_it_lacks(
+    needed: dict[str, set[str]], held: dict[str, set[str]], sizes: list[int]
+) -> None:
+    of = dict(zip(NAMES, sizes, strict=True))
+    plan = plan_routes(needed, held, of)
+    assert plan == plan_routes(dict(reversed(needed.items())), dict(reversed(held.items())), of)
+    arrived: dict[str, list[str]] = {node: [] for node in needed}
+    for route in plan.routes:
+        assert route.sender != route.receiver
+        assert set(route.names) <= held[route.sender]
+        arrived[route.receiver] += route.names
+    for node, names in needed.items():
+        lacking = names - held.get(node, set())
+        anywhere = set().union(*held.values())
+        assert sorted(arrived[node]) == sorted(lacking & anywhere)
+        assert set(plan.missing.get(node, ())) == lacking - anywhere
+
+
+def test_the_work_of_sending_is_shared() -> None:
+    sizes = dict.fromkeys(NAMES, 100)
+    plan = plan_routes({"new": NAMES, "also": NAMES}, {"a": NAMES, "b": NAMES, "c": NAMES}, sizes)
+    sent = {sender: sum(len(route.names) for route in plan.routes if route.sender == sender) for sender in "abc"}
+    assert sent == {"a": 4, "b": 4, "c": 4}
