@@ -359,6 +359,17 @@ def test_a_copy_takes_nothing_from_the_trash_of_its_target(tmp_path: Path, sourc
         assert [checkpoint.step for checkpoint in store if checkpoint.verify().ok] == [1, 2, 3]
 
 
+def test_a_copy_counts_its_saves_anew(source: Path, tmp_path: Path) -> None:
+    copy(source, tmp_path / "target")
+    with open_store(tmp_path / "target") as store:
+        log = store._job.log
+        newest = log.newest()
+        assert newest is not None
+        epoch = newest.state.epoch
+        assert [record.entry.order for record in log.records(newest.state.live)] == [(epoch, 1), (epoch, 2), (epoch, 3)]
+        assert log.verify_chain() == []
+
+
 def test_the_log_takes_no_directory_of_another_epoch(source: Path) -> None:
     with open_store(source) as store:
         log = store._job.log

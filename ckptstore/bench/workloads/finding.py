@@ -53,6 +53,7 @@ def fill(uri: str, place: Place, num_checkpoints: int) -> None:
                 num_files=16,
                 created_at=time.time(),
                 metrics={"loss": 1.0 / (1 + step)},
+                save_number=step + 1,
             )
             log.append(lambda _, entry=entry: Commit(entry=entry))  # type: ignore[misc]
     finally:
