@@ -7,20 +7,26 @@ position in the data.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import forked_ranks
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from ckptstore import open_store
+from ckptstore.interchange.remote_files import on_this_machine
+from ckptstore.testing.s3_server import s3_server
 
 PACKAGES = Path(__file__).parents[2] / ".servers/torchtitan"
 """torchtitan and what it needs besides the packages of the environment; see tests/servers/install.py."""
 
-LAYOUTS = [(2, {"data_parallel_shard": 2}), (2, {"tensor_parallel": 2}), (2, {"data_parallel_replicate": 2}), (1, {})]
+LAYOUTS = [(2, {"data_parallel_shard": 2}), (2, {"data_parallel_replicate": 2}), (1, {})]
 SHARDED = {"data_parallel_shard": 2}
 
 
@@ -80,3 +86,115 @@ def test_what_the_options_cannot_mean_is_refused(tmp_path: Path) -> None:
         "has none",
         "off": "False False False",
     }
+
+
+@pytest.mark.slow
+def test_a_killed_job_goes_on_in_any_layout_as_theirs_does(tmp_path: Path) -> None:
+    whole = losses(2, tmp_path / "theirs", manager="theirs", steps=6, **SHARDED)
+    train(2, tmp_path / "theirs-killed", manager="theirs", steps=6, kill_at=5, **SHARDED)
+    for mode in ("disabled", "async", "async_with_pinned_mem"):
+        train(2, tmp_path / mode, {"async_mode": mode}, steps=6, kill_at=5, **SHARDED)
+    after = {step: whole[step] for step in (5, 6)}
+    for number, (n, layout) in enumerate(LAYOUTS):
+        shutil.copytree(tmp_path / "disabled", tmp_path / f"ours-{number}")
+        assert losses(n, tmp_path / f"ours-{number}", steps=6, **layout) == pytest.approx(after, rel=1e-6)
+    shutil.copytree(tmp_path / "disabled", tmp_path / "ours")
+    control = losses(2, tmp_path / "theirs-killed", manager="theirs", steps=6, tensor_parallel=2)
+    assert losses(2, tmp_path / "ours", steps=6, tensor_parallel=2) == control
+    for mode in ("async", "async_with_pinned_mem"):
+        resumed = losses(2, tmp_path / mode, {"async_mode": mode}, steps=6, **SHARDED)
+        assert resumed == {step: whole[step] for step in resumed}
+        assert min(resumed) in (3, 5), "the save of step 4 may have been in flight"
+
+
+@pytest.mark.slow
+def test_the_positions_of_data_loaders_find_their_ranks(tmp_path: Path) -> None:
+    """torchtitan's own data loader has a key for each data parallel rank."""
+    how: dict[str, Any] = {"steps": 4, "is_counted_by_rank": True}
+    whole = losses(2, tmp_path, **how, **SHARDED)
+    at_2 = {"load_step": 2}
+    assert losses(2, tmp_path, at_2, **how, data_parallel_replicate=2) == pytest.approx({3: whole[3], 4: whole[4]})
+    assert losses(2, tmp_path, at_2, **how, tensor_parallel=2) == pytest.approx({3: whole[3], 4: whole[4]})
+    how["steps"] = 5  # step 4 is the tensor parallel one's now, which has a single position
+    refused = train(2, tmp_path, **how, **SHARDED)["error"]
+    assert "StateMismatch" in refused
+    assert "1 missing in the checkpoint: dataloader.dp_rank_1" in refused
+    assert losses(2, tmp_path, {"exclude_from_loading": ["dataloader"]}, **how, **SHARDED).keys() == {5}
+
+
+@pytest.mark.slow
+def test_the_last_step_leaves_the_model_for_hugging_face_in_a_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same files as theirs on a disk; a new training begins from either with the same losses."""
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    (assets / "config.json").write_text("{}")
+    how: dict[str, Any] = {"hf_assets_path": str(assets), **SHARDED}
+    last = {"last_save_model_only": True, "last_save_in_hf": True, "export_dtype": "bfloat16"}
+    losses(2, tmp_path / "theirs", last, manager="theirs", steps=3, **how)
+    files = tmp_path / "theirs/checkpoint/step-3"
+    theirs = {name: tensor for file in files.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    with s3_server(buckets=["test"]) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        store_uri, export_uri = "s3://test/run", "s3://test/run-hf/step-3"
+        train(2, tmp_path, {**last, "folder": store_uri}, steps=3, kill_at=3, **how)
+        whole = losses(2, tmp_path, {**last, "folder": store_uri, "async_mode": "async"}, steps=3, **how)
+        assert list(whole) == [3]
+        with on_this_machine(export_uri, None, of_folder=lambda name: True) as exported:
+            assert sorted(file.name for file in exported.iterdir()) == ["config.json", "model.safetensors"]
+            ours = load_file(exported / "model.safetensors")
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == torch.bfloat16 for name in ours)
+        begun = {"initial_load_in_hf": True}
+        expected = losses(
+            2, tmp_path / "a", {**begun, "initial_load_path": str(files)}, manager="theirs", steps=2, **how
+        )
+        found = losses(2, tmp_path / "b", {**begun, "initial_load_path": export_uri}, steps=2, **how)
+        assert found == expected
+        again = losses(1, tmp_path, {**last, "folder": store_uri}, steps=3, hf_assets_path=str(assets))
+        assert again == pytest.approx(whole), "step 3 holds the model alone, so the step is trained once more"
+    assert not list(Path(tempfile.gettempdir()).glob("ckptstore-import-*")), "no download is left"
+
+
+@pytest.mark.slow
+def test_the_first_weights_come_from_wherever_they_are(tmp_path: Path) -> None:
+    """A folder of theirs and a store, for either manager; a seed; steps that are not there."""
+    theirs, ours = tmp_path / "theirs/checkpoint/step-4", tmp_path / "ours/checkpoint"
+    losses(2, tmp_path / "theirs", manager="theirs", steps=4, **SHARDED)
+    whole = losses(2, tmp_path / "ours", {"enable_first_step_checkpoint": True}, steps=4, **SHARDED)
+    store = open_store(ours, group="solo")
+    assert [checkpoint.step for checkpoint in store] == [1, 2, 4]
+    directory = store[4].uri
+    model_only = [
+        losses(1, tmp_path / f"begun-{number}", {"initial_load_path": str(path)}, manager=manager, steps=1)
+        for number, (manager, path) in enumerate(
+            [("theirs", theirs), ("theirs", directory), ("ours", theirs), ("ours", f"{ours}@4"), ("ours", ours)]
+        )
+    ]
+    assert all(found == model_only[0] for found in model_only)
+    everything = {"initial_load_path": f"{ours}@2", "initial_load_model_only": False}
+    assert losses(1, tmp_path / "all", everything, steps=4) == pytest.approx({3: whole[3], 4: whole[4]})
+    everything["initial_load_path"] = str(theirs)
+    assert losses(1, tmp_path / "theirs-all", everything, steps=5).keys() == {5}
+    assert losses(2, tmp_path / "ours", {"load_only": True, "load_step": 2}, steps=4, **SHARDED).keys() == {3, 4}
+    assert [checkpoint.step for checkpoint in store] == [1, 2, 4]
+    assert (
+        "CheckpointGone: There is no live checkpoint of step 3"
+        in train(1, tmp_path / "ours", {"load_step": 3}, steps=4)["error"]
+    )
+    assert losses(1, tmp_path / "nothing", {"load_only": True}, steps=1).keys() == {1}
+    assert not (tmp_path / "nothing/checkpoint").exists()
+
+
+@pytest.mark.slow
+def test_a_seed_gives_the_model_and_nothing_else(tmp_path: Path) -> None:
+    for manager in ("theirs", "ours"):
+        assert train(1, tmp_path / manager, {"create_seed_checkpoint": True}, manager=manager, steps=2)["losses"] == {}
+    theirs, ours = (
+        losses(2, tmp_path / manager, manager=manager, steps=2, **SHARDED) for manager in ("theirs", "ours")
+    )
+    assert ours == theirs
+    assert sorted(ours) == [1, 2]
