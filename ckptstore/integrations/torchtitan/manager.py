@@ -14,7 +14,7 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import FileMissing, InvalidInput
 from ckptstore.integrations.torchtitan.flat import DATALOADER, MODEL, FlatStates, in_dtype
 from ckptstore.integrations.torchtitan.hugging_face import export_weights, load_weights
 from ckptstore.integrations.torchtitan.places import Contents, as_metadata, checkpoint_uri, of_step, resumable
@@ -163,14 +163,14 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
     def _load(self, step: int = -1) -> bool:
         """Go on from the store, or from a step of it, or else carry out the initial load; whether anything was loaded.
 
-        Collective. Raises CheckpointGone, which names the steps that are there, for a `step` that is not, StateMismatch
+        Collective. Raises FileMissing, which names the steps that are there, for a `step` that is not, StateMismatch
         for a checkpoint that does not fit, NoUsableCheckpoint when there are some and none can be used.
         """
         with structured_logger.log_trace_span("checkpoint_load"):
             if step != -1:
                 checkpoint = self._resume(of_step(self.store, step), model_only=step == 0)
                 if checkpoint is None:
-                    checkpoint = self.store[step]  # raises, and says what is there
+                    raise self._not_there(step)
             else:
                 checkpoint = self._resume(resumable(self.store)) or self._resume(
                     of_step(self.store, 0), model_only=True
@@ -188,6 +188,13 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         found = load_in_order(self.store, flat.entries, order, claim=claim, per_rank=_PER_RANK)
         on_all_ranks(self.store, "hand back", flat.hand_back)
         return found
+
+    def _not_there(self, step: int) -> FileMissing:
+        found = ", ".join(str(checkpoint.step) for checkpoint in self.store) or "none"
+        return FileMissing(
+            f"--checkpoint.load_step={step} not found in {self.store.uri}, which has {found}",
+            hint="Name one of these, or leave it out for the newest",
+        )
 
     def _load_initially(self) -> bool:
         config = self.config
