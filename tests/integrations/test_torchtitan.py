@@ -196,3 +196,12 @@ def test_a_seed_gives_the_model_and_nothing_else(tmp_path: Path) -> None:
     )
     assert ours == theirs
     assert sorted(ours) == [1, 2]
+
+
+def test_the_example_of_the_page_and_the_command_line(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs/how-to/torchtitan.md"
+    (told,) = run_ranks(1, call, "from_page", str(page), str(tmp_path))
+    given = {"folder": "s3://bucket/runs/llama", "interval": 500, "async_mode": "async", "keep_latest_k": 3}
+    assert told.items() >= {**given, "enable": True, "last_save_in_hf": True, "hf_folder": "gs://bucket/hf"}.items()
+    for option in told:
+        assert f"`{option}`" in page.read_text() or f"`{option}=" in page.read_text(), f"the page lacks {option}"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchtitan.config import ConfigManager
 from torchtitan_on_cpu import CheckpointManager, CkptstoreCheckpointManager, config_of, trainer_of
 
 from ckptstore.errors import CkptstoreError
@@ -80,3 +83,15 @@ def refused(root: str) -> dict[str, str]:
         "adapter": said(lambda: config(enable=True, last_save_in_hf=True).build(**parts)),
         "off": said(off),
     }
+
+
+def from_page(page: str, root: str) -> dict[str, Any]:
+    """The config of the page's first example, as torchtitan's command line makes it."""
+    source = Path(page).read_text().split("```python no-run")[1].partition("\n")[2].partition("```")[0]
+    Path(root, "my_configs.py").write_text(source)
+    sys.path.append(root)
+    options = ["--checkpoint.async_mode", "async", "--checkpoint.keep_latest_k", "3", "--checkpoint.last_save_in_hf"]
+    options += ["--checkpoint.hf_folder", "gs://bucket/hf"]
+    config = ConfigManager().parse_args(["--module", "my_configs", "--config", "llama3_8b_in_a_bucket", *options])
+    assert config.checkpoint._owner is CkptstoreCheckpointManager
+    return dict(config.checkpoint.to_dict())

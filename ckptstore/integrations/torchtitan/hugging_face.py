@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
 from torchtitan.tools.logging import logger
 
 from ckptstore.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ def load_weights(store: CheckpointStore, model: Any, adapter: Any, source: str, 
     """
     with _on_this_node(store, source) as directory:
         named = adapter.to_hf(model.state_dict())
-        dcp.load(named, storage_reader=adapter.get_hf_storage_reader(directory, is_quantized))
+        load(named, storage_reader=adapter.get_hf_storage_reader(directory, is_quantized))
         model.load_state_dict(adapter.from_hf(named))
 
 

@@ -69,9 +69,10 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             own, hf = self.folder.rstrip("/"), self.hf_folder.rstrip("/")
             if f"{hf}/".startswith(f"{own}/"):
                 raise ValueError(f"hf_folder {hf} is inside of the store at {own}, where only its own files may lie.")
-            if self.initial_load_path is not None:
-                self.initial_load_path = self.initial_load_path.strip()
-            BaseCheckpointManager.Config(**_without_limits_of_dcp(self))  # has the checks of what the options share
+            shared: Any = self
+            if shared.initial_load_path is not None:
+                shared.initial_load_path = shared.initial_load_path.strip()
+            BaseCheckpointManager.Config(**_without_limits_of_dcp(shared))  # has the checks of what all managers share
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         base_folder: str = "",
     ) -> None:
         self.enable = config.enable
-        self.save_future = None
+        self.save_future: PendingSave | None = None
         if not self.enable:
             return
         if (config.last_save_in_hf or config.initial_load_in_hf) and sd_adapter is None:
@@ -138,7 +139,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             elif last_step or uploader is None:
                 self._store_now(curr_step, FlatStates(self.states), "all")
             else:
-                self.save_future: PendingSave | None = self.store.save_async(
+                self.save_future = self.store.save_async(
                     curr_step, FlatStates(self.states).entries, metadata=as_metadata("all"), uploader=uploader
                 )
         return True
