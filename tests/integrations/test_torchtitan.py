@@ -72,6 +72,19 @@ def test_it_goes_on_where_it_ended_as_with_their_own_manager(tmp_path: Path) -> 
     assert all(checkpoint.verify().ok for checkpoint in store)
 
 
+def test_stages_of_a_pipeline_load_into_other_stages(tmp_path: Path) -> None:
+    """Several stages on a rank, as interleaved schedules have them, then other ones, and all layers on one rank."""
+    first, second = run_ranks(2, call, "stages", str(tmp_path), [[[0], [2]], [[1], [3]]], 1, "save")
+    saved = {**first, **second}
+    assert len(saved) == 2 * 4 + 3 * 2 * 4 + 1
+    for n, deal in ((2, [[[3, 1]], [[2, 0]]]), (1, [[[0, 1, 2, 3]]])):
+        found = run_ranks(n, call, "stages", str(tmp_path), deal, 2, "load")
+        assert {key: value for held in found for key, value in held.items()} == saved
+    refused = run_ranks(2, call, "stages", str(tmp_path), [[[3, 1]], [[2, 0]]], 2, "refuse")
+    assert refused[0] == refused[1]
+    assert "the Position at 'train_state' refused its state: AssertionError: not this one (rank 1)" in refused[0]
+
+
 def test_what_the_options_cannot_mean_is_refused(tmp_path: Path) -> None:
     (told,) = run_ranks(1, call, "refused", str(tmp_path))
     assert told == {

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import ConfigManager
 from torchtitan_on_cpu import CheckpointManager, CkptstoreCheckpointManager, config_of, trainer_of
 
@@ -95,3 +96,63 @@ def from_page(page: str, root: str) -> dict[str, Any]:
     config = ConfigManager().parse_args(["--module", "my_configs", "--config", "llama3_8b_in_a_bucket", *options])
     assert config.checkpoint._owner is CkptstoreCheckpointManager
     return dict(config.checkpoint.to_dict())
+
+
+class Part(torch.nn.Module):
+    """A stage of a pipeline: some layers of a model of four."""
+
+    def __init__(self, layers: Sequence[int], *, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        weights = {str(number): torch.nn.Linear(8, 8) for number in range(4)}
+        self.layers = torch.nn.ModuleDict({name: weights[name] for name in map(str, layers)})
+
+
+class Position:
+    """A part of the training that refuses a state on one rank."""
+
+    def __init__(self, refused_by: int | None = None) -> None:
+        self.step = 0
+        self.refused_by = refused_by
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert self.refused_by != dist.get_rank(), "not this one"
+        self.step = state["step"]
+
+
+def stages(folder: str, deal: list[list[list[int]]], seed: int, action: str) -> dict[str, list[float]] | str:
+    """Save, or load, a model whose layers are dealt to ranks and on each to stages. All numbers that a rank holds."""
+    dist.init_process_group("gloo")
+    parts = [Part(layers, seed=seed) for layers in deal[dist.get_rank()]]
+    optimizers = default_adamw().build(model_parts=parts)
+    schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=10)
+    position = Position(1 if action == "refuse" else None)
+    config = CkptstoreCheckpointManager.Config(enable=True, folder=folder, interval=1, async_mode="async")
+    manager = config.build(
+        dataloader=None,
+        model_parts=parts,
+        optimizers=optimizers,
+        lr_schedulers=schedulers,
+        states={"train_state": position},
+        sd_adapter=None,
+    )
+    if action == "save":
+        position.step = 1
+        sum(part.layers[name](torch.ones(8)).square().sum() for part in parts for name in part.layers).backward()
+        optimizers.step()
+        schedulers.step()
+        manager.save(1)
+        manager.maybe_wait_for_saving()
+    else:
+        try:
+            assert manager.load()
+        except CkptstoreError as error:
+            return f"{type(error).__name__}: {error}"
+    manager.close()
+    held = {**optimizers.state_dict(), **{key: item for part in parts for key, item in part.state_dict().items()}}
+    found = {key: item.flatten().tolist() for key, item in held.items() if isinstance(item, torch.Tensor)}
+    dist.destroy_process_group()
+    return found | {"steps": [position.step, schedulers.state_dict()["last_epoch"]]}
