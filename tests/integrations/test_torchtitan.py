@@ -76,10 +76,16 @@ def test_stages_of_a_pipeline_load_into_other_stages(tmp_path: Path) -> None:
     """Several stages on a rank, as interleaved schedules have them, then other ones, and all layers on one rank."""
     first, second = run_ranks(2, call, "stages", str(tmp_path), [[[0], [2]], [[1], [3]]], 1, "save")
     saved = {**first, **second}
-    assert len(saved) == 2 * 4 + 3 * 2 * 4 + 1
+    assert len(saved) == 2 * 4 + 3 * 2 * 4 + 2
     for n, deal in ((2, [[[3, 1]], [[2, 0]]]), (1, [[[0, 1, 2, 3]]])):
         found = run_ranks(n, call, "stages", str(tmp_path), deal, 2, "load")
         assert {key: value for held in found for key, value in held.items()} == saved
+    (fewer,) = run_ranks(1, call, "stages", str(tmp_path), [[[0], [1, 2]]], 2, "load")
+    (warning,) = fewer.pop("told")
+    assert "step-0000000001" in warning
+    assert warning.partition(" of ")[0].endswith(" keys")
+    assert "layers.3.bias, layers.3.weight, optimizer.param_groups.layers.3.bias" in warning
+    assert fewer == {key: saved[key] for key in fewer}
     refused = run_ranks(2, call, "stages", str(tmp_path), [[[3, 1]], [[2, 0]]], 2, "refuse")
     assert refused[0] == refused[1]
     assert "the Position at 'train_state' refused its state: AssertionError: not this one (rank 1)" in refused[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -123,7 +124,19 @@ class Position:
         self.step = state["step"]
 
 
-def stages(folder: str, deal: list[list[list[int]]], seed: int, action: str) -> dict[str, list[float]] | str:
+class Telling(logging.Handler):
+    """Keeps warnings."""
+
+    def __init__(self, told: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self.told = told
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "have no place" in record.getMessage():
+            self.told.append(record.getMessage())
+
+
+def stages(folder: str, deal: list[list[list[int]]], seed: int, action: str) -> dict[str, Any] | str:
     """Save, or load, a model whose layers are dealt to ranks and on each to stages. All numbers that a rank holds."""
     dist.init_process_group("gloo")
     parts = [Part(layers, seed=seed) for layers in deal[dist.get_rank()]]
@@ -131,6 +144,8 @@ def stages(folder: str, deal: list[list[list[int]]], seed: int, action: str) -> 
     schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=10)
     position = Position(1 if action == "refuse" else None)
     config = CkptstoreCheckpointManager.Config(enable=True, folder=folder, interval=1, async_mode="async")
+    told: list[str] = []
+    logging.getLogger().addHandler(Telling(told))
     manager = config.build(
         dataloader=None,
         model_parts=parts,
@@ -155,4 +170,4 @@ def stages(folder: str, deal: list[list[list[int]]], seed: int, action: str) -> 
     held = {**optimizers.state_dict(), **{key: item for part in parts for key, item in part.state_dict().items()}}
     found = {key: item.flatten().tolist() for key, item in held.items() if isinstance(item, torch.Tensor)}
     dist.destroy_process_group()
-    return found | {"steps": [position.step, schedulers.state_dict()["last_epoch"]]}
+    return found | {"steps": [position.step, schedulers.state_dict()["last_epoch"]], "told": told}

@@ -44,6 +44,11 @@ class FlatStates:
             for part, key in self._keys[name].items():
                 self._add(key, contents[part])
 
+    @property
+    def names(self) -> set[str]:
+        """What torchtitan calls the parts."""
+        return set(self._states)
+
     def hand_back(self) -> None:
         """Give each object what was loaded into the entries. Raises StateMismatch when one refuses it."""
         for name in self._states:

@@ -19,6 +19,7 @@ from ckptstore.integrations.torchtitan.flat import DATALOADER, MODEL, FlatStates
 from ckptstore.integrations.torchtitan.hugging_face import export_weights, load_weights
 from ckptstore.integrations.torchtitan.places import Contents, as_metadata, checkpoint_uri, of_step, resumable
 from ckptstore.integrations.torchtitan.together import on_all_ranks, on_leader
+from ckptstore.integrations.torchtitan.unplaced import warn_of_unplaced
 from ckptstore.loading.newest import Order
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepAll, KeepLatest
@@ -187,8 +188,13 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         flat = self._flat(model_only=model_only)
         claim = not self.config.load_only
         found = load_in_order(self.store, flat.entries, order, claim=claim, per_rank=_PER_RANK)
-        on_all_ranks(self.store, "hand back", flat.hand_back)
+        if found is not None:
+            self._hand_back(flat, found)
         return found
+
+    def _hand_back(self, flat: FlatStates, checkpoint: Checkpoint) -> None:
+        on_all_ranks(self.store, "hand back", flat.hand_back)
+        warn_of_unplaced(self.store, checkpoint, flat.entries, self.states.keys() - flat.names)
 
     def _not_there(self, step: int) -> FileMissing:
         found = ", ".join(str(checkpoint.step) for checkpoint in self.store) or "none"
@@ -212,8 +218,9 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         elif source:
             uri = on_leader(self.store, "initial load", lambda: checkpoint_uri(source))
             flat = self._flat(model_only=config.initial_load_model_only)
-            Checkpoint.from_uri(uri).load(flat.entries, dtype="state", per_rank=_PER_RANK)
-            on_all_ranks(self.store, "hand back", flat.hand_back)
+            checkpoint = Checkpoint.from_uri(uri)
+            checkpoint.load(flat.entries, dtype="state", per_rank=_PER_RANK)
+            self._hand_back(flat, checkpoint)
         else:
             logger.info("There is no checkpoint to load: this is a fresh start.")
             return False
