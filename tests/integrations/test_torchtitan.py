@@ -91,12 +91,17 @@ def test_stages_of_a_pipeline_load_into_other_stages(tmp_path: Path) -> None:
     assert "the Position at 'train_state' refused its state: AssertionError: not this one (rank 1)" in refused[0]
 
 
+def test_a_save_that_fails_in_the_background_is_raised_by_the_next_one_on_all_ranks(tmp_path: Path) -> None:
+    told = run_ranks(2, call, "stages", str(tmp_path), [[[0, 1]], [[2, 3]]], 1, "fill")
+    assert told == [["StorageFull in save(2): step 1 rank 1", "[3]"]] * 2
+
+
 def test_what_the_options_cannot_mean_is_refused(tmp_path: Path) -> None:
     (told,) = run_ranks(1, call, "refused", str(tmp_path))
     assert told == {
         "mode": "ValueError: Invalid async_mode: sometimes",
-        "inside": f"ValueError: hf_folder {tmp_path}/a/hf is inside of the store at {tmp_path}/a, where only its own "
-        "files may lie.",
+        "inside": f"InvalidInput: hf_folder {tmp_path}/a/hf is inside of the store at {tmp_path}/a, where only its own "
+        "files may lie",
         "hf_folder": "ValueError: hf_folder is where last_save_in_hf puts its files, and that is False.",
         "keep": "ValueError: keep_latest_k cannot be negative.",
         "relative": "ValueError: initial_load_path must be an absolute path or a remote URI (e.g. gs://...): a/b",

@@ -16,7 +16,9 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import ConfigManager
 from torchtitan_on_cpu import CheckpointManager, CkptstoreCheckpointManager, config_of, trainer_of
 
-from ckptstore.errors import CkptstoreError
+from ckptstore import open_store
+from ckptstore.errors import CkptstoreError, StorageFull
+from ckptstore.testing import Call, with_faults
 
 MANAGERS = {"ours": CkptstoreCheckpointManager, "theirs": CheckpointManager}
 CHECKPOINT = {"enable": True, "interval": 2, "last_save_model_only": False}
@@ -77,7 +79,11 @@ def refused(root: str) -> dict[str, str]:
 
     return {
         "mode": said(lambda: config(async_mode="sometimes")),
-        "inside": said(lambda: config(folder=f"{root}/a", hf_folder=f"{root}/a/hf", last_save_in_hf=True)),
+        "inside": said(
+            lambda: config(enable=True, folder=f"{root}/a", hf_folder="a/hf", last_save_in_hf=True).build(
+                **{**parts, "sd_adapter": object()}, base_folder=root
+            )
+        ),
         "hf_folder": said(lambda: config(hf_folder=f"{root}/hf")),
         "keep": said(lambda: config(keep_latest_k=-1)),
         "relative": said(lambda: config(initial_load_path="a/b")),
@@ -136,7 +142,7 @@ class Telling(logging.Handler):
             self.told.append(record.getMessage())
 
 
-def stages(folder: str, deal: list[list[list[int]]], seed: int, action: str) -> dict[str, Any] | str:
+def stages(folder: str, deal: list[list[list[int]]], seed: int, action: str) -> dict[str, Any] | list[str] | str:
     """Save, or load, a model whose layers are dealt to ranks and on each to stages. All numbers that a rank holds."""
     dist.init_process_group("gloo")
     parts = [Part(layers, seed=seed) for layers in deal[dist.get_rank()]]
@@ -154,6 +160,8 @@ def stages(folder: str, deal: list[list[list[int]]], seed: int, action: str) -> 
         states={"train_state": position},
         sd_adapter=None,
     )
+    if action == "fill":
+        return filled(manager)
     if action == "save":
         position.step = 1
         sum(part.layers[name](torch.ones(8)).square().sum() for part in parts for name in part.layers).backward()
@@ -171,3 +179,21 @@ def stages(folder: str, deal: list[list[list[int]]], seed: int, action: str) -> 
     found = {key: item.flatten().tolist() for key, item in held.items() if isinstance(item, torch.Tensor)}
     dist.destroy_process_group()
     return found | {"steps": [position.step, schedulers.state_dict()["last_epoch"]], "told": told}
+
+
+def filled(manager: Any) -> list[str]:
+    """What is raised when the disk of rank 1 is full during the first save, and what is stored in the end."""
+
+    def hook(call: Call) -> None:
+        if call.key.startswith("checkpoints/step-0000000001") and dist.get_rank() == 1:
+            raise StorageFull("no room")
+
+    manager.store = with_faults(manager.store, hook)
+    told = []
+    for step in (1, 2, 3):
+        try:
+            manager.save(step)
+        except CkptstoreError as error:
+            told.append(f"{type(error).__name__} in save({step}): step {error.step} rank {error.rank}")
+    manager.close()
+    return [*told, str([checkpoint.step for checkpoint in open_store(manager.folder, group="solo")])]

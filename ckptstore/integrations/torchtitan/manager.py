@@ -26,7 +26,7 @@ from ckptstore.retention import KeepAll, KeepLatest
 from ckptstore.saving.background import PendingSave, UploaderKind
 from ckptstore.state.read.stored import Choice
 from ckptstore.storage.uri import redact
-from ckptstore.store import CheckpointStore, load_in_order
+from ckptstore.store import CheckpointStore, load_in_order, settle_saves
 
 _UPLOADERS: dict[str, UploaderKind] = {"async": "thread", "async_with_pinned_mem": "process"}
 _PER_RANK: dict[str, Choice] = {"train_state.*": "first"}
@@ -67,9 +67,6 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
                 raise ValueError(f"Invalid async_mode: {self.async_mode}")
             if self.hf_folder and not self.last_save_in_hf:
                 raise ValueError("hf_folder is where last_save_in_hf puts its files, and that is False.")
-            own, hf = self.folder.rstrip("/"), self.hf_folder.rstrip("/")
-            if f"{hf}/".startswith(f"{own}/"):
-                raise ValueError(f"hf_folder {hf} is inside of the store at {own}, where only its own files may lie.")
             shared: Any = self
             if shared.initial_load_path is not None:
                 shared.initial_load_path = shared.initial_load_path.strip()
@@ -101,6 +98,10 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         self.config = config
         self.folder = filesystem.join(base_folder, config.folder)
         self.hf_folder = filesystem.join(base_folder, config.hf_folder or f"{config.folder.rstrip('/')}-hf")
+        if f"{self.hf_folder}/".startswith(f"{self.folder.rstrip('/')}/"):
+            raise InvalidInput(
+                f"hf_folder {self.hf_folder} is inside of the store at {self.folder}, where only its own files may lie"
+            )
         self.sd_adapter = sd_adapter
         self.states = states
         self.states |= {
@@ -133,7 +134,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             return False
         with structured_logger.log_trace_span("checkpoint_save"):
             structured_logger.add_step_tag("checkpoint_save")
-            self.maybe_wait_for_saving()
+            self.save_future = None  # the store waits for it, and raises on all ranks what it failed with
             uploader = _UPLOADERS.get(self.config.async_mode)
             if last_step and self.config.last_save_model_only:
                 self._save_model(curr_step)
@@ -235,9 +236,8 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         """A save returns once its copy is made, so there is nothing to wait for."""
 
     def _wait_for_saving(self) -> None:
-        pending, self.save_future = self.save_future, None
-        if pending is not None:
-            pending.result()
+        self.save_future = None
+        settle_saves(self.store)
 
     def _close(self) -> None:
         """Wait for the save in flight, and raise what it failed with unless that was raised already."""
