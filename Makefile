@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Most of what is installed is never imported. Python compiles the rest when it is.
 INSTALL := $(PIP) install --quiet --no-compile -c constraints.txt
+# The extra torchtitan is missing: its data sets want an older fsspec. `make servers` gets what its tests need.
 EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers,otel,mlflow,wandb,serve
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --durations=20

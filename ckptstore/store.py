@@ -360,3 +360,10 @@ def settle_saves(store: CheckpointStore, *, max_failures: int = 0) -> None:
     """Wait for the save in flight, and raise here what it failed with, unless somebody has seen it already."""
     store._background.wait()
     store._background.raise_failure(max_failures=max_failures)
+
+
+def load_in_order(
+    store: CheckpointStore, state: Mapping[str, Any], order: Order, *, claim: bool, per_rank: PerRank = "error"
+) -> Checkpoint | None:
+    """`resume`, or `load` without a `claim`; the live checkpoints are tried in an order of one's own. Collective."""
+    return store._load(state, claim=claim, order=order, per_rank=per_rank)

@@ -96,6 +96,7 @@ IMPORTERS: dict[str, set[str]] = {
         "testing",
     },
     "torch_checkpointing": {"bench"},
+    "torchtitan": {"integrations.torchtitan"},
     "transformers": {"integrations.transformers"},
     "uvloop": {"testing.s3_server"},
     "waitress": {"report.serving"},

@@ -22,6 +22,7 @@ EXTRAS = {
     "ray": ("ray", "pyarrow"),
     "lightning": (*TORCH, "lightning"),
     "transformers": (*TORCH, "transformers"),
+    "torchtitan": (*TORCH, "torchtitan"),
     "otel": ("opentelemetry",),
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),

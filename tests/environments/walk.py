@@ -18,6 +18,7 @@ MODULES = [
     "ckptstore.integrations.mlflow",
     "ckptstore.integrations.otel",
     "ckptstore.integrations.ray",
+    "ckptstore.integrations.torchtitan",
     "ckptstore.integrations.trackers",
     "ckptstore.integrations.transformers",
     "ckptstore.integrations.wandb",

@@ -2,7 +2,8 @@
 
 Azurite comes from npm. gcp-storage-emulator, which stands for a store that ignores preconditions, and MLflow's server
 get an environment each, because what they need is older than what ckptstore is tested with. Prometheus, which reads our
-metrics, is Debian's package, unpacked and not installed. What is there already is left alone.
+metrics, is Debian's package, unpacked and not installed. torchtitan is no server, but what it needs is older too; it
+runs beside the packages of `.venv`, which have torch. What is there already is left alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,15 @@ GCP_STORAGE_EMULATOR = (
     "setuptools<81",  # it imports pkg_resources
 )
 MLFLOW = ("mlflow==3.17.2",)
+TORCHTITAN = (  # without what it wants for Hugging Face's datasets, which its tests do not use
+    "docstring_parser==0.18.0",
+    "einops==0.8.2",
+    "spmd_types==0.2.3",
+    "tensorboard==2.21.0",
+    "torchtitan==0.3.0",
+    "typeguard==4.6.0",
+    "tyro==1.0.17",
+)
 
 
 def main() -> int:
@@ -32,6 +42,7 @@ def main() -> int:
         install_azurite(),
         install_environment("gcp-storage-emulator", GCP_STORAGE_EMULATOR),
         install_environment("mlflow", MLFLOW),
+        install_beside("torchtitan", TORCHTITAN),
         install_prometheus(),
     )
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why
@@ -59,6 +70,20 @@ def install_environment(name: str, packages: tuple[str, ...]) -> int:
     subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
     pip = [home / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     returncode = subprocess.run([*pip, *packages], check=False).returncode
+    if returncode == 0:
+        done.write_text(repr(packages))
+    return returncode
+
+
+def install_beside(name: str, packages: tuple[str, ...]) -> int:
+    """A directory with these packages and nothing that they need, for `sys.path` behind the environment's own."""
+    home = SERVERS / name
+    done = home / ".installed"
+    if done.exists() and done.read_text() == repr(packages):
+        return 0
+    shutil.rmtree(home, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+    returncode = subprocess.run([*pip, "--no-deps", "--target", home, *packages], check=False).returncode
     if returncode == 0:
         done.write_text(repr(packages))
     return returncode

@@ -1,0 +1,108 @@
+"""The states of a Trainer under the keys that torchtitan's own DCP manager gives them.
+
+The keys name parameters, never ranks or stages: `layers.0.attention.wo.weight`, `optimizer.state.<parameter>.exp_avg`,
+`dataloader.dp_rank_0`. So any layout finds its part again, and stock DCP reads the same checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from ckptstore.errors import InvalidState, StateMismatch
+from ckptstore.state.live.contents import same_random_numbers
+
+MODEL, DATALOADER = "model", "dataloader"
+"""What torchtitan calls these two. The keys of the model have no prefix."""
+
+
+class FlatStates:
+    """The parts of a training, each tensor and each plain value an entry of its own in `entries`.
+
+    Made anew for each save and each load: the tensors are the live ones, the values those of now. Asking for the state
+    of an optimizer that has not stepped makes one, as torchtitan does.
+    """
+
+    def __init__(self, states: MutableMapping[str, Any]) -> None:
+        self._states = states
+        self._keys: dict[str, dict[str, str]] = {}
+        """For each object with a state_dict the entry of each of its items."""
+        self.entries: dict[str, Any] = {}
+        """What a store saves and loads."""
+        for name, item in states.items():
+            if item is None:
+                continue  # a Trainer without a data loader
+            if not callable(getattr(item, "state_dict", None)):
+                self._add(name, item)
+                continue
+            with same_random_numbers():  # a data loader that is asked before its first batch draws some
+                contents = item.state_dict()
+            prefix = "" if name == MODEL else f"{name}."
+            self._keys[name] = {part: f"{prefix}{part}" for part in _parts(name, contents)}
+            for part, key in self._keys[name].items():
+                self._add(key, contents[part])
+
+    @property
+    def names(self) -> set[str]:
+        """What torchtitan calls the parts."""
+        return set(self._states)
+
+    def hand_back(self) -> None:
+        """Give each object what was loaded into the entries. Raises StateMismatch when one refuses it."""
+        for name in self._states:
+            if name not in self._keys:
+                if name in self.entries:
+                    self._states[name] = _loaded(self.entries[name])
+                continue
+            contents = {part: _loaded(self.entries[key]) for part, key in self._keys[name].items()}
+            try:
+                self._states[name].load_state_dict(contents)
+            except Exception as error:  # the object is torchtitan's or the user's, and so is what it raises
+                raise StateMismatch(
+                    f"the {type(self._states[name]).__name__} at {name!r} refused its state: "
+                    f"{type(error).__name__}: {error}",
+                    hint=f'checkpoint.exclude_from_loading=["{name}"] leaves it as it is' if name != MODEL else None,
+                ) from error
+
+    def _add(self, key: str, item: Any) -> None:
+        if key in self.entries:
+            raise InvalidState(f"two parts of the training have the same key {key!r}", hint="Rename one of the states")
+        self.entries[key] = item if isinstance(item, torch.Tensor) else Value(item)
+
+
+class Value:
+    """A plain value that is stored and loaded as a whole, whatever stands there now."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        """The value."""
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        """Take what a checkpoint has."""
+        self.value = value
+
+
+def in_dtype(contents: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A model's contents with its floating-point tensors in a dtype; those that have it already are not copied."""
+    return {
+        key: item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+        for key, item in contents.items()
+    }
+
+
+def _loaded(entry: Any) -> Any:
+    return entry.value if isinstance(entry, Value) else entry
+
+
+def _parts(name: str, contents: Any) -> Iterator[str]:
+    if not isinstance(contents, Mapping):
+        raise InvalidState(f"the state_dict of {name!r} is a {type(contents).__name__}, not a mapping")
+    for part in contents:
+        if not isinstance(part, str):
+            raise InvalidState(f"the state_dict of {name!r} has the key {part!r}, which is not text")
+        yield part

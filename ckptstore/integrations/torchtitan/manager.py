@@ -1,0 +1,268 @@
+"""The manager that torchtitan's Trainer builds from its config: when to save and load what, in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torchtitan.components.checkpointer.base import BaseCheckpointManager, ModelWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.observability import structured_logger
+from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import FileMissing, InvalidInput
+from ckptstore.integrations.torchtitan.flat import DATALOADER, MODEL, FlatStates, in_dtype
+from ckptstore.integrations.torchtitan.hugging_face import export_weights, load_weights
+from ckptstore.integrations.torchtitan.places import Contents, as_metadata, checkpoint_uri, of_step, resumable
+from ckptstore.integrations.torchtitan.together import on_all_ranks, on_leader
+from ckptstore.integrations.torchtitan.unplaced import warn_of_unplaced
+from ckptstore.loading.newest import Order
+from ckptstore.opening import open_store
+from ckptstore.retention import KeepAll, KeepLatest
+from ckptstore.saving.background import PendingSave, UploaderKind
+from ckptstore.state.read.stored import Choice
+from ckptstore.storage.uri import redact
+from ckptstore.store import CheckpointStore, load_in_order, settle_saves
+
+_UPLOADERS: dict[str, UploaderKind] = {"async": "thread", "async_with_pinned_mem": "process"}
+_PER_RANK: dict[str, Choice] = {"train_state.*": "first"}
+"""Ranks may count tokens differently, and torchtitan goes on with one of the numbers."""
+
+
+class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] # torchtitan is Any to the type checker
+    """Keeps the checkpoints of torchtitan's Trainer in the store at `checkpoint.folder`, on a disk or in any cloud.
+
+    In a config it stands where torchtitan's own manager stands:
+    `checkpoint=CkptstoreCheckpointManager.Config(enable=True, folder="s3://bucket/run")`. All options of torchtitan's
+    managers mean what they mean there; `Config` has those that are new. A checkpoint becomes visible whole or not at
+    all, so nothing half-written is ever loaded or counted.
+
+    A job that finds checkpoints in its store goes on from the newest one that verifies, in any parallel layout and
+    number of ranks, and the options for an initial load are ignored. A checkpoint of the model alone, as the last step
+    leaves one, is no such checkpoint: the newest whole one before it is taken. From a seed (step 0) the model is taken.
+
+    Keys are those of torchtitan's DCP manager, so its `initial_load_path` takes a checkpoint directory of the store,
+    and this one's takes a `step-N` directory of theirs, a store, or STORE@STEP.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc] # as above
+        """torchtitan's options, and these."""
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+        """Whether training waits for each save, or goes on while a thread stores a copy, or another process does
+        (pinned memory is used wherever there is an accelerator). The save of the last step is waited for."""
+
+        hf_folder: str = ""
+        """Where `last_save_in_hf` puts safetensors, as `step-N` below it: a path below the dump folder or a URI. By
+        default the folder's name with "-hf"."""
+
+        def __post_init__(self) -> None:
+            self.async_mode = self.async_mode.lower()  # type: ignore[assignment] # checked in the next line
+            if self.async_mode not in ("disabled", *_UPLOADERS):
+                raise ValueError(f"Invalid async_mode: {self.async_mode}")
+            if self.hf_folder and not self.last_save_in_hf:
+                raise ValueError("hf_folder is where last_save_in_hf puts its files, and that is False.")
+            shared: Any = self
+            if shared.initial_load_path is not None:
+                shared.initial_load_path = shared.initial_load_path.strip()
+            BaseCheckpointManager.Config(**_without_limits_of_dcp(shared))  # has the checks of what all managers share
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        self.enable = config.enable
+        self.save_future: PendingSave | None = None
+        if not self.enable:
+            return
+        if (config.last_save_in_hf or config.initial_load_in_hf) and sd_adapter is None:
+            raise InvalidInput(
+                "last_save_in_hf and initial_load_in_hf need the model's sd_adapter, and this model has none"
+            )
+        unknown = set(config.exclude_from_loading) - {*states, "optimizer", DATALOADER, "lr_scheduler"}
+        if unknown:
+            raise InvalidInput(f"exclude_from_loading names {min(unknown)}, which is no part of this training")
+        self.config = config
+        self.folder = filesystem.join(base_folder, config.folder)
+        self.hf_folder = filesystem.join(base_folder, config.hf_folder or f"{config.folder.rstrip('/')}-hf")
+        if f"{self.hf_folder}/".startswith(f"{self.folder.rstrip('/')}/"):
+            raise InvalidInput(
+                f"hf_folder {self.hf_folder} is inside of the store at {self.folder}, where only its own files may lie"
+            )
+        self.sd_adapter = sd_adapter
+        self.states = states
+        self.states |= {
+            MODEL: ModelWrapper(model_parts),
+            "optimizer": optimizers,
+            DATALOADER: dataloader,
+            "lr_scheduler": lr_schedulers,
+        }
+        self.store = self._open_store()
+        logger.info(f"Checkpoints are loaded from and saved to the store at {self.store.uri}.")
+
+    def _open_store(self) -> CheckpointStore:
+        keep = self.config.keep_latest_k
+        return open_store(self.folder, retention=KeepLatest(keep) if keep else KeepAll())
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self.config.load_only:
+            return False
+        is_first = curr_step == 1 and self.config.enable_first_step_checkpoint
+        return last_step or is_first or curr_step % self.config.interval == 0
+
+    @torch.no_grad()
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save what the step asks for; whether it asks for anything. Collective.
+
+        In an asynchronous mode it returns once the state is copied. The error of a save is raised on all ranks, that of
+        an asynchronous one by the next save, `maybe_wait_for_saving` or `close`.
+        """
+        if not self._should_save(curr_step, last_step):
+            return False
+        with structured_logger.log_trace_span("checkpoint_save"):
+            structured_logger.add_step_tag("checkpoint_save")
+            self.save_future = None  # the store waits for it, and raises on all ranks what it failed with
+            uploader = _UPLOADERS.get(self.config.async_mode)
+            if last_step and self.config.last_save_model_only:
+                self._save_model(curr_step)
+            elif last_step or uploader is None:
+                self._store_now(curr_step, FlatStates(self.states), "all")
+            else:
+                self.save_future = self.store.save_async(
+                    curr_step, FlatStates(self.states).entries, metadata=as_metadata("all"), uploader=uploader
+                )
+        return True
+
+    def _save_model(self, step: int) -> None:
+        config = self.config
+        contents = in_dtype(self.states[MODEL].state_dict(), TORCH_DTYPE_MAP[config.export_dtype])
+        if not config.last_save_in_hf:
+            self._store_now(step, FlatStates({MODEL: _Contents(contents)}), "model")
+            return
+        named = FlatStates({MODEL: _Contents(self.sd_adapter.to_hf(contents))})
+        checkpoint = self._store_now(step, named, "hugging_face")
+        directory = filesystem.join(self.hf_folder, f"step-{step}")
+        export_weights(self.store, checkpoint, directory, beside=self.sd_adapter.hf_assets_path)
+
+    def _store_now(self, step: int, flat: FlatStates, contents: Contents) -> Checkpoint:
+        checkpoint = self.store.save(step, flat.entries, metadata=as_metadata(contents))
+        logger.info(f"Saved step {step} to {checkpoint.uri}.")
+        return checkpoint
+
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        """Go on from the store, or from a step of it, or else carry out the initial load; whether anything was loaded.
+
+        Collective. Raises FileMissing, which names the steps that are there, for a `step` that is not, StateMismatch
+        for a checkpoint that does not fit, NoUsableCheckpoint when there are some and none can be used.
+        """
+        with structured_logger.log_trace_span("checkpoint_load"):
+            if step != -1:
+                checkpoint = self._resume(of_step(self.store, step), model_only=step == 0)
+                if checkpoint is None:
+                    raise self._not_there(step)
+            else:
+                checkpoint = self._resume(resumable(self.store)) or self._resume(
+                    of_step(self.store, 0), model_only=True
+                )
+            if checkpoint is None:
+                return self._load_initially()
+            logger.info(f"Loaded step {checkpoint.step} from {checkpoint.uri}.")
+            return True
+
+    def _resume(self, order: Order, *, model_only: bool = False) -> Checkpoint | None:
+        if not on_leader(self.store, "look for a checkpoint", lambda: bool(order(()))):
+            return None  # before an optimizer is asked for its state: that would count as a step of it
+        flat = self._flat(model_only=model_only)
+        claim = not self.config.load_only
+        found = load_in_order(self.store, flat.entries, order, claim=claim, per_rank=_PER_RANK)
+        if found is not None:
+            self._hand_back(flat, found)
+        return found
+
+    def _hand_back(self, flat: FlatStates, checkpoint: Checkpoint) -> None:
+        on_all_ranks(self.store, "hand back", flat.hand_back)
+        warn_of_unplaced(self.store, checkpoint, flat.entries, self.states.keys() - flat.names)
+
+    def _not_there(self, step: int) -> FileMissing:
+        found = ", ".join(str(checkpoint.step) for checkpoint in self.store) or "none"
+        return FileMissing(
+            f"--checkpoint.load_step={step} not found in {self.store.uri}, which has {found}",
+            hint="Name one of these, or leave it out for the newest",
+        )
+
+    def _load_initially(self) -> bool:
+        config = self.config
+        source = config.initial_load_path
+        if config.initial_load_in_hf:
+            source = source or self.sd_adapter.hf_assets_path or ""
+            load_weights(
+                self.store,
+                self.states[MODEL],
+                self.sd_adapter,
+                source,
+                is_quantized=config.initial_load_in_hf_quantized,
+            )
+        elif source:
+            uri = on_leader(self.store, "initial load", lambda: checkpoint_uri(source))
+            flat = self._flat(model_only=config.initial_load_model_only)
+            checkpoint = Checkpoint.from_uri(uri)
+            checkpoint.load(flat.entries, dtype="state", per_rank=_PER_RANK)
+            self._hand_back(flat, checkpoint)
+        else:
+            logger.info("There is no checkpoint to load: this is a fresh start.")
+            return False
+        logger.info(f"Began from {redact(source)}.")
+        return True
+
+    def _flat(self, *, model_only: bool) -> FlatStates:
+        excluded = set(self.states) - {MODEL} if model_only else set(self.config.exclude_from_loading)
+        return FlatStates({name: item for name, item in self.states.items() if name not in excluded})
+
+    def _maybe_wait_for_staging(self) -> None:
+        """A save returns once its copy is made, so there is nothing to wait for."""
+
+    def _wait_for_saving(self) -> None:
+        self.save_future = None
+        settle_saves(self.store)
+
+    def _close(self) -> None:
+        """Wait for the save in flight, and raise what it failed with unless that was raised already."""
+        if hasattr(self, "store"):
+            self.store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """A model's contents that are not its own memory any more."""
+
+    contents: Mapping[str, Any]
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.contents
+
+
+def _without_limits_of_dcp(config: Any) -> dict[str, Any]:
+    """The options that torchtitan's managers share, without what only DCP cannot do: safetensors in the cloud, and a
+    single checkpoint, which may go no sooner than the next one is there."""
+    given = {field.name: getattr(config, field.name) for field in fields(BaseCheckpointManager.Config)}
+    if filesystem.is_remote(config.folder):
+        given["folder"] = "checkpoint"
+    if config.initial_load_path and filesystem.is_remote(config.initial_load_path):
+        given["initial_load_path"] = "/"
+    if config.keep_latest_k == 1:
+        given["keep_latest_k"] = 0
+    return given

@@ -1,0 +1,40 @@
+"""Work for which ranks wait: an error of any is raised on all, and long work shows that it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+from ckptstore.catalogue import job_of
+from ckptstore.group import Beat
+from ckptstore.store import CheckpointStore
+
+T = TypeVar("T")
+
+_BEAT_EVERY_SECONDS = 1.0
+
+
+def on_all_ranks(store: CheckpointStore, what: str, work: Callable[[], Any]) -> list[Any]:
+    """What `work` gives on every rank, as JSON holds it. Collective."""
+    told = job_of(store).exchange(what, lambda beat: beating(work, beat), lambda parts, _beat: parts)
+    return list(told)
+
+
+def on_leader(store: CheckpointStore, what: str, work: Callable[[], Any]) -> Any:
+    """What `work` gives on rank 0, as JSON holds it. Collective."""
+    return job_of(store).exchange(what, lambda _beat: None, lambda _parts, beat: beating(work, beat))
+
+
+def beating(work: Callable[[], T], beat: Beat) -> T:
+    """Do something long that gives no signs of life, and give them for it."""
+    with ThreadPoolExecutor(1, "ckptstore-torchtitan") as pool:
+        future = pool.submit(work)
+        while wait([future], _BEAT_EVERY_SECONDS).not_done:
+            beat()
+        return future.result()
+
+
+def rank_of(store: CheckpointStore) -> int:
+    """This process's rank in the job."""
+    return job_of(store).group.rank
