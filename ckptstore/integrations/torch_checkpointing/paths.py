@@ -45,11 +45,13 @@ class Place:
             )
         return check_step(int(match[1]))
 
-    def checked_file(self) -> str:
-        """The name of the file, checked for every storage. Raises InvalidName, InvalidInput."""
+    def check_writable(self) -> None:
+        """Raise InvalidInput, InvalidStep or InvalidName for what cannot be stored in any checkpoint."""
+        check_step(self.step)
         if self.file == BLOCKS_NAME:
             raise InvalidInput(f"The name {self.file} is reserved by ckptstore", hint="Rename the file")
-        return check_user_name(self.file)
+        if self.file:
+            check_user_name(self.file)
 
 
 @dataclass(frozen=True, slots=True)

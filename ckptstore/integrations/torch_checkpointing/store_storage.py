@@ -133,7 +133,7 @@ class StoreStorage(Storage):
         """
         place = self._writable(path)
         writing = self._begin(place)
-        parts = place.checked_file().split("/") if place.file else []
+        parts = place.file.split("/") if place.file else []
         wanted = ["/".join(parts[:count]) for count in range(len(parts) + 1)]
         if not recursive and wanted[:-1] and wanted[-2] not in writing.draft.entries()[1]:
             raise FileNotFoundError(errno.ENOENT, f"There is no directory above {path}")
@@ -147,13 +147,13 @@ class StoreStorage(Storage):
     def get_write_stream(self, path: Path, data: object) -> WriteStream:
         """The same; the memory of the tensors in `data` is written without a copy."""
         place = self._writable(path)
-        file, writing = place.checked_file(), self._begun(place)
-        return WriteStream(lambda views: self._store(writing, file, views), data)
+        writing = self._begun(place)
+        return WriteStream(lambda views: self._store(writing, place.file, views), data)
 
     def write(self, path: Path, data: Any) -> None:
         """Write a file: durable, and seen by all ranks, when this returns."""
         place = self._writable(path)
-        self._store(self._begun(place), place.checked_file(), [memoryview(data).cast("B")])
+        self._store(self._begun(place), place.file, [memoryview(data).cast("B")])
 
     def delete(self, path: Path) -> None:
         """Delete a file of a temporary directory. Raises FileMissing, and PermissionError in a checkpoint."""
@@ -228,7 +228,7 @@ class StoreStorage(Storage):
                 f"{path} is not in a temporary directory ({prefix}...), so no rename would make it a checkpoint",
                 hint="Leave write_to_temp_dir=True, and give the writer's temp_dir_prefix to StoreStorageConfig too",
             )
-        place.step  # noqa: B018 - refused before anything is written
+        place.check_writable()
         return place
 
     def _begin(self, place: Place, *, may_exist: bool = False) -> Writing:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ckptstore.errors import CkptstoreError
 from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.transfer import RangeRead, Transfer
 
@@ -176,11 +177,18 @@ class ReadStream(io.RawIOBase):
         """Fill the buffer, as far as the file goes. Raises CheckpointDamaged when a block is not what was written."""
         if self.closed:
             raise ValueError("The stream is closed")
-        view = memoryview(buffer).cast("B")
-        view = view[: max(0, self._file.size_bytes - self._position)]
+        failed: CkptstoreError | None = None
         done = 0
-        while done < len(view):
-            done += self._read_some(view[done:])
+        with memoryview(buffer).cast("B") as whole, whole[: max(0, self._file.size_bytes - self._position)] as view:
+            try:
+                while done < len(view):
+                    done += self._read_some(view[done:])
+            except CkptstoreError as error:
+                # The frames in a traceback hold on to the buffer; a caller whose buffer is an mmap has to close it.
+                failed = error.with_traceback(None)
+                failed.__cause__ = failed.__context__ = None
+        if failed is not None:
+            raise failed
         return done
 
     def _read_some(self, view: memoryview) -> int:
