@@ -22,6 +22,7 @@ EXTRAS = {
     "ray": ("ray", "pyarrow"),
     "lightning": (*TORCH, "lightning"),
     "transformers": (*TORCH, "transformers"),
+    "torch-checkpointing": (*TORCH, "torch_checkpointing"),
     "otel": ("opentelemetry",),
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),

@@ -18,6 +18,7 @@ MODULES = [
     "ckptstore.integrations.mlflow",
     "ckptstore.integrations.otel",
     "ckptstore.integrations.ray",
+    "ckptstore.integrations.torch_checkpointing",
     "ckptstore.integrations.trackers",
     "ckptstore.integrations.transformers",
     "ckptstore.integrations.wandb",

@@ -18,7 +18,7 @@ import torch_checkpointing_worker as worker
 from torch_checkpointing.storage.base_storage import ReadArgs
 
 import ckptstore
-from ckptstore.errors import CheckpointDamaged, InvalidInput, InvalidMetric, StorageError, StoreFenced
+from ckptstore.errors import AccessDenied, CheckpointDamaged, InvalidInput, InvalidMetric, StorageError, StoreFenced
 from ckptstore.integrations.torch_checkpointing import StoreStorageConfig
 from ckptstore.retention import KeepBest, KeepLatest
 from ckptstore.testing import CountCalls, FailAt
@@ -157,6 +157,19 @@ def test_a_step_that_was_removed_can_be_saved_again(config: StoreStorageConfig) 
     with ckptstore.open_store(config.uri, storage_options=config.storage_options) as store:
         assert [item.step for item in store] == [2, 1]
         assert all(item.verify().ok for item in store)
+
+
+def test_a_save_that_failed_at_its_commit_is_made_again_in_the_same_job(tmp_path: Path) -> None:
+    fault = FailAt("create log/*", AccessDenied("not now"), skip=1)  # the first record is the claim
+    storage = worker.FaultyConfig(str(tmp_path), hook=fault).create_storage()
+    with pytest.raises(AccessDenied):
+        commit(storage, 1, b"first try")
+    assert not storage.exists(Path("step_1"))
+    assert not storage.exists(Path("tmp_step_1"))
+    storage.mkdir(Path("tmp_step_1/of another file"))
+    storage.write(Path("tmp_step_1/metadata.pkl"), b"second try")
+    storage.rename(Path("tmp_step_1"), Path("step_1"), is_directory=True)
+    assert storage.ls(Path("step_1")) == ["metadata.pkl", "of another file"]
 
 
 def test_an_unfinished_draft_is_begun_anew_by_the_next_job(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from urllib.parse import quote, unquote
 
-from ckptstore.errors import CheckpointDamaged, FileMissing
+from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.format.layout import GROUP_PREFIX, Attempt
 from ckptstore.format.manifest import Receipt
@@ -85,7 +85,8 @@ class Draft:
 
     def entries(self) -> tuple[set[str], set[str]]:
         """The files and the directories. No directories: there is no draft."""
-        files, directories = set(), set()
+        files: set[str] = set()
+        directories: set[str] = set()
         for file in self.storage.list(f"{self.prefix}/"):
             kind, _, name = file.key.removeprefix(f"{self.prefix}/").partition("=")
             (files if kind == "f" else directories).add(unquote(name))
@@ -123,15 +124,6 @@ class Draft:
     def seal(self) -> None:
         """Close it: who comes from now on opens the next try."""
         self._write(f"{self.prefix}{_SEALED}", b"{}")
-
-    @property
-    def is_sealed(self) -> bool:
-        """Whether its commit has begun."""
-        try:
-            self.storage.stat(f"{self.prefix}{_SEALED}")
-        except FileMissing:
-            return False
-        return True
 
     def remove(self) -> None:
         """Remove its receipts and directories. The seal stays: it says which try is the next."""

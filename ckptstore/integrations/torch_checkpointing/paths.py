@@ -22,7 +22,7 @@ _STEP = re.compile(r"(?<![0-9])([0-9]+)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoredPath:
     """What one path stands for."""
 
     path: str
@@ -55,13 +55,13 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Paths:
+class PathReader:
     """How the paths of one configuration are read."""
 
     mount: str | None
     temp_dir_prefix: str
 
-    def place(self, path: str | os.PathLike[str]) -> Place:
+    def place(self, path: str | os.PathLike[str]) -> StoredPath:
         """What a path stands for. Raises InvalidInput for a URI and for what is not below the root."""
         text = os.fspath(path)
         if _URI.match(text):
@@ -73,10 +73,10 @@ class Paths:
         if ".." in parts:
             raise InvalidInput(f"The path {text} has a part '..'")
         if not parts:
-            return Place(text)
+            return StoredPath(text)
         first, file = parts[0], "/".join(parts[1:])
         name = first.removeprefix(self.temp_dir_prefix)
-        return Place(text, name or first, file, is_draft=bool(name) and name != first)
+        return StoredPath(text, name or first, file, is_draft=bool(name) and name != first)
 
     def _below_root(self, path: PurePath) -> PurePath:
         if self.mount is None:

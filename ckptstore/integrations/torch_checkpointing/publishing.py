@@ -13,8 +13,8 @@ from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.integrations.torch_checkpointing.committed import METADATA_KEY
 from ckptstore.integrations.torch_checkpointing.drafts import Draft, DraftFile
-from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME, Place
-from ckptstore.integrations.torch_checkpointing.ranks import Ranks
+from ckptstore.integrations.torch_checkpointing.job_start import JobStart
+from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME, StoredPath
 from ckptstore.job import Job
 from ckptstore.runtime.beat import no_beat
 from ckptstore.saving.commit import commit, tell
@@ -35,9 +35,11 @@ class Writing:
     attempt: Attempt
     directories: set[str] = field(default_factory=set)
     """Those that are known to be there."""
+    is_sealed: bool = False
+    """Whether this process has begun to commit it."""
 
 
-def publish(job: Job, ranks: Ranks, writing: Writing, place: Place) -> None:
+def publish(job: Job, start: JobStart, writing: Writing, place: StoredPath) -> None:
     """Commit the draft. It is sealed first, so that no rank that goes on to another save writes into it.
 
     Raises FileNotFoundError where nobody wrote anything, and what a commit raises.
@@ -47,15 +49,16 @@ def publish(job: Job, ranks: Ranks, writing: Writing, place: Place) -> None:
     names, directories = draft.entries()
     if not directories:
         raise FileMissing(f"There is no directory {place.path} in {job.storage.uri}", file=place.path)
+    writing.is_sealed = True
     draft.seal()
     names, directories = draft.entries()
     files = _of_attempt(draft.read_all(sorted(names)), attempt)
-    receipts = [*(file.receipt for file in files), _write_blocks(job, attempt, files, rank=ranks.rank)]
+    receipts = [*(file.receipt for file in files), _write_blocks(job, attempt, files, rank=start.rank)]
     occupied = {name[:at] for name in names for at, char in enumerate(name) if char == "/"}
     empty = _leaves(directories - occupied - {""})
     request = Request(step=place.step, kind="directory", metadata={METADATA_KEY: {"name": place.name}})
-    record = commit(job, request, attempt, Contents(receipts, empty), no_beat, world_size=ranks.world_size)
-    tell(record, job.storage, rank=ranks.rank, seconds=time.monotonic() - began)
+    record = commit(job, request, attempt, Contents(receipts, empty), no_beat, world_size=start.world_size)
+    tell(record, job.storage, rank=start.rank, seconds=time.monotonic() - began)
     try:
         draft.remove()
     except CkptstoreError as error:

@@ -16,8 +16,8 @@ from torch_checkpointing.storage.base_storage import StorageConfig
 
 from ckptstore.config import StoreConfig, TransferConfig
 from ckptstore.errors import InvalidInput
-from ckptstore.integrations.torch_checkpointing.paths import Paths
-from ckptstore.integrations.torch_checkpointing.ranks import Ranks
+from ckptstore.integrations.torch_checkpointing.job_start import JobStart
+from ckptstore.integrations.torch_checkpointing.paths import PathReader
 from ckptstore.integrations.torch_checkpointing.store_storage import StoreStorage
 from ckptstore.log import Log
 from ckptstore.retention import KeepAll, Policy, check_required
@@ -25,7 +25,7 @@ from ckptstore.runtime.torch_private import default_store
 from ckptstore.storage.uri import parse_uri, redact
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
-_alone: dict[tuple[int, str], Ranks] = {}
+_alone: dict[tuple[int, str], JobStart] = {}
 """By process and store, what a process without ranks beside it is called: its managers are one job."""
 _lock = threading.Lock()
 
@@ -39,7 +39,7 @@ class StoreStorageConfig(StorageConfig):
     fenced, and can make nothing visible any more.
 
     Args:
-        uri: as for `open_store`. Paths of checkpoints are relative to it, and end in the step: "step_100".
+        uri: as for `open_store`. PathReader of checkpoints are relative to it, and end in the step: "step_100".
         mount: the beginning of all paths, where they are not relative to the store: mount="/ckpt" makes
             "/ckpt/step_100" the checkpoint "step_100".
         temp_dir_prefix: that of the writer's configuration.
@@ -59,7 +59,7 @@ class StoreStorageConfig(StorageConfig):
     engine: str | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     memory_budget_bytes: int | None = None
-    _ranks: Ranks | None = field(default=None, init=False, repr=False, compare=False)
+    _start: JobStart | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.uri = os.fspath(self.uri)
@@ -76,13 +76,13 @@ class StoreStorageConfig(StorageConfig):
         return KeepAll() if self.retention is None else self.retention
 
     @property
-    def paths(self) -> Paths:
+    def paths(self) -> PathReader:
         """How paths are read."""
-        return Paths(self.mount, self.temp_dir_prefix)
+        return PathReader(self.mount, self.temp_dir_prefix)
 
     def create_storage(self) -> StoreStorage:
         """Open the store. Nothing is written, and no rank is waited for."""
-        return StoreStorage(self.opened(), self.paths, self.policy, self.ranks())
+        return StoreStorage(self.opened(), self.paths, self.policy, self.job_start())
 
     def opened(self) -> OpenedPlace:
         """The store's root, open."""
@@ -92,27 +92,27 @@ class StoreStorageConfig(StorageConfig):
         )
         return open_place(self.uri, config=config, storage_options=self.storage_options, engine=self.engine)
 
-    def ranks(self) -> Ranks:
+    def job_start(self) -> JobStart:
         """What the ranks of this job agree on: found on first use, and taken along by a pickle."""
         with _lock:
-            if self._ranks is None:
-                self._ranks = self._of_group() if _is_in_group() else self._of_process()
-            return self._ranks
+            if self._start is None and _is_in_group():
+                self._start = self._of_group()
+            return self._start or self._of_process()  # which counts until there is a group
 
     def __getstate__(self) -> dict[str, Any]:
         if parse_uri(self.uri).scheme == "memory":
             raise InvalidInput(
                 f"{redact(self.uri)} lives in the memory of this process, and the saver writes in another"
             )
-        return {**self.__dict__, "_ranks": self.ranks()}
+        return {**self.__dict__, "_start": self.job_start()}
 
-    def _of_process(self) -> Ranks:
+    def _of_process(self) -> JobStart:
         key = (os.getpid(), self.uri)
         if key not in _alone:
             _alone[key] = self._proposed()
         return _alone[key]
 
-    def _of_group(self) -> Ranks:
+    def _of_group(self) -> JobStart:
         """The first rank to come says what all ranks go by. None waits for another."""
         store = default_store()
         if store is None:
@@ -123,10 +123,10 @@ class StoreStorageConfig(StorageConfig):
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         return replace(proposed, token=token, since=int(since), rank=rank, world_size=world_size)
 
-    def _proposed(self) -> Ranks:
+    def _proposed(self) -> JobStart:
         with closing(self.opened()) as place:
             newest = Log(place.storage, retry=place.config.retry).newest()
-        return Ranks(token=f"tc-{secrets.token_hex(8)}", since=newest.number if newest else 0)
+        return JobStart(token=f"tc-{secrets.token_hex(8)}", since=newest.number if newest else 0)
 
 
 def _is_in_group() -> bool:

@@ -20,9 +20,9 @@ from ckptstore.format.changes import Remove
 from ckptstore.group import SOLO
 from ckptstore.integrations.torch_checkpointing.committed import Committed, Shelf
 from ckptstore.integrations.torch_checkpointing.drafts import Draft, checked_file
-from ckptstore.integrations.torch_checkpointing.paths import Paths, Place
+from ckptstore.integrations.torch_checkpointing.job_start import Epoch, JobStart
+from ckptstore.integrations.torch_checkpointing.paths import PathReader, StoredPath
 from ckptstore.integrations.torch_checkpointing.publishing import Writing, publish
-from ckptstore.integrations.torch_checkpointing.ranks import Epoch, Ranks
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile, ReadStream, WriteStream
 from ckptstore.job import Job
 from ckptstore.log import Log
@@ -41,8 +41,8 @@ class StoreStorage(Storage):
     cannot be renamed, because object stores can only copy them.
     """
 
-    def __init__(self, place: OpenedPlace, paths: Paths, policy: Policy, ranks: Ranks) -> None:
-        place.transfer.set_rank(ranks.rank)
+    def __init__(self, place: OpenedPlace, paths: PathReader, policy: Policy, start: JobStart) -> None:
+        place.transfer.set_rank(start.rank)
         self._job = Job(
             storage=place.storage,
             log=Log(place.storage, retry=place.config.retry),
@@ -53,8 +53,8 @@ class StoreStorage(Storage):
             given_group=SOLO,
         )
         self._paths = paths
-        self._ranks = ranks
-        self._epoch = Epoch(self._job, ranks)
+        self._start = start
+        self._epoch = Epoch(self._job, start)
         self._shelf = Shelf(self._job)
         self._writing: dict[str, Writing] = {}
         """The drafts that this process writes to, or has renamed."""
@@ -207,20 +207,21 @@ class StoreStorage(Storage):
             )
         with self._lock:
             mine = self._writing.get(source.name)
-        writing = mine if mine is not None and mine.draft.is_sealed else self._begin(source, may_exist=True)
+        is_again = mine is not None and mine.is_sealed and not self._draft(source.name).entries()[1]
+        writing = mine if mine is not None and is_again else self._begin(source, may_exist=True)
         earlier = self._shelf.of_step(source.step)
-        if earlier is not None and writing.attempt is not None and earlier.entry.attempt == str(writing.attempt):
+        if earlier is not None and earlier.entry.attempt == str(writing.attempt):
             return
         if earlier is not None:
             self._refuse_taken(source, earlier.entry.attempt)
-        publish(self._job, self._ranks, writing, source)
+        publish(self._job, self._start, writing, source)
 
     # Inside
 
     def _draft(self, name: str) -> Draft:
-        return Draft.current(self._job.storage, self._ranks.token, name)
+        return Draft.current(self._job.storage, self._start.token, name)
 
-    def _writable(self, path: Path) -> Place:
+    def _writable(self, path: Path) -> StoredPath:
         place = self._paths.place(path)
         if not place.is_draft:
             prefix = self._paths.temp_dir_prefix
@@ -231,7 +232,7 @@ class StoreStorage(Storage):
         place.check_writable()
         return place
 
-    def _begin(self, place: Place, *, may_exist: bool = False) -> Writing:
+    def _begin(self, place: StoredPath, *, may_exist: bool = False) -> Writing:
         """The draft that is open now, for this job."""
         epoch = self._epoch.claimed()
         taken = None if may_exist else self._shelf.of_step(place.step)
@@ -241,16 +242,16 @@ class StoreStorage(Storage):
         with self._lock:
             found = self._writing.get(place.name)
             if found is None or found.draft.number != draft.number:
-                attempt = draft.attempt(place.step, epoch, self._ranks.token)
+                attempt = draft.attempt(place.step, epoch, self._start.token)
                 found = self._writing[place.name] = Writing(draft, attempt)
             return found
 
-    def _begun(self, place: Place) -> Writing:
+    def _begun(self, place: StoredPath) -> Writing:
         """The draft that `mkdir` has begun. Raises FileNotFoundError where nobody made the directory of a file."""
         parent = place.file.rpartition("/")[0]
         with self._lock:
             found = self._writing.get(place.name)
-        if found is None or parent not in found.directories:
+        if found is None or found.is_sealed or parent not in found.directories:
             found = self._begin(place)
             found.directories |= found.draft.entries()[1]
         if parent not in found.directories:
@@ -258,9 +259,9 @@ class StoreStorage(Storage):
         return found
 
     def _store(self, writing: Writing, file: str, views: Sequence[memoryview]) -> None:
-        writing.draft.store(self._job.transfer, writing.attempt, file, views, rank=self._ranks.rank)
+        writing.draft.store(self._job.transfer, writing.attempt, file, views, rank=self._start.rank)
 
-    def _committed(self, place: Place) -> Committed:
+    def _committed(self, place: StoredPath) -> Committed:
         try:
             found = self._shelf.find(place.name, place.step)
         except InvalidInput:  # no step, so no checkpoint
@@ -269,7 +270,7 @@ class StoreStorage(Storage):
             raise FileMissing(f"There is no checkpoint {place.name} in {self._job.storage.uri}", file=place.name)
         return found
 
-    def _entries(self, place: Place) -> tuple[set[str], set[str]]:
+    def _entries(self, place: StoredPath) -> tuple[set[str], set[str]]:
         if place.is_draft:
             return self._draft(place.name).entries()
         try:
@@ -292,12 +293,12 @@ class StoreStorage(Storage):
         except InvalidInput as error:
             raise PermissionError(errno.EPERM, f"{found.name} stays in {self._job.storage.uri}: {error}") from error
 
-    def _refuse_taken(self, place: Place, attempt: str) -> NoReturn:
+    def _refuse_taken(self, place: StoredPath, attempt: str) -> NoReturn:
         raise FileExistsError(
             errno.ENOTEMPTY, f"Step {place.step} is committed in {self._job.storage.uri} already, by {attempt}"
         )
 
-    def _refuse_change(self, place: Place) -> NoReturn:
+    def _refuse_change(self, place: StoredPath) -> NoReturn:
         raise PermissionError(
             errno.EPERM,
             f"{place.path or '.'} cannot be deleted from {self._job.storage.uri}: checkpoints are immutable",

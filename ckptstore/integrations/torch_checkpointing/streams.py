@@ -6,7 +6,8 @@ import io
 import warnings
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from types import TracebackType
@@ -31,7 +32,7 @@ class WriteStream(io.RawIOBase):
         super().__init__()
         self._store: Callable[[Sequence[memoryview]], None] | None = store
         self._data = data
-        self._lasting = sorted(dict(_memory_of(data)).items())
+        self._lasting = sorted(_memory_of(data).items())
         self._views: list[memoryview] = []
         self._own = bytearray()
 
@@ -100,22 +101,27 @@ def _address(view: memoryview) -> int:
         return int(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
 
 
-def _memory_of(data: object) -> Iterator[tuple[int, int]]:
-    """Where the tensors of a nested state lie in this process's memory: first and last address."""
-    if isinstance(data, torch.Tensor):
-        local = getattr(data, "_local_tensor", data)  # of a DTensor
-        if isinstance(local, torch.Tensor) and local.device.type == "cpu" and local.layout == torch.strided:
-            try:
-                storage = local.untyped_storage()
-                yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-            except (RuntimeError, NotImplementedError):
-                """A wrapper without memory of its own: what it writes is copied."""
-    elif isinstance(data, Mapping):
-        for item in data.values():
-            yield from _memory_of(item)
-    elif isinstance(data, list | tuple):
-        for item in data:
-            yield from _memory_of(item)
+def _memory_of(data: object) -> dict[int, int]:
+    """Where the tensors of a nested state lie in this process's memory: last address by first one."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    left = [data]
+    while left:
+        item = left.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            local = getattr(item, "_local_tensor", item)  # of a DTensor
+            with suppress(RuntimeError, NotImplementedError):  # a wrapper without memory of its own is copied
+                if local.device.type == "cpu" and local.layout == torch.strided:
+                    storage = local.untyped_storage()
+                    found[storage.data_ptr()] = storage.data_ptr() + storage.nbytes()
+        elif isinstance(item, Mapping):
+            left += item.values()
+        elif isinstance(item, list | tuple):
+            left += item
+    return found
 
 
 @dataclass(frozen=True, slots=True)

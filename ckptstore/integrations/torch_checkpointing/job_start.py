@@ -13,7 +13,7 @@ from ckptstore.storage.base import CreatesExclusively
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class JobStart:
     """One start of a job, as one of its ranks knows it."""
 
     token: str
@@ -27,9 +27,9 @@ class Ranks:
 class Epoch:
     """The writer epoch of a job: claimed by whichever of its ranks writes first, found in the log by the others."""
 
-    def __init__(self, job: Job, ranks: Ranks) -> None:
+    def __init__(self, job: Job, start: JobStart) -> None:
         self._job = job
-        self._ranks = ranks
+        self._start = start
         self._lock = threading.Lock()
 
     def claimed(self) -> int:
@@ -41,7 +41,7 @@ class Epoch:
             return self._job.epoch
 
     def _claim_or_join(self) -> int:
-        job, ranks = self._job, self._ranks
+        job, start = self._job, self._start
         if not isinstance(job.storage, CreatesExclusively):
             raise InvalidInput(
                 f"{job.storage.uri} cannot create a file only where there is none, so ranks could claim it twice"
@@ -52,7 +52,7 @@ class Epoch:
 
         def decide(newest: Record | None) -> Claim | None:
             found[:] = self._own_claims(newest)
-            return None if found else Claim(start_token=ranks.token, world_size=ranks.world_size)
+            return None if found else Claim(start_token=start.token, world_size=start.world_size)
 
         record = job.log.append(decide)
         return found[0] if record is None else record.state.epoch
@@ -60,7 +60,10 @@ class Epoch:
     def _own_claims(self, newest: Record | None) -> list[int]:
         """The epoch that another rank of this job has claimed. Were it not for this, a rank that writes for the first
         time after a later job's claim would take the store back from that job."""
-        numbers = range(self._ranks.since + 1, (newest.number if newest else 0) + 1)
+        numbers = range(self._start.since + 1, (newest.number if newest else 0) + 1)
         records = self._job.log.records(numbers)
-        claims = [item for item in records if isinstance(item.change, Claim)]
-        return [item.state.epoch for item in claims if item.change.start_token == self._ranks.token]
+        return [
+            item.state.epoch
+            for item in records
+            if isinstance(item.change, Claim) and item.change.start_token == self._start.token
+        ]
