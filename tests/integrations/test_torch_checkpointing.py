@@ -21,7 +21,7 @@ import ckptstore
 from ckptstore.errors import AccessDenied, CheckpointDamaged, InvalidInput, InvalidMetric, StorageError, StoreFenced
 from ckptstore.integrations.torch_checkpointing import StoreStorageConfig
 from ckptstore.retention import KeepBest, KeepLatest
-from ckptstore.testing import CountCalls, FailAt
+from ckptstore.testing import CountCalls, FailAt, RanksFailed
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
 run_ranks = partial(forked_ranks.run_ranks, modules=(*forked_ranks.TORCH, "torch_checkpointing"))
@@ -404,11 +404,26 @@ def test_a_killed_rank_leaves_all_or_nothing(fault: str, committed: bool, tmp_pa
 
 @pytest.mark.slow
 def test_a_job_that_is_killed_at_any_call_leaves_all_or_nothing(tmp_path: Path) -> None:
-    count = CountCalls()
-    manager = worker.manager_of(worker.FaultyConfig(str(tmp_path / "counted"), hook=count))
-    manager.save("step_2", {"model": worker.state_of(2), "trainer": {"seed": 2}})
-    seen = {check_killed(tmp_path / str(index), f"kill during {index}") for index in range(count.total)}
-    assert seen == {True, False}
+    seen = []
+    for index in range(200):
+        try:
+            seen.append(check_killed(tmp_path / str(index), f"kill during {index}"))
+        except RanksFailed as error:
+            if "and returned" not in str(error):  # it has no such call
+                raise
+            break
+    assert seen.index(True) > 20
+    assert seen == sorted(seen)  # one call makes the difference
+
+
+def test_what_a_resharder_writes_and_reads(tmp_path: Path) -> None:
+    manager = worker.manager_of(StoreStorageConfig(str(tmp_path)), resharded="model")
+    saved, loaded = worker.state_of(1), worker.state_of(2)
+    manager.save("step_1", {"model": saved})
+    manager.load("step_1", into={"model": loaded}, strict=True)
+    assert torch.equal(loaded["weight"], saved["weight"])
+    assert manager._reader._storage.ls(Path("step_1")) == ["metadata.pkl", "model_0.pt"]
+    manager.close()
 
 
 def check_ranks(results: list[dict[str, Any]]) -> None:

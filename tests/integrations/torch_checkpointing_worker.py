@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch_checkpointing import CheckpointManager
+from torch_checkpointing import CheckpointManager, ItemSpec
 from torch_checkpointing.config import SyncCheckpointSaverConfig
+from torch_checkpointing.default_resharder import DefaultResharder
 
 from ckptstore.integrations.torch_checkpointing import StoreStorageConfig
 from ckptstore.testing import Hook, hook_from_environment, wrap
@@ -32,12 +33,16 @@ class FaultyConfig(StoreStorageConfig):
         return OpenedPlace(storage=storage, transfer=transfer, config=place.config)
 
 
-def manager_of(config: StoreStorageConfig, *, asynchronous: bool = False) -> CheckpointManager:
-    """A manager of this rank."""
+def manager_of(
+    config: StoreStorageConfig, *, asynchronous: bool = False, resharded: str | None = None
+) -> CheckpointManager:
+    """A manager of this rank; `resharded` is an item that may be loaded by other numbers of ranks."""
     made = CheckpointManager.Config.with_async_save() if asynchronous else CheckpointManager.Config()
     if not asynchronous:
         made.save = SyncCheckpointSaverConfig()
     made.storage_config = config
+    if resharded is not None:
+        made.items = {resharded: ItemSpec(resharder=DefaultResharder())}
     return CheckpointManager(made)
 
 
