@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Most of what is installed is never imported. Python compiles the rest when it is.
 INSTALL := $(PIP) install --quiet --no-compile -c constraints.txt
 # The extra torchtitan is missing: its data sets want an older fsspec. `make servers` gets what its tests need.
-EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers,otel,mlflow,wandb,serve
+EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers,torch-checkpointing,otel,mlflow,wandb,serve
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --durations=20
 # A driver that waits for Ray hears no signal, so a test that takes too long ends the process.

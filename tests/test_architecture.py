@@ -95,8 +95,8 @@ IMPORTERS: dict[str, set[str]] = {
         "state",
         "testing",
     },
-    "torch_checkpointing": {"bench"},
     "torchtitan": {"integrations.torchtitan"},
+    "torch_checkpointing": {"bench", "integrations.torch_checkpointing"},
     "transformers": {"integrations.transformers"},
     "uvloop": {"testing.s3_server"},
     "waitress": {"report.serving"},
@@ -110,7 +110,7 @@ REQUIRED = {"awscrt", "click", "fsspec", "rich", "tenacity"}
 BEHIND_OTHERS = {
     "s3fs, gcsfs and adlfs": {"azure", "botocore", "google", "requests"},
     "psutil, each in a peer that says whether it can run": {
-        *("jax", "ml_dtypes", "orbax", "s3torchconnector", "safetensors", "torch_checkpointing"),
+        *("jax", "ml_dtypes", "orbax", "s3torchconnector", "safetensors"),
     },
     "a search for it first": {"uvloop"},
 }
@@ -132,7 +132,7 @@ WIDE_SIGNATURES |= {"import_state", "export"}
 READS_ENVIRONMENT = {"config", "group.find", "storage", "testing", "demo", "integrations"}
 
 HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "waitress", "xxhash"}
-HEAVY |= {"lightning", "mlflow", "opentelemetry", "transformers", "wandb"}
+HEAVY |= {"lightning", "mlflow", "opentelemetry", "torch_checkpointing", "transformers", "wandb"}
 
 
 def module_name(path: Path) -> str:

@@ -23,6 +23,7 @@ EXTRAS = {
     "lightning": (*TORCH, "lightning"),
     "transformers": (*TORCH, "transformers"),
     "torchtitan": (*TORCH, "torchtitan"),
+    "torch-checkpointing": (*TORCH, "torch_checkpointing"),
     "otel": ("opentelemetry",),
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),

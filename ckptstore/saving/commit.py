@@ -29,15 +29,24 @@ logger = logging.getLogger("ckptstore")
 
 
 def commit(
-    job: Job, request: Request, attempt: Attempt, contents: Contents, beat: Beat, *, after: int | None = None
+    job: Job,
+    request: Request,
+    attempt: Attempt,
+    contents: Contents,
+    beat: Beat,
+    *,
+    after: int | None = None,
+    world_size: int | None = None,
 ) -> Record:
     """Publish what is stored, as the next record of the log; retention decides in the same step.
 
     With `after`, the number of a record, InvalidInput is raised when a checkpoint was committed later than that.
+    `world_size` is how many ranks stored it, where these are not the ranks of the job's group.
     """
     check_stored(job.storage, attempt, contents.receipts)
     beat()
-    manifest = manifest_of(request, attempt, contents, store_id=job.store_id(), world_size=job.group.world_size)
+    world_size = job.group.world_size if world_size is None else world_size
+    manifest = manifest_of(request, attempt, contents, store_id=job.store_id(), world_size=world_size)
     data = write_manifest(job.storage, job.config, attempt, contents, manifest)
     beat()
     entry = CheckpointEntry(

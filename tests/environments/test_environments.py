@@ -50,6 +50,7 @@ NEED_MORE = {
         "ckptstore.integrations.otel.Telemetry": "'ckptstore[otel]'",
         "ckptstore.integrations.otel.instrument": "'ckptstore[otel]'",
         "ckptstore.integrations.torchtitan.CkptstoreCheckpointManager": "'ckptstore[torchtitan]'",
+        "ckptstore.integrations.torch_checkpointing.StoreStorageConfig": "'ckptstore[torch-checkpointing]'",
         "ckptstore.integrations.transformers.CheckpointStoreCallback": "'ckptstore[transformers]'",
         "ckptstore.ray.s3_filesystem": "'ckptstore[ray]'",
         "ckptstore.integrations.ray.s3_filesystem": "'ckptstore[ray]'",

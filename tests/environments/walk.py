@@ -19,6 +19,7 @@ MODULES = [
     "ckptstore.integrations.otel",
     "ckptstore.integrations.ray",
     "ckptstore.integrations.torchtitan",
+    "ckptstore.integrations.torch_checkpointing",
     "ckptstore.integrations.trackers",
     "ckptstore.integrations.transformers",
     "ckptstore.integrations.wandb",

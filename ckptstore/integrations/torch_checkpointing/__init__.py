@@ -1,0 +1,21 @@
+"""torch_checkpointing on any storage: its directories are checkpoints of a store, its rename is their commit.
+
+`StoreStorageConfig` goes where torch_checkpointing takes a `StorageConfig`. Its writers fill a temporary directory; the
+rename of that directory, by one rank, becomes one record of the store's log. So a checkpoint is there whole or not at
+all, on object stores too, and `ckptstore ls`, `verify`, `cp`, `report` and retention know it.
+
+torch_checkpointing is loaded with the configuration, on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptstore.runtime.lazy import exports
+
+if TYPE_CHECKING:
+    from ckptstore.integrations.torch_checkpointing.storage_config import StoreStorageConfig
+
+__all__ = ["StoreStorageConfig"]
+
+__getattr__ = exports(__name__, {"StoreStorageConfig": "storage_config"}, extra="torch-checkpointing")

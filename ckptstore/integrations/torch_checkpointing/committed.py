@@ -1,0 +1,104 @@
+"""Committed checkpoints by their names, and their files with the digests of all blocks."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckptstore.errors import CheckpointDamaged, FileMissing
+from ckptstore.format.manifest import Manifest, Receipt
+from ckptstore.format.record import Record
+from ckptstore.integrations.torch_checkpointing.drafts import checked_file
+from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME
+from ckptstore.integrations.torch_checkpointing.streams import CheckedFile
+from ckptstore.job import Job
+from ckptstore.loading.story import CheckpointFiles, files_of
+
+METADATA_KEY = "torch_checkpointing"
+"""Of the manifest's metadata: what this integration has to know of a checkpoint. {"name": "step_100"}"""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that is live, and was saved through torch_checkpointing."""
+
+    record: Record
+    name: str
+    files: CheckpointFiles
+    manifest: Manifest
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Its files, as torch_checkpointing wrote them."""
+        return frozenset(self.manifest.by_name) - {BLOCKS_NAME}
+
+    @cached_property
+    def directories(self) -> frozenset[str]:
+        """Its directories, with "" for its own."""
+        found = {"", *self.manifest.directories}
+        for name in (*self.names, *self.manifest.directories):
+            found |= {name[:at] for at, char in enumerate(name) if char == "/"}
+        return frozenset(found)
+
+    @cached_property
+    def _blocks(self) -> dict[str, str]:
+        receipt = self.manifest.by_name.get(BLOCKS_NAME)
+        if receipt is None:
+            raise CheckpointDamaged(f"{self.name} has no {BLOCKS_NAME}", step=self.record.entry.step, file=BLOCKS_NAME)
+        blocks: dict[str, str] = json.loads(self.files.read_file(receipt))["files"]
+        return blocks
+
+    def size_bytes(self, file: str) -> int:
+        """Of one file. Raises FileMissing."""
+        return self._receipted(file).size_bytes
+
+    def checked(self, file: str) -> CheckedFile:
+        """One file, with the digests of its blocks. Raises FileMissing, CheckpointDamaged."""
+        return checked_file(self.files.prefix, self._receipted(file), self._blocks[file])
+
+    def _receipted(self, file: str) -> Receipt:
+        if file not in self.names:
+            raise FileMissing(f"{self.name} has no file {file}", file=file)
+        return self.manifest.by_name[file]
+
+
+class Shelf:
+    """What is live, by name. Manifests are read once."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._known: dict[int, Committed | None] = {}
+        self._lock = threading.Lock()
+
+    def live(self) -> Iterator[Committed]:
+        """All that are live now and were saved through torch_checkpointing."""
+        for record in self._records():
+            found = self._opened(record)
+            if found is not None:
+                yield found
+
+    def of_step(self, step: int) -> Record | None:
+        """Whatever is live of a step."""
+        return next((record for record in self._records() if record.entry.step == step), None)
+
+    def find(self, name: str, step: int) -> Committed | None:
+        """The live checkpoint with that name, None if there is none now."""
+        records = [record for record in self._records() if record.entry.step == step]
+        return next((found for record in records if (found := self._opened(record)) and found.name == name), None)
+
+    def _records(self) -> list[Record]:
+        newest = self._job.log.newest()
+        return self._job.log.records(newest.state.live) if newest else []
+
+    def _opened(self, record: Record) -> Committed | None:
+        with self._lock:
+            if record.number not in self._known:
+                files = files_of(self._job, record)
+                manifest, _ = files.read_manifest()
+                told = manifest.metadata.get(METADATA_KEY)
+                name = told.get("name") if isinstance(told, dict) else None
+                self._known[record.number] = Committed(record, name, files, manifest) if name else None
+            return self._known[record.number]

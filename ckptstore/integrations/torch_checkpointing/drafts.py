@@ -1,0 +1,143 @@
+"""Drafts: checkpoints that are being written, as all ranks of a job see them.
+
+    checkpoints/<attempt>/<file>                               the bytes
+    group/<token>/drafts/<name>/<try>/f=<file>                 the receipt of a file: it is stored whole
+    group/<token>/drafts/<name>/<try>/d=<directory>            a directory that somebody made
+    group/<token>/drafts/<name>/<try>.sealed                   its commit has begun: nothing is written to it any more
+
+A listing of receipts is the directory. What is below `group/` goes with the commit; `ckptstore gc` removes what a dead
+job left there.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from array import array
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from urllib.parse import quote, unquote
+
+from ckptstore.errors import CheckpointDamaged
+from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.format.layout import GROUP_PREFIX, Attempt
+from ckptstore.format.manifest import Receipt
+from ckptstore.integrations.torch_checkpointing.streams import CheckedFile
+from ckptstore.storage.base import Disk, Storage
+from ckptstore.transfer import Stored, Transfer
+from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.sources import MemorySource
+
+_SEALED = ".sealed"
+_READERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFile:
+    """A file that is stored whole."""
+
+    receipt: Receipt
+    blocks: str
+    """The digests of its blocks, as `encoded_blocks` writes them."""
+
+
+def encoded_blocks(stored: Stored) -> str:
+    """The digest of each block of 1 MiB: little-endian 32-bit integers in base64."""
+    return base64.b64encode(b"".join(stored.block_crcs)).decode()
+
+
+def checked_file(prefix: str, receipt: Receipt, blocks: str) -> CheckedFile:
+    """The file below `prefix` with the digests of its blocks. Raises CheckpointDamaged when these are none."""
+    try:
+        data = base64.b64decode(blocks, validate=True)
+    except ValueError:
+        data = b"?"
+    if len(data) != 4 * -(-receipt.size_bytes // BLOCK_BYTES):
+        raise CheckpointDamaged(f"The digests of the blocks of {receipt.name} are damaged", file=receipt.name)
+    crcs = array("I", (int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)))
+    return CheckedFile(prefix + receipt.name, receipt.size_bytes, crcs)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One try at writing a checkpoint."""
+
+    storage: Storage
+    name: str
+    prefix: str
+    """Of the keys of its receipts."""
+    number: int
+    """Of the try, from 0."""
+
+    @staticmethod
+    def current(storage: Storage, token: str, name: str) -> Draft:
+        """The try that is open: the first one that is not sealed. All ranks find the same, whoever asks first."""
+        prefix = f"{GROUP_PREFIX}{token}/drafts/{quote(name, safe='')}/"
+        listed = [file.key.removeprefix(prefix) for file in storage.list(prefix)]
+        number = sum(key.endswith(_SEALED) and "/" not in key for key in listed)
+        return Draft(storage, name, f"{prefix}{number}", number)
+
+    def attempt(self, step: int, epoch: int, token: str) -> Attempt:
+        """The directory of its bytes: the same on all ranks of one job, for no other try, and for no other job."""
+        return Attempt(step, epoch, sha256(f"{token}/{self.name}/{self.number}".encode()).hexdigest()[:8])
+
+    def entries(self) -> tuple[set[str], set[str]]:
+        """The files and the directories. No directories: there is no draft."""
+        files: set[str] = set()
+        directories: set[str] = set()
+        for file in self.storage.list(f"{self.prefix}/"):
+            kind, _, name = file.key.removeprefix(f"{self.prefix}/").partition("=")
+            (files if kind == "f" else directories).add(unquote(name))
+        return files, directories
+
+    def make_directories(self, names: Iterable[str]) -> None:
+        """Make directories, "" is that of the draft itself; those that exist are no error."""
+        for name in names:
+            self._put(f"d={quote(name, safe='')}", b"{}")
+
+    def store(self, transfer: Transfer, attempt: Attempt, name: str, views: Sequence[memoryview], *, rank: int) -> None:
+        """Store a file. Its receipt is written after its bytes, and an earlier one is removed before."""
+        self.forget(name)
+        size_bytes = sum(map(len, views))
+        source = MemorySource(views, payloads=((0, size_bytes),) if size_bytes else ())
+        stored = transfer.upload([PlannedFile(attempt.key(name), source)])[0]
+        receipt = Receipt(name, size_bytes, stored.crc32c, rank)
+        value = {"attempt": str(attempt), "receipt": receipt.to_json(), "blocks": encoded_blocks(stored)}
+        self._put(self._file(name), json.dumps(value).encode())
+
+    def read(self, name: str) -> tuple[str, DraftFile]:
+        """The attempt in which a file lies, and the file. Raises FileMissing."""
+        value = json.loads(self.storage.read(f"{self.prefix}/{self._file(name)}"))
+        return value["attempt"], DraftFile(Receipt.from_json(value["receipt"]), value["blocks"])
+
+    def read_all(self, names: Iterable[str]) -> list[tuple[str, DraftFile]]:
+        """`read` of many, several at a time."""
+        with ThreadPoolExecutor(_READERS) as pool:
+            return list(pool.map(self.read, names))
+
+    def forget(self, name: str) -> None:
+        """Remove the receipt of a file, if there is one."""
+        self.storage.delete([f"{self.prefix}/{self._file(name)}"])
+
+    def seal(self) -> None:
+        """Close it: who comes from now on opens the next try."""
+        self._write(f"{self.prefix}{_SEALED}", b"{}")
+
+    def remove(self) -> None:
+        """Remove its receipts and directories. The seal stays: it says which try is the next."""
+        self.storage.delete([file.key for file in self.storage.list(f"{self.prefix}/")])
+        if isinstance(self.storage, Disk):
+            self.storage.remove_directories(self.prefix)
+
+    def _file(self, name: str) -> str:
+        return f"f={quote(name, safe='')}"
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._write(f"{self.prefix}/{name}", data)
+
+    def _write(self, key: str, data: bytes) -> None:
+        self.storage.write(key, [memoryview(data)])
+        if isinstance(self.storage, Disk):
+            self.storage.persist([key])

@@ -1,0 +1,86 @@
+"""From a draft to a checkpoint: what a rename does."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass, field
+
+from ckptstore.errors import CkptstoreError, FileMissing, StorageError
+from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.format.layout import Attempt
+from ckptstore.format.manifest import Receipt
+from ckptstore.integrations.torch_checkpointing.committed import METADATA_KEY
+from ckptstore.integrations.torch_checkpointing.drafts import Draft, DraftFile
+from ckptstore.integrations.torch_checkpointing.job_start import JobStart
+from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME, StoredPath
+from ckptstore.job import Job
+from ckptstore.runtime.beat import no_beat
+from ckptstore.saving.commit import commit, tell
+from ckptstore.saving.request import Request
+from ckptstore.saving.shard import Contents
+from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.sources import MemorySource
+from ckptstore.upkeep.prune import prune
+
+logger = logging.getLogger("ckptstore")
+
+
+@dataclass(slots=True)
+class Writing:
+    """A draft that this process writes to."""
+
+    draft: Draft
+    attempt: Attempt
+    directories: set[str] = field(default_factory=set)
+    """Those that are known to be there."""
+    is_sealed: bool = False
+    """Whether this process has begun to commit it."""
+
+
+def publish(job: Job, start: JobStart, writing: Writing, place: StoredPath) -> None:
+    """Commit the draft. It is sealed first, so that no rank that goes on to another save writes into it.
+
+    Raises FileNotFoundError where nobody wrote anything, and what a commit raises.
+    """
+    began = time.monotonic()
+    draft, attempt = writing.draft, writing.attempt
+    names, directories = draft.entries()
+    if not directories:
+        raise FileMissing(f"There is no directory {place.path} in {job.storage.uri}", file=place.path)
+    writing.is_sealed = True
+    draft.seal()
+    names, directories = draft.entries()
+    files = _of_attempt(draft.read_all(sorted(names)), attempt)
+    receipts = [*(file.receipt for file in files), _write_blocks(job, attempt, files, rank=start.rank)]
+    occupied = {name[:at] for name in names for at, char in enumerate(name) if char == "/"}
+    empty = _leaves(directories - occupied - {""})
+    request = Request(step=place.step, kind="directory", metadata={METADATA_KEY: {"name": place.name}})
+    record = commit(job, request, attempt, Contents(receipts, empty), no_beat, world_size=start.world_size)
+    tell(record, job.storage, rank=start.rank, seconds=time.monotonic() - began)
+    try:
+        draft.remove()
+    except CkptstoreError as error:
+        logger.warning("%s is committed; what its ranks left at %s stays: %s", place.name, draft.prefix, error)
+    job.prune_in_background(lambda: prune(job.log, job.storage, job.config, epoch=job.epoch))
+
+
+def _of_attempt(read: list[tuple[str, DraftFile]], attempt: Attempt) -> list[DraftFile]:
+    others = {found: file.receipt for found, file in read if found != str(attempt)}
+    for found, receipt in others.items():
+        raise StorageError(f"{receipt.name} was stored in {found}, not in {attempt}", rank=receipt.rank)
+    return [file for _, file in read]
+
+
+def _leaves(directories: set[str]) -> list[str]:
+    """Those with no other directory in them."""
+    return sorted(name for name in directories if not any(other.startswith(f"{name}/") for other in directories))
+
+
+def _write_blocks(job: Job, attempt: Attempt, files: list[DraftFile], *, rank: int) -> Receipt:
+    """The digests of all blocks as one file of the checkpoint, so that a part of a file can be read and checked."""
+    value = {"version": 1, "block_bytes": BLOCK_BYTES, "files": {file.receipt.name: file.blocks for file in files}}
+    source = MemorySource([memoryview(json.dumps(value).encode())])
+    stored = job.transfer.upload([PlannedFile(attempt.key(BLOCKS_NAME), source)])[0]
+    return Receipt(BLOCKS_NAME, stored.size_bytes, stored.crc32c, rank)
