@@ -150,9 +150,9 @@ class Folder:
     def is_whole(self, candidate: Candidate) -> bool:
         """Whether a candidate was finished when its job ended, for a folder that no job writes to."""
         known = self._recorded()
-        if candidate.lacks is not None or candidate.is_certain or known is None:
-            return candidate.lacks is None
-        return known.get(candidate.name) == fingerprint(candidate)
+        if known is not None and known.get(candidate.name) == fingerprint(candidate):
+            return True
+        return candidate.lacks is None and (candidate.is_certain or known is None)
 
     def _recorded(self) -> dict[str, str] | None:
         """What was finished before this process began; None when nobody has looked at this folder yet."""

@@ -125,20 +125,19 @@ def _restore(
     told: dict[str, Any] = {"step": checkpoint.step, "name": home.name, "uri": checkpoint.uri, "skipped": skipped}
     done = _Fetched()
     local = candidates_of(folder, _ranks_of(checkpoint))
-    newer = [it for it in local if _is_later(folder, it, checkpoint, home)]
-    whole = max((it for it in newer if folder.is_whole(it)), key=lambda it: it.step or 0, default=None)
-    if keeps_newer and whole is not None:
-        return RestoreReport(is_restored=False, why_not=f"{whole.name} in the folder is newer", **told)
-    own = next((it for it in local if it.name == home.name), None)
-    if keeps_newer and own is not None and _is_rewritten(folder, own, checkpoint, home):
-        return RestoreReport(is_restored=False, why_not=f"{home.name} was written anew after it was saved", **told)
-    _bring(folder, checkpoint, home, done)
-    for candidate in newer:
-        _move_aside(folder, candidate, done)
-    for name, it in home.beside.items():
-        _point(folder, folder.path / home.parent / name, it)
+    stays, why_not = _staying(folder, local, checkpoint, home) if keeps_newer else (None, None)
+    if stays is None:
+        _bring(folder, checkpoint, home, done)
+    step, name = (stays.step or 0, stays.name) if stays else (checkpoint.step, home.name)
+    for candidate in local:
+        if candidate.name != name and _is_preferred(folder, candidate, step):
+            _move_aside(folder, candidate, done)
+    parent, beside = (stays.parent, stays.beside) if stays else (home.parent, home.beside)
+    for other, it in beside.items():
+        _point(folder, folder.path / parent / other, it)
     return RestoreReport(
-        is_restored=True,
+        is_restored=stays is None,
+        why_not=why_not,
         fetched_bytes=done.fetched_bytes,
         kept_bytes=done.kept_bytes,
         moved_aside=tuple(done.moved_aside),
@@ -146,12 +145,25 @@ def _restore(
     )
 
 
-def _is_later(folder: Folder, candidate: Candidate, checkpoint: Checkpoint, home: Home) -> bool:
-    """Whether a framework would take a candidate rather than the checkpoint, or might, as it is of the same step."""
-    if candidate.step is None or candidate.name == home.name:
+def _staying(
+    folder: Folder, local: Sequence[Candidate], checkpoint: Checkpoint, home: Home
+) -> tuple[Candidate | None, str | None]:
+    """What of the folder the job is to go on from in place of the checkpoint, and why."""
+    newer = [it for it in local if it.step is not None and it.step > checkpoint.step and folder.is_whole(it)]
+    if newer:
+        newest = max(newer, key=lambda it: it.step or 0)
+        return newest, f"{newest.name} in the folder is newer"
+    own = next((it for it in local if it.name == home.name), None)
+    if own is not None and _is_rewritten(folder, own, checkpoint, home):
+        return own, f"{home.name} was written anew after it was saved"
+    return None, None
+
+
+def _is_preferred(folder: Folder, candidate: Candidate, step: int) -> bool:
+    """Whether a framework would take a candidate rather than another one of this step, or might."""
+    if candidate.step is None or candidate.step < step:
         return False
-    is_torn = candidate.step == checkpoint.step and not folder.is_whole(candidate)
-    return candidate.step > checkpoint.step or is_torn
+    return candidate.step > step or not folder.is_whole(candidate)
 
 
 def _ranks_of(checkpoint: Checkpoint) -> frozenset[int]:

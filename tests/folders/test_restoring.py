@@ -156,6 +156,36 @@ def test_what_is_finished_and_newer_stays(store: CheckpointStore, tmp_path: Path
     assert (aside / "global_step9/mp_rank_00_model_states.pt").read_bytes() == zipped(9, "a")
 
 
+def test_what_is_unfinished_goes_aside_when_a_newer_one_stays(store: CheckpointStore, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out, deepspeed(8))
+    save_all(store, Folder(out))
+    write(out, deepspeed(9))
+    assert looked(Folder(out)).finished[-1].step == 9
+    write(out, {"global_step10/mp_rank_00_model_states.pt": b"PK", "latest": b"global_step10"})
+    report = restored(store, out)
+    assert (report.is_restored, len(report.moved_aside)) == (False, 1)
+    assert tree_of(out) == {**deepspeed(8), **deepspeed(9)}
+
+
+def test_what_an_agent_found_finished_is_so_for_fewer_ranks_too(store: CheckpointStore, tmp_path: Path) -> None:
+    """The job went on with one process in place of two, and its newest checkpoint was not committed."""
+    out = tmp_path / "out"
+    of_two = {"checkpoint-7/rng_state_1.pth": zipped(7, "x"), "checkpoint-7/rng_state_0.pth": zipped(7, "x")}
+    write(out, {**of_two, **trainer(7)})
+    folder, both = Folder(out), JobSeen(ALONE.pids, frozenset([0, 1]))
+    folder.look(both)
+    (found,) = folder.look(both).finished
+    with folder.hold(found) as held:
+        save_found(store, found, held)
+    write(out, trainer(9))
+    assert looked(Folder(out)).finished[-1].step == 9
+    before = tree_of(out)
+    report = restored(store, out)
+    assert (report.is_restored, report.moved_aside) == (False, ())
+    assert tree_of(out) == before
+
+
 def test_what_is_unfinished_goes_aside(store: CheckpointStore, tmp_path: Path) -> None:
     out = tmp_path / "out"
     write(out, trainer(7))
