@@ -11,8 +11,8 @@ from ckptstore.folders.found import Found as Found
 from ckptstore.folders.found import home_of as home_of
 from ckptstore.folders.job_seen import JobSeen as JobSeen
 from ckptstore.folders.job_seen import job_seen as job_seen
-from ckptstore.folders.restoring import RestoreReport as RestoreReport
-from ckptstore.folders.restoring import newest_first as newest_first
-from ckptstore.folders.restoring import restore_folder as restore_folder
-from ckptstore.folders.restoring import same as same
 from ckptstore.folders.saving import save_found as save_found
+from ckptstore.folders.way_back import RestoreReport as RestoreReport
+from ckptstore.folders.way_back import newest_first as newest_first
+from ckptstore.folders.way_back import restore_folder as restore_folder
+from ckptstore.folders.way_back import same as same

@@ -57,7 +57,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Prospect:
     """Something in a folder that has the name of a checkpoint."""
 
     name: str
@@ -87,7 +87,7 @@ class Candidate:
         return f"{above}/{file}" if above else file
 
 
-def fingerprint(candidate: Candidate) -> str:
+def fingerprint(candidate: Prospect) -> str:
     """The same text for as long as the candidate does not change.
 
     Of several files the one that gives the name counts: a `last.ckpt` beside it will be of another step soon.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckptstore.folders.candidate import Candidate, fingerprint
+from ckptstore.folders.candidate import Prospect, fingerprint
 from ckptstore.folders.snapshot import Sign
 
 
@@ -28,10 +28,10 @@ class _Seen:
 class Verdicts:
     """What a look has shown."""
 
-    finished: list[Candidate] = field(default_factory=list)
+    finished: list[Prospect] = field(default_factory=list)
     unfinished: dict[str, str] = field(default_factory=dict)
     """Why each of the others is not finished."""
-    uncertain: list[Candidate] = field(default_factory=list)
+    uncertain: list[Prospect] = field(default_factory=list)
     """Those of them that lack nothing, stand still and are not open, but nothing here tells their end."""
 
 
@@ -47,7 +47,7 @@ class Finisher:
 
     def judge(
         self,
-        candidates: Iterable[Candidate],
+        candidates: Iterable[Prospect],
         *,
         open_files: Collection[str],
         job_lives: bool,
@@ -81,18 +81,18 @@ class Finisher:
         self._seen, self._is_first = seen, False
         return told
 
-    def _is_left_over(self, candidate: Candidate) -> bool:
+    def _is_left_over(self, candidate: Prospect) -> bool:
         return self._is_first and self._known is not None and not self._is_known(candidate)
 
-    def _is_known(self, candidate: Candidate) -> bool:
+    def _is_known(self, candidate: Prospect) -> bool:
         return self._known is not None and self._known.get(candidate.name) == fingerprint(candidate)
 
     @staticmethod
-    def _open(candidate: Candidate, open_files: Collection[str]) -> str:
+    def _open(candidate: Prospect, open_files: Collection[str]) -> str:
         opened = sorted(file for file in candidate.files if candidate.path_of(file) in open_files)
         return f"{opened[0]} is open for writing" if opened else ""
 
-    def _is_sure(self, candidate: Candidate, seen: _Seen, ended_well: bool) -> bool:
+    def _is_sure(self, candidate: Prospect, seen: _Seen, ended_well: bool) -> bool:
         if candidate.is_certain or seen.was_finished or self._is_known(candidate):
             return True
         return ended_well and not seen.is_left_over

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from ckptstore.errors import InvalidName, InvalidSource, SourceChanged
-from ckptstore.folders.candidate import Candidate, Contents, Rules, Sight, fingerprint
+from ckptstore.folders.candidate import Contents, Prospect, Rules, Sight, fingerprint
 from ckptstore.folders.finished import Finisher
 from ckptstore.folders.found import Found, found_of
 from ckptstore.folders.job_seen import JobSeen, open_at_all, open_for_writing
@@ -88,15 +88,18 @@ class Folder:
         self._record({it.name: it.fingerprint for it in found})
         return Look(found, told.unfinished, unknown, self._found(told.uncertain))
 
-    def _found(self, candidates: Iterable[Candidate]) -> tuple[Found, ...]:
+    def _found(self, candidates: Iterable[Prospect]) -> tuple[Found, ...]:
         found = [found_of(it, self._contents, self.rules.metrics_file) for it in candidates if _is_storable(it.name)]
         return tuple(sorted(found, key=lambda it: (it.step, it.name)))
 
     def hold(self, found: Found, names: Collection[str] | None = None) -> Held:
         """Give the files of a checkpoint, or some of them, second names: the trainer may remove its own during a save.
 
-        Raises SourceChanged if it is no longer what was looked at, InvalidSource on a disk without hard links.
+        Raises SourceChanged if it is no longer what was looked at, or has more files, InvalidSource on a disk without
+        hard links.
         """
+        if found.is_directory and (others := self._signs(found).items() ^ found.files.items()):
+            raise _changed(found, min(file for file, _ in others))
         return Held(self, found, found.files if names is None else names)
 
     def delete(self, found: Found) -> bool:
@@ -123,7 +126,7 @@ class Folder:
 
     def sweep(self) -> None:
         """Remove what a process that was killed left in our directory of the folder."""
-        for name in ("held", "removed", "restoring"):
+        for name in ("held", "removed", "restoring", "written"):
             shutil.rmtree(self.own / name, ignore_errors=True)
 
     def new(self, what: str) -> Path:
@@ -143,11 +146,11 @@ class Folder:
         """The fingerprints of what was restored into it, by name."""
         return self._read(_RESTORED_NAME) or {}
 
-    def remember_restored(self, candidate: Candidate) -> None:
+    def remember_restored(self, candidate: Prospect) -> None:
         """Note that a candidate was restored, so that it is finished, and known to be in the store."""
         self._write(_RESTORED_NAME, {**self.restored(), candidate.name: fingerprint(candidate)})
 
-    def is_whole(self, candidate: Candidate) -> bool:
+    def is_whole(self, candidate: Prospect) -> bool:
         """Whether a candidate was finished when its job ended, for a folder that no job writes to."""
         known = self._recorded()
         if known is not None and known.get(candidate.name) == fingerprint(candidate):
@@ -175,8 +178,7 @@ class Folder:
         return {name: text for name, text in told.items() if isinstance(text, str)} if isinstance(told, dict) else {}
 
     def _write(self, name: str, told: Mapping[str, str]) -> None:
-        self.own.mkdir(exist_ok=True)
-        partial = self.own / f".{name}"
+        partial = self.new("written")  # another node may write into a folder that both share
         partial.write_text(json.dumps(told))
         partial.replace(self.own / name)
 
@@ -239,10 +241,10 @@ class Held:
         self.remove()
 
 
-def candidates_in(sight: Sight) -> tuple[list[Candidate], tuple[str, ...]]:
+def candidates_in(sight: Sight) -> tuple[list[Prospect], tuple[str, ...]]:
     """All candidates that are in sight, and what looks like a checkpoint and has no shape."""
     claimed: frozenset[str] = frozenset()
-    found: list[Candidate] = []
+    found: list[Prospect] = []
     for shape in SHAPES:
         new = list(shape(sight, claimed))
         found += new
@@ -251,7 +253,7 @@ def candidates_in(sight: Sight) -> tuple[list[Candidate], tuple[str, ...]]:
     return found, of_no_shape(sight, claimed)
 
 
-def candidates_of(folder: Folder, ranks: frozenset[int] | None = None) -> list[Candidate]:
+def candidates_of(folder: Folder, ranks: frozenset[int] | None = None) -> list[Prospect]:
     """The candidates of a folder by one look, when no job writes into it."""
     return candidates_in(Sight(take(folder.path), Contents(folder.path), folder.rules, ranks))[0]
 

@@ -14,10 +14,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from ckptstore.folders.candidate import Beside, Candidate, Sight, last_number, outdated
+from ckptstore.folders.candidate import Beside, Prospect, Sight, last_number, outdated
 from ckptstore.folders.snapshot import Sign
 
-Shape = Callable[[Sight, frozenset[str]], Iterator[Candidate]]
+Shape = Callable[[Sight, frozenset[str]], Iterator[Prospect]]
 """Looks at a sight, without the directories and files that are claimed already."""
 
 TRAINER_STATE = "trainer_state.json"
@@ -54,7 +54,7 @@ def torn_in(sight: Sight, directory: str, files: Mapping[str, Sign]) -> str | No
     return sight.torn_among({file: f"{directory}/{file}" for file in files})
 
 
-def transformers(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
+def transformers(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
     """`checkpoint-N` of Hugging Face's Trainer, and of what is built on it: TRL, Axolotl.
 
     Rank 0 writes trainer_state.json last of its own files. Every rank writes its rng_state last, and no barrier stands
@@ -66,7 +66,7 @@ def transformers(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
             continue
         step = int(name.rpartition("-")[2])
         numbered = {int(match[1]) for file in files if (match := _NUMBERED_RNG.fullmatch(file))}
-        yield Candidate(
+        yield Prospect(
             name=name,
             shape="transformers",
             step=step,
@@ -118,7 +118,7 @@ def _lacking_shard(text: str | None, index: str, files: Mapping[str, Sign]) -> s
     return f"{missing[0]} is not there yet" if missing else None
 
 
-def lightning(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
+def lightning(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
     """`*.ckpt` of Lightning: a file that rank 0 writes elsewhere and moves into place, or a directory of all ranks.
 
     A move from another file system is a copy, so a file is there before it is whole. Its end shows that it is.
@@ -128,7 +128,7 @@ def lightning(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
         step = _step_in_name(directory)
         lacks = None if step is not None else "its name has no step"
         lacks = lacks or (None if files else "it is empty") or torn_in(sight, directory, files)
-        yield Candidate(
+        yield Prospect(
             name=directory,
             shape="lightning",
             step=step,
@@ -144,7 +144,7 @@ def lightning(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
         yield from _lightning_files(sight, parent, [name for name in files_here if name.rpartition("/")[0] == parent])
 
 
-def _lightning_files(sight: Sight, parent: str, names: list[str]) -> Iterator[Candidate]:
+def _lightning_files(sight: Sight, parent: str, names: list[str]) -> Iterator[Prospect]:
     """The candidates of one directory. A `last.ckpt` of the same step as another file belongs to that one."""
     real = {name: sign for name in names if (sign := sight.snapshot.files[name]).link is None}
     steps = {name: _step_of(sight, name) for name in real}
@@ -159,7 +159,7 @@ def _lightning_files(sight: Sight, parent: str, names: list[str]) -> Iterator[Ca
         members = {name} | {last for last in lasts if steps[last] == steps[name] and steps[name] is not None}
         files = {member.rpartition("/")[2]: real[member] for member in sorted(members)}
         lacks = sight.torn_among({file: f"{parent}/{file}" if parent else file for file in files})
-        yield Candidate(
+        yield Prospect(
             name=name,
             shape="lightning",
             step=steps[name],
@@ -191,7 +191,7 @@ def _links_to(sight: Sight, name: str) -> dict[str, Beside]:
     }
 
 
-def patterns(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
+def patterns(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
     """What the caller's patterns fit, directories and files."""
     marker = sight.rules.marker
     for name in sorted({*sight.snapshot.directories, *sight.snapshot.files}):
@@ -213,7 +213,7 @@ def patterns(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
             if not lacks and not is_directory:
                 beside[own + marker] = Beside(text=sight.text(path) or "")
         step = last_number(own)
-        yield Candidate(
+        yield Prospect(
             name=name,
             shape="pattern",
             step=step,

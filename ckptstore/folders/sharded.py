@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from ckptstore.folders.candidate import Beside, Candidate, Sight, last_number, outdated
+from ckptstore.folders.candidate import Beside, Prospect, Sight, last_number, outdated
 from ckptstore.folders.known_shapes import directories, torn_in, within
 from ckptstore.folders.snapshot import Sign
 
@@ -18,7 +18,7 @@ _ITERATION_NAME = re.compile(r"(?:.*/)?iter_(\d+)")
 _TITAN_NAME = re.compile(r"(?:.*/)?step-(\d+)")
 
 
-def deepspeed(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
+def deepspeed(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
     """A tag's directory of DeepSpeed, `global_stepN` as a rule, beside the file `latest` that names the newest.
 
     Rank 0 writes `latest` when its own files are there, before the others are known to be: with ZeRO each rank's
@@ -36,7 +36,7 @@ def deepspeed(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
         tracker = f"{parent}/{LATEST}" if parent else LATEST
         of_leader = {file: sign for file, sign in files.items() if _OF_RANK_0.fullmatch(file)}
         step = last_number(tag)
-        yield Candidate(
+        yield Prospect(
             name=name,
             shape="deepspeed",
             step=step,
@@ -82,7 +82,7 @@ def _lacking_ranks(sight: Sight, files: Mapping[str, Sign]) -> str | None:
     return None
 
 
-def megatron(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
+def megatron(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
     """`iter_N` of Megatron-LM. Rank 0 writes the tracker after a barrier: what it names is whole, and all before it."""
     for name in directories(sight, claimed, _ITERATION_NAME):
         parent, _, own = name.rpartition("/")
@@ -95,7 +95,7 @@ def megatron(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
         lacks = outdated(ITERATION, sight.snapshot.files.get(tracker), files)
         if sight.has_leader and not (told.isdigit() and int(told) >= step):
             lacks = f"{ITERATION} does not name it yet"
-        yield Candidate(
+        yield Prospect(
             name=name,
             shape="megatron",
             step=step,
@@ -108,7 +108,7 @@ def megatron(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
         )
 
 
-def dcp(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
+def dcp(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
     """A directory of torch's DCP, among them `step-N` of torchtitan. `.metadata` is renamed into place at the end.
 
     A node without rank 0 gets no `.metadata`. torchtitan's last save may be a Hugging Face model instead.
@@ -127,7 +127,7 @@ def dcp(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
             continue
         lacks = ".metadata is not there yet" if has_parts and not has_metadata and sight.has_leader else None
         lacks = lacks or outdated(".metadata", files.get(".metadata"), files)
-        yield Candidate(
+        yield Prospect(
             name=name,
             shape="torchtitan" if is_titan else "dcp",
             step=step,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from ckptstore.folders.candidate import Candidate, fingerprint
+from ckptstore.folders.candidate import Prospect, fingerprint
 from ckptstore.folders.finished import Finisher
 from ckptstore.folders.snapshot import Sign
 
 
-def silent(name: str = "mine_1", size_bytes: int = 5) -> Candidate:
+def silent(name: str = "mine_1", size_bytes: int = 5) -> Prospect:
     """One that no marker ends."""
     files = {"weights": Sign(size_bytes, 1, 1)}
-    return Candidate(name=name, shape="pattern", step=1, is_directory=True, files=files, is_certain=False)
+    return Prospect(name=name, shape="pattern", step=1, is_directory=True, files=files, is_certain=False)
 
 
-def look(finisher: Finisher, now_seconds: float, *found: Candidate, lives: bool = True, **asked: bool) -> list[str]:
+def look(finisher: Finisher, now_seconds: float, *found: Prospect, lives: bool = True, **asked: bool) -> list[str]:
     """The names of what is finished."""
     told = finisher.judge(found, open_files=(), job_lives=lives, now_seconds=now_seconds, **asked)
     assert {it.name for it in told.finished} | set(told.unfinished) == {it.name for it in found}

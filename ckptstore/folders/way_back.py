@@ -20,7 +20,7 @@ from ckptstore.errors import (
     StorageError,
     StorageFull,
 )
-from ckptstore.folders.candidate import Beside, Candidate, fingerprint
+from ckptstore.folders.candidate import Beside, Prospect, fingerprint
 from ckptstore.folders.folder import Folder, candidates_of, refuse_links
 from ckptstore.folders.found import Found, Home, home_of
 from ckptstore.format.digest import crc32c
@@ -146,8 +146,8 @@ def _restore(
 
 
 def _staying(
-    folder: Folder, local: Sequence[Candidate], checkpoint: Checkpoint, home: Home
-) -> tuple[Candidate | None, str | None]:
+    folder: Folder, local: Sequence[Prospect], checkpoint: Checkpoint, home: Home
+) -> tuple[Prospect | None, str | None]:
     """What of the folder the job is to go on from in place of the checkpoint, and why."""
     newer = [it for it in local if it.step is not None and it.step > checkpoint.step and folder.is_whole(it)]
     if newer:
@@ -159,7 +159,7 @@ def _staying(
     return None, None
 
 
-def _is_preferred(folder: Folder, candidate: Candidate, step: int) -> bool:
+def _is_preferred(folder: Folder, candidate: Prospect, step: int) -> bool:
     """Whether a framework would take a candidate rather than another one of this step, or might."""
     if candidate.step is None or candidate.step < step:
         return False
@@ -173,7 +173,7 @@ def _ranks_of(checkpoint: Checkpoint) -> frozenset[int]:
     return frozenset(int(number) for number in numbers if number.isdigit())
 
 
-def _is_rewritten(folder: Folder, own: Candidate, checkpoint: Checkpoint, home: Home) -> bool:
+def _is_rewritten(folder: Folder, own: Prospect, checkpoint: Checkpoint, home: Home) -> bool:
     """Whether a whole checkpoint of this name has other contents by intent, and not because it was damaged."""
     if not folder.is_whole(own) or fingerprint(own) in (home.fingerprint, folder.restored().get(own.name)):
         return False
@@ -259,7 +259,7 @@ def _replace(folder: Folder, partial: Path, target: Path) -> None:
         partial.rename(target)
 
 
-def _move_aside(folder: Folder, candidate: Candidate, done: _Fetched) -> None:
+def _move_aside(folder: Folder, candidate: Prospect, done: _Fetched) -> None:
     refuse_links(folder.path, candidate.parent)
     aside = folder.new("aside")
     (aside / candidate.parent).mkdir(parents=True)
