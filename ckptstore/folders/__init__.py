@@ -5,8 +5,8 @@ It may know checkpoints and stores as their users do. It gives the agent and the
 
 from ckptstore.folders.candidate import Rules as Rules
 from ckptstore.folders.folder import Folder as Folder
+from ckptstore.folders.folder import FolderLook as FolderLook
 from ckptstore.folders.folder import Held as Held
-from ckptstore.folders.folder import Look as Look
 from ckptstore.folders.found import Found as Found
 from ckptstore.folders.found import home_of as home_of
 from ckptstore.folders.job_seen import JobSeen as JobSeen
@@ -16,3 +16,6 @@ from ckptstore.folders.way_back import RestoreReport as RestoreReport
 from ckptstore.folders.way_back import newest_first as newest_first
 from ckptstore.folders.way_back import restore_folder as restore_folder
 from ckptstore.folders.way_back import same as same
+
+Look = FolderLook
+"""What the users of this room call it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptstore.errors import InvalidInput
-from ckptstore.folders.snapshot import Sign, Snapshot
+from ckptstore.folders.snapshot import FolderSnapshot, Sign
 from ckptstore.folders.whole import number_in, torn
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def fingerprint(candidate: Prospect) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
 
 
-class Contents:
+class MarkerReader:
     """Reads the few files whose contents matter, each version of each once."""
 
     def __init__(self, folder: Path) -> None:
@@ -151,8 +151,8 @@ def _torn_or_gone(path: Path) -> str | None:
 class Sight:
     """One look at a folder, as the shapes see it."""
 
-    snapshot: Snapshot
-    contents: Contents
+    snapshot: FolderSnapshot
+    contents: MarkerReader
     rules: Rules
     ranks: frozenset[int] | None
     """The ranks whose files this node gets, empty for a job of one process; None when they are unknown."""

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from ckptstore.errors import InvalidName, InvalidSource, SourceChanged
-from ckptstore.folders.candidate import Contents, Prospect, Rules, Sight, fingerprint
+from ckptstore.folders.candidate import MarkerReader, Prospect, Rules, Sight, fingerprint
 from ckptstore.folders.finished import Finisher
 from ckptstore.folders.found import Found, found_of
 from ckptstore.folders.job_seen import JobSeen, open_at_all, open_for_writing
@@ -30,7 +30,7 @@ _RESTORED_NAME = "restored.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class FolderLook:
     """What a folder holds."""
 
     finished: tuple[Found, ...]
@@ -55,12 +55,12 @@ class Folder:
         if self.path.exists() and not self.path.is_dir():
             raise InvalidSource(f"{path} is no directory", hint="Give the folder that the trainer writes to")
         self.own = self.path / OWN_NAME
-        self._contents = Contents(self.path)
+        self._contents = MarkerReader(self.path)
         self._finisher = Finisher(self.rules.quiet_seconds, self._recorded())
         self._ranks: frozenset[int] | None = None
         self._told: dict[str, str] | None = None
 
-    def look(self, job: JobSeen) -> Look:
+    def look(self, job: JobSeen) -> FolderLook:
         """Look at the folder. What is finished must look the same in two looks: call it every few seconds.
 
         With the processes of a job given, the first look comes before the job begins: what is there then was left by
@@ -86,7 +86,7 @@ class Folder:
         found = self._found(told.finished)
         self._contents.forget(snapshot.files)
         self._record({it.name: it.fingerprint for it in found})
-        return Look(found, told.unfinished, unknown, self._found(told.uncertain))
+        return FolderLook(found, told.unfinished, unknown, self._found(told.uncertain))
 
     def _found(self, candidates: Iterable[Prospect]) -> tuple[Found, ...]:
         found = [found_of(it, self._contents, self.rules.metrics_file) for it in candidates if _is_storable(it.name)]
@@ -255,7 +255,7 @@ def candidates_in(sight: Sight) -> tuple[list[Prospect], tuple[str, ...]]:
 
 def candidates_of(folder: Folder, ranks: frozenset[int] | None = None) -> list[Prospect]:
     """The candidates of a folder by one look, when no job writes into it."""
-    return candidates_in(Sight(take(folder.path), Contents(folder.path), folder.rules, ranks))[0]
+    return candidates_in(Sight(take(folder.path), MarkerReader(folder.path), folder.rules, ranks))[0]
 
 
 def _is_storable(name: str) -> bool:

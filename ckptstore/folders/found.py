@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged
-from ckptstore.folders.candidate import Beside, Contents, Prospect, fingerprint
+from ckptstore.folders.candidate import Beside, MarkerReader, Prospect, fingerprint
 from ckptstore.folders.known_shapes import TRAINER_STATE
 from ckptstore.folders.snapshot import OWN_NAME, Sign
 from ckptstore.format.layout import check_user_name
@@ -72,7 +72,7 @@ class Home:
         return self.name.rpartition("/")[0]
 
 
-def found_of(candidate: Prospect, contents: Contents, metrics_file: str | None) -> Found:
+def found_of(candidate: Prospect, contents: MarkerReader, metrics_file: str | None) -> Found:
     """A candidate that is finished."""
     assert candidate.step is not None  # one without a step lacks it
     return Found(
@@ -112,7 +112,7 @@ def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
     return home
 
 
-def _metrics(candidate: Prospect, contents: Contents, metrics_file: str | None) -> dict[str, float]:
+def _metrics(candidate: Prospect, contents: MarkerReader, metrics_file: str | None) -> dict[str, float]:
     """Those of the file that the caller names, else what the framework has written down."""
     if metrics_file is not None:
         return _numbers(_loaded(candidate, contents, metrics_file))
@@ -124,7 +124,7 @@ def _metrics(candidate: Prospect, contents: Contents, metrics_file: str | None) 
     return {}
 
 
-def _loaded(candidate: Prospect, contents: Contents, file: str) -> Any:
+def _loaded(candidate: Prospect, contents: MarkerReader, file: str) -> Any:
     sign = candidate.files.get(file)
     text = None if sign is None else contents.text(candidate.path_of(file), sign)
     try:

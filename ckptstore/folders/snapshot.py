@@ -26,7 +26,7 @@ class Sign:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class FolderSnapshot:
     """The files and directories below a folder, by names relative to it with "/" between the parts."""
 
     files: Mapping[str, Sign]
@@ -38,7 +38,7 @@ class Snapshot:
         return {name[len(prefix) :]: sign for name, sign in self.files.items() if name.startswith(prefix)}
 
 
-def take(folder: Path) -> Snapshot:
+def take(folder: Path) -> FolderSnapshot:
     """Look at everything below a folder; an empty snapshot where there is none. Links are seen, and not followed.
 
     What disappears meanwhile is left out. Raises InvalidSource for a folder that cannot be listed.
@@ -49,7 +49,7 @@ def take(folder: Path) -> Snapshot:
         with os.scandir(folder):
             pass
     except FileNotFoundError:
-        return Snapshot({})
+        return FolderSnapshot({})
     except OSError as error:
         raise InvalidSource(f"The folder {folder} cannot be listed: {error.strerror}", file=str(folder)) from error
     pending = [""]
@@ -69,7 +69,7 @@ def take(folder: Path) -> Snapshot:
                 pending.append(f"{name}/")
             else:
                 files[name] = Sign(status.st_size, status.st_mtime_ns, status.st_ino, link)
-    return Snapshot(files, frozenset(directories))
+    return FolderSnapshot(files, frozenset(directories))
 
 
 def _entries(path: Path) -> Iterable[os.DirEntry[str]]:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptstore.folders.candidate import Contents, Rules, Sight, fingerprint
+from ckptstore.folders.candidate import MarkerReader, Rules, Sight, fingerprint
 from ckptstore.folders.finished import Finisher
 from ckptstore.folders.folder import candidates_in
 from ckptstore.folders.job_seen import open_for_writing
@@ -178,7 +178,7 @@ class Agent:
 
     def __init__(self, world: World, rules: Rules, known: dict[str, str] | None) -> None:
         self.world, self.rules = world, rules
-        self.contents = Contents(world.folder)
+        self.contents = MarkerReader(world.folder)
         self.finisher = Finisher(QUIET_SECONDS, known)
         self.told: dict[str, str] = known or {}
 
