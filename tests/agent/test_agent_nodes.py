@@ -100,6 +100,9 @@ def test_the_oldest_comes_first_and_all_nodes_must_have_it() -> None:
     assert choose([]) is None
     assert choose([NodeView(offers=(one,)), NodeView()]) is None
     assert choose([NodeView(offers=(one,)), NodeView(has_ended=True)]) == one
+    told, behind = Offer(name="step-1", step=1, tells_all=True), {"unfinished": ("step-1",), "uncertain": ("step-1",)}
+    assert choose([NodeView(offers=(told,)), NodeView(**behind)]) == told
+    assert choose([NodeView(offers=(one,)), NodeView(**behind)]) is None
     waited = Offer(name="step-1", step=1, waits_seconds=LONELY_SECONDS)
     assert choose([NodeView(offers=(waited,)), NodeView()]) == waited
     view = NodeView(offers=(waited, two), ranks=(0, 1), unfinished=("x",))
