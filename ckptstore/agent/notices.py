@@ -50,7 +50,7 @@ class SignalHandedOn(Event):
     name: str
 
     def line(self) -> str:
-        return f"{self.name} goes to the trainer; the newest finished checkpoint is committed"
+        return f"{self.name} goes to the trainer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,8 @@ class _Happened:
     number: int = 0
 
 
+_WAKE_SECONDS = 0.25
+
 Happenings = queue.SimpleQueue[_Happened]
 
 
@@ -133,8 +135,8 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
         _start(committer, store, happened)
         code = 0
         while not once and code == 0:
-            came = happened.get()
-            if came.what == "through":
+            came = _next(happened)
+            if came is None or came.what == "through":
                 break
             code = 128 + came.number if came.number in ENDING else 0
         if code:
@@ -185,7 +187,8 @@ def _start(committer: Committer, store: CheckpointStore, happened: Happenings) -
 def _follow(trainer: Trainer, committer: Committer, happened: Happenings) -> int:
     """Hand signals on until the trainer ends; returns its exit code."""
     while True:
-        came = happened.get()
+        came = _next(happened)
+        assert came is not None  # there is no end to this wait
         if came.what == "ended":
             return came.number
         if came.what == "signal":
@@ -206,9 +209,8 @@ def _end(committer: Committer, happened: Happenings, grace_seconds: float | None
     until = None if grace_seconds is None else time.monotonic() + grace_seconds
     reason = ""
     while not reason and not committer.is_through:
-        try:
-            came = happened.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
-        except queue.Empty:
+        came = _next(happened, until)
+        if came is None:
             reason = f"the time after the trainer's end, {grace_seconds:g} s, is over"
             break
         if came.what == "through":
@@ -218,6 +220,18 @@ def _end(committer: Committer, happened: Happenings, grace_seconds: float | None
                 reason = f"a second {signal.Signals(came.number).name} came"
             committer.hurry()
     return _tell_left(committer, reason)
+
+
+def _next(happened: Happenings, until: float | None = None) -> _Happened | None:
+    """What happens next, None when the time is over. The system may give a signal to another thread; then nothing wakes
+    this one, which runs the handlers. So it wakes by itself."""
+    while True:
+        left = _WAKE_SECONDS if until is None else max(0.0, min(_WAKE_SECONDS, until - time.monotonic()))
+        try:
+            return happened.get(timeout=left)
+        except queue.Empty:
+            if until is not None and time.monotonic() >= until:
+                return None
 
 
 def _tell_left(committer: Committer, reason: str) -> int:

@@ -226,7 +226,8 @@ def test_a_folder_has_one_agent(start: Start, tmp_path: Path) -> None:
 
 def test_each_signal_is_handed_on(start: Start, tmp_path: Path) -> None:
     """A shell that ends with the second SIGTERM, and hears SIGUSR1 too."""
-    script = "n=0; trap 'n=$((n+1)); [ $n = 2 ] && exit 9' TERM; trap 'echo heard' USR1; echo up; while :; do sleep 0.1; done"
+    script = "n=0; trap 'n=$((n+1)); [ $n = 2 ] && exit 9' TERM; trap 'echo heard' USR1; echo up"
+    script += "; while :; do sleep 0.1; done"
     agent = start(tmp_path / "store", tmp_path / "out", trainer=["bash", "-c", script])
     while "up" not in agent.output:
         time.sleep(0.05)
