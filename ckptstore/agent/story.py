@@ -28,7 +28,7 @@ from ckptstore.agent.notices import (
     UnfinishedLeft,
 )
 from ckptstore.agent.signals import ENDING, Signals
-from ckptstore.agent.trainer import Trainer, check_command
+from ckptstore.agent.trainer import TrainerProcess, check_command
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.events import emit
 from ckptstore.folders import Folder, JobSeen, Rules
@@ -98,7 +98,7 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
         happened: Happenings = queue.SimpleQueue()
         signals.taken = lambda number: happened.put(_Happened("signal", number))
         began, began_at = time.monotonic(), time.time()
-        trainer = Trainer(command, ended=lambda code: happened.put(_Happened("ended", code)), lock=lock)
+        trainer = TrainerProcess(command, ended=lambda code: happened.put(_Happened("ended", code)), lock=lock)
         emit(TrainerStarted(pid=trainer.pid, command=tuple(command)))
         committer = plan.committer(
             store,
@@ -184,7 +184,7 @@ def _start(committer: Committer, store: CheckpointStore, happened: Happenings) -
     threading.Thread(target=work, name="ckptstore-agent", daemon=True).start()
 
 
-def _follow(trainer: Trainer, committer: Committer, happened: Happenings) -> int:
+def _follow(trainer: TrainerProcess, committer: Committer, happened: Happenings) -> int:
     """Hand signals on until the trainer ends; returns its exit code."""
     while True:
         came = _next(happened)

@@ -32,7 +32,7 @@ def check_command(command: Sequence[str]) -> None:
         )
 
 
-class Trainer:
+class TrainerProcess:
     """A running trainer, and what it has started itself.
 
     Without a terminal it leads a session and a process group of its own, and a signal that is handed on reaches the
