@@ -19,7 +19,7 @@ from ckptstore.agent.notices import (
     LocalDeleted,
     OlderFound,
 )
-from ckptstore.agent.rounds import NodeView, Offer, choose
+from ckptstore.agent.rounds import NodeOffer, NodeView, choose
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, InvalidInput, SourceChanged, StoreFenced, StoreForked, UnsupportedVersion
 from ckptstore.events import emit
@@ -157,7 +157,7 @@ class Committer:
                 return had_ended and self._changes in (0, _LAST_LOOKS)
         return True
 
-    def _meet(self, had_ended: bool) -> tuple[Offer | None, bool]:
+    def _meet(self, had_ended: bool) -> tuple[NodeOffer | None, bool]:
         look = self._seen = self._look()
         if had_ended:  # nothing changes any more: what looks the same twice is whole
             look = self._seen = self._look()
@@ -175,7 +175,7 @@ class Committer:
             return {"offer": offer, "ranks": ranks, "is_over": all(item.has_ended for item in views)}
 
         told = job_of(self.store).exchange("agent", lambda _beat: view.to_json(), join)
-        return (None if told["offer"] is None else Offer(**told["offer"])), bool(told["is_over"])
+        return (None if told["offer"] is None else NodeOffer(**told["offer"])), bool(told["is_over"])
 
     def _must_wait(self, views: Iterable[NodeView]) -> bool:
         """Leader: whether a failure is too recent for another try. At the end there is one try more at once."""
@@ -190,7 +190,7 @@ class Committer:
         names = {found.name for found in is_open}
         return NodeView(
             offers=tuple(
-                Offer(
+                NodeOffer(
                     name=found.name,
                     step=found.step,
                     metrics=dict(found.metrics),
@@ -207,7 +207,7 @@ class Committer:
             has_ended=had_ended,
         )
 
-    def _commit(self, offer: Offer) -> None:
+    def _commit(self, offer: NodeOffer) -> None:
         """Save what the nodes have agreed on. Collective."""
         look = self._seen
         found = next((item for item in (*look.finished, *look.uncertain) if item.name == offer.name), None)

@@ -18,7 +18,7 @@ LONELY_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class NodeOffer:
     """A finished checkpoint that is not committed."""
 
     name: str
@@ -35,7 +35,7 @@ class Offer:
 class NodeView:
     """What one node says."""
 
-    offers: tuple[Offer, ...] = ()
+    offers: tuple[NodeOffer, ...] = ()
     committed: tuple[str, ...] = ()
     """Names that are finished here and need no commit."""
     unfinished: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class NodeView:
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Self:
         """What `to_json` returned."""
-        offers = tuple(Offer(**offer) for offer in told["offers"])
+        offers = tuple(NodeOffer(**offer) for offer in told["offers"])
         lists = {name: tuple(told[name]) for name in ("committed", "unfinished", "uncertain")}
         ranks = None if told["ranks"] is None else tuple(told["ranks"])
         return cls(**{**told, **lists, "offers": offers, "ranks": ranks})
@@ -72,9 +72,9 @@ class NodeView:
         return self.has_any or not (patience_is_over or self.has_ended or self.is_hurried)
 
 
-def choose(views: Sequence[NodeView]) -> Offer | None:
+def choose(views: Sequence[NodeView]) -> NodeOffer | None:
     """The checkpoint to commit now, as the first node that has it offers it; None when there is none."""
-    offers: dict[str, Offer] = {}
+    offers: dict[str, NodeOffer] = {}
     for view in views:
         for offer in view.offers:
             offers.setdefault(offer.name, offer)

@@ -13,7 +13,7 @@ from agents import Start, small
 from ckptstore import open_store
 from ckptstore.agent.keep import parse_keep
 from ckptstore.agent.nodes import Nodes, find_nodes
-from ckptstore.agent.rounds import LONELY_SECONDS, NodeView, Offer, choose
+from ckptstore.agent.rounds import LONELY_SECONDS, NodeOffer, NodeView, choose
 from ckptstore.errors import InvalidInput
 from ckptstore.retention import KeepAny, KeepBest, KeepEvery, KeepLatest, KeepSince
 
@@ -90,7 +90,7 @@ def test_a_watched_folder(start: Start, tmp_path: Path) -> None:
 
 
 def test_the_oldest_comes_first_and_all_nodes_must_have_it() -> None:
-    one, two, three = (Offer(name=f"step-{step}", step=step) for step in (1, 2, 3))
+    one, two, three = (NodeOffer(name=f"step-{step}", step=step) for step in (1, 2, 3))
     assert choose([NodeView(offers=(two, one)), NodeView(offers=(one, two))]) == one
     assert choose([NodeView(offers=(one, two)), NodeView(offers=(two,), unfinished=("step-1",))]) == two
     assert choose([NodeView(offers=(one,)), NodeView(unfinished=("step-1",))]) is None
@@ -100,10 +100,13 @@ def test_the_oldest_comes_first_and_all_nodes_must_have_it() -> None:
     assert choose([]) is None
     assert choose([NodeView(offers=(one,)), NodeView()]) is None
     assert choose([NodeView(offers=(one,)), NodeView(has_ended=True)]) == one
-    told, behind = Offer(name="step-1", step=1, tells_all=True), {"unfinished": ("step-1",), "uncertain": ("step-1",)}
+    told, behind = (
+        NodeOffer(name="step-1", step=1, tells_all=True),
+        {"unfinished": ("step-1",), "uncertain": ("step-1",)},
+    )
     assert choose([NodeView(offers=(told,)), NodeView(**behind)]) == told
     assert choose([NodeView(offers=(one,)), NodeView(**behind)]) is None
-    waited = Offer(name="step-1", step=1, waits_seconds=LONELY_SECONDS)
+    waited = NodeOffer(name="step-1", step=1, waits_seconds=LONELY_SECONDS)
     assert choose([NodeView(offers=(waited,)), NodeView()]) == waited
     view = NodeView(offers=(waited, two), ranks=(0, 1), unfinished=("x",))
     assert NodeView.from_json(view.to_json()) == view
