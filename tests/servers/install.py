@@ -2,7 +2,8 @@
 
 Azurite comes from npm. gcp-storage-emulator, which stands for a store that ignores preconditions, and MLflow's server
 get an environment each, because what they need is older than what ckptstore is tested with. Prometheus, which reads our
-metrics, is Debian's package, unpacked and not installed. What is there already is left alone.
+metrics, is Debian's package, unpacked and not installed. Training frameworks that no other test uses lie in a folder
+each: in the environment they would make every start of a Trainer slower. What is there already is left alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ GCP_STORAGE_EMULATOR = (
     "setuptools<81",  # it imports pkg_resources
 )
 MLFLOW = ("mlflow==3.17.2",)
+TRL = ("trl==1.16.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19")
+DEEPSPEED = ("deepspeed==0.19.8", "einops==0.8.2", "hjson==3.1.0", "ninja==1.13.2", "py-cpuinfo==9.0.0")
 
 
 def main() -> int:
@@ -32,6 +35,8 @@ def main() -> int:
         install_azurite(),
         install_environment("gcp-storage-emulator", GCP_STORAGE_EMULATOR),
         install_environment("mlflow", MLFLOW),
+        install_beside("trl", TRL),
+        install_beside("deepspeed", DEEPSPEED),
         install_prometheus(),
     )
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why
@@ -58,6 +63,21 @@ def install_environment(name: str, packages: tuple[str, ...]) -> int:
         return 0
     subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
     pip = [home / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+    returncode = subprocess.run([*pip, *packages], check=False).returncode
+    if returncode == 0:
+        done.write_text(repr(packages))
+    return returncode
+
+
+def install_beside(name: str, packages: tuple[str, ...]) -> int:
+    """A folder with these packages for PYTHONPATH; what else they need is in the environment of the tests."""
+    home = SERVERS / name
+    done = home / ".installed"
+    if done.exists() and done.read_text() == repr(packages):
+        return 0
+    shutil.rmtree(home, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+    pip += ["--no-deps", "--no-build-isolation", "--target", str(home)]
     returncode = subprocess.run([*pip, *packages], check=False).returncode
     if returncode == 0:
         done.write_text(repr(packages))
