@@ -25,15 +25,23 @@ from ckptstore import open_store
 TRAINERS = Path(__file__).parent / "trainers"
 CKPTSTORE = (sys.executable, "-m", "ckptstore.cli")
 ROOT = Path(__file__).parents[2]
-_MARK = "CKPTSTORE_TEST_JOB"
+LOOKS = ("--interval", "0.2")
+"""For the agent: tests have no time to wait for its usual looks."""
+_MARK = "TEST_JOB_MARK"
+BESIDE = ROOT / ".servers"
+"""Frameworks that are not in the environment (tests/servers/install.py)."""
 _PATIENCE_SECONDS = 120.0
 
 
-def trainer(name: str, folder: Path, losses: Path, *options: object, num_processes: int = 1) -> list[str]:
-    """The command that trains; with several processes, under torchrun."""
+def trainer(
+    name: str, folder: Path, losses: Path, *options: object, num_processes: int = 1, torchrun: Sequence[str] = ()
+) -> list[str]:
+    """The command that trains; with several processes, or options for it, under torchrun."""
     start = [sys.executable]
     if num_processes > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+        torchrun = ("--standalone", "--nproc-per-node", str(num_processes))
+    if torchrun:
+        start += ["-m", "torch.distributed.run", *torchrun]
     return [*start, str(TRAINERS / f"{name}.py"), str(folder), str(losses), *map(str, options)]
 
 
@@ -66,6 +74,11 @@ class Job:
         """The first process: the agent, where there is one."""
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the first process has."""
+        return self._process.poll() is not None
+
     def text(self) -> str:
         """What all of its processes have printed."""
         return self.log.read_text(errors="replace")
@@ -91,7 +104,7 @@ class Job:
         """Until something is so while it runs."""
         deadline = time.monotonic() + seconds
         while not reached():
-            assert self._process.poll() is None, f"It ended before {what}:\n{self.text()}"
+            assert not self.has_ended, f"It ended before {what}:\n{self.text()}"
             assert time.monotonic() < deadline, f"No {what} in {seconds:.0f} s:\n{self.text()}"
             time.sleep(0.05)
 
@@ -119,6 +132,21 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
         """It ended in between."""
 
 
+def control(
+    directory: Path,
+    name: str,
+    *options: object,
+    num_processes: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> dict[int, str]:
+    """The losses of a run that nobody touches, and nothing runs beside it."""
+    losses = directory / "control.losses"
+    command = trainer(name, directory / "control", losses, *options, num_processes=num_processes)
+    with Job(command, directory / "control.log", environment) as job:
+        assert job.wait() == 0, job.text()
+    return losses_of(losses)
+
+
 def empty(folder: Path) -> None:
     """As on a new machine: the folder is not even there."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -135,5 +163,17 @@ def steps_of(store: str, storage_options: dict[str, Any] | None = None) -> list[
     """The steps that are committed, read by a store of our own."""
     if "://" not in store and not Path(store).exists():
         return []
-    with open_store(store, storage_options=storage_options, group="solo") as opened:
+    with open_store(store, storage_options=storage_options or None, group="solo") as opened:
         return [checkpoint.step for checkpoint in opened]
+
+
+def server_environment(storage_options: dict[str, Any]) -> dict[str, str]:
+    """What a user has in the environment to reach a bucket."""
+    if not storage_options:
+        return {}
+    return {
+        "AWS_ENDPOINT_URL": storage_options["endpoint_url"],
+        "AWS_ACCESS_KEY_ID": storage_options["key"],
+        "AWS_SECRET_ACCESS_KEY": storage_options["secret"],
+        "AWS_REGION": "us-east-1",
+    }

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with ZeRO 1: `global_step6/` of every rank's files, then `latest`, which names it. DS_ACCELERATOR is "cpu"."""
+"""DeepSpeed's engine with ZeRO 1: `global_step6/` of every rank's files, then `latest`, which names it."""
 
 from __future__ import annotations
 

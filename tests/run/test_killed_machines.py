@@ -1,0 +1,63 @@
+"""Machines that die at any moment, with empty disks afterwards: a job under `ckptstore run` goes on as if none had."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from harness import LOOKS, Job, control, empty, losses_of, server_environment, steps_of, trainer, under_run
+
+from ckptstore import open_store
+from ckptstore.testing.s3_server import Fault, s3_server
+
+OPTIONS = {
+    "marker": ("--pattern", "step_*", "--marker", "DONE"),
+    "megatron": (),
+}
+BUSY = Fault(action="status", status=503, code="SlowDown", probability=0.2, times=None)
+LOST = Fault(action="lose_answer", match="^PUT|^POST", probability=0.05, times=None)
+
+
+def kill_somewhere(job: Job, losses: Path, moments: random.Random, *, at_start: bool) -> None:
+    """In the restore or the start; or some time after some step, which may be in the write of a checkpoint, between its
+    files, or in its upload."""
+    if at_start:
+        time.sleep(moments.uniform(0.0, 1.5))
+    else:
+        num_steps = moments.randint(2, 6)
+        job.wait_until(lambda: len(losses_of(losses)) >= num_steps or job.has_ended, f"{num_steps} steps")
+        time.sleep(moments.uniform(0.0, 0.5))
+    job.kill()
+
+
+@pytest.mark.parametrize("shape", OPTIONS)
+def test_a_job_survives_every_kill_at_any_moment(tmp_path: Path, shape: str) -> None:
+    """Agent, trainer and all that they have started, on a busy bucket or on a disk, and then nothing is left there."""
+    whole = control(tmp_path, "plain", "--mode", shape)
+    folder, moments = tmp_path / "out", random.Random(shape)
+    with s3_server(buckets=["test"]) as server:
+        server.faults.add(BUSY, LOST)
+        store, options = ("s3://test/run", server.storage_options) if shape == "marker" else (f"{tmp_path}/store", {})
+        resumed: list[int] = []
+        for number in range(6):
+            losses = tmp_path / f"{number}.losses"
+            before = steps_of(store, options)
+            command = trainer("plain", folder, losses, "--mode", shape, "--step-seconds", 0.1)
+            command = under_run(store, folder, command, *OPTIONS[shape], *LOOKS)
+            with Job(command, tmp_path / "log", server_environment(options)) as job:
+                if number < 5:
+                    kill_somewhere(job, losses, moments, at_start=number in (0, 3))
+                else:
+                    assert job.wait() == 0, job.text()
+            told = losses_of(losses)
+            assert told == {step: whole[step] for step in told}, "the same numbers, whatever happened before"
+            if told and before:
+                assert min(told) == max(before) + 1, "from the newest checkpoint of the store"
+                resumed.append(max(before))
+            empty(folder)
+        assert resumed, "no run resumed from the store"
+        with open_store(store, storage_options=options, group="solo") as opened:
+            assert max(checkpoint.step for checkpoint in opened) == max(whole)
+            assert all(checkpoint.verify().ok for checkpoint in opened)
