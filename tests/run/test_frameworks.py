@@ -1,9 +1,11 @@
 """Real trainers of five frameworks under `ckptstore run`: killed on one machine, they go on with the same losses on
-another. None of them knows of it."""
+another, or on the same with what the kill left. None of them knows of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,20 @@ PAUSE_AT = 8
 """In the middle: the checkpoints of steps 3 and 6 are there, that of 9 is not."""
 
 
+def tear_trainer(folder: Path) -> None:
+    """The disk is still there, with a checkpoint that the kill cut off, and that Trainer would take for the newest."""
+    torn = shutil.copytree(folder / "checkpoint-6", folder / "checkpoint-9")
+    (torn / "trainer_state.json").unlink()
+    os.truncate(torn / "optimizer.pt", 1000)
+
+
+def tear_deepspeed(folder: Path) -> None:
+    """The same where rank 0 was faster than rank 1: it writes `latest` without waiting for the others."""
+    torn = shutil.copytree(folder / "global_step6", folder / "global_step9")
+    (torn / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    (folder / "latest").write_text("global_step9")
+
+
 @dataclass(frozen=True)
 class Case:
     """A framework, and how it is started."""
@@ -41,6 +57,8 @@ class Case:
     needs: str = ""
     """A folder of `.servers` with packages."""
     on_s3: bool = False
+    disk: Callable[[Path], None] = empty
+    """What the kill does to the folder."""
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -51,9 +69,11 @@ class Case:
 
 CASES = {
     "transformers-ddp": Case("hf_trainer", num_processes=2, on_s3=True),
-    "trl": Case("hf_trainer", ("--mode", "sft"), needs="trl"),
+    "trl": Case("hf_trainer", ("--mode", "sft"), needs="trl", disk=tear_trainer),
     "lightning": Case("lightning_fit"),
-    "deepspeed": Case("deepspeed_zero", num_processes=2, needs="deepspeed", variables={"DS_ACCELERATOR": "cpu"}),
+    "deepspeed": Case(
+        "deepspeed_zero", num_processes=2, needs="deepspeed", disk=tear_deepspeed, variables={"DS_ACCELERATOR": "cpu"}
+    ),
     "torchtitan-layout": Case("fsdp_dcp", num_processes=2, on_s3=True),
 }
 
@@ -71,7 +91,7 @@ def place(case: Case, directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_it_goes_on_on_a_new_machine_with_the_same_losses(tmp_path: Path, name: str) -> None:
+def test_a_killed_trainer_goes_on_with_the_same_losses(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     if case.needs and not (BESIDE / case.needs / ".installed").exists():
         pytest.skip(f"{case.needs} is not there: make servers")
@@ -92,7 +112,7 @@ def test_it_goes_on_on_a_new_machine_with_the_same_losses(tmp_path: Path, name: 
             first.wait_until(lambda: PAUSE_AT in losses_of(losses[0]), f"step {PAUSE_AT}")
             first.wait_until(lambda: 6 in steps_of(store, options), "commit of step 6")
             assert first.kill() >= case.num_processes + 1, "the agent and every process of the trainer"
-        empty(folder)
+        case.disk(folder)
         with job(1) as second:
             assert second.wait() == 0, second.text()
         before, after = losses_of(losses[0]), losses_of(losses[1])

@@ -61,3 +61,20 @@ def test_a_job_survives_every_kill_at_any_moment(tmp_path: Path, shape: str) -> 
         with open_store(store, storage_options=options, group="solo") as opened:
             assert max(checkpoint.step for checkpoint in opened) == max(whole)
             assert all(checkpoint.verify().ok for checkpoint in opened)
+
+
+def test_a_bucket_that_is_away_is_never_noticed(tmp_path: Path) -> None:
+    """No network while checkpoints are written: the training keeps its pace, and all is in the bucket at the end."""
+    folder, losses, log = tmp_path / "out", tmp_path / "losses", tmp_path / "log"
+    whole = control(tmp_path, "plain", "--mode", "marker")
+    with s3_server(buckets=["test"]) as server:
+        command = trainer("plain", folder, losses, "--mode", "marker", "--step-seconds", 0.3)
+        command = under_run("s3://test/run", folder, command, *OPTIONS["marker"], *LOOKS, "--require-commit")
+        with Job(command, log, server_environment(server.storage_options)) as job:
+            job.wait_until(lambda: 3 in steps_of("s3://test/run", server.storage_options), "commit of step 3")
+            server.close()
+            job.wait_until(lambda: max(losses_of(losses)) >= 11, "step 11, while nothing answers")
+            server.start()
+            assert job.wait() == 0, job.text()
+        assert losses_of(losses) == whole
+        assert steps_of("s3://test/run", server.storage_options)[-1] == max(whole)
