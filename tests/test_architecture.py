@@ -35,7 +35,7 @@ LAYERS: list[set[str]] = [
     {"store"},
     {"opening"},
     {""},
-    {"interchange"},
+    {"interchange", "folders"},
     {"integrations"},
     {"ray"},
     {"testing"},

@@ -31,6 +31,7 @@ COMMANDS = (
     "unpin",
     "rollback",
     "restore",
+    "restore-folder",
     "prune",
     "gc",
     "doctor",

@@ -234,7 +234,7 @@ class NodeCopies:
                 receipt = self._manifest.by_name[name]
 
                 def download(path: Path) -> None:
-                    _download(self._files, self._manifest, [receipt], path, with_directories=False)
+                    download_files(self._files, self._manifest, [receipt], path, with_directories=False)
 
                 fetched = NodeCache(self._files.config.cache).fetch_once(
                     sha256_of(f"{self._digest}/{name}".encode()),
@@ -291,7 +291,7 @@ def _opened_directory(files: CheckpointFiles, load: LoadWatch, stack: ExitStack)
     expected |= {**dict.fromkeys(manifest.directories), MANIFEST_NAME: len(own_data)}
 
     def download(path: Path) -> None:
-        _download(files, manifest, manifest.files, path)
+        download_files(files, manifest, manifest.files, path)
         (path / MANIFEST_NAME).write_bytes(own_data)
 
     fetched = NodeCache(files.config.cache).fetch_once(
@@ -339,14 +339,14 @@ def _copy_to(files: CheckpointFiles, path: Path, load: LoadWatch, *, include: st
     if needed_bytes > free_bytes:
         raise StorageFull(f"{path.parent} needs {needed_bytes} bytes, and {free_bytes} bytes are free")
     load.enter("read")
-    _download(files, manifest, chosen, path, with_directories=include is None)
+    download_files(files, manifest, chosen, path, with_directories=include is None)
 
 
 def _matches(receipt: Receipt, include: str) -> bool:
     return fnmatch.fnmatchcase(receipt.name, include) or fnmatch.fnmatchcase(receipt.original_name or "", include)
 
 
-def _download(
+def download_files(
     files: CheckpointFiles,
     manifest: Manifest,
     chosen: Sequence[Receipt],
@@ -354,6 +354,7 @@ def _download(
     *,
     with_directories: bool = True,
 ) -> None:
+    """Copy these files of a checkpoint below a directory, every byte checked. They appear one by one."""
     with files.missing_is_damage():
         files.transfer.download([(files.wanted(item), path / item.name) for item in chosen])
     if with_directories:

@@ -1,0 +1,18 @@
+"""Folders that trainers write checkpoints to: which are in them, which are finished, and how one comes back.
+
+It may know checkpoints and stores as their users do. It gives the agent and the command line what they work with.
+"""
+
+from ckptstore.folders.candidate import Rules as Rules
+from ckptstore.folders.folder import Folder as Folder
+from ckptstore.folders.folder import Held as Held
+from ckptstore.folders.folder import Look as Look
+from ckptstore.folders.found import Found as Found
+from ckptstore.folders.found import home_of as home_of
+from ckptstore.folders.job_seen import JobSeen as JobSeen
+from ckptstore.folders.job_seen import job_seen as job_seen
+from ckptstore.folders.restoring import RestoreReport as RestoreReport
+from ckptstore.folders.restoring import newest_first as newest_first
+from ckptstore.folders.restoring import restore_folder as restore_folder
+from ckptstore.folders.restoring import same as same
+from ckptstore.folders.saving import save_found as save_found

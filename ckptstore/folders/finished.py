@@ -1,0 +1,80 @@
+"""Which candidates are finished: a state machine over looks. Pure.
+
+A candidate is finished when its shape says that nothing is missing, no process has a file of it open for writing, and
+it looks as it did at the look before. Where the shape does not tell the end, it must have stayed so for the quiet
+time, and its job must have lived on meanwhile: what a job left behind when it died may be half of something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from ckptstore.folders.candidate import Candidate, fingerprint
+from ckptstore.folders.snapshot import Sign
+
+
+@dataclass(slots=True)
+class _Seen:
+    files: Mapping[str, Sign]
+    since_seconds: float
+    is_left_over: bool
+    """Its job ended before it was known to be finished."""
+    was_quiet: bool = False
+
+
+class Finisher:
+    """Remembers what the last look saw."""
+
+    def __init__(self, quiet_seconds: float, known: Mapping[str, str] | None = None) -> None:
+        """`known` has the fingerprints of what was finished before this process began, None when nobody knows."""
+        self._quiet_seconds = quiet_seconds
+        self._known = known
+        self._seen: dict[str, _Seen] = {}
+        self._is_first = True
+
+    def judge(
+        self, candidates: Iterable[Candidate], *, open_files: Collection[str], job_lives: bool, now_seconds: float
+    ) -> tuple[list[Candidate], dict[str, str]]:
+        """What is finished, and why each of the others is not."""
+        finished: list[Candidate] = []
+        unfinished: dict[str, str] = {}
+        seen: dict[str, _Seen] = {}
+        for candidate in candidates:
+            before = self._seen.get(candidate.name)
+            if before is None or dict(before.files) != dict(candidate.files):
+                now = _Seen(candidate.files, now_seconds, is_left_over=self._is_left_over(candidate))
+                why = "it is seen for the first time" if before is None else "it has changed since the last look"
+            else:
+                now, why = before, ""
+            seen[candidate.name] = now
+            why = self._open(candidate, open_files) or candidate.lacks or why
+            why = why or self._uncertain(candidate, now, now_seconds, job_lives)
+            if why:
+                unfinished[candidate.name] = why
+            else:
+                finished.append(candidate)
+        self._seen, self._is_first = seen, False
+        return finished, unfinished
+
+    def _is_left_over(self, candidate: Candidate) -> bool:
+        return self._is_first and self._known is not None and self._known.get(candidate.name) != fingerprint(candidate)
+
+    @staticmethod
+    def _open(candidate: Candidate, open_files: Collection[str]) -> str:
+        opened = sorted(file for file in candidate.files if candidate.path_of(file) in open_files)
+        return f"{opened[0]} is open for writing" if opened else ""
+
+    def _uncertain(self, candidate: Candidate, seen: _Seen, now_seconds: float, job_lives: bool) -> str:
+        if candidate.is_certain:
+            return ""
+        if seen.is_left_over:
+            return "a job that has ended left it, and nothing in it tells whether it is whole"
+        quiet_seconds = now_seconds - seen.since_seconds
+        if seen.was_quiet or quiet_seconds >= self._quiet_seconds:
+            seen.was_quiet = True
+            return ""
+        if not job_lives:
+            seen.is_left_over = True
+            return "its job ended before it had been quiet for long enough, and nothing in it tells whether it is whole"
+        return f"it has been quiet for {quiet_seconds:.0f} of {self._quiet_seconds:.0f} seconds"

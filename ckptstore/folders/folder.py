@@ -1,0 +1,237 @@
+"""A folder that a trainer writes its checkpoints to: looks at it, second names for what is saved, deletion."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ckptstore.errors import InvalidSource, SourceChanged
+from ckptstore.folders.candidate import Candidate, Contents, Rules, Scene
+from ckptstore.folders.finished import Finisher
+from ckptstore.folders.found import Found, found_of
+from ckptstore.folders.job_seen import JobSeen, open_for_writing
+from ckptstore.folders.shapes import Shape, lightning, of_no_shape, patterns, transformers
+from ckptstore.folders.sharded import dcp, deepspeed, megatron
+from ckptstore.folders.snapshot import OWN_NAME, Sign, take
+
+SHAPES: tuple[Shape, ...] = (patterns, transformers, lightning, deepspeed, megatron, dcp)
+"""In the order in which they are asked: what one claims is not offered to the next."""
+_RECORD_NAME = "finished.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a folder holds."""
+
+    finished: tuple[Found, ...]
+    """Oldest first, by step; what was restored or saved before too."""
+    unfinished: Mapping[str, str]
+    """Why each of the others is not finished, for people."""
+    unknown: tuple[str, ...]
+    """What looks like a checkpoint and has no shape."""
+
+
+class Folder:
+    """One folder, looked at again and again."""
+
+    def __init__(self, path: str | os.PathLike[str], rules: Rules | None = None) -> None:
+        """Nothing is looked at yet, and nothing made. Raises InvalidSource for what is no directory."""
+        self.path = Path(os.path.realpath(path))
+        self.rules = rules or Rules()
+        if self.path.exists() and not self.path.is_dir():
+            raise InvalidSource(f"{path} is no directory", hint="Give the folder that the trainer writes to")
+        self.own = self.path / OWN_NAME
+        self._contents = Contents(self.path)
+        self._finisher = Finisher(self.rules.quiet_seconds, self._recorded())
+        self._ranks: frozenset[int] | None = None
+        self._told: dict[str, str] | None = None
+
+    def look(self, job: JobSeen) -> Look:
+        """Look at the folder. What is finished must look the same in two looks: call it every few seconds.
+
+        What is open is asked before what is there, so that what is closed between the two has its last size.
+        """
+        if job.ranks:
+            self._ranks = job.ranks
+        ranks = None if job.ranks is None else self._ranks or frozenset()
+        open_files = open_for_writing(self.path, job.pids)
+        snapshot = take(self.path)
+        candidates, unknown = candidates_in(Scene(snapshot, self._contents, self.rules, ranks))
+        finished, unfinished = self._finisher.judge(
+            candidates, open_files=open_files, job_lives=job.is_alive, now_seconds=time.monotonic()
+        )
+        found = [found_of(candidate, self._contents, self.rules.metrics_file) for candidate in finished]
+        self._contents.forget(snapshot.files)
+        self._record({it.name: it.fingerprint for it in found})
+        return Look(tuple(sorted(found, key=lambda it: (it.step, it.name))), unfinished, unknown)
+
+    def hold(self, found: Found, names: Collection[str] | None = None) -> Held:
+        """Give the files of a checkpoint, or some of them, second names: the trainer may remove its own during a save.
+
+        Raises SourceChanged if it is no longer what was looked at, InvalidSource on a disk without hard links.
+        """
+        return Held(self, found, found.files if names is None else names)
+
+    def delete(self, found: Found) -> bool:
+        """Remove a checkpoint; False, and nothing is done, if it is not what was looked at any more.
+
+        It is renamed first: nobody meets half of it. Raises InvalidSource where a directory above it is a link.
+        """
+        refuse_links(self.path, found.parent)
+        aside = self.new("removed")
+        if found.is_directory:
+            if self._signs(found) != dict(found.files):
+                return False
+            (self.path / found.name).rename(aside)
+        else:
+            if any(sign != found.files[file] for file, sign in self._signs(found).items()):
+                return False
+            aside.mkdir()
+            own = found.name.rpartition("/")[2]
+            (self.path / found.name).rename(aside / own)
+        shutil.rmtree(aside)
+        return True
+
+    def sweep(self) -> None:
+        """Remove what a process that was killed left in our directory of the folder."""
+        for name in ("held", "removed", "restoring"):
+            shutil.rmtree(self.own / name, ignore_errors=True)
+
+    def new(self, what: str) -> Path:
+        """A name in our directory of the folder that nothing has."""
+        directory = self.own / what
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory / uuid.uuid4().hex[:12]
+
+    def _signs(self, found: Found) -> dict[str, Sign]:
+        """How the files of a checkpoint look now."""
+        above = found.name if found.is_directory else found.parent
+        if found.is_directory:
+            return take(self.path / above).below("")
+        return {file: sign for file in found.files if (sign := _sign_of(self.path / found.path_of(file))) is not None}
+
+    def _recorded(self) -> dict[str, str] | None:
+        """What a process before this one had found finished; None when nobody has looked at this folder yet."""
+        try:
+            told = json.loads((self.own / _RECORD_NAME).read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            return {}
+        return {name: text for name, text in told.items() if isinstance(text, str)} if isinstance(told, dict) else {}
+
+    def _record(self, finished: dict[str, str]) -> None:
+        if finished == self._told or not self.path.is_dir():
+            return
+        self.own.mkdir(exist_ok=True)
+        partial = self.own / f".{_RECORD_NAME}"
+        partial.write_text(json.dumps(finished))
+        partial.replace(self.own / _RECORD_NAME)
+        self._told = finished
+
+
+class Held:
+    """Second names for the files of a checkpoint, below our directory of the folder, until the end of `with`.
+
+    `path` is a directory with these files alone. No byte is copied.
+    """
+
+    def __init__(self, folder: Folder, found: Found, names: Collection[str]) -> None:
+        self._found = found
+        self._signs = {file: found.files[file] for file in names}
+        self.path = folder.new("held")
+        try:
+            self.path.mkdir()
+            for file, sign in self._signs.items():
+                target = self.path / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.link(folder.path / found.path_of(file), target, follow_symlinks=False)
+                if _sign_of(target) != sign:
+                    raise _changed(found, file)
+        except FileNotFoundError as error:
+            self.remove()
+            raise _changed(found, str(error.filename)) from error
+        except OSError as error:
+            self.remove()
+            if isinstance(error, SourceChanged):
+                raise
+            raise InvalidSource(
+                f"{error.filename} cannot get a second name: {error.strerror}",
+                step=found.step,
+                hint="Put the folder on a disk with hard links",
+            ) from error
+        except SourceChanged:
+            self.remove()
+            raise
+
+    @property
+    def names(self) -> Collection[str]:
+        """The files that it has names for."""
+        return self._signs
+
+    def check(self) -> None:
+        """Raise SourceChanged if somebody wrote into a file since it was looked at."""
+        for file, sign in self._signs.items():
+            if _sign_of(self.path / file) != sign:
+                raise _changed(self._found, file)
+
+    def remove(self) -> None:
+        """Remove the names."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def candidates_in(scene: Scene) -> tuple[list[Candidate], tuple[str, ...]]:
+    """All candidates of a scene, and what looks like a checkpoint and has no shape."""
+    claimed: frozenset[str] = frozenset()
+    found: list[Candidate] = []
+    for shape in SHAPES:
+        new = list(shape(scene, claimed))
+        found += new
+        claimed |= {it.name for it in new}
+        claimed |= {it.path_of(file) for it in new if not it.is_directory for file in it.files}
+    return found, of_no_shape(scene, claimed)
+
+
+def candidates_of(folder: Folder, ranks: frozenset[int] | None = None) -> list[Candidate]:
+    """The candidates of a folder by one look, when no job writes into it."""
+    return candidates_in(Scene(take(folder.path), Contents(folder.path), folder.rules, ranks))[0]
+
+
+def refuse_links(folder: Path, name: str) -> None:
+    """Raise InvalidSource if a directory on the way to a name is a symbolic link: what lies behind it is not ours."""
+    path = folder
+    for part in filter(None, name.split("/")):
+        path /= part
+        if path.is_symlink():
+            raise InvalidSource(f"{path} is a link, and nothing is written or removed behind one", file=str(path))
+
+
+def _sign_of(path: Path) -> Sign | None:
+    try:
+        status = path.lstat()
+        link = os.readlink(path) if path.is_symlink() else None
+    except FileNotFoundError:
+        return None
+    return Sign(status.st_size, status.st_mtime_ns, status.st_ino, link)
+
+
+def _changed(found: Found, file: str) -> SourceChanged:
+    return SourceChanged(
+        f"{found.name} changed after it had been finished: {file}", step=found.step, file=found.path_of(file)
+    )

@@ -1,0 +1,116 @@
+"""What the system tells of the processes of a job: who they are, which ranks, and what they have open for writing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+RANK_VARIABLES = (b"RANK", b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"SLURM_PROCID")
+"""Where launchers write the rank of a process: torchrun, Open MPI, MPICH, Slurm."""
+_FLAGS = re.compile(rb"^flags:\s+([0-7]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class JobSeen:
+    """What is known of a job at the moment of a look."""
+
+    pids: frozenset[int] | None = None
+    """Its processes on this node; None when they are unknown: then every process that may be asked is."""
+    ranks: frozenset[int] | None = None
+    """The ranks of its processes on this node, empty for a job that has none; None when they are unknown."""
+    is_alive: bool = True
+    """False once all its processes have ended: nothing changes any more, and what is unfinished stays so."""
+
+
+UNKNOWN = JobSeen()
+
+
+def job_seen(root: int) -> JobSeen:
+    """The job that a process began: those below it, and those of its session that outlived their parents."""
+    parents, sessions = _processes()
+    members = {root} if root in parents else set()
+    grew = True
+    while grew:
+        more = {pid for pid, parent in parents.items() if parent in members} - members
+        grew = bool(more)
+        members |= more
+    members |= {pid for pid, session in sessions.items() if session == root}
+    return JobSeen(frozenset(members), frozenset(_ranks(members)), is_alive=bool(members))
+
+
+def _processes() -> tuple[dict[int, int], dict[int, int]]:
+    """The parent of each process, and its session; of those that have not ended."""
+    parents, sessions = {}, {}
+    for pid in _pids():
+        try:
+            # The name of the program may hold anything, a bracket too; nothing after it does.
+            fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != b"Z":
+            parents[pid], sessions[pid] = int(fields[1]), int(fields[3])
+    return parents, sessions
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir(PROC) if name.isdigit()] if PROC.is_dir() else []
+
+
+def _ranks(pids: Iterable[int]) -> Iterator[int]:
+    for pid in pids:
+        try:
+            entries = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        given = dict(entry.partition(b"=")[::2] for entry in entries)
+        for name in RANK_VARIABLES:
+            if given.get(name, b"").isdigit():
+                yield int(given[name])
+                break
+
+
+def open_for_writing(folder: Path, pids: frozenset[int] | None) -> frozenset[str]:
+    """The files below a folder that processes have open, or mapped, for writing; relative to it.
+
+    Of other users' processes only root hears. Without /proc (macOS) nothing is known, and nothing returned.
+    """
+    root = os.path.realpath(folder).encode() + b"/"
+    found: set[str] = set()
+    for pid in _pids() if pids is None else pids:
+        for path in (*_descriptors(pid, root), *_mappings(pid, root)):
+            found.add(os.fsdecode(path[len(root) :]))
+    return frozenset(found)
+
+
+def _descriptors(pid: int, root: bytes) -> Iterator[bytes]:
+    directory = os.fsencode(PROC / str(pid))
+    try:
+        numbers = os.listdir(directory + b"/fd")
+    except OSError:
+        return
+    for number in numbers:
+        try:
+            path = os.readlink(directory + b"/fd/" + number)
+            if not path.startswith(root):
+                continue
+            with open(directory + b"/fdinfo/" + number, "rb") as info:
+                flags = _FLAGS.search(info.read())
+        except OSError:  # closed meanwhile
+            continue
+        if flags is None or int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY:
+            yield path
+
+
+def _mappings(pid: int, root: bytes) -> Iterator[bytes]:
+    try:
+        lines = (PROC / str(pid) / "maps").read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        fields = line.split(None, 5)
+        if len(fields) == 6 and fields[1] == b"rw-s" and fields[5].startswith(root):
+            yield fields[5]
