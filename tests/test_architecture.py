@@ -36,6 +36,7 @@ LAYERS: list[set[str]] = [
     {"opening"},
     {""},
     {"interchange", "folders"},
+    {"agent"},
     {"integrations"},
     {"ray"},
     {"testing"},
@@ -128,7 +129,7 @@ WIDE_SIGNATURES = {"open_store", "save", "save_async", "save_directory", "direct
 WIDE_SIGNATURES |= {"import_state", "export"}
 """The public surface, where each keyword has a default and a line in the reference."""
 
-READS_ENVIRONMENT = {"config", "group.find", "storage", "testing", "demo", "integrations"}
+READS_ENVIRONMENT = {"config", "group.find", "agent.nodes", "storage", "testing", "demo", "integrations"}
 
 HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "waitress", "xxhash"}
 HEAVY |= {"lightning", "mlflow", "opentelemetry", "transformers", "wandb"}

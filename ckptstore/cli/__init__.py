@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import keyword
 import re
@@ -15,6 +16,8 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.runtime.extras import not_installed
 
 COMMANDS = (
+    "run",
+    "watch-folder",
     "ls",
     "show",
     "watch",
@@ -62,7 +65,7 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Remember whether errors are to be JSON, those of the words themselves included."""
-        as_json = ctx.ensure_object(dict)["as_json"] = "--json" in args
+        as_json = ctx.ensure_object(dict)["as_json"] = "--json" in itertools.takewhile(lambda word: word != "--", args)
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:

@@ -144,7 +144,7 @@ def _torn_or_gone(path: Path) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Sight:
     """One look at a folder, as the shapes see it."""
 
     snapshot: Snapshot

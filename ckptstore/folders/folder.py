@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Self
 
 from ckptstore.errors import InvalidSource, SourceChanged
-from ckptstore.folders.candidate import Candidate, Contents, Rules, Scene
+from ckptstore.folders.candidate import Candidate, Contents, Rules, Sight
 from ckptstore.folders.finished import Finisher
 from ckptstore.folders.found import Found, found_of
 from ckptstore.folders.job_seen import JobSeen, open_for_writing
-from ckptstore.folders.shapes import Shape, lightning, of_no_shape, patterns, transformers
+from ckptstore.folders.known_shapes import Shape, lightning, of_no_shape, patterns, transformers
 from ckptstore.folders.sharded import dcp, deepspeed, megatron
 from ckptstore.folders.snapshot import OWN_NAME, Sign, take
 
@@ -64,7 +64,7 @@ class Folder:
         ranks = None if job.ranks is None else self._ranks or frozenset()
         open_files = open_for_writing(self.path, job.pids)
         snapshot = take(self.path)
-        candidates, unknown = candidates_in(Scene(snapshot, self._contents, self.rules, ranks))
+        candidates, unknown = candidates_in(Sight(snapshot, self._contents, self.rules, ranks))
         finished, unfinished = self._finisher.judge(
             candidates, open_files=open_files, job_lives=job.is_alive, now_seconds=time.monotonic()
         )
@@ -196,21 +196,21 @@ class Held:
         self.remove()
 
 
-def candidates_in(scene: Scene) -> tuple[list[Candidate], tuple[str, ...]]:
-    """All candidates of a scene, and what looks like a checkpoint and has no shape."""
+def candidates_in(sight: Sight) -> tuple[list[Candidate], tuple[str, ...]]:
+    """All candidates of a sight, and what looks like a checkpoint and has no shape."""
     claimed: frozenset[str] = frozenset()
     found: list[Candidate] = []
     for shape in SHAPES:
-        new = list(shape(scene, claimed))
+        new = list(shape(sight, claimed))
         found += new
         claimed |= {it.name for it in new}
         claimed |= {it.path_of(file) for it in new if not it.is_directory for file in it.files}
-    return found, of_no_shape(scene, claimed)
+    return found, of_no_shape(sight, claimed)
 
 
 def candidates_of(folder: Folder, ranks: frozenset[int] | None = None) -> list[Candidate]:
     """The candidates of a folder by one look, when no job writes into it."""
-    return candidates_in(Scene(take(folder.path), Contents(folder.path), folder.rules, ranks))[0]
+    return candidates_in(Sight(take(folder.path), Contents(folder.path), folder.rules, ranks))[0]
 
 
 def refuse_links(folder: Path, name: str) -> None:

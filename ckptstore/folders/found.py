@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.folders.candidate import Beside, Candidate, Contents, fingerprint
-from ckptstore.folders.shapes import TRAINER_STATE
+from ckptstore.folders.known_shapes import TRAINER_STATE
 from ckptstore.folders.snapshot import Sign
 from ckptstore.format.layout import check_user_name
 

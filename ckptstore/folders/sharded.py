@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from ckptstore.folders.candidate import Beside, Candidate, Scene, last_number
-from ckptstore.folders.shapes import directories, torn_in, within
+from ckptstore.folders.candidate import Beside, Candidate, Sight, last_number
+from ckptstore.folders.known_shapes import directories, torn_in, within
 from ckptstore.folders.snapshot import Sign
 
 LATEST = "latest"
@@ -17,7 +17,7 @@ _ITERATION_NAME = re.compile(r"(?:.*/)?iter_(\d+)")
 _TITAN_NAME = re.compile(r"(?:.*/)?step-(\d+)")
 
 
-def deepspeed(scene: Scene, claimed: frozenset[str]) -> Iterator[Candidate]:
+def deepspeed(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
     """A tag's directory of DeepSpeed, `global_stepN` as a rule, beside the file `latest` that names the newest.
 
     Rank 0 writes `latest` when its own files are there, before the others are known to be: with ZeRO each rank's
@@ -25,14 +25,14 @@ def deepspeed(scene: Scene, claimed: frozenset[str]) -> Iterator[Candidate]:
     """
     tags = sorted(
         directory
-        for directory in scene.snapshot.directories
+        for directory in sight.snapshot.directories
         if not within(directory, claimed)
-        and any(_DEEPSPEED_FILE.fullmatch(file) for file in scene.snapshot.below(directory))
+        and any(_DEEPSPEED_FILE.fullmatch(file) for file in sight.snapshot.below(directory))
     )
     for name in tags:
         parent, _, tag = name.rpartition("/")
-        files = scene.snapshot.below(name)
-        tracker = scene.text(f"{parent}/{LATEST}" if parent else LATEST)
+        files = sight.snapshot.below(name)
+        tracker = sight.text(f"{parent}/{LATEST}" if parent else LATEST)
         step = last_number(tag)
         yield Candidate(
             name=name,
@@ -42,16 +42,16 @@ def deepspeed(scene: Scene, claimed: frozenset[str]) -> Iterator[Candidate]:
             files=files,
             beside={LATEST: Beside(text=tag)},
             lacks=("its name has no step" if step is None else None)
-            or _untold(scene, tracker, tag, step)
-            or _lacking_ranks(scene, files)
-            or torn_in(scene, name, files),
-            is_certain=_tells_its_ranks(scene, sum(_OPTIMIZER.fullmatch(file) is not None for file in files)),
+            or _untold(sight, tracker, tag, step)
+            or _lacking_ranks(sight, files)
+            or torn_in(sight, name, files),
+            is_certain=_tells_its_ranks(sight, sum(_OPTIMIZER.fullmatch(file) is not None for file in files)),
         )
 
 
-def _untold(scene: Scene, tracker: str | None, tag: str, step: int | None) -> str | None:
+def _untold(sight: Sight, tracker: str | None, tag: str, step: int | None) -> str | None:
     """Whether `latest` does not name a tag yet: neither it nor a newer one."""
-    if not scene.has_leader:
+    if not sight.has_leader:
         return None
     named = (tracker or "").strip()
     newest = last_number(named)
@@ -60,31 +60,31 @@ def _untold(scene: Scene, tracker: str | None, tag: str, step: int | None) -> st
     return f"{LATEST} does not name it yet"
 
 
-def _tells_its_ranks(scene: Scene, optimizers: int) -> bool:
+def _tells_its_ranks(sight: Sight, optimizers: int) -> bool:
     """Whether the files show that every rank of this node has written: one process has, or as many as there are."""
-    if scene.ranks is None:
+    if sight.ranks is None:
         return False
-    return optimizers > 0 if len(scene.ranks) > 1 else optimizers <= 1
+    return optimizers > 0 if len(sight.ranks) > 1 else optimizers <= 1
 
 
-def _lacking_ranks(scene: Scene, files: Mapping[str, Sign]) -> str | None:
+def _lacking_ranks(sight: Sight, files: Mapping[str, Sign]) -> str | None:
     optimizers = sum(_OPTIMIZER.fullmatch(file) is not None for file in files)
-    if optimizers and scene.ranks is not None and optimizers < len(scene.ranks):
-        return f"{optimizers} of {len(scene.ranks)} ranks have written their optimizer state"
+    if optimizers and sight.ranks is not None and optimizers < len(sight.ranks):
+        return f"{optimizers} of {len(sight.ranks)} ranks have written their optimizer state"
     return None
 
 
-def megatron(scene: Scene, claimed: frozenset[str]) -> Iterator[Candidate]:
+def megatron(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
     """`iter_N` of Megatron-LM. Rank 0 writes the tracker after a barrier: what it names is whole, and all before it."""
-    for name in directories(scene, claimed, _ITERATION_NAME):
+    for name in directories(sight, claimed, _ITERATION_NAME):
         parent, _, own = name.rpartition("/")
-        files = scene.snapshot.below(name)
+        files = sight.snapshot.below(name)
         if not files:
             continue
         step = int(own.rpartition("_")[2])
-        told = (scene.text(f"{parent}/{ITERATION}" if parent else ITERATION) or "").strip()
+        told = (sight.text(f"{parent}/{ITERATION}" if parent else ITERATION) or "").strip()
         lacks = None
-        if scene.has_leader and not (told.isdigit() and int(told) >= step):
+        if sight.has_leader and not (told.isdigit() and int(told) >= step):
             lacks = f"{ITERATION} does not name it yet"
         yield Candidate(
             name=name,
@@ -93,36 +93,36 @@ def megatron(scene: Scene, claimed: frozenset[str]) -> Iterator[Candidate]:
             is_directory=True,
             files=files,
             beside={ITERATION: Beside(text=str(step))},
-            lacks=lacks or torn_in(scene, name, files),
-            is_certain=scene.has_leader,
+            lacks=lacks or torn_in(sight, name, files),
+            is_certain=sight.has_leader,
         )
 
 
-def dcp(scene: Scene, claimed: frozenset[str]) -> Iterator[Candidate]:
+def dcp(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
     """A directory of torch's DCP, among them `step-N` of torchtitan. `.metadata` is renamed into place at the end.
 
     A node without rank 0 gets no `.metadata`. torchtitan's last save may be a Hugging Face model instead.
     """
     holders = {
         name.rpartition("/")[0]
-        for name in scene.snapshot.files
+        for name in sight.snapshot.files
         if name.rpartition("/")[2] == ".metadata" or name.endswith((".distcp", ".safetensors"))
     }
     for name in sorted(holders - {""}):
         is_titan = _TITAN_NAME.fullmatch(name) is not None
-        files = scene.snapshot.below(name)
+        files = sight.snapshot.below(name)
         has_metadata, has_parts = ".metadata" in files, any(file.endswith(".distcp") for file in files)
         step = last_number(name.rpartition("/")[2])
         if within(name, claimed) or step is None or not (has_metadata or has_parts or is_titan):
             continue
-        lacks = ".metadata is not there yet" if has_parts and not has_metadata and scene.has_leader else None
+        lacks = ".metadata is not there yet" if has_parts and not has_metadata and sight.has_leader else None
         yield Candidate(
             name=name,
             shape="torchtitan" if is_titan else "dcp",
             step=step,
             is_directory=True,
             files=files,
-            lacks=lacks or torn_in(scene, name, files),
+            lacks=lacks or torn_in(sight, name, files),
             is_certain=has_metadata,
         )
         claimed |= {name}

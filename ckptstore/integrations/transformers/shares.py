@@ -1,22 +1,13 @@
-"""Which rank stores which file of a checkpoint that the ranks of a Trainer wrote together.
-
-Trainer's names are made for one shared directory: a name stands for one file, whichever ranks see it. So every file is
-stored once, by a rank that sees it: on one node or a shared disk the ranks divide the files, on disks of their own each
-node brings what it has.
-"""
+"""What a rank of a Trainer sees of a checkpoint, and second names for its share of it."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ckptstore.errors import InvalidSource
 from ckptstore.saving.directories import scan
-
-Seen = Mapping[str, tuple[int, int]]
-"""The files that a rank sees, by name: time of the last change in nanoseconds, and size in bytes."""
 
 
 def seen_in(directory: Path) -> dict[str, tuple[int, int]]:
@@ -24,26 +15,6 @@ def seen_in(directory: Path) -> dict[str, tuple[int, int]]:
     if not directory.is_dir():
         return {}
     return {name: (source.identity[2], source.size_bytes) for name, source in scan(directory).files.items()}
-
-
-def divide(seen: Sequence[Seen]) -> list[set[str]]:
-    """The names for each rank. A file goes to the rank that has least so far among those that see its newest version.
-
-    All ranks that know what all see come to the same result.
-    """
-    newest: dict[str, tuple[int, int]] = {}
-    for files in seen:
-        for name, version in files.items():
-            newest[name] = max(version, newest.get(name, version))
-    shares: list[set[str]] = [set() for _ in seen]
-    loads = [0] * len(seen)
-    for name, version in sorted(newest.items(), key=lambda item: (-item[1][1], item[0])):
-        rank = min(
-            (rank for rank, files in enumerate(seen) if files.get(name) == version), key=lambda rank: loads[rank]
-        )
-        shares[rank].add(name)
-        loads[rank] += version[1]
-    return shares
 
 
 class Links:

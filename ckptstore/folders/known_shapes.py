@@ -14,11 +14,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from ckptstore.folders.candidate import Beside, Candidate, Scene, last_number
+from ckptstore.folders.candidate import Beside, Candidate, Sight, last_number
 from ckptstore.folders.snapshot import Sign
 
-Shape = Callable[[Scene, frozenset[str]], Iterator[Candidate]]
-"""Looks at a scene, without the directories and files that are claimed already."""
+Shape = Callable[[Sight, frozenset[str]], Iterator[Candidate]]
+"""Looks at a sight, without the directories and files that are claimed already."""
 
 TRAINER_STATE = "trainer_state.json"
 _TRAINER_NAME = re.compile(r"(?:.*/)?checkpoint-(\d+)")
@@ -31,9 +31,9 @@ _LAST_CKPT = re.compile(r"last(-v\d+)?\.ckpt")
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
 
 
-def directories(scene: Scene, claimed: frozenset[str], name: re.Pattern[str]) -> Iterator[str]:
+def directories(sight: Sight, claimed: frozenset[str], name: re.Pattern[str]) -> Iterator[str]:
     """The directories of that name which nothing has claimed, the shorter names first."""
-    for directory in sorted(scene.snapshot.directories):
+    for directory in sorted(sight.snapshot.directories):
         if name.fullmatch(directory) and not within(directory, claimed):
             yield directory
 
@@ -44,19 +44,19 @@ def within(name: str, claimed: frozenset[str]) -> bool:
     return any("/".join(parts[:end]) in claimed for end in range(1, len(parts) + 1))
 
 
-def torn_in(scene: Scene, directory: str, files: Mapping[str, Sign]) -> str | None:
+def torn_in(sight: Sight, directory: str, files: Mapping[str, Sign]) -> str | None:
     """The first file of a directory without its end, in words."""
-    return scene.torn_among({file: f"{directory}/{file}" for file in files})
+    return sight.torn_among({file: f"{directory}/{file}" for file in files})
 
 
-def transformers(scene: Scene, claimed: frozenset[str]) -> Iterator[Candidate]:
+def transformers(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
     """`checkpoint-N` of Hugging Face's Trainer, and of what is built on it: TRL, Axolotl.
 
     Rank 0 writes trainer_state.json last of its own files. Every rank writes its rng_state last, and no barrier stands
     between it and trainer_state.json: both must be there.
     """
-    for name in directories(scene, claimed, _TRAINER_NAME):
-        files = scene.snapshot.below(name)
+    for name in directories(sight, claimed, _TRAINER_NAME):
+        files = sight.snapshot.below(name)
         if not any(_TRAINER_FILES.match(file) for file in files):
             continue
         step = int(name.rpartition("-")[2])
@@ -67,23 +67,23 @@ def transformers(scene: Scene, claimed: frozenset[str]) -> Iterator[Candidate]:
             step=step,
             is_directory=True,
             files=files,
-            lacks=_trainer_lacks(scene, name, files, step) or torn_in(scene, name, files),
-            is_certain=scene.ranks is not None and (bool(scene.ranks) or not numbered),
+            lacks=_trainer_lacks(sight, name, files, step) or torn_in(sight, name, files),
+            is_certain=sight.ranks is not None and (bool(sight.ranks) or not numbered),
         )
 
 
-def _trainer_lacks(scene: Scene, name: str, files: Mapping[str, Sign], step: int) -> str | None:
-    if scene.has_leader and (lacks := _no_trainer_state(scene.text(f"{name}/{TRAINER_STATE}"), step)):
+def _trainer_lacks(sight: Sight, name: str, files: Mapping[str, Sign], step: int) -> str | None:
+    if sight.has_leader and (lacks := _no_trainer_state(sight.text(f"{name}/{TRAINER_STATE}"), step)):
         return lacks
     if any(_RESUMABLE.match(file) for file in files):
-        for rank in sorted(scene.ranks or {0}):
+        for rank in sorted(sight.ranks or {0}):
             of_rank = {f"rng_state_{rank}.pth"} | ({"rng_state.pth"} if rank == 0 else set())
             if not of_rank & set(files):
                 return f"{min(of_rank)} is not there yet"
-    elif not scene.has_leader:
+    elif not sight.has_leader:
         return "no rank of this node has written yet"
     for index in (file for file in files if file.endswith(".index.json")):
-        if lacks := _lacking_shard(scene.text(f"{name}/{index}"), index, files):
+        if lacks := _lacking_shard(sight.text(f"{name}/{index}"), index, files):
             return lacks
     return None
 
@@ -110,16 +110,16 @@ def _lacking_shard(text: str | None, index: str, files: Mapping[str, Sign]) -> s
     return f"{missing[0]} is not there yet" if missing else None
 
 
-def lightning(scene: Scene, claimed: frozenset[str]) -> Iterator[Candidate]:
+def lightning(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
     """`*.ckpt` of Lightning: a file that rank 0 writes elsewhere and moves into place, or a directory of all ranks.
 
     A move from another file system is a copy, so a file is there before it is whole. Its end shows that it is.
     """
-    for directory in directories(scene, claimed, re.compile(r".*\.ckpt")):
-        files = scene.snapshot.below(directory)
+    for directory in directories(sight, claimed, re.compile(r".*\.ckpt")):
+        files = sight.snapshot.below(directory)
         step = _step_in_name(directory)
         lacks = None if step is not None else "its name has no step"
-        lacks = lacks or (None if files else "it is empty") or torn_in(scene, directory, files)
+        lacks = lacks or (None if files else "it is empty") or torn_in(sight, directory, files)
         yield Candidate(
             name=directory,
             shape="lightning",
@@ -127,19 +127,19 @@ def lightning(scene: Scene, claimed: frozenset[str]) -> Iterator[Candidate]:
             is_directory=True,
             files=files,
             lacks=lacks,
-            beside=_links_to(scene, directory),
+            beside=_links_to(sight, directory),
             is_certain=False,
         )
         claimed |= {directory}
-    files_here = [name for name in scene.snapshot.files if name.endswith(".ckpt") and not within(name, claimed)]
+    files_here = [name for name in sight.snapshot.files if name.endswith(".ckpt") and not within(name, claimed)]
     for parent in sorted({name.rpartition("/")[0] for name in files_here}):
-        yield from _lightning_files(scene, parent, [name for name in files_here if name.rpartition("/")[0] == parent])
+        yield from _lightning_files(sight, parent, [name for name in files_here if name.rpartition("/")[0] == parent])
 
 
-def _lightning_files(scene: Scene, parent: str, names: list[str]) -> Iterator[Candidate]:
+def _lightning_files(sight: Sight, parent: str, names: list[str]) -> Iterator[Candidate]:
     """The candidates of one directory. A `last.ckpt` of the same step as another file belongs to that one."""
-    real = {name: sign for name in names if (sign := scene.snapshot.files[name]).link is None}
-    steps = {name: _step_of(scene, name) for name in real}
+    real = {name: sign for name in names if (sign := sight.snapshot.files[name]).link is None}
+    steps = {name: _step_of(sight, name) for name in real}
     lasts = {name for name in real if _LAST_CKPT.fullmatch(name.rpartition("/")[2])}
     named = {steps[name] for name in real if name not in lasts}
     newest = max((step for step in named if step is not None), default=None)
@@ -149,7 +149,7 @@ def _lightning_files(scene: Scene, parent: str, names: list[str]) -> Iterator[Ca
             continue
         members = {name} | {last for last in lasts if steps[last] == steps[name] and steps[name] is not None}
         files = {member.rpartition("/")[2]: real[member] for member in sorted(members)}
-        lacks = scene.torn_among({file: f"{parent}/{file}" if parent else file for file in files})
+        lacks = sight.torn_among({file: f"{parent}/{file}" if parent else file for file in files})
         yield Candidate(
             name=name,
             shape="lightning",
@@ -157,13 +157,13 @@ def _lightning_files(scene: Scene, parent: str, names: list[str]) -> Iterator[Ca
             is_directory=False,
             files=files,
             lacks=lacks or (None if steps[name] is not None else "it has no global_step"),
-            beside=_links_to(scene, name),
+            beside=_links_to(sight, name),
             is_certain=not (last_is_behind and steps[name] == newest),
         )
 
 
-def _step_of(scene: Scene, name: str) -> int | None:
-    within_file = scene.number(name, "global_step")
+def _step_of(sight: Sight, name: str) -> int | None:
+    within_file = sight.number(name, "global_step")
     return within_file if within_file is not None else _step_in_name(name)
 
 
@@ -172,35 +172,35 @@ def _step_in_name(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _links_to(scene: Scene, name: str) -> dict[str, Beside]:
+def _links_to(sight: Sight, name: str) -> dict[str, Beside]:
     parent, _, own = name.rpartition("/")
     prefix = f"{parent}/" if parent else ""
     return {
         other[len(prefix) :]: Beside(link=own)
-        for other, sign in scene.snapshot.files.items()
+        for other, sign in sight.snapshot.files.items()
         if sign.link is not None and other.rpartition("/")[0] == parent and sign.link.rpartition("/")[2] == own
     }
 
 
-def patterns(scene: Scene, claimed: frozenset[str]) -> Iterator[Candidate]:
+def patterns(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
     """What the caller's patterns fit, directories and files."""
-    marker = scene.rules.marker
-    for name in sorted({*scene.snapshot.directories, *scene.snapshot.files}):
-        if within(name, claimed) or not any(_fits(name, pattern) for pattern in scene.rules.patterns):
+    marker = sight.rules.marker
+    for name in sorted({*sight.snapshot.directories, *sight.snapshot.files}):
+        if within(name, claimed) or not any(_fits(name, pattern) for pattern in sight.rules.patterns):
             continue
-        is_directory = name in scene.snapshot.directories
+        is_directory = name in sight.snapshot.directories
         if not is_directory and marker is not None and name.endswith(marker):
             continue
         own = name.rpartition("/")[2]
-        files = scene.snapshot.below(name) if is_directory else {own: scene.snapshot.files[name]}
+        files = sight.snapshot.below(name) if is_directory else {own: sight.snapshot.files[name]}
         beside: dict[str, Beside] = {}
         lacks = None if files else "it is empty"
         if marker is not None and not lacks:
             path = f"{name}/{marker}" if is_directory else name + marker
-            if path not in scene.snapshot.files:
+            if path not in sight.snapshot.files:
                 lacks = f"{marker} is not there yet"
             elif not is_directory:
-                beside[own + marker] = Beside(text=scene.text(path) or "")
+                beside[own + marker] = Beside(text=sight.text(path) or "")
         step = last_number(own)
         yield Candidate(
             name=name,
@@ -211,14 +211,14 @@ def patterns(scene: Scene, claimed: frozenset[str]) -> Iterator[Candidate]:
             beside=beside,
             lacks=lacks
             or ("its name has no number" if step is None else None)
-            or _torn(scene, name, is_directory, files),
+            or _torn(sight, name, is_directory, files),
             is_certain=marker is not None,
         )
         claimed |= {name}
 
 
-def _torn(scene: Scene, name: str, is_directory: bool, files: Mapping[str, Sign]) -> str | None:
-    return torn_in(scene, name, files) if is_directory else scene.torn_among({name: name})
+def _torn(sight: Sight, name: str, is_directory: bool, files: Mapping[str, Sign]) -> str | None:
+    return torn_in(sight, name, files) if is_directory else sight.torn_among({name: name})
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -226,10 +226,10 @@ def _fits(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def of_no_shape(scene: Scene, claimed: frozenset[str]) -> tuple[str, ...]:
+def of_no_shape(sight: Sight, claimed: frozenset[str]) -> tuple[str, ...]:
     """What looks like a checkpoint, a name with a number that holds weights, and has no shape."""
     found = set()
-    for name in scene.snapshot.files:
+    for name in sight.snapshot.files:
         if name.endswith(_WEIGHTS) and not within(name, claimed):
             top = next((part for part in _with_parents(name) if last_number(part.rpartition("/")[2]) is not None), None)
             if top is not None:

@@ -1,0 +1,89 @@
+"""What all nodes together decide in a round: which checkpoint is committed next. Pure.
+
+Each agent says what its folder has. A checkpoint is taken when every node whose folder has it says that it is finished,
+and every node whose folder ever had one has this one too. A node whose folder never had any is waited for a while, then
+it counts as one that writes none. The oldest comes first, since the checkpoint that is committed last is the latest of
+the store. When the end is near only the newest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+LONELY_SECONDS = 30.0
+"""How long a checkpoint waits for nodes whose folder never had one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A finished checkpoint that is not committed."""
+
+    name: str
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    waits_seconds: float = 0.0
+    """Since this node saw it finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What one node says."""
+
+    offers: tuple[Offer, ...] = ()
+    committed: tuple[str, ...] = ()
+    """Names that are finished here and need no commit."""
+    unfinished: tuple[str, ...] = ()
+    ranks: tuple[int, ...] | None = None
+    """The ranks of the training whose processes this node has, None where that is unknown."""
+    is_hurried: bool = False
+    has_ended: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """For the other nodes."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> Self:
+        """What `to_json` returned."""
+        offers = tuple(Offer(**offer) for offer in told["offers"])
+        lists = {name: tuple(told[name]) for name in ("committed", "unfinished")}
+        ranks = None if told["ranks"] is None else tuple(told["ranks"])
+        return cls(**{**told, **lists, "offers": offers, "ranks": ranks})
+
+    @property
+    def has_any(self) -> bool:
+        """Whether the folder has checkpoints at all."""
+        return bool(self.offers or self.committed or self.unfinished)
+
+    def blocks(self, name: str, *, patience_is_over: bool) -> bool:
+        """Whether the checkpoint of that name has to wait for this node."""
+        if name in self.unfinished:
+            return True
+        if name in self.committed or any(offer.name == name for offer in self.offers):
+            return False
+        return self.has_any or not (patience_is_over or self.has_ended or self.is_hurried)
+
+
+def choose(views: Sequence[View]) -> Offer | None:
+    """The checkpoint to commit now, as the first node that has it offers it; None when there is none."""
+    offers: dict[str, Offer] = {}
+    for view in views:
+        for offer in view.offers:
+            offers.setdefault(offer.name, offer)
+    patience_is_over = {
+        name: any(
+            offer.name == name and offer.waits_seconds >= LONELY_SECONDS for view in views for offer in view.offers
+        )
+        for name in offers
+    }
+    ready = sorted(
+        (offer.step, name)
+        for name, offer in offers.items()
+        if not any(view.blocks(name, patience_is_over=patience_is_over[name]) for view in views)
+    )
+    if not ready:
+        return None
+    return offers[ready[-1 if any(view.is_hurried for view in views) else 0][1]]
