@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,13 @@ BUSY = Fault(action="status", status=503, code="SlowDown", probability=0.2, time
 LOST = Fault(action="lose_answer", match="^PUT|^POST", probability=0.05, times=None)
 
 
-def kill_somewhere(job: Job, losses: Path, moments: random.Random, *, at_start: bool) -> None:
-    """In the restore or the start; or some time after some step, which may be in the write of a checkpoint, between its
-    files, or in its upload."""
-    if at_start:
+def kill_somewhere(job: Job, moments: random.Random, reached: Callable[[], bool] | None) -> None:
+    """In the restore or the start; or some time after what is to be reached, which may be in the write of a checkpoint,
+    between its files, or in its upload."""
+    if reached is None:
         time.sleep(moments.uniform(0.0, 1.5))
     else:
-        num_steps = moments.randint(2, 6)
-        job.wait_until(lambda: len(losses_of(losses)) >= num_steps or job.has_ended, f"{num_steps} steps")
+        job.wait_until(lambda: reached() or job.has_ended, "the moment to kill it")
         time.sleep(moments.uniform(0.0, 0.5))
     job.kill()
 
@@ -47,8 +47,10 @@ def test_a_job_survives_every_kill_at_any_moment(tmp_path: Path, shape: str) -> 
             command = trainer("plain", folder, losses, "--mode", shape, "--step-seconds", 0.1)
             command = under_run(store, folder, command, *OPTIONS[shape], *LOOKS)
             with Job(command, tmp_path / "log", server_environment(options)) as job:
+                has_steps = lambda losses=losses: len(losses_of(losses)) > 4  # noqa: E731
+                has_commit = lambda before=before: steps_of(store, options) != before  # noqa: E731
                 if number < 5:
-                    kill_somewhere(job, losses, moments, at_start=number in (0, 3))
+                    kill_somewhere(job, moments, (None, has_commit, None, has_steps, has_commit)[number])
                 else:
                     assert job.wait() == 0, job.text()
             told = losses_of(losses)
