@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +19,7 @@ from ckptstore.agent.notices import (
     LocalDeleted,
     OlderFound,
 )
-from ckptstore.agent.rounds import Offer, View, choose
+from ckptstore.agent.rounds import NodeView, Offer, choose
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, InvalidInput, SourceChanged, StoreFenced, StoreForked, UnsupportedVersion
 from ckptstore.events import emit
@@ -44,8 +44,6 @@ class _Tries:
 
     count: int = 0
     not_before: float = 0.0
-    is_unsure: bool = False
-    """Whether one of them may have been committed all the same."""
 
 
 @dataclass(kw_only=True)
@@ -60,6 +58,8 @@ class Committer:
     job: Callable[[], JobSeen]
     """What is known of the trainer's processes now."""
     interval_seconds: float
+    began_at: float
+    """When the agent began, in seconds since the epoch, before anything was started that writes to the folder."""
     delete_local: bool = False
     is_shared: bool = False
     """Whether the folder is one and the same for all nodes."""
@@ -73,7 +73,8 @@ class Committer:
     _all_ranks: frozenset[int] | None = None
     _seen: Look = field(default_factory=lambda: Look((), {}, ()))
     """The last look of a round."""
-    _has_compared: bool = False
+    _suspects: set[str] | None = None
+    """Names of what may be in the store, and is compared before it is offered; None before the first look."""
     _changes: int = 0
     """How often in a row a checkpoint was no longer what it was."""
     stopped: CkptstoreError | None = None
@@ -113,10 +114,12 @@ class Committer:
         self._has_ended = True
         self._wake.set()
 
-    def left(self) -> list[Found]:
-        """What is finished and neither in the store nor passed over, as the folder is now. From any thread."""
+    def left(self) -> tuple[list[Found], Mapping[str, str]]:
+        """What is finished and neither in the store nor passed over, as the folder is now, and what is unfinished, with
+        the reasons. From any thread."""
         self._look()
-        return self._open(self._look())
+        look = self._look()
+        return self._open(look), look.unfinished
 
     def _pause_seconds(self) -> float:
         waits = self._tries.not_before - time.monotonic()
@@ -163,29 +166,29 @@ class Committer:
         view = self._view(look, had_ended)
 
         def join(told: list[Any], _beat: object) -> Any:
-            views = [View.from_json(item) for item in told]
+            views = [NodeView.from_json(item) for item in told]
             chosen = None if self._must_wait(views) else choose(views)
             ranks = (
                 None if any(item.ranks is None for item in views) else sorted({r for v in views for r in v.ranks or ()})
             )
-            offer = None if chosen is None else View(offers=(chosen,)).to_json()["offers"][0]
+            offer = None if chosen is None else NodeView(offers=(chosen,)).to_json()["offers"][0]
             return {"offer": offer, "ranks": ranks, "is_over": all(item.has_ended for item in views)}
 
         told = job_of(self.store).exchange("agent", lambda _beat: view.to_json(), join)
         return (None if told["offer"] is None else Offer(**told["offer"])), bool(told["is_over"])
 
-    def _must_wait(self, views: Iterable[View]) -> bool:
+    def _must_wait(self, views: Iterable[NodeView]) -> bool:
         """Leader: whether a failure is too recent for another try. At the end there is one try more at once."""
         is_pressed = any(view.is_hurried or view.has_ended for view in views)
         return not is_pressed and time.monotonic() < self._tries.not_before
 
-    def _view(self, look: Look, had_ended: bool) -> View:
+    def _view(self, look: Look, had_ended: bool) -> NodeView:
         now, is_open = time.monotonic(), self._open(look)
         self._seen_at = {
             key: self._seen_at.get(key, now) for key in [(found.name, found.fingerprint) for found in is_open]
         }
         names = {found.name for found in is_open}
-        return View(
+        return NodeView(
             offers=tuple(
                 Offer(
                     name=found.name,
@@ -253,33 +256,39 @@ class Committer:
             emit(CommitsStopped(reason=str(error)))
             return
         tries = self._tries
-        tries.count, tries.is_unsure = tries.count + 1, tries.is_unsure or error.committed is not False
+        tries.count += 1
         wait_seconds = min(_LONGEST_WAIT_SECONDS, self.interval_seconds * 2 ** (tries.count - 1))
         tries.not_before = time.monotonic() + wait_seconds
-        self._has_compared = not tries.is_unsure
+        if error.committed is not False and self._suspects is not None:
+            self._suspects |= {found.name for found in self._open(self._seen)}
         emit(CommitsDelayed(wait_seconds=wait_seconds, error=str(error)))
 
     def _compare(self, look: Look) -> None:
-        """Once at the start, and after a failure that left it open: what of the folder is in the store already."""
-        if self._has_compared:
+        """What of the folder is in the store already: of what was there before the agent, and of what a failed commit
+        may have committed all the same. Each is compared when it is finished."""
+        if self._suspects is None:
+            self._suspects = {found.name for found in look.finished} | set(look.unfinished)
+        due = [found for found in self._open(look) if found.name in self._suspects]
+        if not due:
             return
         entries = self.store.entries()
         live = {entry.checkpoint.step: entry.checkpoint for entry in entries}
         latest = next((entry.checkpoint for entry in entries if entry.is_latest), None)
-        for found in self._open(look):
+        for found in due:
             if found.step in live and same(self.folder, found, live[found.step]):
                 self._committed[found.name] = found.fingerprint
         if latest is not None:
             has_latest = any(found.step == latest.step and found.name in self._committed for found in look.finished)
+            known_at = max(latest.created_at, self.began_at if has_latest else 0.0)
             older = [
                 found
                 for found in self._open(look)
-                if found.step < latest.step and (has_latest or _written_at(found) <= latest.created_at)
+                if found.name in self._suspects and found.step < latest.step and _written_at(found) <= known_at
             ]
             if older:
                 steps, names = self._forget(older)
                 emit(OlderFound(steps=steps, names=names, latest_step=latest.step))
-        self._has_compared = True
+        self._suspects -= {found.name for found in due}
 
     def _pass_over(self, passed: Sequence[Found], reason: str) -> None:
         if passed:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-import tempfile
+import re
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,22 +14,24 @@ from pathlib import Path
 
 from ckptstore.agent.trainer import ORPHAN_SECONDS
 from ckptstore.errors import InvalidInput
+from ckptstore.folders.snapshot import OWN_NAME
 
 _PATIENCE_SECONDS = ORPHAN_SECONDS + 10
 _LOOK_SECONDS = 0.2
 
 
 @contextmanager
-def locked(folder: Path, *, waits: Callable[[str], object]) -> Iterator[int]:
+def locked(folder: Path, *, node_rank: int, waits: Callable[[str], object]) -> Iterator[int]:
     """Hold the folder against other agents of this node; gives the descriptor that holds it.
 
-    The lock file lies in the system's directory for temporary files: a folder on a network file system is locked on
-    this node alone. The trainer of an agent that was killed is waited for, and `waits` is told.
+    The lock has the names of the host and of the node: the agents of several nodes may share a folder. The trainer of
+    an agent that was killed is waited for, and `waits` is told. A file system without locks is taken as it is.
 
     Raises InvalidInput when another agent is at work there.
     """
-    status = folder.stat()
-    path = Path(tempfile.gettempdir()) / f"ckptstore-agent-{os.getuid()}-{status.st_dev:x}-{status.st_ino:x}.lock"
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+    path = folder / OWN_NAME / f"agent-{host}-{node_rank}.lock"
+    path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         _acquire(descriptor, folder, waits)
@@ -42,9 +46,14 @@ def _acquire(descriptor: int, folder: Path, waits: Callable[[str], object]) -> N
     until, is_told = time.monotonic() + _PATIENCE_SECONDS, False
     while True:
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError:
             holder = os.pread(descriptor, 20, 0).decode(errors="replace")
+        except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                return
+            raise
         if _is_alive(holder) or time.monotonic() > until:
             raise InvalidInput(
                 f"Another agent works on {folder}, process {holder or 'unknown'}",

@@ -15,10 +15,9 @@ from ckptstore.catalogue import job_of
 from ckptstore.errors import InvalidInput
 from ckptstore.events import BytesMoved, emit, listening
 from ckptstore.folders import Folder, JobSeen, newest_first, restore_folder
+from ckptstore.folders.snapshot import OWN_NAME
 from ckptstore.store import CheckpointStore
 
-_OWN = ".ckptstore"
-"""The directory inside of a folder that is ours."""
 _SEEN_LATE_SECONDS = 3.0
 """A network file system may show a new file a moment later."""
 
@@ -31,7 +30,7 @@ def is_shared(store: CheckpointStore, folder: Path) -> bool:
     job = job_of(store)
     if job.group.world_size == 1:
         return False
-    token = folder / _OWN / f"shared-{secrets.token_hex(8)}"
+    token = folder / OWN_NAME / f"shared-{secrets.token_hex(8)}"
 
     def leave(_beat: object) -> str:
         if not job.is_leader:
@@ -43,7 +42,7 @@ def is_shared(store: CheckpointStore, folder: Path) -> bool:
     name = job.exchange("folder", leave, lambda told, _beat: told[0])
     try:
         seen = job.exchange(
-            "shared", lambda _beat: _sees(folder / _OWN / name), lambda told, _beat: [bool(item) for item in told]
+            "shared", lambda _beat: _sees(folder / OWN_NAME / name), lambda told, _beat: [bool(item) for item in told]
         )
     finally:
         if job.is_leader:

@@ -105,6 +105,19 @@ class CheckpointsLeft(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnfinishedLeft(Event):
+    """The agent ends, and these are in the folder without being finished."""
+
+    level: ClassVar[int] = logging.WARNING
+    names: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+    def line(self) -> str:
+        pairs = zip(self.names, self.reasons, strict=True)
+        return f"not committed, since not finished: {'; '.join(f'{name}: {reason}' for name, reason in pairs)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalDeleted(Event):
     """A checkpoint that is committed was deleted from the folder."""
 

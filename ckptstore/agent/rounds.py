@@ -29,7 +29,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class NodeView:
     """What one node says."""
 
     offers: tuple[Offer, ...] = ()
@@ -67,7 +67,7 @@ class View:
         return self.has_any or not (patience_is_over or self.has_ended or self.is_hurried)
 
 
-def choose(views: Sequence[View]) -> Offer | None:
+def choose(views: Sequence[NodeView]) -> Offer | None:
     """The checkpoint to commit now, as the first node that has it offers it; None when there is none."""
     offers: dict[str, Offer] = {}
     for view in views:

@@ -18,7 +18,14 @@ from ckptstore.agent.committer import Committer
 from ckptstore.agent.lock import locked
 from ckptstore.agent.meeting import is_shared, restore
 from ckptstore.agent.nodes import Nodes
-from ckptstore.agent.notices import CheckpointsLeft, FolderNotice, SignalHandedOn, TrainerEnded, TrainerStarted
+from ckptstore.agent.notices import (
+    CheckpointsLeft,
+    FolderNotice,
+    SignalHandedOn,
+    TrainerEnded,
+    TrainerStarted,
+    UnfinishedLeft,
+)
 from ckptstore.agent.signals import ENDING, Signals
 from ckptstore.agent.trainer import Trainer, check_command
 from ckptstore.errors import CkptstoreError, InvalidInput
@@ -87,7 +94,7 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
         restore(store, folder, shared=shared)
         happened: Happenings = queue.SimpleQueue()
         signals.taken = lambda number: happened.put(_Happened("signal", number))
-        began = time.monotonic()
+        began, began_at = time.monotonic(), time.time()
         trainer = Trainer(command, ended=lambda code: happened.put(_Happened("ended", code)), lock=lock)
         emit(TrainerStarted(pid=trainer.pid, command=tuple(command)))
         committer = plan.committer(
@@ -95,6 +102,7 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
             folder,
             job=lambda: job_seen(trainer.pid),
             is_shared=shared,
+            began_at=began_at,
         )
         _start(committer, store, happened)
         code = _follow(trainer, committer, happened)
@@ -113,7 +121,9 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
     with _prepared(plan) as (signals, _lock, store, folder):
         happened: Happenings = queue.SimpleQueue()
         signals.taken = lambda number: happened.put(_Happened("signal", number))
-        committer = plan.committer(store, folder, job=JobSeen, is_shared=is_shared(store, plan.folder))
+        committer = plan.committer(
+            store, folder, job=JobSeen, began_at=time.time(), is_shared=is_shared(store, plan.folder)
+        )
         if once:
             folder.look(JobSeen())  # what is known by standing still takes two looks
             time.sleep(plan.interval_seconds)
@@ -134,7 +144,11 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
 def _prepared(plan: AgentPlan) -> Iterator[tuple[Signals, int, CheckpointStore, Folder]]:
     """The folder, locked and without leftovers, and the store. Raises what is wrong with either."""
     _check_folder(plan.folder)
-    with Signals() as signals, locked(plan.folder, waits=lambda text: emit(FolderNotice(text=text))) as lock:
+
+    def waits(text: str) -> None:
+        emit(FolderNotice(text=text))
+
+    with Signals() as signals, locked(plan.folder, node_rank=plan.nodes.rank, waits=waits) as lock:
         folder = Folder(plan.folder, plan.rules)
         folder.sweep()
         yield signals, lock, plan.opened(), folder
@@ -204,7 +218,10 @@ def _end(committer: Committer, happened: Happenings, grace_seconds: float | None
 
 
 def _tell_left(committer: Committer, reason: str) -> int:
-    left, failed = committer.left(), committer.stopped or committer.failed
+    left, unfinished = committer.left()
+    failed = committer.stopped or committer.failed
+    if unfinished:
+        emit(UnfinishedLeft(names=tuple(unfinished), reasons=tuple(unfinished.values())))
     if not left:
         return 0
     emit(

@@ -16,6 +16,8 @@ from ckptstore.folders.whole import number_in, torn
 
 T = TypeVar("T")
 
+_CLOCKS_DIFFER_NS = 2 * 10**9
+"""Of the nodes that write to one file system; some file systems keep times of two seconds."""
 _MAX_MARKER_BYTES = 64 << 20
 """trainer_state.json grows with the run; a longer one is no marker."""
 
@@ -180,6 +182,15 @@ class Sight:
     def has_many(self) -> bool:
         """Whether several ranks write, or it is not known that one does."""
         return self.ranks is None or len(self.ranks) > 1 or bool(self.ranks - {0})
+
+
+def outdated(marker: str, sign: Sign | None, files: Mapping[str, Sign]) -> str | None:
+    """Whether files that are written before the marker are newer than it: then it is that of an earlier save under the
+    same name, which is being replaced, or was when its job died. In words; None without a marker."""
+    if sign is None:
+        return None
+    late = [file for file, it in files.items() if it.mtime_ns > sign.mtime_ns + _CLOCKS_DIFFER_NS and it.link is None]
+    return f"{min(late)} is newer than {marker}, which is written last" if late else None
 
 
 def last_number(name: str) -> int | None:

@@ -2,7 +2,8 @@
 
 A candidate is finished when its shape says that nothing is missing, no process has a file of it open for writing, and
 it looks as it did at the look before. Where the shape does not tell the end, it must have stayed so for the quiet
-time, and its job must have lived on meanwhile: what a job left behind when it died may be half of something.
+time, and its job must have lived on meanwhile: what a job left behind when it died may be half of something. What is
+finished stays so until it changes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class _Seen:
     since_seconds: float
     is_left_over: bool
     """Its job ended before it was known to be finished."""
-    was_quiet: bool = False
+    was_finished: bool = False
 
 
 class Finisher:
@@ -34,9 +35,15 @@ class Finisher:
         self._is_first = True
 
     def judge(
-        self, candidates: Iterable[Candidate], *, open_files: Collection[str], job_lives: bool, now_seconds: float
+        self,
+        candidates: Iterable[Candidate],
+        *,
+        open_files: Collection[str],
+        job_lives: bool,
+        now_seconds: float,
+        ended_well: bool = False,
     ) -> tuple[list[Candidate], dict[str, str]]:
-        """What is finished, and why each of the others is not."""
+        """What is finished, and why each of the others is not. A job that `ended_well` left nothing half-written."""
         finished: list[Candidate] = []
         unfinished: dict[str, str] = {}
         seen: dict[str, _Seen] = {}
@@ -49,7 +56,10 @@ class Finisher:
                 now, why = before, ""
             seen[candidate.name] = now
             why = self._open(candidate, open_files) or candidate.lacks or why
-            why = why or self._uncertain(candidate, now, now_seconds, job_lives)
+            if not why and not self._is_sure(candidate, now, ended_well):
+                why = self._uncertain(now, now_seconds, job_lives)
+            now.is_left_over = now.is_left_over or bool(why and not job_lives and not ended_well)
+            now.was_finished = not why
             if why:
                 unfinished[candidate.name] = why
             else:
@@ -58,23 +68,27 @@ class Finisher:
         return finished, unfinished
 
     def _is_left_over(self, candidate: Candidate) -> bool:
-        return self._is_first and self._known is not None and self._known.get(candidate.name) != fingerprint(candidate)
+        return self._is_first and self._known is not None and not self._is_known(candidate)
+
+    def _is_known(self, candidate: Candidate) -> bool:
+        return self._known is not None and self._known.get(candidate.name) == fingerprint(candidate)
 
     @staticmethod
     def _open(candidate: Candidate, open_files: Collection[str]) -> str:
         opened = sorted(file for file in candidate.files if candidate.path_of(file) in open_files)
         return f"{opened[0]} is open for writing" if opened else ""
 
-    def _uncertain(self, candidate: Candidate, seen: _Seen, now_seconds: float, job_lives: bool) -> str:
-        if candidate.is_certain:
-            return ""
+    def _is_sure(self, candidate: Candidate, seen: _Seen, ended_well: bool) -> bool:
+        if candidate.is_certain or seen.was_finished or self._is_known(candidate):
+            return True
+        return ended_well and not seen.is_left_over
+
+    def _uncertain(self, seen: _Seen, now_seconds: float, job_lives: bool) -> str:
         if seen.is_left_over:
             return "a job that has ended left it, and nothing in it tells whether it is whole"
-        quiet_seconds = now_seconds - seen.since_seconds
-        if seen.was_quiet or quiet_seconds >= self._quiet_seconds:
-            seen.was_quiet = True
-            return ""
         if not job_lives:
-            seen.is_left_over = True
             return "its job ended before it had been quiet for long enough, and nothing in it tells whether it is whole"
+        quiet_seconds = now_seconds - seen.since_seconds
+        if quiet_seconds >= self._quiet_seconds:
+            return ""
         return f"it has been quiet for {quiet_seconds:.0f} of {self._quiet_seconds:.0f} seconds"

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from ckptstore.errors import InvalidSource, SourceChanged
-from ckptstore.folders.candidate import Candidate, Contents, Rules, Sight
+from ckptstore.folders.candidate import Candidate, Contents, Rules, Sight, fingerprint
 from ckptstore.folders.finished import Finisher
 from ckptstore.folders.found import Found, found_of
 from ckptstore.folders.job_seen import JobSeen, open_for_writing
@@ -24,7 +24,8 @@ from ckptstore.folders.snapshot import OWN_NAME, Sign, take
 
 SHAPES: tuple[Shape, ...] = (patterns, transformers, lightning, deepspeed, megatron, dcp)
 """In the order in which they are asked: what one claims is not offered to the next."""
-_RECORD_NAME = "finished.json"
+_FINISHED_NAME = "finished.json"
+_RESTORED_NAME = "restored.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,11 @@ class Folder:
         snapshot = take(self.path)
         candidates, unknown = candidates_in(Sight(snapshot, self._contents, self.rules, ranks))
         finished, unfinished = self._finisher.judge(
-            candidates, open_files=open_files, job_lives=job.is_alive, now_seconds=time.monotonic()
+            candidates,
+            open_files=open_files,
+            job_lives=job.is_alive,
+            ended_well=job.ended_well and not job.is_alive,
+            now_seconds=time.monotonic(),
         )
         found = [found_of(candidate, self._contents, self.rules.metrics_file) for candidate in finished]
         self._contents.forget(snapshot.files)
@@ -118,24 +123,46 @@ class Folder:
             return take(self.path / above).below("")
         return {file: sign for file in found.files if (sign := _sign_of(self.path / found.path_of(file))) is not None}
 
+    def restored(self) -> dict[str, str]:
+        """The fingerprints of what was restored into it, by name."""
+        return self._read(_RESTORED_NAME) or {}
+
+    def remember_restored(self, candidate: Candidate) -> None:
+        """Note that a candidate was restored, so that it is finished, and known to be in the store."""
+        self._write(_RESTORED_NAME, {**self.restored(), candidate.name: fingerprint(candidate)})
+
+    def is_whole(self, candidate: Candidate) -> bool:
+        """Whether a candidate was finished when its job ended, for a folder that no job writes to."""
+        known = self._recorded()
+        if candidate.lacks is not None or candidate.is_certain or known is None:
+            return candidate.lacks is None
+        return known.get(candidate.name) == fingerprint(candidate)
+
     def _recorded(self) -> dict[str, str] | None:
-        """What a process before this one had found finished; None when nobody has looked at this folder yet."""
+        """What was finished before this process began; None when nobody has looked at this folder yet."""
+        finished, restored = self._read(_FINISHED_NAME), self._read(_RESTORED_NAME)
+        return None if finished is None and restored is None else {**(finished or {}), **(restored or {})}
+
+    def _record(self, finished: dict[str, str]) -> None:
+        if finished != self._told and self.path.is_dir():
+            self._write(_FINISHED_NAME, finished)
+            self._told = finished
+
+    def _read(self, name: str) -> dict[str, str] | None:
+        """What a file of ours says; nothing where it is torn, None where there is none."""
         try:
-            told = json.loads((self.own / _RECORD_NAME).read_text())
+            told = json.loads((self.own / name).read_text())
         except FileNotFoundError:
             return None
         except (OSError, ValueError):
             return {}
         return {name: text for name, text in told.items() if isinstance(text, str)} if isinstance(told, dict) else {}
 
-    def _record(self, finished: dict[str, str]) -> None:
-        if finished == self._told or not self.path.is_dir():
-            return
+    def _write(self, name: str, told: Mapping[str, str]) -> None:
         self.own.mkdir(exist_ok=True)
-        partial = self.own / f".{_RECORD_NAME}"
-        partial.write_text(json.dumps(finished))
-        partial.replace(self.own / _RECORD_NAME)
-        self._told = finished
+        partial = self.own / f".{name}"
+        partial.write_text(json.dumps(told))
+        partial.replace(self.own / name)
 
 
 class Held:
@@ -197,7 +224,7 @@ class Held:
 
 
 def candidates_in(sight: Sight) -> tuple[list[Candidate], tuple[str, ...]]:
-    """All candidates of a sight, and what looks like a checkpoint and has no shape."""
+    """All candidates that are in sight, and what looks like a checkpoint and has no shape."""
     claimed: frozenset[str] = frozenset()
     found: list[Candidate] = []
     for shape in SHAPES:

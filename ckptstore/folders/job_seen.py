@@ -24,6 +24,8 @@ class JobSeen:
     """The ranks of its processes on this node, empty for a job that has none; None when they are unknown."""
     is_alive: bool = True
     """False once all its processes have ended: nothing changes any more, and what is unfinished stays so."""
+    ended_well: bool = False
+    """Whether it ended with exit code 0: then it has left nothing half-written."""
 
 
 UNKNOWN = JobSeen()

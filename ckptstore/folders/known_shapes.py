@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from ckptstore.folders.candidate import Beside, Candidate, Sight, last_number
+from ckptstore.folders.candidate import Beside, Candidate, Sight, last_number, outdated
 from ckptstore.folders.snapshot import Sign
 
 Shape = Callable[[Sight, frozenset[str]], Iterator[Candidate]]
@@ -26,6 +26,11 @@ _TRAINER_FILES = re.compile(
     r"(model|pytorch_model|optimizer|adapter_model|rng_state|scheduler|trainer_state|global_step)"
 )
 _RESUMABLE = re.compile(r"(optimizer|scheduler\.pt|rng_state|global_step\d|pytorch_model_fsdp)")
+_BEFORE_STATE = re.compile(
+    r"(config\.json|(model|pytorch_model|adapter_model)[^/]*\.(safetensors|bin)|training_args\.bin|optimizer|scheduler\.pt"
+    r"|rng_state\.pth|global_step\d|pytorch_model_fsdp)"
+)
+"""What is there before trainer_state.json is written. What callbacks add comes after it."""
 _NUMBERED_RNG = re.compile(r"rng_state_\d+\.pth")
 _LAST_CKPT = re.compile(r"last(-v\d+)?\.ckpt")
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
@@ -82,6 +87,9 @@ def _trainer_lacks(sight: Sight, name: str, files: Mapping[str, Sign], step: int
                 return f"{min(of_rank)} is not there yet"
     elif not sight.has_leader:
         return "no rank of this node has written yet"
+    before = {file: sign for file, sign in files.items() if _BEFORE_STATE.match(file)}
+    if lacks := outdated(TRAINER_STATE, files.get(TRAINER_STATE), before):
+        return lacks
     for index in (file for file in files if file.endswith(".index.json")):
         if lacks := _lacking_shard(sight.text(f"{name}/{index}"), index, files):
             return lacks
@@ -199,7 +207,9 @@ def patterns(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
             path = f"{name}/{marker}" if is_directory else name + marker
             if path not in sight.snapshot.files:
                 lacks = f"{marker} is not there yet"
-            elif not is_directory:
+            else:
+                lacks = outdated(marker, sight.snapshot.files[path], files)
+            if not lacks and not is_directory:
                 beside[own + marker] = Beside(text=sight.text(path) or "")
         step = last_number(own)
         yield Candidate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,6 @@ from ckptstore.format.digest import crc32c
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.story import download_files
 
-RESTORED_NAME = "restored.json"
 _READ_BYTES = 4 << 20
 _OF_A_RANK = re.compile(r"(?:rng_state|(?:bf16_)?zero_pp_rank)_(\d+)(?:\.pth|_.*optim_states\.pt)$")
 
@@ -94,7 +92,7 @@ def same(folder: Folder, found: Found, checkpoint: Checkpoint) -> bool:
     home = home_of(checkpoint.metadata, step=checkpoint.step)
     if home is None or home.name != found.name or checkpoint.step != found.step:
         return False
-    if found.fingerprint in (home.fingerprint, _restored(folder).get(found.name)):
+    if found.fingerprint in (home.fingerprint, folder.restored().get(found.name)):
         return True
     receipts = {receipt.name: receipt for receipt in checkpoint.files}
     return set(receipts) >= set(found.files) and all(
@@ -110,7 +108,7 @@ def _restore(
     done = _Fetched()
     local = candidates_of(folder, _ranks_of(checkpoint))
     newer = [it for it in local if it.step is not None and it.step > checkpoint.step]
-    whole = max((it for it in newer if it.lacks is None), key=lambda it: it.step or 0, default=None)
+    whole = max((it for it in newer if folder.is_whole(it)), key=lambda it: it.step or 0, default=None)
     if keeps_newer and whole is not None:
         return RestoreReport(is_restored=False, why_not=f"{whole.name} in the folder is newer", **told)
     own = next((it for it in local if it.name == home.name), None)
@@ -138,7 +136,7 @@ def _ranks_of(checkpoint: Checkpoint) -> frozenset[int]:
 
 def _is_rewritten(folder: Folder, own: Candidate, checkpoint: Checkpoint, home: Home) -> bool:
     """Whether a whole checkpoint of this name has other contents by intent, and not because it was damaged."""
-    if own.lacks is not None or fingerprint(own) in (home.fingerprint, _restored(folder).get(own.name)):
+    if not folder.is_whole(own) or fingerprint(own) in (home.fingerprint, folder.restored().get(own.name)):
         return False
     receipts = {receipt.name: receipt for receipt in checkpoint.files}
     return not all(file in receipts and _has(folder.path / own.path_of(file), receipts[file]) for file in own.files)
@@ -164,7 +162,7 @@ def _bring(folder: Folder, checkpoint: Checkpoint, home: Home, done: _Fetched) -
         shutil.rmtree(partial, ignore_errors=True)
     placed = next((it for it in candidates_of(folder) if it.name == home.name), None)
     if placed is not None:
-        _remember(folder, {**_restored(folder), home.name: fingerprint(placed)})
+        folder.remember_restored(placed)
 
 
 def _fill(partial: Path, above: Path, checkpoint: Checkpoint, done: _Fetched) -> None:
@@ -232,18 +230,3 @@ def _point(path: Path, beside: Beside) -> None:
     else:
         partial.write_text(beside.text or "", encoding="utf-8")
     partial.replace(path)
-
-
-def _restored(folder: Folder) -> dict[str, str]:
-    """The fingerprints of what was restored, by name."""
-    try:
-        told = json.loads((folder.own / RESTORED_NAME).read_text())
-    except (OSError, ValueError):
-        return {}
-    return told if isinstance(told, dict) else {}
-
-
-def _remember(folder: Folder, restored: dict[str, str]) -> None:
-    partial = folder.own / f".{RESTORED_NAME}"
-    partial.write_text(json.dumps(restored))
-    partial.replace(folder.own / RESTORED_NAME)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from ckptstore.folders.candidate import Beside, Candidate, Sight, last_number
+from ckptstore.folders.candidate import Beside, Candidate, Sight, last_number, outdated
 from ckptstore.folders.known_shapes import directories, torn_in, within
 from ckptstore.folders.snapshot import Sign
 
 LATEST = "latest"
 ITERATION = "latest_checkpointed_iteration.txt"
 _DEEPSPEED_FILE = re.compile(r"(mp_rank_\d+|(?:bf16_)?zero_pp_rank_\d+|layer_\d+).*_states\.pt")
+_OF_RANK_0 = re.compile(r"(mp_rank_00|(?:bf16_)?zero_pp_rank_0_mp_rank_00)_(model|optim)_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_\d+.*_optim_states\.pt")
 _ITERATION_NAME = re.compile(r"(?:.*/)?iter_(\d+)")
 _TITAN_NAME = re.compile(r"(?:.*/)?step-(\d+)")
@@ -32,7 +33,8 @@ def deepspeed(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
     for name in tags:
         parent, _, tag = name.rpartition("/")
         files = sight.snapshot.below(name)
-        tracker = sight.text(f"{parent}/{LATEST}" if parent else LATEST)
+        tracker = f"{parent}/{LATEST}" if parent else LATEST
+        of_leader = {file: sign for file, sign in files.items() if _OF_RANK_0.fullmatch(file)}
         step = last_number(tag)
         yield Candidate(
             name=name,
@@ -42,18 +44,24 @@ def deepspeed(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
             files=files,
             beside={LATEST: Beside(text=tag)},
             lacks=("its name has no step" if step is None else None)
-            or _untold(sight, tracker, tag, step)
+            or _untold(sight, _named(sight, tracker), tag, step)
+            or outdated(LATEST, sight.snapshot.files.get(tracker), of_leader)
             or _lacking_ranks(sight, files)
             or torn_in(sight, name, files),
-            is_certain=_tells_its_ranks(sight, sum(_OPTIMIZER.fullmatch(file) is not None for file in files)),
+            is_certain=_named(sight, tracker) == tag
+            and _tells_its_ranks(sight, sum(_OPTIMIZER.fullmatch(file) is not None for file in files)),
         )
 
 
-def _untold(sight: Sight, tracker: str | None, tag: str, step: int | None) -> str | None:
+def _named(sight: Sight, tracker: str) -> str:
+    """What a tracker names, "" where it names nothing."""
+    return (sight.text(tracker) or "").strip()
+
+
+def _untold(sight: Sight, named: str, tag: str, step: int | None) -> str | None:
     """Whether `latest` does not name a tag yet: neither it nor a newer one."""
     if not sight.has_leader:
         return None
-    named = (tracker or "").strip()
     newest = last_number(named)
     if named == tag or (newest is not None and step is not None and step < newest):
         return None
@@ -82,8 +90,9 @@ def megatron(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
         if not files:
             continue
         step = int(own.rpartition("_")[2])
-        told = (sight.text(f"{parent}/{ITERATION}" if parent else ITERATION) or "").strip()
-        lacks = None
+        tracker = f"{parent}/{ITERATION}" if parent else ITERATION
+        told = _named(sight, tracker)
+        lacks = outdated(ITERATION, sight.snapshot.files.get(tracker), files)
         if sight.has_leader and not (told.isdigit() and int(told) >= step):
             lacks = f"{ITERATION} does not name it yet"
         yield Candidate(
@@ -94,7 +103,7 @@ def megatron(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
             files=files,
             beside={ITERATION: Beside(text=str(step))},
             lacks=lacks or torn_in(sight, name, files),
-            is_certain=sight.has_leader,
+            is_certain=sight.has_leader and told == str(step),
         )
 
 
@@ -116,6 +125,7 @@ def dcp(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
         if within(name, claimed) or step is None or not (has_metadata or has_parts or is_titan):
             continue
         lacks = ".metadata is not there yet" if has_parts and not has_metadata and sight.has_leader else None
+        lacks = lacks or outdated(".metadata", files.get(".metadata"), files)
         yield Candidate(
             name=name,
             shape="torchtitan" if is_titan else "dcp",
