@@ -13,14 +13,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ckptstore.errors import InvalidSource, SourceChanged
+from ckptstore.errors import InvalidName, InvalidSource, SourceChanged
 from ckptstore.folders.candidate import Candidate, Contents, Rules, Sight, fingerprint
 from ckptstore.folders.finished import Finisher
 from ckptstore.folders.found import Found, found_of
-from ckptstore.folders.job_seen import JobSeen, open_for_writing
+from ckptstore.folders.job_seen import JobSeen, open_at_all, open_for_writing
 from ckptstore.folders.known_shapes import Shape, lightning, of_no_shape, patterns, transformers
 from ckptstore.folders.sharded import dcp, deepspeed, megatron
 from ckptstore.folders.snapshot import OWN_NAME, Sign, take
+from ckptstore.format.layout import check_user_name
 
 SHAPES: tuple[Shape, ...] = (patterns, transformers, lightning, deepspeed, megatron, dcp)
 """In the order in which they are asked: what one claims is not offered to the next."""
@@ -73,6 +74,9 @@ class Folder:
             ended_well=job.ended_well and not job.is_alive,
             now_seconds=time.monotonic(),
         )
+        for it in [it for it in finished if not _is_storable(it.name)]:
+            finished.remove(it)
+            unfinished[it.name] = "its name cannot be stored"
         found = [found_of(candidate, self._contents, self.rules.metrics_file) for candidate in finished]
         self._contents.forget(snapshot.files)
         self._record({it.name: it.fingerprint for it in found})
@@ -86,22 +90,24 @@ class Folder:
         return Held(self, found, found.files if names is None else names)
 
     def delete(self, found: Found) -> bool:
-        """Remove a checkpoint; False, and nothing is done, if it is not what was looked at any more.
+        """Remove a checkpoint; False, and nothing is done, if it is not what was looked at any more, if a process has a
+        file of it open, or if a link leads to it.
 
         It is renamed first: nobody meets half of it. Raises InvalidSource where a directory above it is a link.
         """
         refuse_links(self.path, found.parent)
+        own = found.name.rpartition("/")[2]
+        wanted = dict(found.files) if found.is_directory else {own: found.files[own]}
+        signs = self._signs(found)
+        if any(it.link is not None for it in found.beside.values()) or {it: signs.get(it) for it in wanted} != wanted:
+            return False
+        if found.is_directory and signs != wanted:
+            return False
+        if open_at_all(self.path) & {found.path_of(file) for file in wanted}:
+            return False
         aside = self.new("removed")
-        if found.is_directory:
-            if self._signs(found) != dict(found.files):
-                return False
-            (self.path / found.name).rename(aside)
-        else:
-            if any(sign != found.files[file] for file, sign in self._signs(found).items()):
-                return False
-            aside.mkdir()
-            own = found.name.rpartition("/")[2]
-            (self.path / found.name).rename(aside / own)
+        aside.mkdir()
+        (self.path / found.name).rename(aside / own)
         shutil.rmtree(aside)
         return True
 
@@ -238,6 +244,14 @@ def candidates_in(sight: Sight) -> tuple[list[Candidate], tuple[str, ...]]:
 def candidates_of(folder: Folder, ranks: frozenset[int] | None = None) -> list[Candidate]:
     """The candidates of a folder by one look, when no job writes into it."""
     return candidates_in(Sight(take(folder.path), Contents(folder.path), folder.rules, ranks))[0]
+
+
+def _is_storable(name: str) -> bool:
+    try:
+        check_user_name(name)
+    except InvalidName:
+        return False
+    return True
 
 
 def refuse_links(folder: Path, name: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.folders.candidate import Beside, Candidate, Contents, fingerprint
 from ckptstore.folders.known_shapes import TRAINER_STATE
-from ckptstore.folders.snapshot import Sign
+from ckptstore.folders.snapshot import OWN_NAME, Sign
 from ckptstore.format.layout import check_user_name
 
 METADATA_KEY = "folder"
@@ -100,6 +100,8 @@ def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
         for it in beside.values():
             if it.link is not None:
                 check_user_name(it.link)
+        if name.partition("/")[0] == OWN_NAME or any("/" in it for it in beside):
+            raise ValueError
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointDamaged(
             f"The metadata of step {step} do not tell where it lay in its folder", step=step, hint="See `show`"

@@ -80,15 +80,26 @@ def open_for_writing(folder: Path, pids: frozenset[int] | None) -> frozenset[str
 
     Of other users' processes only root hears. Without /proc (macOS) nothing is known, and nothing returned.
     """
-    root = os.path.realpath(folder).encode() + b"/"
+    return _open_below(folder, pids, readers=False)
+
+
+def open_at_all(directory: Path) -> frozenset[str]:
+    """The same of those that any process has open or mapped, for reading too."""
+    return _open_below(directory, None, readers=True)
+
+
+def _open_below(folder: Path, pids: frozenset[int] | None, *, readers: bool) -> frozenset[str]:
+    root = os.fsencode(os.path.realpath(folder)) + b"/"
     found: set[str] = set()
     for pid in _pids() if pids is None else pids:
-        for path in (*_descriptors(pid, root), *_mappings(pid, root)):
-            found.add(os.fsdecode(path[len(root) :]))
+        for path, writes in (*_descriptors(pid, root), *_mappings(pid, root)):
+            if writes or readers:
+                found.add(os.fsdecode(path[len(root) :]))
     return frozenset(found)
 
 
-def _descriptors(pid: int, root: bytes) -> Iterator[bytes]:
+def _descriptors(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
+    """What a process has open below a directory, and whether for writing."""
     directory = os.fsencode(PROC / str(pid))
     try:
         numbers = os.listdir(directory + b"/fd")
@@ -103,16 +114,15 @@ def _descriptors(pid: int, root: bytes) -> Iterator[bytes]:
                 flags = _FLAGS.search(info.read())
         except OSError:  # closed meanwhile
             continue
-        if flags is None or int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY:
-            yield path
+        yield path, flags is None or int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
 
 
-def _mappings(pid: int, root: bytes) -> Iterator[bytes]:
+def _mappings(pid: int, root: bytes) -> Iterator[tuple[bytes, bool]]:
     try:
         lines = (PROC / str(pid) / "maps").read_bytes().splitlines()
     except OSError:
         return
     for line in lines:
         fields = line.split(None, 5)
-        if len(fields) == 6 and fields[1] == b"rw-s" and fields[5].startswith(root):
-            yield fields[5]
+        if len(fields) == 6 and fields[5].startswith(root):
+            yield fields[5], fields[1] == b"rw-s"

@@ -11,7 +11,15 @@ from pathlib import Path
 
 from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import Checkpoint, files_behind
-from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, NoUsableCheckpoint
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CheckpointGone,
+    CkptstoreError,
+    FileMissing,
+    NoUsableCheckpoint,
+    StorageError,
+    StorageFull,
+)
 from ckptstore.folders.candidate import Beside, Candidate, fingerprint
 from ckptstore.folders.folder import Folder, candidates_of, refuse_links
 from ckptstore.folders.found import Found, Home, home_of
@@ -65,18 +73,24 @@ def restore_folder(
         checkpoints: in the order in which they are tried, the newest first as a rule.
         keeps_newer: False where several nodes restore, which must all come to the same step.
 
-    Raises NoUsableCheckpoint when none of them can be used, InvalidInput for a link on the way, StorageFull.
+    Raises NoUsableCheckpoint when none of them can be used, InvalidSource for a link on the way, StorageFull and
+    StorageError where the folder cannot be written to.
     """
+    shutil.rmtree(folder.own / "restoring", ignore_errors=True)  # of a restore that was killed
     skipped: list[str] = []
     for checkpoint in checkpoints:
         try:
-            home = home_of(checkpoint.metadata, step=checkpoint.step)
+            home = _home(checkpoint)
             if home is None:
                 skipped.append(f"step {checkpoint.step} did not come from a folder")
                 continue
             return _restore(folder, checkpoint, home, keeps_newer, tuple(skipped))
-        except (CheckpointDamaged, CheckpointGone, FileMissing) as error:
+        except CkptstoreError as error:
+            if not isinstance(error, CheckpointDamaged | CheckpointGone | FileMissing):
+                raise
             skipped.append(f"step {checkpoint.step}: {error}")
+        except OSError as error:
+            raise StorageError(f"{folder.path} could not be written: {error}", step=checkpoint.step) from error
     if not checkpoints:
         return None
     raise NoUsableCheckpoint(f"No checkpoint can be restored into {folder.path}: {'; '.join(skipped)}")
@@ -89,7 +103,7 @@ def newest_first(store: Catalogue, step: int | None = None) -> list[Checkpoint]:
 
 def same(folder: Folder, found: Found, checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint of the store is this one of the folder: by fingerprint, else by the bytes of every file."""
-    home = home_of(checkpoint.metadata, step=checkpoint.step)
+    home = _home(checkpoint)
     if home is None or home.name != found.name or checkpoint.step != found.step:
         return False
     if found.fingerprint in (home.fingerprint, folder.restored().get(found.name)):
@@ -100,6 +114,11 @@ def same(folder: Folder, found: Found, checkpoint: Checkpoint) -> bool:
     )
 
 
+def _home(checkpoint: Checkpoint) -> Home | None:
+    """By what was committed: the user's metadata may be another now."""
+    return home_of(files_behind(checkpoint).read_manifest()[0].metadata, step=checkpoint.step)
+
+
 def _restore(
     folder: Folder, checkpoint: Checkpoint, home: Home, keeps_newer: bool, skipped: tuple[str, ...]
 ) -> RestoreReport:
@@ -107,7 +126,7 @@ def _restore(
     told = {"step": checkpoint.step, "name": home.name, "uri": checkpoint.uri, "skipped": skipped}
     done = _Fetched()
     local = candidates_of(folder, _ranks_of(checkpoint))
-    newer = [it for it in local if it.step is not None and it.step > checkpoint.step]
+    newer = [it for it in local if _is_later(folder, it, checkpoint, home)]
     whole = max((it for it in newer if folder.is_whole(it)), key=lambda it: it.step or 0, default=None)
     if keeps_newer and whole is not None:
         return RestoreReport(is_restored=False, why_not=f"{whole.name} in the folder is newer", **told)
@@ -118,7 +137,7 @@ def _restore(
     for candidate in newer:
         _move_aside(folder, candidate, done)
     for name, it in home.beside.items():
-        _point(folder.path / home.parent / name, it)
+        _point(folder, folder.path / home.parent / name, it)
     return RestoreReport(
         is_restored=True,
         fetched_bytes=done.fetched_bytes,
@@ -126,6 +145,14 @@ def _restore(
         moved_aside=tuple(done.moved_aside),
         **told,
     )
+
+
+def _is_later(folder: Folder, candidate: Candidate, checkpoint: Checkpoint, home: Home) -> bool:
+    """Whether a framework would take a candidate rather than the checkpoint, or might, as it is of the same step."""
+    if candidate.step is None or candidate.name == home.name:
+        return False
+    is_torn = candidate.step == checkpoint.step and not folder.is_whole(candidate)
+    return candidate.step > checkpoint.step or is_torn
 
 
 def _ranks_of(checkpoint: Checkpoint) -> frozenset[int]:
@@ -157,6 +184,11 @@ def _bring(folder: Folder, checkpoint: Checkpoint, home: Home, done: _Fetched) -
             above.mkdir(parents=True, exist_ok=True)
             own = home.name.rpartition("/")[2]
             for file in sorted(checkpoint.files, key=lambda it: it.name == own):
+                if (above / file.name).is_dir():
+                    aside = folder.new("aside")
+                    aside.mkdir(parents=True)
+                    (above / file.name).rename(aside / file.name)
+                    done.moved_aside.append(f"{file.name} → {aside.relative_to(folder.path)}")
                 (partial / file.name).replace(above / file.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -167,17 +199,22 @@ def _bring(folder: Folder, checkpoint: Checkpoint, home: Home, done: _Fetched) -
 
 def _fill(partial: Path, above: Path, checkpoint: Checkpoint, done: _Fetched) -> None:
     files, missing = files_behind(checkpoint), []
+    manifest = files.read_manifest()[0]
+    files.check_complete(manifest)
     for receipt in checkpoint.files:
         there, target = above / receipt.name, partial / receipt.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if _has(there, receipt):
+        if os.path.realpath(there) == str(there) and _has(there, receipt):
             _copied_or_linked(there, target)
             done.kept_bytes += receipt.size_bytes
         else:
             missing.append(receipt)
             done.fetched_bytes += receipt.size_bytes
+    free_bytes = shutil.disk_usage(partial).free
+    if done.fetched_bytes > free_bytes:
+        raise StorageFull(f"{partial} needs {done.fetched_bytes:,} bytes, and {free_bytes:,} bytes are free")
     with files.held():
-        download_files(files, files.read_manifest()[0], missing, partial)
+        download_files(files, manifest, missing, partial)
 
 
 def _copied_or_linked(source: Path, target: Path) -> None:
@@ -202,7 +239,8 @@ def _replace(folder: Folder, partial: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
         removed = folder.new("removed")
-        target.rename(removed)
+        removed.mkdir()
+        target.rename(removed / target.name)
         partial.rename(target)
         shutil.rmtree(removed)
     else:
@@ -221,10 +259,9 @@ def _move_aside(folder: Folder, candidate: Candidate, done: _Fetched) -> None:
     done.moved_aside.append(f"{candidate.name} → {aside.relative_to(folder.path)}")
 
 
-def _point(path: Path, beside: Beside) -> None:
+def _point(folder: Folder, path: Path, beside: Beside) -> None:
     """Write a tracker, or make a link, at once."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
+    partial = folder.new("restoring")
     if beside.link is not None:
         partial.symlink_to(beside.link)
     else:

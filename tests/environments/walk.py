@@ -132,6 +132,7 @@ COMMANDS = {
     "unpin": ["unpin", "commands@4"],
     "rollback": ["rollback", "commands@3"],
     "restore": ["restore", "commands@4"],
+    "restore-folder": ["restore-folder", "from-a-folder", "into-a-folder"],
     "prune": ["prune", "commands"],
     "gc": ["gc", "commands"],
     "doctor": ["doctor", "commands"],

@@ -1,0 +1,307 @@
+"""A checkpoint of a folder goes into a store, and back: the same tree, all of it or nothing, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore import CheckpointStore, InvalidInput, NoUsableCheckpoint, SourceChanged, open_store
+from ckptstore.folders import Folder, JobSeen, Look, Rules, newest_first, restore_folder, same, save_found
+from tests.folders.test_finished_property import tensors, zipped
+
+ALONE = JobSeen(frozenset([os.getpid()]), frozenset())
+"""A job of one process: this one."""
+RULES = Rules(patterns=("mine_*.npz",), marker=".ok")
+Tree = Mapping[str, bytes | Path]
+
+
+def write(folder: Path, tree: Tree) -> None:
+    """Files, and links where a path is given; in this order."""
+    for name, data in tree.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(data, Path):
+            path.symlink_to(data)
+        else:
+            path.write_bytes(data)
+
+
+def tree_of(folder: Path) -> dict[str, bytes | Path]:
+    """What is in a folder, but for our own directory."""
+    found: dict[str, bytes | Path] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if name.partition("/")[0] != ".ckptstore" and not path.is_dir():
+            found[name] = path.readlink() if path.is_symlink() else path.read_bytes()
+    return found
+
+
+def looked(folder: Folder) -> Look:
+    """What is finished, after two looks."""
+    folder.look(ALONE)
+    return folder.look(ALONE)
+
+
+def save_all(store: CheckpointStore, folder: Folder) -> list[int]:
+    """Save all that is finished, the oldest first; the steps."""
+    found = looked(folder).finished
+    for item in found:
+        with folder.hold(item) as held:
+            save_found(store, item, held)
+    return [item.step for item in found]
+
+
+def restored(store: CheckpointStore, path: Path, *, step: int | None = None, rules: Rules = RULES) -> Any:
+    return restore_folder(Folder(path, rules), newest_first(store, step), keeps_newer=step is None)
+
+
+def trainer(step: int, text: str = "a") -> dict[str, bytes | Path]:
+    """With the folders of DeepSpeed, and of FSDP, inside."""
+    top = f"checkpoint-{step}"
+    log = [{"step": step - 1, "eval_loss": 9}, {"step": step, "loss": 2.5}, {"step": step, "eval_loss": step / 10}]
+    return {
+        f"{top}/model.safetensors": tensors(text * 50),
+        f"{top}/pytorch_model_fsdp_0/__0_0.distcp": text.encode() * 9,
+        f"{top}/pytorch_model_fsdp_0/.metadata": b"m",
+        f"{top}/global_step{step}/mp_rank_00_model_states.pt": zipped(step, text),
+        f"{top}/latest": f"global_step{step}".encode(),
+        f"{top}/rng_state.pth": zipped(step, "rng"),
+        f"{top}/trainer_state.json": json.dumps({"global_step": step, "log_history": log}).encode(),
+    }
+
+
+def deepspeed(step: int, text: str = "a") -> dict[str, bytes | Path]:
+    return {
+        f"global_step{step}/mp_rank_00_model_states.pt": zipped(step, text),
+        f"global_step{step}/zero_pp_rank_0_mp_rank_00_optim_states.pt": zipped(step, text * 999),
+        "latest": f"global_step{step}".encode(),
+    }
+
+
+LOGS = "lightning_logs/version_0/checkpoints"
+TREES: dict[str, tuple[int, Tree]] = {
+    "transformers": (7, trainer(7)),
+    "deepspeed": (8, deepspeed(8)),
+    "megatron": (9, {"iter_0000009/mp_rank_00/model.pt": zipped(9, "m"), "latest_checkpointed_iteration.txt": b"9"}),
+    "titan": (5, {"step-5/__0_0.distcp": b"d", "step-5/.metadata": b"m"}),
+    "lightning, last a link": (
+        6,
+        {f"{LOGS}/epoch=1-step=6.ckpt": zipped(6, "w"), f"{LOGS}/last.ckpt": Path("epoch=1-step=6.ckpt")},
+    ),
+    "lightning, last a copy": (6, {"epoch=1-step=6.ckpt": zipped(6, "w"), "last.ckpt": zipped(6, "w")}),
+    "pattern, a file": (4, {"mine_4.npz": b"n", "mine_4.npz.ok": b"yes"}),
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CheckpointStore]:
+    with open_store(tmp_path / "store", durable=False) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_a_restore_puts_back_the_same_tree(store: CheckpointStore, tmp_path: Path, shape: str) -> None:
+    step, tree = TREES[shape]
+    write(tmp_path / "out", tree)
+    folder = Folder(tmp_path / "out", RULES)
+    assert save_all(store, folder) == [step]
+
+    report = restored(store, tmp_path / "new")
+    assert report.is_restored
+    assert tree_of(tmp_path / "new") == tree
+    assert report.fetched_bytes == store[step].size_bytes
+
+    there = Folder(tmp_path / "new", RULES)
+    (found,) = looked(there).finished
+    assert same(there, found, store[step])
+    damaged = next(tmp_path / "new" / name for name, data in tree.items() if isinstance(data, bytes))
+    damaged.write_bytes(bytes(byte ^ 1 for byte in damaged.read_bytes()))
+    again = restored(store, tmp_path / "new", step=step)
+    assert tree_of(tmp_path / "new") == tree
+    assert again.fetched_bytes == damaged.stat().st_size
+    assert again.kept_bytes == report.fetched_bytes - again.fetched_bytes
+
+
+def test_metrics_come_from_the_log_of_the_step(store: CheckpointStore, tmp_path: Path) -> None:
+    write(tmp_path, trainer(7))
+    assert looked(Folder(tmp_path)).finished[0].metrics == {"loss": 2.5, "eval_loss": 0.7}
+    given = Folder(tmp_path, Rules(metrics_file="m.json"))
+    (tmp_path / "checkpoint-7" / "m.json").write_text('{"acc": 0.5, "name": "x"}')
+    assert looked(given).finished[0].metrics == {"acc": 0.5}
+
+
+def test_what_is_finished_and_newer_stays(store: CheckpointStore, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out, deepspeed(8))
+    save_all(store, Folder(out))
+    write(out, deepspeed(9))
+    before = tree_of(out)
+    report = restored(store, out)
+    assert not report.is_restored
+    assert "global_step9" in report.why_not
+    assert tree_of(out) == before
+
+    forced = restored(store, out, step=8)
+    assert tree_of(out) == deepspeed(8)
+    (moved,) = forced.moved_aside
+    aside = out / moved.partition(" → ")[2]
+    assert (aside / "global_step9/mp_rank_00_model_states.pt").read_bytes() == zipped(9, "a")
+
+
+def test_what_is_unfinished_goes_aside(store: CheckpointStore, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out, trainer(7))
+    save_all(store, Folder(out))
+    torn = {name: data for name, data in trainer(9).items() if not name.endswith("trainer_state.json")}
+    write(out, torn)
+    report = restored(store, out)
+    assert report.is_restored
+    assert tree_of(out) == trainer(7)
+    assert "checkpoint-9 → .ckptstore/aside/" in report.moved_aside[0]
+
+
+def test_a_checkpoint_that_was_written_anew_stays(store: CheckpointStore, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out, trainer(7))
+    save_all(store, Folder(out))
+    write(out, trainer(7, text="b"))
+    report = restored(store, out)
+    assert "written anew" in report.why_not
+    assert tree_of(out) == trainer(7, text="b")
+
+
+def test_a_damaged_checkpoint_is_passed_over(store: CheckpointStore, tmp_path: Path) -> None:
+    for step in (7, 8):
+        write(tmp_path / f"out{step}", trainer(step))
+        save_all(store, Folder(tmp_path / f"out{step}"))
+    path = Path(store[8].uri.removeprefix("file://")) / "model.safetensors"
+    path.chmod(0o644)
+    path.write_bytes(bytes(len(path.read_bytes())))
+    report = restored(store, tmp_path / "new")
+    assert report.step == 7
+    assert "step 8" in report.skipped[0]
+    assert tree_of(tmp_path / "new") == trainer(7)
+    with pytest.raises(NoUsableCheckpoint, match="step 8"):
+        restored(store, tmp_path / "other", step=8)
+    assert tree_of(tmp_path / "other") == {}
+
+
+def test_an_empty_store_restores_nothing(store: CheckpointStore, tmp_path: Path) -> None:
+    assert restored(store, tmp_path / "new") is None
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"name": "../outside"},
+        {"name": "/outside"},
+        {"name": ".ckptstore/x"},
+        {"beside": {"../outside": {"text": "x"}}},
+        {"beside": {"last.ckpt": {"link": "../../outside"}}},
+        {"beside": {"last.ckpt": {"link": "/outside"}}},
+        {"beside": ["x"]},
+        {"shape": 5},
+    ],
+)
+def test_hostile_metadata_are_refused(store: CheckpointStore, tmp_path: Path, lie: dict[str, Any]) -> None:
+    write(tmp_path / "out", trainer(7))
+    folder = Folder(tmp_path / "out")
+    (found,) = looked(folder).finished
+    told = {"folder": {**found.metadata()["folder"], **lie}}
+    with folder.hold(found) as held:
+        save_found(store, found, held, metadata=told)
+    before = tree_of(tmp_path)
+    with pytest.raises(NoUsableCheckpoint, match="where it lay"):
+        restored(store, tmp_path / "new")
+    assert {name for name in tree_of(tmp_path) if not name.startswith("new/")} == set(before)
+    assert tree_of(tmp_path / "new") == {}
+
+
+def test_nothing_is_written_behind_a_link(store: CheckpointStore, tmp_path: Path) -> None:
+    tree = TREES["lightning, last a link"][1]
+    write(tmp_path / "out", tree)
+    save_all(store, Folder(tmp_path / "out"))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "lightning_logs").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InvalidInput, match="is a link"):
+        restored(store, tmp_path / "new")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from ckptstore import open_store
+from ckptstore.folders import Folder, newest_first, restore_folder
+folder, left = Folder(sys.argv[2]), int(sys.argv[3])
+store = open_store(sys.argv[1], durable=False)
+def hook(event, arguments):
+    global left
+    if event in ("os.rename", "os.link") and sys.argv[2] in str(arguments[0]):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+restore_folder(folder, newest_first(store))
+"""
+
+
+def test_a_restore_that_is_killed_leaves_no_half(store: CheckpointStore, tmp_path: Path) -> None:
+    """At every rename and link, over a damaged checkpoint and an unfinished newer one."""
+    whole, out = deepspeed(8), tmp_path / "new"
+    write(tmp_path / "out", whole)
+    save_all(store, Folder(tmp_path / "out"))
+    codes = []
+    for count in range(20):
+        write(out, {name: data for name, data in whole.items() if "model" in name})
+        write(out, {"global_step9/mp_rank_00_model_states.pt": b"PK\x03\x04"})
+        words = [sys.executable, "-c", KILLED, str(tmp_path / "store"), str(out), str(count)]
+        codes.append(subprocess.run(words, check=False).returncode)
+        there = tree_of(out)
+        if "latest" in there:  # then a framework reads what it names
+            assert {name: there[name] for name in whole} == whole
+        if codes[-1] == 0:
+            break
+    assert set(codes) == {0, -signal.SIGKILL}
+    assert len(codes) > 4
+    assert tree_of(out) == whole
+    assert not list((out / ".ckptstore").glob("restoring/*"))
+
+
+def test_a_hold_outlives_the_trainers_deletion_and_sees_a_rewrite(store: CheckpointStore, tmp_path: Path) -> None:
+    write(tmp_path / "out", trainer(7))
+    folder = Folder(tmp_path / "out")
+    (found,) = looked(folder).finished
+    with folder.hold(found) as held:
+        (tmp_path / "out/checkpoint-7").rename(tmp_path / "gone")
+        held.check()
+        with (tmp_path / "gone/model.safetensors").open("r+b") as file:
+            file.write(b"x")
+        with pytest.raises(SourceChanged):
+            save_found(store, found, held)
+    assert len(store) == 0
+    with pytest.raises(SourceChanged):
+        folder.hold(found)
+    assert not list((folder.own / "held").iterdir())
+
+
+def test_what_is_in_use_or_has_changed_is_not_deleted(tmp_path: Path) -> None:
+    write(tmp_path, trainer(7))
+    folder = Folder(tmp_path)
+    (found,) = looked(folder).finished
+    with (tmp_path / "checkpoint-7/model.safetensors").open("rb"):
+        assert not folder.delete(found)
+    assert tree_of(tmp_path) == trainer(7)
+    (tmp_path / "checkpoint-7/more").write_bytes(b"")
+    assert not folder.delete(found)
+    (tmp_path / "checkpoint-7/more").unlink()
+    assert folder.delete(found)
+    assert tree_of(tmp_path) == {}
