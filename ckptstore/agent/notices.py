@@ -34,6 +34,16 @@ class TrainerEnded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FolderWatched(Event):
+    """The agent looks into a folder from now on; somebody else starts the trainer."""
+
+    folder: str
+
+    def line(self) -> str:
+        return f"watching {self.folder}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SignalHandedOn(Event):
     """A signal came to the agent, and was given to the trainer."""
 

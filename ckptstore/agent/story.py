@@ -21,6 +21,7 @@ from ckptstore.agent.nodes import Nodes
 from ckptstore.agent.notices import (
     CheckpointsLeft,
     FolderNotice,
+    FolderWatched,
     SignalHandedOn,
     TrainerEnded,
     TrainerStarted,
@@ -30,7 +31,7 @@ from ckptstore.agent.signals import ENDING, Signals
 from ckptstore.agent.trainer import Trainer, check_command
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.events import emit
-from ckptstore.folders import Folder, JobSeen, Rules, job_seen
+from ckptstore.folders import Folder, JobSeen, Rules
 from ckptstore.group import StorageGroup
 from ckptstore.opening import open_store
 from ckptstore.retention import Policy
@@ -100,7 +101,7 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
         committer = plan.committer(
             store,
             folder,
-            job=lambda: job_seen(trainer.pid),
+            job=trainer.seen,
             is_shared=shared,
             began_at=began_at,
         )
@@ -127,6 +128,8 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
         if once:
             folder.look(JobSeen())  # what is known by standing still takes two looks
             time.sleep(plan.interval_seconds)
+        else:
+            emit(FolderWatched(folder=str(folder.path)))
         _start(committer, store, happened)
         code = 0
         while not once and code == 0:

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckptstore.agent import guard
 from ckptstore.errors import InvalidInput
+from ckptstore.folders import JobSeen, job_seen
 
 ORPHAN_SECONDS = 30.0
 """How long a trainer whose agent was killed may take to end after SIGTERM."""
@@ -78,6 +80,11 @@ class Trainer:
         code = self.code
         assert code is not None  # it has ended
         return code
+
+    def seen(self) -> JobSeen:
+        """What is known of its processes now."""
+        seen = job_seen(self.pid)
+        return seen if seen.is_alive else replace(seen, ended_well=self.code == 0)
 
     def hand_on(self, number: int) -> None:
         """Send it a signal. On a terminal SIGINT and SIGQUIT are left out: the terminal has sent them already."""

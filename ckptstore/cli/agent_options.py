@@ -43,7 +43,11 @@ _OPTIONS = (
     ),
     click.option("--marker", metavar="NAME", help="With --pattern: the file of a checkpoint that is written last."),
     click.option(
-        "--quiet", "quiet_seconds", type=DURATION, metavar="TIME", help="With --pattern: unchanged for so long."
+        "--quiet",
+        "quiet_seconds",
+        type=DURATION,
+        metavar="TIME",
+        help="Where nothing tells that a checkpoint is finished: unchanged for so long [default: 30s].",
     ),
     click.option("--metrics", "metrics_file", metavar="NAME", help="A JSON file of numbers in each checkpoint."),
     click.option("--interval", type=DURATION, default="5s", show_default=True, help="Between two looks."),
@@ -80,10 +84,8 @@ def plan_of(store: str, folder: str, asked: Mapping[str, Any]) -> AgentPlan:
         raise InvalidInput(f"--interval is {asked['interval']:g} s, it must be at least {_SHORTEST_SECONDS:g} s")
     if asked["grace"] is not None and asked["grace"] < 0:
         raise InvalidInput(f"--grace is {asked['grace']:g} s, it must be at least 0")
-    if not asked["patterns"]:
-        for name, flag in (("marker", "--marker"), ("quiet_seconds", "--quiet")):
-            if asked[name] is not None:
-                raise InvalidInput(f"{flag} means nothing without --pattern", hint="Known shapes have their own rules")
+    if asked["marker"] is not None and not asked["patterns"]:
+        raise InvalidInput("--marker means nothing without --pattern", hint="Known shapes have their own rules")
     quiet = {} if asked["quiet_seconds"] is None else {"quiet_seconds": asked["quiet_seconds"]}
     rules = Rules(patterns=asked["patterns"], marker=asked["marker"], metrics_file=asked["metrics_file"], **quiet)
     return AgentPlan(

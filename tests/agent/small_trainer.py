@@ -1,7 +1,5 @@
 """A trainer that writes checkpoints as Hugging Face's does, and takes no time for anything else.
 
-    small_trainer.py FOLDER STEPS [--pause S] [--limit N] [--term CODE] [--code N] [--node N] [--from N] [--stay]
-
 Its "weights" are made of the step and of where the training began, so that a mixture would be seen.
 """
 
@@ -29,6 +27,7 @@ def main() -> None:
     parser.add_argument("--code", type=int, default=0)
     parser.add_argument("--begin", type=int)
     parser.add_argument("--mark", type=int, default=0)
+    parser.add_argument("--name", default="more.bin")
     parser.add_argument("--stay", action="store_true")
     given = parser.parse_args()
     if given.term is not None:
@@ -39,7 +38,7 @@ def main() -> None:
     for step in range(begin + 1, begin + given.steps + 1):
         directory = given.folder / f"checkpoint-{step}"
         directory.mkdir(exist_ok=True)
-        for name in ("model.bin", "more.bin"):
+        for name in ("model.bin", given.name):
             (directory / name).write_bytes(bytes([step, given.mark]) * (SIZE_BYTES // 2))
         history = [{"step": step, "eval_loss": abs(step - 3) + 1.0}]
         (directory / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": history}))
