@@ -196,11 +196,13 @@ class Committer:
                     metrics=dict(found.metrics),
                     metadata=found.metadata(),
                     waits_seconds=now - self._seen_at[found.name, found.fingerprint],
+                    tells_all=found.tells_all,
                 )
                 for found in is_open
             ),
             committed=tuple(found.name for found in look.finished if found.name not in names),
             unfinished=tuple(look.unfinished),
+            uncertain=tuple(found.name for found in look.uncertain),
             is_hurried=self.is_hurried,
             has_ended=had_ended,
         )
@@ -208,7 +210,7 @@ class Committer:
     def _commit(self, offer: Offer) -> None:
         """Save what the nodes have agreed on. Collective."""
         look = self._seen
-        found = next((item for item in look.finished if item.name == offer.name), None)
+        found = next((item for item in (*look.finished, *look.uncertain) if item.name == offer.name), None)
         asked: dict[str, Any] = {"metrics": offer.metrics, "metadata": offer.metadata, "suffix": "never"}
         with ExitStack() as stack:
             held = self._hold(found, stack)

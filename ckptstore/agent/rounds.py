@@ -1,9 +1,10 @@
 """What all nodes together decide in a round: which checkpoint is committed next. Pure.
 
 Each agent says what its folder has. A checkpoint is taken when every node whose folder has it says that it is finished,
-and every node whose folder ever had one has this one too. A node whose folder never had any is waited for a while, then
-it counts as one that writes none. The oldest comes first, since the checkpoint that is committed last is the latest of
-the store. When the end is near only the newest counts.
+and every node whose folder ever had one has this one too. Where one node's files tell that all nodes have written, it
+is finished on those too that cannot tell. A node whose folder never had any is waited for a while, then it counts as
+one that writes none. The oldest comes first, since the checkpoint that is committed last is the latest of the store.
+When the end is near only the newest counts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Offer:
     metadata: dict[str, Any] = field(default_factory=dict)
     waits_seconds: float = 0.0
     """Since this node saw it finished."""
+    tells_all: bool = False
+    """Whether it is finished on every node when it is on this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class NodeView:
     committed: tuple[str, ...] = ()
     """Names that are finished here and need no commit."""
     unfinished: tuple[str, ...] = ()
+    uncertain: tuple[str, ...] = ()
+    """Those of `unfinished` that lack nothing, and nothing here tells that they are whole."""
     ranks: tuple[int, ...] | None = None
     """The ranks of the training whose processes this node has, None where that is unknown."""
     is_hurried: bool = False
@@ -49,7 +54,7 @@ class NodeView:
     def from_json(cls, told: dict[str, Any]) -> Self:
         """What `to_json` returned."""
         offers = tuple(Offer(**offer) for offer in told["offers"])
-        lists = {name: tuple(told[name]) for name in ("committed", "unfinished")}
+        lists = {name: tuple(told[name]) for name in ("committed", "unfinished", "uncertain")}
         ranks = None if told["ranks"] is None else tuple(told["ranks"])
         return cls(**{**told, **lists, "offers": offers, "ranks": ranks})
 
@@ -58,10 +63,11 @@ class NodeView:
         """Whether the folder has checkpoints at all."""
         return bool(self.offers or self.committed or self.unfinished)
 
-    def blocks(self, name: str, *, patience_is_over: bool) -> bool:
-        """Whether the checkpoint of that name has to wait for this node."""
+    def blocks(self, name: str, *, patience_is_over: bool, is_told: bool) -> bool:
+        """Whether the checkpoint of that name has to wait for this node. `is_told`: some node knows that all of it is
+        written."""
         if name in self.unfinished:
-            return True
+            return not (is_told and name in self.uncertain)
         if name in self.committed or any(offer.name == name for offer in self.offers):
             return False
         return self.has_any or not (patience_is_over or self.has_ended or self.is_hurried)
@@ -79,10 +85,11 @@ def choose(views: Sequence[NodeView]) -> Offer | None:
         )
         for name in offers
     }
+    told = {offer.name for view in views for offer in view.offers if offer.tells_all}
     ready = sorted(
         (offer.step, name)
         for name, offer in offers.items()
-        if not any(view.blocks(name, patience_is_over=patience_is_over[name]) for view in views)
+        if not any(view.blocks(name, patience_is_over=patience_is_over[name], is_told=name in told) for view in views)
     )
     if not ready:
         return None

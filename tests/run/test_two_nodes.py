@@ -94,11 +94,11 @@ def test_two_machines_of_one_sharded_model(tmp_path: Path) -> None:
         return commands
 
     with ExitStack() as stack:
-        jobs = machines.start(stack, "first", trainers("first", "--pause-at", 8), "--quiet", 1)
+        jobs = machines.start(stack, "first", trainers("first", "--pause-at", 8))
         jobs[0].wait_until(lambda: 6 in steps_of(machines.store), "commit of step 6")
         machines.die(jobs)
         assert files_of(machines.store, 6) == {".metadata": 0, "__0_0.distcp": 0, "__1_0.distcp": 1}
-        jobs = machines.start(stack, "second", trainers("second"), "--quiet", 1)
+        jobs = machines.start(stack, "second", trainers("second"))
         for job in jobs:
             assert job.wait() == 0, job.text()
         assert losses_of(machines.losses("first", 0)) == {step: whole[step] for step in range(1, 9)}
