@@ -93,8 +93,11 @@ class Folder:
     def hold(self, found: Found, names: Collection[str] | None = None) -> Held:
         """Give the files of a checkpoint, or some of them, second names: the trainer may remove its own during a save.
 
-        Raises SourceChanged if it is no longer what was looked at, InvalidSource on a disk without hard links.
+        Raises SourceChanged if it is no longer what was looked at, or has more files, InvalidSource on a disk without
+        hard links.
         """
+        if found.is_directory and (others := self._signs(found).items() ^ found.files.items()):
+            raise _changed(found, min(file for file, _ in others))
         return Held(self, found, found.files if names is None else names)
 
     def delete(self, found: Found) -> bool:
@@ -121,7 +124,7 @@ class Folder:
 
     def sweep(self) -> None:
         """Remove what a process that was killed left in our directory of the folder."""
-        for name in ("held", "removed", "restoring"):
+        for name in ("held", "removed", "restoring", "written"):
             shutil.rmtree(self.own / name, ignore_errors=True)
 
     def new(self, what: str) -> Path:
@@ -173,8 +176,7 @@ class Folder:
         return {name: text for name, text in told.items() if isinstance(text, str)} if isinstance(told, dict) else {}
 
     def _write(self, name: str, told: Mapping[str, str]) -> None:
-        self.own.mkdir(exist_ok=True)
-        partial = self.own / f".{name}"
+        partial = self.new("written")  # another node may write into a folder that both share
         partial.write_text(json.dumps(told))
         partial.replace(self.own / name)
 
