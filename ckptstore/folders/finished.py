@@ -53,14 +53,16 @@ class Finisher:
         job_lives: bool,
         now_seconds: float,
         ended_well: bool = False,
+        began_after: bool = True,
     ) -> Verdicts:
-        """Judge all candidates of a look. A job that `ended_well` left nothing half-written."""
+        """Judge all candidates of a look. A job that `ended_well` left nothing half-written. One that `began_after` the
+        first look did not write what was there then."""
         told = Verdicts()
         seen: dict[str, _Seen] = {}
         for candidate in candidates:
             before = self._seen.get(candidate.name)
             if before is None or dict(before.files) != dict(candidate.files):
-                now = _Seen(candidate.files, now_seconds, is_left_over=self._is_left_over(candidate))
+                now = _Seen(candidate.files, now_seconds, is_left_over=began_after and self._is_left_over(candidate))
                 why = "it is seen for the first time" if before is None else "it has changed since the last look"
             else:
                 now, why = before, ""

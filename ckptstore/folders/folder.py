@@ -63,7 +63,8 @@ class Folder:
     def look(self, job: JobSeen) -> Look:
         """Look at the folder. What is finished must look the same in two looks: call it every few seconds.
 
-        What is open is asked before what is there, so that what is closed between the two has its last size.
+        With the processes of a job given, the first look comes before the job begins: what is there then was left by
+        others. What is open is asked before what is there, so that what is closed between the two has its last size.
         """
         if job.ranks:
             self._ranks = job.ranks
@@ -76,6 +77,7 @@ class Folder:
             open_files=open_files,
             job_lives=job.is_alive,
             ended_well=job.ended_well and not job.is_alive,
+            began_after=job.pids is not None,
             now_seconds=time.monotonic(),
         )
         for it in (*told.finished, *told.uncertain):

@@ -151,7 +151,8 @@ def _lightning_files(sight: Sight, parent: str, names: list[str]) -> Iterator[Ca
     lasts = {name for name in real if _LAST_CKPT.fullmatch(name.rpartition("/")[2])}
     named = {steps[name] for name in real if name not in lasts}
     newest = max((step for step in named if step is not None), default=None)
-    last_is_behind = any(steps[name] is None or (newest is not None and steps[name] < newest) for name in lasts)
+    of_lasts = [steps[name] for name in lasts]
+    last_is_behind = any(step is None or (newest is not None and step < newest) for step in of_lasts)
     for name in sorted(real):
         if name in lasts and steps[name] in named:
             continue

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import Checkpoint, files_behind
@@ -123,7 +124,7 @@ def _restore(
     folder: Folder, checkpoint: Checkpoint, home: Home, keeps_newer: bool, skipped: tuple[str, ...]
 ) -> RestoreReport:
     refuse_links(folder.path, home.name)
-    told = {"step": checkpoint.step, "name": home.name, "uri": checkpoint.uri, "skipped": skipped}
+    told: dict[str, Any] = {"step": checkpoint.step, "name": home.name, "uri": checkpoint.uri, "skipped": skipped}
     done = _Fetched()
     local = candidates_of(folder, _ranks_of(checkpoint))
     newer = [it for it in local if _is_later(folder, it, checkpoint, home)]
