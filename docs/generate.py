@@ -22,6 +22,7 @@ import click
 
 import ckptstore
 from ckptstore import config, events
+from ckptstore.agent import notices
 from ckptstore.cli import COMMANDS, main
 from ckptstore.errors import CkptstoreError, all_errors
 from ckptstore.integrations import mlflow, trackers, wandb
@@ -83,11 +84,13 @@ def error_tree() -> str:
 
 
 def event_classes() -> list[type[events.Event]]:
-    """All events, in the order of their definition."""
+    """All events, in the order of their definition; those of the agent last."""
     return [
         value
-        for value in vars(events).values()
-        if isinstance(value, type) and issubclass(value, events.Event) and value is not events.Event
+        for module in (events, notices)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, events.Event) and value.__module__ == module.__name__
+        if value is not events.Event
     ]
 
 

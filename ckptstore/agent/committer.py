@@ -119,7 +119,7 @@ class Committer:
         the reasons. From any thread."""
         self._look()
         look = self._look()
-        return self._open(look), look.unfinished
+        return self._open(look), {name: why for name, why in look.unfinished.items() if name not in self._committed}
 
     def _pause_seconds(self) -> float:
         waits = self._tries.not_before - time.monotonic()
@@ -195,8 +195,8 @@ class Committer:
                     step=found.step,
                     metrics=dict(found.metrics),
                     metadata=found.metadata(),
-                    waits_seconds=now - self._seen_at[found.name, found.fingerprint],
                     tells_all=found.tells_all,
+                    waits_seconds=now - self._seen_at[found.name, found.fingerprint],
                 )
                 for found in is_open
             ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.events import BytesMoved, emit, listening
 from ckptstore.folders import Folder, JobSeen, newest_first, restore_folder
 from ckptstore.folders.snapshot import OWN_NAME
+from ckptstore.group import Beat
 from ckptstore.store import CheckpointStore
 
 _SEEN_LATE_SECONDS = 3.0
@@ -77,10 +77,10 @@ def restore(store: CheckpointStore, folder: Folder, *, shared: bool) -> None:
         return
     keeps_newer = job.group.world_size == 1 or _agree_on_newest(store, folder)
 
-    def bring(beat: Callable[[], object]) -> None:
+    def bring(beat: Beat) -> None:
         if shared and not job.is_leader:
             return
-        with listening(lambda _event: beat(), BytesMoved):
+        with listening(lambda _event: beat(), BytesMoved):  # a long download is no death
             report = restore_folder(folder, newest_first(store), keeps_newer=keeps_newer)
         if report is not None:
             emit(FolderRestored(**{item.name: getattr(report, item.name) for item in fields(FolderRestored)}))

@@ -1,10 +1,10 @@
 """What all nodes together decide in a round: which checkpoint is committed next. Pure.
 
 Each agent says what its folder has. A checkpoint is taken when every node whose folder has it says that it is finished,
-and every node whose folder ever had one has this one too. Where one node's files tell that all nodes have written, it
-is finished on those too that cannot tell. A node whose folder never had any is waited for a while, then it counts as
-one that writes none. The oldest comes first, since the checkpoint that is committed last is the latest of the store.
-When the end is near only the newest counts.
+and every node whose folder ever had one has this one too. Where a framework writes its marker after all ranks, one node
+that has it knows the end for all. A node whose folder never had any is waited for a while, then
+it counts as one that writes none. The oldest comes first, since the checkpoint that is committed last is the latest of
+the store. When the end is near only the newest counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Offer:
     waits_seconds: float = 0.0
     """Since this node saw it finished."""
     tells_all: bool = False
-    """Whether it is finished on every node when it is on this one."""
+    """Whether what shows the end here was written after all ranks of all nodes had written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class NodeView:
     """Names that are finished here and need no commit."""
     unfinished: tuple[str, ...] = ()
     uncertain: tuple[str, ...] = ()
-    """Those of `unfinished` that lack nothing, and nothing here tells that they are whole."""
+    """Those of the unfinished that lack nothing, but nothing on this node shows their end."""
     ranks: tuple[int, ...] | None = None
     """The ranks of the training whose processes this node has, None where that is unknown."""
     is_hurried: bool = False
@@ -64,8 +64,7 @@ class NodeView:
         return bool(self.offers or self.committed or self.unfinished)
 
     def blocks(self, name: str, *, patience_is_over: bool, is_told: bool) -> bool:
-        """Whether the checkpoint of that name has to wait for this node. `is_told`: some node knows that all of it is
-        written."""
+        """Whether the checkpoint of that name has to wait for this node; `is_told` if another one knows the end."""
         if name in self.unfinished:
             return not (is_told and name in self.uncertain)
         if name in self.committed or any(offer.name == name for offer in self.offers):
@@ -79,17 +78,13 @@ def choose(views: Sequence[NodeView]) -> Offer | None:
     for view in views:
         for offer in view.offers:
             offers.setdefault(offer.name, offer)
-    patience_is_over = {
-        name: any(
-            offer.name == name and offer.waits_seconds >= LONELY_SECONDS for view in views for offer in view.offers
-        )
-        for name in offers
-    }
-    told = {offer.name for view in views for offer in view.offers if offer.tells_all}
+    same = {name: [it for view in views for it in view.offers if it.name == name] for name in offers}
+    told = {name: any(it.tells_all for it in same[name]) for name in offers}
+    waited = {name: any(it.waits_seconds >= LONELY_SECONDS for it in same[name]) for name in offers}
     ready = sorted(
         (offer.step, name)
         for name, offer in offers.items()
-        if not any(view.blocks(name, patience_is_over=patience_is_over[name], is_told=name in told) for view in views)
+        if not any(view.blocks(name, patience_is_over=waited[name], is_told=told[name]) for view in views)
     )
     if not ready:
         return None

@@ -100,23 +100,13 @@ def test_the_oldest_comes_first_and_all_nodes_must_have_it() -> None:
     assert choose([]) is None
     assert choose([NodeView(offers=(one,)), NodeView()]) is None
     assert choose([NodeView(offers=(one,)), NodeView(has_ended=True)]) == one
+    told, behind = Offer(name="step-1", step=1, tells_all=True), {"unfinished": ("step-1",), "uncertain": ("step-1",)}
+    assert choose([NodeView(offers=(told,)), NodeView(**behind)]) == told
+    assert choose([NodeView(offers=(one,)), NodeView(**behind)]) is None
     waited = Offer(name="step-1", step=1, waits_seconds=LONELY_SECONDS)
     assert choose([NodeView(offers=(waited,)), NodeView()]) == waited
     view = NodeView(offers=(waited, two), ranks=(0, 1), unfinished=("x",))
     assert NodeView.from_json(view.to_json()) == view
-
-
-def test_what_one_node_knows_of_all_is_enough_for_those_that_cannot_tell() -> None:
-    """DCP's `.metadata` and Megatron's tracker lie on the first node alone, and are written when all ranks have."""
-    told = Offer(name="step-1", step=1, tells_all=True)
-    cannot_tell = NodeView(unfinished=("step-1",), uncertain=("step-1",))
-    still_writes = NodeView(unfinished=("step-1",))
-    of_one_node = Offer(name="step-1", step=1)
-    assert choose([NodeView(offers=(told,)), cannot_tell]) == told
-    assert choose([NodeView(offers=(told,)), still_writes]) is None
-    assert choose([NodeView(offers=(told,)), cannot_tell, still_writes]) is None
-    assert choose([NodeView(offers=(of_one_node,)), cannot_tell]) is None, "the offer tells of one node"
-    assert NodeView.from_json(cannot_tell.to_json()) == cannot_tell
 
 
 def test_a_node_knows_where_it_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import sys
 import time
@@ -221,3 +222,44 @@ def test_a_folder_has_one_agent(start: Start, tmp_path: Path) -> None:
     assert "Another agent works on" in other.output
     agent.process.send_signal(signal.SIGINT)
     assert agent.code() == 128 + signal.SIGINT
+
+
+def test_each_signal_is_handed_on(start: Start, tmp_path: Path) -> None:
+    """A shell that ends with the second SIGTERM, and hears SIGUSR1 too."""
+    script = "n=0; trap 'n=$((n+1)); [ $n = 2 ] && exit 9' TERM; trap 'echo heard' USR1; echo up; while :; do sleep 0.1; done"
+    agent = start(tmp_path / "store", tmp_path / "out", trainer=["bash", "-c", script])
+    while "up" not in agent.output:
+        time.sleep(0.05)
+    agent.process.send_signal(signal.SIGUSR1)
+    agent.process.send_signal(signal.SIGTERM)
+    while "heard" not in agent.output or len(agent.events("SignalHandedOn")) < 2:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    assert agent.process.poll() is None
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.code() == 9
+
+
+def test_ctrl_c_on_a_terminal_reaches_the_trainer_once(tmp_path: Path) -> None:
+    """The terminal gives it to both; the trainer may read from the terminal too."""
+    script = (
+        "import signal, sys, time\n"
+        "heard = []\n"
+        "signal.signal(signal.SIGINT, lambda *_: heard.append(1))\n"
+        "print('hello', sys.stdin.readline().strip(), flush=True)\n"
+        "while not heard: time.sleep(0.05)\n"
+        "time.sleep(0.5)\n"
+        "sys.exit(40 + len(heard))\n"
+    )
+    words = ["run", "--store", tmp_path / "store", "--folder", tmp_path / "out", "--", sys.executable, "-c", script]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "ckptstore.cli", *map(str, words)])
+    said = b""
+    os.write(terminal, b"world\n")
+    while b"hello world" not in said:
+        said += os.read(terminal, 1000)
+    os.write(terminal, b"\x03")
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 41
