@@ -67,6 +67,8 @@ class Committer:
     """The fingerprints of what is in the store, by name."""
     _passed: dict[str, str] = field(default_factory=dict)
     """The same of what is passed over."""
+    _last: tuple[int, float] | None = None
+    """The step of the last commit, and when its files were written."""
     _seen_at: dict[tuple[str, str], float] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
     _tries: _Tries = field(default_factory=_Tries)
@@ -163,6 +165,7 @@ class Committer:
             look = self._seen = self._look()
         self._tell_unknown(look)
         self._compare(look)
+        self._pass_over_late(look)
         view = self._view(look, had_ended)
 
         def join(told: list[Any], _beat: object) -> Any:
@@ -221,6 +224,7 @@ class Committer:
         self.failed, self._tries, self._changes = None, _Tries(), 0
         if found is not None:
             self._committed[found.name] = found.fingerprint
+            self._last = (found.step, _written_at(found))
         older = [item for item in self._open(look) if item.step < offer.step]
         self._pass_over(older, f"step {offer.step} went first, and an older one must not become the latest")
 
@@ -291,6 +295,13 @@ class Committer:
                 steps, names = self._forget(older)
                 emit(OlderFound(steps=steps, names=names, latest_step=latest.step))
         self._suspects -= {found.name for found in due}
+
+    def _pass_over_late(self, look: Look) -> None:
+        """What is found finished only after a newer one was committed. What is written anew after it is not older."""
+        if self._last is not None:
+            step, written_at = self._last
+            late = [found for found in self._open(look) if found.step < step and _written_at(found) <= written_at]
+            self._pass_over(late, f"step {step} went first, and an older one must not become the latest")
 
     def _pass_over(self, passed: Sequence[Found], reason: str) -> None:
         if passed:

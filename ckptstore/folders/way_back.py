@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from ckptstore.format.manifest import Receipt
 from ckptstore.loading.story import download_files
 
 _READ_BYTES = 4 << 20
+_OF_A_RANK = re.compile(r"(?:rng_state|(?:bf16_)?zero_pp_rank)_(\d+)(?:\.pth|_.*optim_states\.pt)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,10 +169,9 @@ def _is_preferred(folder: Folder, candidate: Prospect, step: int) -> bool:
 
 
 def _ranks_of(checkpoint: Checkpoint) -> frozenset[int]:
-    """The ranks whose files a Trainer's checkpoint has; none for one process."""
-    names = (receipt.name for receipt in checkpoint.files)
-    numbers = (name.removeprefix("rng_state_").removesuffix(".pth") for name in names if name.startswith("rng_state_"))
-    return frozenset(int(number) for number in numbers if number.isdigit())
+    """The ranks that have written a file of their own, as Trainer and DeepSpeed name them; none for one process."""
+    found = (_OF_A_RANK.match(receipt.name) for receipt in checkpoint.files)
+    return frozenset(int(match[1]) for match in found if match)
 
 
 def _is_rewritten(folder: Folder, own: Prospect, checkpoint: Checkpoint, home: Home) -> bool:

@@ -2,8 +2,8 @@
 
 Azurite comes from npm. gcp-storage-emulator, which stands for a store that ignores preconditions, and MLflow's server
 get an environment each, because what they need is older than what ckptstore is tested with. Prometheus, which reads our
-metrics, is Debian's package, unpacked and not installed. torchtitan is no server, but what it needs is older too; it
-runs beside the packages of `.venv`, which have torch. What is there already is left alone.
+metrics, is Debian's package, unpacked and not installed. Training frameworks lie in a folder each, for tests that put it
+behind the packages of `.venv`: what else they need is there, or is not used. What is there already is left alone.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ TORCHTITAN = (  # without what it wants for Hugging Face's datasets, which its t
     "typeguard==4.6.0",
     "tyro==1.0.17",
 )
+TRL = ("trl==1.16.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19")
+DEEPSPEED = ("deepspeed==0.19.8", "einops==0.8.2", "hjson==3.1.0", "ninja==1.13.2", "py-cpuinfo==9.0.0")
+AXOLOTL = ("axolotl==0.19.0", "peft==0.21.2", "addict==2.4.0")  # the plugins; its other parts need GPUs
 
 
 def main() -> int:
@@ -43,6 +46,9 @@ def main() -> int:
         install_environment("gcp-storage-emulator", GCP_STORAGE_EMULATOR),
         install_environment("mlflow", MLFLOW),
         install_beside("torchtitan", TORCHTITAN),
+        install_beside("trl", TRL),
+        install_beside("deepspeed", DEEPSPEED),
+        install_beside("axolotl", AXOLOTL),
         install_prometheus(),
     )
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why
@@ -76,14 +82,15 @@ def install_environment(name: str, packages: tuple[str, ...]) -> int:
 
 
 def install_beside(name: str, packages: tuple[str, ...]) -> int:
-    """A directory with these packages and nothing that they need, for `sys.path` behind the environment's own."""
+    """A folder with these packages and nothing that they need, for PYTHONPATH or the end of `sys.path`."""
     home = SERVERS / name
     done = home / ".installed"
     if done.exists() and done.read_text() == repr(packages):
         return 0
     shutil.rmtree(home, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
-    returncode = subprocess.run([*pip, "--no-deps", "--target", home, *packages], check=False).returncode
+    pip += ["--no-deps", "--no-build-isolation", "--target", str(home)]
+    returncode = subprocess.run([*pip, *packages], check=False).returncode
     if returncode == 0:
         done.write_text(repr(packages))
     return returncode
