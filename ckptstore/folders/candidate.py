@@ -73,6 +73,8 @@ class Candidate:
     """Why it cannot be whole, None when nothing that should be there is missing."""
     is_certain: bool = True
     """Whether the shape tells the end; else it takes a quiet time."""
+    tells_all: bool = False
+    """Whether what tells the end was written after all ranks had written, those on other nodes too."""
 
     @property
     def parent(self) -> str:

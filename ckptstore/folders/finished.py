@@ -9,7 +9,7 @@ finished stays so until it changes.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptstore.folders.candidate import Candidate, fingerprint
 from ckptstore.folders.snapshot import Sign
@@ -22,6 +22,17 @@ class _Seen:
     is_left_over: bool
     """Its job ended before it was known to be finished."""
     was_finished: bool = False
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """What a look has shown."""
+
+    finished: list[Candidate] = field(default_factory=list)
+    unfinished: dict[str, str] = field(default_factory=dict)
+    """Why each of the others is not finished."""
+    uncertain: list[Candidate] = field(default_factory=list)
+    """Those of them that lack nothing, stand still and are not open, but nothing here tells their end."""
 
 
 class Finisher:
@@ -42,10 +53,9 @@ class Finisher:
         job_lives: bool,
         now_seconds: float,
         ended_well: bool = False,
-    ) -> tuple[list[Candidate], dict[str, str]]:
-        """What is finished, and why each of the others is not. A job that `ended_well` left nothing half-written."""
-        finished: list[Candidate] = []
-        unfinished: dict[str, str] = {}
+    ) -> Verdicts:
+        """Judge all candidates of a look. A job that `ended_well` left nothing half-written."""
+        told = Verdicts()
         seen: dict[str, _Seen] = {}
         for candidate in candidates:
             before = self._seen.get(candidate.name)
@@ -58,14 +68,16 @@ class Finisher:
             why = self._open(candidate, open_files) or candidate.lacks or why
             if not why and not self._is_sure(candidate, now, ended_well):
                 why = self._uncertain(now, now_seconds, job_lives)
+                if why:
+                    told.uncertain.append(candidate)
             now.is_left_over = now.is_left_over or bool(why and not job_lives and not ended_well)
             now.was_finished = not why
             if why:
-                unfinished[candidate.name] = why
+                told.unfinished[candidate.name] = why
             else:
-                finished.append(candidate)
+                told.finished.append(candidate)
         self._seen, self._is_first = seen, False
-        return finished, unfinished
+        return told
 
     def _is_left_over(self, candidate: Candidate) -> bool:
         return self._is_first and self._known is not None and not self._is_known(candidate)

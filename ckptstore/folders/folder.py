@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,10 @@ class Look:
     """Why each of the others is not finished, for people."""
     unknown: tuple[str, ...]
     """What looks like a checkpoint and has no shape."""
+    uncertain: tuple[Found, ...] = ()
+    """Those of `unfinished` that lack nothing, stand still and are not open, but nothing on this node tells their end.
+
+    They are finished where another node has finished the same name, and that one `tells_all`."""
 
 
 class Folder:
@@ -67,20 +71,24 @@ class Folder:
         open_files = open_for_writing(self.path, job.pids)
         snapshot = take(self.path)
         candidates, unknown = candidates_in(Sight(snapshot, self._contents, self.rules, ranks))
-        finished, unfinished = self._finisher.judge(
+        told = self._finisher.judge(
             candidates,
             open_files=open_files,
             job_lives=job.is_alive,
             ended_well=job.ended_well and not job.is_alive,
             now_seconds=time.monotonic(),
         )
-        for it in [it for it in finished if not _is_storable(it.name)]:
-            finished.remove(it)
-            unfinished[it.name] = "its name cannot be stored"
-        found = [found_of(candidate, self._contents, self.rules.metrics_file) for candidate in finished]
+        for it in (*told.finished, *told.uncertain):
+            if not _is_storable(it.name):
+                told.unfinished[it.name] = "its name cannot be stored"
+        found = self._found(told.finished)
         self._contents.forget(snapshot.files)
         self._record({it.name: it.fingerprint for it in found})
-        return Look(tuple(sorted(found, key=lambda it: (it.step, it.name))), unfinished, unknown)
+        return Look(found, told.unfinished, unknown, self._found(told.uncertain))
+
+    def _found(self, candidates: Iterable[Candidate]) -> tuple[Found, ...]:
+        found = [found_of(it, self._contents, self.rules.metrics_file) for it in candidates if _is_storable(it.name)]
+        return tuple(sorted(found, key=lambda it: (it.step, it.name)))
 
     def hold(self, found: Found, names: Collection[str] | None = None) -> Held:
         """Give the files of a checkpoint, or some of them, second names: the trainer may remove its own during a save.

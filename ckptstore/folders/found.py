@@ -34,6 +34,8 @@ class Found:
     metrics: Mapping[str, float]
     fingerprint: str
     """The same text for as long as nothing of it changes."""
+    tells_all: bool = False
+    """Whether it is finished on the other nodes too, where nothing may tell that."""
 
     @property
     def parent(self) -> str:
@@ -82,6 +84,7 @@ def found_of(candidate: Candidate, contents: Contents, metrics_file: str | None)
         candidate.beside,
         _metrics(candidate, contents, metrics_file),
         fingerprint(candidate),
+        candidate.tells_all,
     )
 
 

@@ -31,7 +31,7 @@ _BEFORE_STATE = re.compile(
     r"|rng_state\.pth|global_step\d|pytorch_model_fsdp)"
 )
 """What is there before trainer_state.json is written. What callbacks add comes after it."""
-_NUMBERED_RNG = re.compile(r"rng_state_\d+\.pth")
+_NUMBERED_RNG = re.compile(r"rng_state_(\d+)\.pth")
 _LAST_CKPT = re.compile(r"last(-v\d+)?\.ckpt")
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
 
@@ -65,7 +65,7 @@ def transformers(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
         if not any(_TRAINER_FILES.match(file) for file in files):
             continue
         step = int(name.rpartition("-")[2])
-        numbered = any(_NUMBERED_RNG.fullmatch(file) for file in files)
+        numbered = {int(match[1]) for file in files if (match := _NUMBERED_RNG.fullmatch(file))}
         yield Candidate(
             name=name,
             shape="transformers",
@@ -73,7 +73,7 @@ def transformers(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
             is_directory=True,
             files=files,
             lacks=_trainer_lacks(sight, name, files, step) or torn_in(sight, name, files),
-            is_certain=sight.ranks is not None and (bool(sight.ranks) or not numbered),
+            is_certain=sight.ranks is not None and numbered <= sight.ranks,
         )
 
 

@@ -44,7 +44,7 @@ class RestoreReport:
     kept_bytes: int = 0
     """Of files that were there already, with the right digests."""
     moved_aside: tuple[str, ...] = ()
-    """Unfinished checkpoints that a framework would have preferred: they lie in .ckptstore/aside now."""
+    """What a framework would have taken for newer: it lies in .ckptstore/aside now."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints of the store that are damaged or did not come from a folder, in words."""
 

@@ -104,6 +104,7 @@ def megatron(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
             beside={ITERATION: Beside(text=str(step))},
             lacks=lacks or torn_in(sight, name, files),
             is_certain=sight.has_leader and told == str(step),
+            tells_all=told == str(step),
         )
 
 
@@ -134,5 +135,6 @@ def dcp(sight: Sight, claimed: frozenset[str]) -> Iterator[Candidate]:
             files=files,
             lacks=lacks or torn_in(sight, name, files),
             is_certain=has_metadata,
+            tells_all=has_metadata,
         )
         claimed |= {name}

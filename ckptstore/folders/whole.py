@@ -20,7 +20,7 @@ def torn(path: Path) -> str | None:
             begins = file.read(4)
         if not begins:
             return "is empty"
-        if begins == b"PK\x03\x04" and not zipfile.is_zipfile(path):
+        if b"PK\x03\x04".startswith(begins) and not zipfile.is_zipfile(path):
             return "has no end: a zip file without its directory"
     elif path.suffix == ".safetensors":
         return _torn_safetensors(path)

@@ -255,6 +255,32 @@ def test_every_command_keeps_to_its_schema(run_json: Any, store: Path, tmp_path:
         assert run_json(*arguments)["version"] == 1
 
 
+def test_restore_folder_says_what_it_did(run: Any, run_json: Any, store: Path, tmp_path: Path) -> None:
+    assert "did not come from a folder" in run("restore-folder", store, tmp_path / "new", code=5).stderr
+    home = {"name": "mine_40", "shape": "pattern", "is_directory": True, "beside": {}, "fingerprint": ""}
+    with open_store(store) as opened:
+        opened.save_directory(40, tmp_path / "source", metadata={"folder": home})
+        opened.save_directory(50, tmp_path / "source")
+    lines = run("restore-folder", store, tmp_path / "new").stdout.splitlines()
+    assert lines == [
+        "passed over: step 50 did not come from a folder",
+        "step 40 is restored as mine_40: 3,002 bytes fetched, 0 were there",
+    ]
+    (tmp_path / "new" / "mine_40" / "config.json").write_text("[]")
+    found = run_json("restore-folder", store, tmp_path / "new", "--step", 40)["restored"]
+    assert (found["fetched_bytes"], found["kept_bytes"]) == (2, 3000)
+    assert (tmp_path / "new" / "mine_40" / "config.json").read_text() == "{}"
+    (tmp_path / "new" / "mine_60").mkdir()
+    (tmp_path / "new" / "mine_60" / "weights").write_bytes(b"")
+    asked = ("--pattern", "mine_*", "--marker", "DONE")
+    moved = run("restore-folder", store, tmp_path / "new", *asked).stdout.splitlines()[1]
+    assert moved.startswith("moved aside: mine_60 → .ckptstore/aside/")
+    run("restore-folder", store, tmp_path / "new", "--marker", "DONE", code=2)
+    run("restore-folder", store, tmp_path / "new", "--step", 99, code=4)
+    run("restore-folder", tmp_path / "nothing", tmp_path / "new", code=10)
+    run("restore-folder", store, tmp_path / "source" / "model.pt", code=2)
+
+
 def test_a_metric_that_json_lacks_is_tagged(run_json: Any, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     with open_store(tmp_path / "store") as opened:

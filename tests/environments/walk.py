@@ -158,6 +158,9 @@ def main(*skipped: str) -> None:
     told: dict[str, Any] = {"names": public_names()}
     import ckptstore
 
+    with ckptstore.open_store("from-a-folder", durable=False) as store:
+        home = {"name": "mine_3", "shape": "pattern", "is_directory": True, "beside": {}, "fingerprint": ""}
+        store.save_directory(3, "files", metadata={"folder": home})
     with ckptstore.open_store("commands", durable=False) as store:
         for step in (3, 4):
             store.save_directory(step, "files", metrics={"loss": 1.0})

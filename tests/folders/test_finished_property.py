@@ -187,10 +187,10 @@ class Agent:
         opened = open_for_writing(folder, frozenset([os.getpid()]))
         ranks = frozenset(range(world_size)) if world_size > 1 else frozenset[int]()
         sight = Sight(take(folder), self.contents, self.rules, ranks)
-        finished, _ = self.finisher.judge(
+        told = self.finisher.judge(
             candidates_in(sight)[0], open_files=opened, job_lives=job_lives, now_seconds=self.world.now_seconds
         )
-        self.told = {it.name: fingerprint(it) for it in finished}
+        self.told = {it.name: fingerprint(it) for it in told.finished}
         return set(self.told)
 
 
