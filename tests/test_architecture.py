@@ -60,7 +60,9 @@ TOP = {"storage": "storage.open"}
 """In these packages one module chooses among the others: none of them imports it."""
 
 IMPORTERS: dict[str, set[str]] = {
+    "accelerate": {"integrations.axolotl"},
     "awscrt": {"format.digest", "testing.s3"},
+    "axolotl": {"integrations.axolotl"},
     "azure": {"storage.cloud.azure", "storage.cloud.chains"},
     "botocore": {"storage.cloud.aws", "storage.cloud.chains"},
     "click": {"cli"},
@@ -76,6 +78,7 @@ IMPORTERS: dict[str, set[str]] = {
     "opentelemetry": {"integrations.otel"},
     "orbax": {"bench"},
     "psutil": {"bench"},
+    "pydantic": {"integrations.axolotl"},
     "pyarrow": {"bench", "integrations.ray"},
     "pytorch_lightning": {"integrations.lightning"},
     "ray": {"bench", "demo", "integrations.ray"},
@@ -132,7 +135,7 @@ WIDE_SIGNATURES |= {"import_state", "export"}
 READS_ENVIRONMENT = {"config", "group.find", "agent.nodes", "storage", "testing", "demo", "integrations"}
 
 HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "waitress", "xxhash"}
-HEAVY |= {"lightning", "mlflow", "opentelemetry", "transformers", "wandb"}
+HEAVY |= {"accelerate", "axolotl", "pydantic", "lightning", "mlflow", "opentelemetry", "transformers", "wandb"}
 
 
 def module_name(path: Path) -> str:

@@ -1,7 +1,8 @@
 """Puts the servers that PyPI's packages in the `dev` extra do not bring into `.servers/`: run by `make servers`.
 
 Azurite comes from npm. gcp-storage-emulator, which stands for a store that ignores preconditions, and MLflow's server
-get an environment each, because what they need is older than what ckptstore is tested with. Prometheus, which reads our
+get an environment each, because what they need is older than what ckptstore is tested with. Of Axolotl, whose other
+parts need packages for GPUs, the tests load the plugins alone. Prometheus, which reads our
 metrics, is Debian's package, unpacked and not installed. What is there already is left alone.
 """
 
@@ -24,6 +25,7 @@ GCP_STORAGE_EMULATOR = (
     "setuptools<81",  # it imports pkg_resources
 )
 MLFLOW = ("mlflow==3.17.2",)
+AXOLOTL = ("axolotl==0.19.0", "peft==0.21.2", "addict==2.4.0")
 
 
 def main() -> int:
@@ -32,6 +34,7 @@ def main() -> int:
         install_azurite(),
         install_environment("gcp-storage-emulator", GCP_STORAGE_EMULATOR),
         install_environment("mlflow", MLFLOW),
+        install_alone("axolotl", AXOLOTL),
         install_prometheus(),
     )
     return failed if os.environ.get("CI") else 0  # elsewhere the tests are skipped, and say why
@@ -59,6 +62,20 @@ def install_environment(name: str, packages: tuple[str, ...]) -> int:
     subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
     pip = [home / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     returncode = subprocess.run([*pip, *packages], check=False).returncode
+    if returncode == 0:
+        done.write_text(repr(packages))
+    return returncode
+
+
+def install_alone(name: str, packages: tuple[str, ...]) -> int:
+    """A directory with these packages and nothing that they depend on: the tests have what they use of that."""
+    home = SERVERS / name
+    done = home / ".installed"
+    if done.exists() and done.read_text() == repr(packages):
+        return 0
+    shutil.rmtree(home, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+    returncode = subprocess.run([*pip, "--no-deps", "--target", home, *packages], check=False).returncode
     if returncode == 0:
         done.write_text(repr(packages))
     return returncode
