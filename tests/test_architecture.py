@@ -116,6 +116,7 @@ BEHIND_OTHERS = {
         *("jax", "ml_dtypes", "orbax", "s3torchconnector", "safetensors", "torch_checkpointing"),
     },
     "a search for it first": {"uvloop"},
+    "Axolotl, which loads the plugin": {"accelerate", "axolotl", "pydantic"},
 }
 """Optional packages that are reached only where another one of the same extra, or they themselves, were found."""
 

@@ -1,4 +1,4 @@
-"""The plugin under Axolotl's own plugin manager, in the order of its `train`. The rest of it needs packages for GPUs."""
+"""The plugin under Axolotl's own plugin manager, in the order of its `train`. Its other parts need GPUs."""
 
 from __future__ import annotations
 
