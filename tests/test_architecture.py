@@ -60,7 +60,9 @@ TOP = {"storage": "storage.open"}
 """In these packages one module chooses among the others: none of them imports it."""
 
 IMPORTERS: dict[str, set[str]] = {
+    "accelerate": {"integrations.axolotl"},
     "awscrt": {"format.digest", "testing.s3"},
+    "axolotl": {"integrations.axolotl"},
     "azure": {"storage.cloud.azure", "storage.cloud.chains"},
     "botocore": {"storage.cloud.aws", "storage.cloud.chains"},
     "click": {"cli"},
@@ -76,6 +78,7 @@ IMPORTERS: dict[str, set[str]] = {
     "opentelemetry": {"integrations.otel"},
     "orbax": {"bench"},
     "psutil": {"bench"},
+    "pydantic": {"integrations.axolotl"},
     "pyarrow": {"bench", "integrations.ray"},
     "pytorch_lightning": {"integrations.lightning"},
     "ray": {"bench", "demo", "integrations.ray"},
@@ -114,6 +117,7 @@ BEHIND_OTHERS = {
         *("jax", "ml_dtypes", "orbax", "s3torchconnector", "safetensors"),
     },
     "a search for it first": {"uvloop"},
+    "Axolotl, which loads the plugin": {"accelerate", "axolotl", "pydantic"},
 }
 """Optional packages that are reached only where another one of the same extra, or they themselves, were found."""
 
@@ -133,7 +137,8 @@ WIDE_SIGNATURES |= {"import_state", "export"}
 READS_ENVIRONMENT = {"config", "group.find", "agent.nodes", "storage", "testing", "demo", "integrations"}
 
 HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "waitress", "xxhash"}
-HEAVY |= {"lightning", "mlflow", "opentelemetry", "torch_checkpointing", "transformers", "wandb"}
+HEAVY |= {"accelerate", "axolotl", "lightning", "mlflow", "opentelemetry", "pydantic", "torch_checkpointing"}
+HEAVY |= {"torchtitan", "transformers", "wandb"}
 
 
 def module_name(path: Path) -> str:

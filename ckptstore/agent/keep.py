@@ -35,4 +35,4 @@ def _parse(text: str, seconds: Callable[[str], float]) -> Policy:
             if name and mode in ("min", "max"):
                 return KeepBest(int(count), name, "min" if mode == "min" else "max")
             return KeepBest(int(count), metric)
-    raise InvalidInput(f"--keep is {text!r}, it is {_FORMS}")
+    raise InvalidInput(f"{text!r} does not say what to keep: it is {_FORMS}")

@@ -19,11 +19,11 @@ from ckptstore.folders.finished import Finisher
 from ckptstore.folders.found import Found, found_of
 from ckptstore.folders.job_seen import JobSeen, open_at_all, open_for_writing
 from ckptstore.folders.known_shapes import Shape, lightning, of_no_shape, patterns, transformers
-from ckptstore.folders.sharded import dcp, deepspeed, megatron
+from ckptstore.folders.sharded import dcp, deepspeed, tracked
 from ckptstore.folders.snapshot import OWN_NAME, Sign, take
 from ckptstore.format.layout import check_user_name
 
-SHAPES: tuple[Shape, ...] = (patterns, transformers, lightning, deepspeed, megatron, dcp)
+SHAPES: tuple[Shape, ...] = (patterns, transformers, lightning, deepspeed, tracked, dcp)
 """In the order in which they are asked: what one claims is not offered to the next."""
 _FINISHED_NAME = "finished.json"
 _RESTORED_NAME = "restored.json"

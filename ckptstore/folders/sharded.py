@@ -1,4 +1,4 @@
-"""The shapes of what many ranks write together: DeepSpeed, Megatron, torch's DCP."""
+"""The shapes of what many ranks write together: DeepSpeed, Megatron, verl, SkyRL, torch's DCP."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from ckptstore.folders.snapshot import Sign
 
 LATEST = "latest"
 ITERATION = "latest_checkpointed_iteration.txt"
+GLOBAL_STEP = "latest_ckpt_global_step.txt"
 _DEEPSPEED_FILE = re.compile(r"(mp_rank_\d+|(?:bf16_)?zero_pp_rank_\d+|layer_\d+).*_states\.pt")
 _OF_RANK_0 = re.compile(r"(mp_rank_00|(?:bf16_)?zero_pp_rank_0_mp_rank_00)_(model|optim)_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_\d+.*_optim_states\.pt")
-_ITERATION_NAME = re.compile(r"(?:.*/)?iter_(\d+)")
+_TRACKED_NAME = re.compile(r"(?:.*/)?(iter|global_step)_(\d+)")
 _TITAN_NAME = re.compile(r"(?:.*/)?step-(\d+)")
 
 
@@ -82,26 +83,31 @@ def _lacking_ranks(sight: Sight, files: Mapping[str, Sign]) -> str | None:
     return None
 
 
-def megatron(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
-    """`iter_N` of Megatron-LM. Rank 0 writes the tracker after a barrier: what it names is whole, and all before it."""
-    for name in directories(sight, claimed, _ITERATION_NAME):
+def tracked(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
+    """`iter_N` of Megatron-LM, `global_step_N` of verl and SkyRL, with the tracker that names the newest.
+
+    It is written after all ranks have written: what it names is whole, and so is all before it.
+    """
+    for name in directories(sight, claimed, _TRACKED_NAME):
         parent, _, own = name.rpartition("/")
         files = sight.snapshot.below(name)
         if not files:
             continue
         step = int(own.rpartition("_")[2])
-        tracker = f"{parent}/{ITERATION}" if parent else ITERATION
-        told = _named(sight, tracker)
-        lacks = outdated(ITERATION, sight.snapshot.files.get(tracker), files)
+        prefix = f"{parent}/" if parent else ""
+        is_skyrl = own.startswith("global") and prefix + GLOBAL_STEP in sight.snapshot.files
+        file = GLOBAL_STEP if is_skyrl else ITERATION
+        told = _named(sight, prefix + file)
+        lacks = outdated(file, sight.snapshot.files.get(prefix + file), files)
         if sight.has_leader and not (told.isdigit() and int(told) >= step):
-            lacks = f"{ITERATION} does not name it yet"
+            lacks = f"{file} does not name it yet"
         yield Prospect(
             name=name,
-            shape="megatron",
+            shape="megatron" if own.startswith("iter") else "skyrl" if is_skyrl else "verl",
             step=step,
             is_directory=True,
             files=files,
-            beside={ITERATION: Beside(text=str(step))},
+            beside={file: Beside(text=str(step))},
             lacks=lacks or torn_in(sight, name, files),
             is_certain=sight.has_leader and told == str(step),
             tells_all=told == str(step),

@@ -2,7 +2,7 @@
 
 Azurite comes from npm. gcp-storage-emulator, which stands for a store that ignores preconditions, and MLflow's server
 get an environment each, because what they need is older than what ckptstore is tested with. Prometheus, which reads our
-metrics, is Debian's package, unpacked and not installed. Training frameworks lie in a folder each, for tests that put it
+metrics, is Debian's package, unpacked and not installed. Training frameworks lie in a folder each, which tests put
 behind the packages of `.venv`: what else they need is there, or is not used. What is there already is left alone.
 """
 

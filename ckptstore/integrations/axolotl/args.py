@@ -1,0 +1,33 @@
+"""What the YAML of a run may say about its store; Axolotl joins this model with its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field, model_validator
+
+from ckptstore.runtime.near import nearest
+
+PREFIX = "ckptstore_"
+
+
+class CkptstoreArgs(BaseModel):  # type: ignore[misc] # pydantic is Any to the type checker
+    """The keys that begin with `ckptstore_`. Any other key that begins so is refused."""
+
+    ckptstore_store: str | None = Field(default=None, description="The store: a path, s3://, gs://, az://.")
+    ckptstore_keep: list[str] | None = Field(
+        default=None, description="What stays: latest=N, best=N:METRIC[:min|max], every=STEPS. They add up."
+    )
+    ckptstore_asynchronous: bool = Field(default=False, description="Go on training while files are stored.")
+    ckptstore_resume: bool = Field(default=True, description="Go on from the newest checkpoint of the store.")
+    ckptstore_save_options: dict[str, Any] | None = Field(default=None, description="Keywords of save_directory.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        known = [name for name in CkptstoreArgs.model_fields if name.startswith(PREFIX)]
+        for name in data if isinstance(data, dict) else ():
+            if isinstance(name, str) and name.startswith(PREFIX) and name not in known:
+                near = nearest(name, known)
+                raise ValueError(f"{name} is no key of ckptstore" + (f"; {near} is" if near else ""))
+        return data

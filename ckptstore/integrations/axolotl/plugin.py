@@ -1,0 +1,54 @@
+"""The plugin: it gives Axolotl's Trainer the callback, and tells it where to go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import PartialState
+from axolotl.integrations.base import BasePlugin
+
+from ckptstore.agent.keep import parse_keep
+from ckptstore.errors import InvalidInput
+from ckptstore.integrations.transformers import CheckpointStoreCallback
+
+
+class CkptstorePlugin(BasePlugin):  # type: ignore[misc] # Axolotl is Any to the type checker
+    """Keeps the checkpoints of an Axolotl run in a store, and resumes from the newest one that is whole.
+
+    Each checkpoint that the Trainer writes to `output_dir` is committed as one, see
+    `ckptstore.integrations.transformers.CheckpointStoreCallback`. A restart goes on from the store's newest checkpoint,
+    never from a directory that a dead job left half-written: `auto_resume_from_checkpoints` takes such directories, so
+    both together are refused. A `resume_from_checkpoint` of the user's own stays as it is.
+    """
+
+    def get_input_args(self) -> str:
+        """The model of the keys, by name, as Axolotl wants it."""
+        return "ckptstore.integrations.axolotl.args.CkptstoreArgs"
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        """The callback. Collective: it claims the store, and the newest checkpoint becomes `resume_from_checkpoint`.
+
+        Raises InvalidInput without `ckptstore_store`, and for what does not go together, before anything is trained.
+        """
+        del model
+        if not cfg.get("ckptstore_store"):
+            raise InvalidInput("The plugin has no store", hint="Add ckptstore_store: s3://bucket/run to the YAML")
+        resumes = cfg.get("ckptstore_resume") is not False
+        if resumes and cfg.get("auto_resume_from_checkpoints"):
+            raise InvalidInput(
+                "auto_resume_from_checkpoints takes the newest directory of output_dir, whole or not",
+                hint="Take it out: the plugin resumes from the store. Or set ckptstore_resume: false",
+            )
+        keep = parse_keep(cfg.get("ckptstore_keep") or (), seconds=float)
+        callback = CheckpointStoreCallback(
+            cfg.get("ckptstore_store"),
+            asynchronous=bool(cfg.get("ckptstore_asynchronous")),
+            save_options=cfg.get("ckptstore_save_options"),
+            **({} if keep is None else {"retention": keep}),
+        )
+        if resumes and not cfg.get("resume_from_checkpoint"):
+            PartialState()  # connects the processes, if nobody has: they resume together
+            path = callback.resume()
+            if path is not None:
+                cfg["resume_from_checkpoint"] = path
+        return [callback]

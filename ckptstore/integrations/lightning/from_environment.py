@@ -1,0 +1,40 @@
+"""The callback for a program that does not name it: Lightning finds this by the package's entry points.
+
+Nothing happens unless `CKPTSTORE_LIGHTNING_STORE` is set. Every Trainer of the program gets the callback then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckptstore.errors import InvalidInput
+
+STORE, KEEP, EVERY = "CKPTSTORE_LIGHTNING_STORE", "CKPTSTORE_LIGHTNING_KEEP", "CKPTSTORE_LIGHTNING_EVERY_N_TRAIN_STEPS"
+_PREFIX = "CKPTSTORE_LIGHTNING_"
+
+
+def callbacks(environ: Mapping[str, str] | None = None) -> list[Any]:
+    """A `CheckpointStoreCallback` for the store that the environment names; none without one.
+
+    Raises InvalidInput for a value that cannot be read, and for a variable of this kind that nobody knows.
+    """
+    environ = os.environ if environ is None else environ
+    given = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
+    if not given:
+        return []
+    unknown = sorted(given.keys() - {STORE, KEEP, EVERY})
+    if unknown or not given.get(STORE):
+        what = f"{unknown[0]} is no variable of ckptstore" if unknown else f"{STORE} is missing"
+        raise InvalidInput(what, hint=f"There are {STORE}, {KEEP} and {EVERY}")
+    steps = given.get(EVERY)
+    if steps is not None and not (steps.isdecimal() and int(steps) > 0):
+        raise InvalidInput(f"{EVERY}={steps!r} is no number above 0")
+
+    from ckptstore.agent.keep import parse_keep
+    from ckptstore.integrations.lightning import CheckpointStoreCallback
+
+    keep = parse_keep([rule.strip() for rule in given.get(KEEP, "").split(",") if rule.strip()], seconds=float)
+    options: dict[str, Any] = {} if keep is None else {"retention": keep}
+    return [CheckpointStoreCallback(given[STORE], every_n_train_steps=None if steps is None else int(steps), **options)]
