@@ -91,6 +91,8 @@ TREES: dict[str, tuple[int, Tree]] = {
     "transformers": (7, trainer(7)),
     "deepspeed": (8, deepspeed(8)),
     "megatron": (9, {"iter_0000009/mp_rank_00/model.pt": zipped(9, "m"), "latest_checkpointed_iteration.txt": b"9"}),
+    "verl": (9, {"global_step_9/actor/model_0.pt": zipped(9, "v"), "latest_checkpointed_iteration.txt": b"9"}),
+    "skyrl": (9, {"global_step_9/policy/model_0.pt": zipped(9, "s"), "latest_ckpt_global_step.txt": b"9"}),
     "titan": (5, {"step-5/__0_0.distcp": b"d", "step-5/.metadata": b"m"}),
     "lightning, last a link": (
         6,

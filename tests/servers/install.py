@@ -89,8 +89,7 @@ def install_beside(name: str, packages: tuple[str, ...]) -> int:
         return 0
     shutil.rmtree(home, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
-    pip += ["--no-deps", "--no-build-isolation", "--target", str(home)]
-    returncode = subprocess.run([*pip, *packages], check=False).returncode
+    returncode = subprocess.run([*pip, "--no-deps", "--target", home, *packages], check=False).returncode
     if returncode == 0:
         done.write_text(repr(packages))
     return returncode
