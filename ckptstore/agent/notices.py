@@ -161,11 +161,14 @@ class FolderRestored(Event):
     kept_bytes: int
     moved_aside: tuple[str, ...]
     skipped: tuple[str, ...]
+    best: str | None
 
     def line(self) -> str:
         if not self.is_restored:
             return f"step {self.step} is not restored: {self.why_not}"
         text = f"step {self.step} is restored as {self.name}: {show_size(self.fetched_bytes)} fetched"
+        if self.best is not None:
+            text += f", and {self.best}, the best"
         if self.moved_aside:
             text += f"; moved aside: {', '.join(self.moved_aside)}"
         return text + "".join(f"; passed over: {why}" for why in self.skipped)

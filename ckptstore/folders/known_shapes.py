@@ -21,7 +21,7 @@ Shape = Callable[[Sight, frozenset[str]], Iterator[Prospect]]
 """Looks at a sight, without the directories and files that are claimed already."""
 
 TRAINER_STATE = "trainer_state.json"
-_TRAINER_NAME = re.compile(r"(?:.*/)?checkpoint-(\d+)")
+TRAINER_NAME = re.compile(r"(?:.*/)?checkpoint-(\d+)")
 _TRAINER_FILES = re.compile(
     r"(model|pytorch_model|optimizer|adapter_model|rng_state|scheduler|trainer_state|global_step)"
 )
@@ -60,7 +60,7 @@ def transformers(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
     Rank 0 writes trainer_state.json last of its own files. Every rank writes its rng_state last, and no barrier stands
     between it and trainer_state.json: both must be there.
     """
-    for name in directories(sight, claimed, _TRAINER_NAME):
+    for name in directories(sight, claimed, TRAINER_NAME):
         files = sight.snapshot.below(name)
         if not any(_TRAINER_FILES.match(file) for file in files):
             continue

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ckptstore.errors import (
 from ckptstore.folders.candidate import Beside, Prospect, fingerprint
 from ckptstore.folders.folder import Folder, candidates_of, refuse_links
 from ckptstore.folders.found import Found, Home, home_of
+from ckptstore.folders.known_shapes import TRAINER_NAME, TRAINER_STATE
 from ckptstore.format.digest import crc32c
 from ckptstore.format.manifest import Receipt
 from ckptstore.loading.story import download_files
@@ -50,6 +52,8 @@ class RestoreReport:
     """What a framework would have taken for newer: it lies in .ckptstore/aside now."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints of the store that are damaged or did not come from a folder, in words."""
+    best: str | None = None
+    """The name of the checkpoint that the restored one calls the best, if that lies in the folder now too."""
 
 
 @dataclass(slots=True)
@@ -65,8 +69,10 @@ def restore_folder(
     """Put the first of these checkpoints that is whole where it lay in the folder; None if there are none.
 
     A framework sees all of it or nothing. Files that are there already are not fetched again, if their digests are
-    right. What the folder has finished of its own at a later step stays, and nothing is restored, unless `keeps_newer`
-    is False. What is unfinished there at the same or a later step would be taken for the newest: it is moved to
+    right. Where a Trainer's checkpoint names the best one, that comes too: Trainer may load it at the end.
+
+    What the folder has finished of its own at a later step stays, and nothing is restored, unless `keeps_newer` is
+    False. What is unfinished there at the same or a later step would be taken for the newest: it is moved to
     `.ckptstore/aside`, or replaced if it has the same name. No job may write into the folder meanwhile.
 
     Args:
@@ -85,7 +91,8 @@ def restore_folder(
             if home is None:
                 skipped.append(f"step {checkpoint.step} did not come from a folder")
                 continue
-            return _restore(folder, checkpoint, home, keeps_newer, tuple(skipped))
+            report = _restore(folder, checkpoint, home, keeps_newer, tuple(skipped))
+            return _with_best(folder, checkpoints, home, report) if report.is_restored else report
         except CkptstoreError as error:
             if not isinstance(error, CheckpointDamaged | CheckpointGone | FileMissing):
                 raise
@@ -145,6 +152,37 @@ def _restore(
         moved_aside=tuple(done.moved_aside),
         **told,
     )
+
+
+def _with_best(folder: Folder, checkpoints: Sequence[Checkpoint], home: Home, report: RestoreReport) -> RestoreReport:
+    """Bring what the state of a Trainer calls its best model, if the store still has it and it is whole."""
+    name = _best_in(folder, home)
+    if name is None or name == home.name:
+        return report
+    done = _Fetched(report.fetched_bytes, report.kept_bytes, list(report.moved_aside))
+    for checkpoint in checkpoints:
+        try:
+            lay = _home(checkpoint)
+            if lay is None or lay.name != name:
+                continue
+            _bring(folder, checkpoint, lay, done)
+        except (CheckpointDamaged, CheckpointGone, FileMissing) as error:
+            return replace(report, skipped=(*report.skipped, f"the best one, step {checkpoint.step}: {error}"))
+        return replace(report, best=name, fetched_bytes=done.fetched_bytes, kept_bytes=done.kept_bytes)
+    return replace(report, skipped=(*report.skipped, f"{name}, the best one, is not in the store any more"))
+
+
+def _best_in(folder: Folder, home: Home) -> str | None:
+    if home.shape != "transformers":
+        return None
+    try:
+        told = json.loads((folder.path / home.name / TRAINER_STATE).read_text(encoding="utf-8"))
+        name = told.get("best_model_checkpoint")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not isinstance(name, str) or TRAINER_NAME.fullmatch(own := name.rstrip("/").rpartition("/")[2]) is None:
+        return None
+    return f"{home.parent}/{own}" if home.parent else own
 
 
 def _staying(

@@ -140,6 +140,26 @@ def test_metrics_come_from_the_log_of_the_step(store: CheckpointStore, tmp_path:
     assert looked(given).finished[0].metrics == {"acc": 0.5}
 
 
+def test_the_best_of_a_trainer_comes_too(store: CheckpointStore, tmp_path: Path) -> None:
+    """`load_best_model_at_end` looks for it in the folder, and goes on with the last weights where it is not there."""
+    newest = trainer(9)
+    state = json.loads(bytes(newest["checkpoint-9/trainer_state.json"]))  # type: ignore[arg-type]
+    state["best_model_checkpoint"] = "/data/of/another/machine/checkpoint-7"
+    newest["checkpoint-9/trainer_state.json"] = json.dumps(state).encode()
+    write(tmp_path / "out", {**trainer(7), **trainer(8), **newest})
+    assert save_all(store, Folder(tmp_path / "out")) == [7, 8, 9]
+    report = restored(store, tmp_path / "new")
+    assert report.best == "checkpoint-7"
+    assert tree_of(tmp_path / "new") == {**trainer(7), **newest}
+    assert report.fetched_bytes == store[7].size_bytes + store[9].size_bytes
+    path = store[7].uri + "/model.safetensors"
+    Path(path).write_bytes(Path(path).read_bytes()[:-1])
+    again = restored(store, tmp_path / "third")
+    assert (again.best, again.is_restored) == (None, True)
+    assert "the best one, step 7" in again.skipped[0]
+    assert tree_of(tmp_path / "third") == newest
+
+
 def test_what_is_finished_and_newer_stays(store: CheckpointStore, tmp_path: Path) -> None:
     out = tmp_path / "out"
     write(out, deepspeed(8))

@@ -56,4 +56,5 @@ def told(report: RestoreReport | None) -> list[str]:
     if not report.is_restored:
         return [*lines, f"step {report.step} is not restored: {report.why_not}"]
     sizes = f"{report.fetched_bytes:,} bytes fetched, {report.kept_bytes:,} were there"
-    return [*lines, f"step {report.step} is restored as {report.name}: {sizes}"]
+    name = report.name if report.best is None else f"{report.name}, with the best, {report.best}"
+    return [*lines, f"step {report.step} is restored as {name}: {sizes}"]

@@ -22,7 +22,7 @@ class CkptstoreArgs(BaseModel):  # type: ignore[misc] # pydantic is Any to the t
     ckptstore_resume: bool = Field(default=True, description="Go on from the newest checkpoint of the store.")
     ckptstore_save_options: dict[str, Any] | None = Field(default=None, description="Keywords of save_directory.")
 
-    @model_validator(mode="before")
+    @model_validator(mode="before")  # type: ignore[untyped-decorator]
     @classmethod
     def _refuse_unknown(cls, data: Any) -> Any:
         known = [name for name in CkptstoreArgs.model_fields if name.startswith(PREFIX)]

@@ -40,11 +40,12 @@ class CkptstorePlugin(BasePlugin):  # type: ignore[misc] # Axolotl is Any to the
                 hint="Take it out: the plugin resumes from the store. Or set ckptstore_resume: false",
             )
         keep = parse_keep(cfg.get("ckptstore_keep") or (), seconds=float)
+        opened: dict[str, Any] = {} if keep is None else {"retention": keep}
         callback = CheckpointStoreCallback(
             cfg.get("ckptstore_store"),
             asynchronous=bool(cfg.get("ckptstore_asynchronous")),
             save_options=cfg.get("ckptstore_save_options"),
-            **({} if keep is None else {"retention": keep}),
+            **opened,
         )
         if resumes and not cfg.get("resume_from_checkpoint"):
             PartialState()  # connects the processes, if nobody has: they resume together
