@@ -134,7 +134,7 @@ def test_a_copy_goes_on_where_it_broke_off(store: str, tmp_path: Path) -> None:
 
 
 def test_safetensors_are_the_same_files(store: str, tmp_path: Path) -> None:
-    sizes = ["--max-file-size", "500KB", "--strip-prefix", "model."]
+    sizes = ["--shard-size", "500KB", "--strip-prefix", "model."]
     found = run("export", f"{store}@1", str(tmp_path / "ray"), *sizes)
     assert len(found["files"]) > 3
     local = CliRunner().invoke(main, ["export", f"{store}@1", str(tmp_path / "local"), *sizes])
