@@ -103,4 +103,5 @@ class SafetensorsSource:
 
 def _new_window(size_bytes: int) -> torch.Tensor:
     """Memory that goes back to the system when it is no longer used, which the heaps of several threads keep."""
-    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
