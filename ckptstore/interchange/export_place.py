@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -23,6 +24,8 @@ from ckptstore.transfer.opened import OpenedPlace, open_place
 PROGRESS_FOLDER = ".ckptstore-export/"
 """What an export that goes on where it was killed keeps at its target until it is complete. Loaders look for
 `*.safetensors`, and for config files by their names."""
+PART_NAME = re.compile(r"\.part-[0-9a-f]{16}-")
+"""How the objects begin of which GCS composes a file; a process that was killed leaves them at the target."""
 _PARTS_BYTES = 64 << 20
 """The most that parts take on their way to the target."""
 
@@ -88,7 +91,7 @@ class ExportPlace:
         if present and not self.overwrite and not (resumable and begun):
             raise InvalidInput(f"{self.uri} exists and is not empty", hint="Give another directory, or overwrite it")
         own = {file.name for file in self.beside}
-        others = [name for name in present if name not in begun]
+        others = [name for name in present if name not in begun and not PART_NAME.match(name)]
         foreign = [name for name in others if "/" in name or not (name.endswith(_OWN_SUFFIXES) or name in own)]
         if foreign:
             hint = "Give another directory"

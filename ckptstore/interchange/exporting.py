@@ -145,6 +145,7 @@ def _export(asked: _Asked, group: Group, executor: Executor | None) -> ExportRep
     selection = select(saved, include=include, strip_prefix=strip_prefix)
     durable = files.config.transfer.durable
     notices = _notices_of_ranks(stored, selection)
+    names: Sequence[str]
     if to == "safetensors":
         layout = lay_out(stored, selection, shard_size_bytes=asked.shard_size_bytes)
         num_values = len(stored.index.common_values().keys() | stored.index.value_ranks().keys())

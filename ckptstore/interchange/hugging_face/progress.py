@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.errors import FileMissing, InvalidInput, StorageError
-from ckptstore.interchange.export_place import PROGRESS_FOLDER
+from ckptstore.errors import AccessDenied, FileMissing, InvalidInput, StorageError
+from ckptstore.interchange.export_place import PART_NAME, PROGRESS_FOLDER
 from ckptstore.storage.base import Bucket, Disk
 from ckptstore.transfer.opened import OpenedPlace
 
@@ -79,12 +80,15 @@ class ExportProgress:
                 )
 
     def abort_unfinished(self, names: Sequence[str]) -> None:
-        """Drop what killed processes have begun of these files and never finished, where that costs money."""
+        """Drop what killed processes have begun of these files and never finished, where that costs money and this
+        account may do so."""
         storage = self.place.storage
+        storage.delete([file.key for file in storage.list(".part-") if PART_NAME.match(file.key)])
         if isinstance(storage, Bucket):
-            for key, upload_id in storage.unfinished(""):
-                if key in names:
-                    storage.abort_unfinished(key, upload_id)
+            with suppress(AccessDenied):
+                for key, upload_id in storage.unfinished(""):
+                    if key in names:
+                        storage.abort_unfinished(key, upload_id)
 
     def forget(self) -> None:
         """Delete the marks, and the record last."""
