@@ -19,12 +19,12 @@ import boto3
 import pytest
 import torch
 from export_to_s3 import export_as_rank
+from forked_ranks import run_ranks
 from safetensors.torch import load
 
 from ckptstore import Checkpoint, CheckpointDamaged, InvalidInput, open_store
 from ckptstore.errors import AccessDenied
 from ckptstore.interchange.exporting import export
-from ckptstore.testing import run_ranks
 from ckptstore.testing.s3_server import Fault, S3Server
 
 MIB = 1 << 20
