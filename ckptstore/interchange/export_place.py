@@ -111,10 +111,12 @@ class ExportPlace:
         """Have the directory of this machine that is complete take its place. It was written read-only."""
         if self.is_remote:
             return
-        mode = self._aside.stat().st_mode & 0o666
-        for item in self._aside.iterdir():
-            item.chmod(mode)
-        _put(self._aside, Path(local_path(self.target, "The directory of an export")))
+        target = Path(local_path(self.target, "The directory of an export"))
+        with _written(target):
+            mode = self._aside.stat().st_mode & 0o666
+            for item in self._aside.iterdir():
+                item.chmod(mode)
+            _put(self._aside, target)
 
     def remove_aside(self) -> None:
         """Remove what lies aside on this machine."""
@@ -180,16 +182,24 @@ def _appearing(target: Path) -> Iterator[Path]:
     """A directory beside the target that takes its place when it is complete."""
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        _put(partial, target)
+        with _written(target):
+            partial.mkdir(parents=True)
+            yield partial
+            _put(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _written(target: Path) -> Iterator[None]:
+    """Have what the system says of a disk be an error of ours."""
+    try:
+        yield
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         cls = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
         raise cls(f"{target} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _put(made: Path, target: Path) -> None:
