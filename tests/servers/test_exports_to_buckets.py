@@ -109,12 +109,20 @@ def assert_whole(server: S3Server, key: str) -> None:
 def test_it_is_what_any_client_reads_and_nothing_lies_on_this_machine(
     source: str, fast_s3: S3Server, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "not there"))
-    report = send(source, fast_s3, key)
-    assert len(report.files) == 4
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not there"))
+    (tmp_path / "base").mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / "base" / name).write_text("{}")
+    report = send(source, fast_s3, key, beside=tmp_path / "base")
+    assert len(report.files) == 6
     assert_whole(fast_s3, key)
-    puts = [item.path for item in fast_s3.log if item.method in ("PUT", "POST") and f"/{key}/model" in item.path]
-    assert puts[-1].endswith("index.json")
+    assert read(fast_s3, key).keys() == set(report.files)
+    written = [item.path.partition(f"/{key}/")[2] for item in fast_s3.log if item.method in ("PUT", "POST")]
+    assert [name for name in written if name and not name.startswith(".")][-3:] == [
+        "tokenizer.json",
+        "model.safetensors.index.json",
+        "config.json",
+    ]
 
 
 def test_ranges_are_read_as_loaders_do(source: str, fast_s3: S3Server, key: str) -> None:
