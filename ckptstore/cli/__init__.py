@@ -107,7 +107,7 @@ _FLAGS = {
     r"\ballow_pickle=True(?: \(--allow-pickle\))?": "--allow-pickle",
     r"\bstorage_options\b": "--storage-option",
     r"\bgrace_seconds\b": "--grace",
-    r"\bmax_file_bytes\b": "--max-file-size",
+    r"\bshard_size_bytes\b": "--shard-size",
     r"\brename\b(?!=)": "--rename",
     r"\binclude\b(?!=)": "--include",
     r"\boverwrite it\b": "give --overwrite",

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput, InvalidSource, StorageError, StorageFull
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.interchange.remote_files import is_remote, opened_folder, send
 from ckptstore.storage.uri import local_path, redact
+from ckptstore.transfer.opened import OpenedPlace, open_place
+
+PROGRESS_FOLDER = ".ckptstore-export/"
+"""What an export that goes on where it was killed keeps at its target until it is complete. Loaders look for
+`*.safetensors`, and for config files by their names."""
+PART_NAME = re.compile(r"\.part-[0-9a-f]{16}-")
+"""How the objects begin of which GCS composes a file; a process that was killed leaves them at the target."""
+_PARTS_BYTES = 64 << 20
+"""The most that parts take on their way to the target."""
 
 _OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".distcp", DCP_METADATA_NAME)
 _FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".distcp"})
@@ -29,10 +40,15 @@ class ExportPlace:
 
     target: str
     """A path or a URI."""
-    beside: tuple[Path, ...]
-    """Files that are copied into it, under their names."""
+    beside_from: str | os.PathLike[str] | None
+    """A directory whose files, weights apart, are copied into it under their names."""
     overwrite: bool
     storage_options: Mapping[str, Any] | None
+
+    @property
+    def beside(self) -> tuple[Path, ...]:
+        """The files that are copied into it. Raises InvalidSource when there are none to be copied."""
+        return _files_beside(self.beside_from)
 
     @property
     def path(self) -> Path | None:
@@ -49,8 +65,14 @@ class ExportPlace:
         """Whether it lies elsewhere."""
         return is_remote(self.target)
 
-    def check(self) -> None:
-        """Raise InvalidInput unless the export may go there."""
+    @property
+    def _aside(self) -> Path:
+        """Where the export lies on this machine until it is complete."""
+        path = Path(local_path(self.target, "The directory of an export"))
+        return path.with_name(f".{path.name}.partial")
+
+    def check(self, *, resumable: bool = False) -> None:
+        """Raise InvalidInput unless the export may go there. What a `resumable` one has begun may be there."""
         if Path(self.target).suffix in _FILE_SUFFIXES:
             raise InvalidInput(
                 f"{self.uri} is named like a file", hint="An export makes a directory, and names its files"
@@ -65,51 +87,75 @@ class ExportPlace:
             if path.is_symlink() or (path.exists() and not path.is_dir()):
                 raise InvalidInput(f"{path} exists and is not a directory")
             present = sorted(item.name for item in path.iterdir()) if path.exists() else []
-        if present and not self.overwrite:
+        begun = {name for name in present if name.startswith(PROGRESS_FOLDER)}
+        if present and not self.overwrite and not (resumable and begun):
             raise InvalidInput(f"{self.uri} exists and is not empty", hint="Give another directory, or overwrite it")
         own = {file.name for file in self.beside}
-        foreign = [name for name in present if "/" in name or not (name.endswith(_OWN_SUFFIXES) or name in own)]
+        others = [name for name in present if name not in begun and not PART_NAME.match(name)]
+        foreign = [name for name in others if "/" in name or not (name.endswith(_OWN_SUFFIXES) or name in own)]
         if foreign:
             hint = "Give another directory"
             raise InvalidInput(f"{self.uri} also holds {foreign[0]}, which no export wrote", hint=hint)
 
     @contextmanager
-    def opened(self) -> Iterator[tuple[Path, Callable[[Sequence[str]], None]]]:
-        """A directory of this machine to write to, and a function that sends finished files ahead. What it holds when
-        the context ends, with the files beside, is the export. After an error nothing is left of it on this machine."""
+    def opened_target(self) -> Iterator[OpenedPlace]:
+        """Where the files of an export are written one by one: the URI, or a directory beside that of this machine."""
+        uri = self.target if self.is_remote else self._aside
+        config = StoreConfig.from_env()
+        budget_bytes = min(config.transfer.memory_budget_bytes, _PARTS_BYTES)
+        config = replace(config, transfer=replace(config.transfer, memory_budget_bytes=budget_bytes))
+        with closing(open_place(uri, config=config, storage_options=self.storage_options)) as place:
+            yield place
+
+    def publish(self) -> None:
+        """Have the directory of this machine that is complete take its place. It was written read-only."""
+        if self.is_remote:
+            return
+        target = Path(local_path(self.target, "The directory of an export"))
+        with _written(target):
+            mode = self._aside.stat().st_mode & 0o666
+            for item in self._aside.iterdir():
+                item.chmod(mode)
+            _put(self._aside, target)
+
+    def remove_aside(self) -> None:
+        """Remove what lies aside on this machine."""
+        if not self.is_remote:
+            shutil.rmtree(self._aside, ignore_errors=True)
+
+    @contextmanager
+    def opened(self) -> Iterator[Path]:
+        """A directory of this machine to write to. What it holds when the context ends, with the files beside, is the
+        export. After an error nothing is left of it on this machine."""
         if self.is_remote:
             with self._sent() as made:
                 yield made
         else:
             with _appearing(Path(local_path(self.target, "The directory of an export"))) as directory:
-                yield directory, lambda names: None
+                yield directory
                 self._copy_beside(directory)
 
     @contextmanager
-    def _sent(self) -> Iterator[tuple[Path, Callable[[Sequence[str]], None]]]:
+    def _sent(self) -> Iterator[Path]:
         """What leads to the other files is removed first and written last, so that no reader finds a mixture."""
         with (
             tempfile.TemporaryDirectory(prefix="ckptstore-export-") as made,
             opened_folder(self.target, self.storage_options) as folder,
         ):
-            before, sent = sorted(folder.sizes_bytes()), set[str]()
-            folder.storage.delete([name for name in before if _leads(name)])
-
-            def send_ahead(names: Sequence[str]) -> None:
-                send(Path(made), names, folder)
-                sent.update(names)
-
-            yield Path(made), send_ahead
+            before = sorted(folder.sizes_bytes())
+            folder.storage.delete([name for name in before if leads(name)])
+            yield Path(made)
             self._copy_beside(Path(made))
-            send_ahead(sorted((item.name for item in Path(made).iterdir()), key=lambda name: (_leads(name), name)))
-            folder.storage.delete([name for name in before if name not in sent])
+            names = sorted((item.name for item in Path(made).iterdir()), key=lambda name: (leads(name), name))
+            send(Path(made), names, folder)
+            folder.storage.delete([name for name in before if name not in names])
 
     def _copy_beside(self, directory: Path) -> None:
         for file in self.beside:
             shutil.copyfile(file, directory / file.name)
 
 
-def files_beside(directory: str | os.PathLike[str] | None) -> tuple[Path, ...]:
+def _files_beside(directory: str | os.PathLike[str] | None) -> tuple[Path, ...]:
     """The files at the top of a directory that are no weights: config, tokenizer, generation settings.
 
     Raises InvalidSource when there are none.
@@ -126,9 +172,9 @@ def files_beside(directory: str | os.PathLike[str] | None) -> tuple[Path, ...]:
     return chosen
 
 
-def _leads(name: str) -> bool:
-    """Whether a file is the one by which a reader finds the others."""
-    return name.endswith(".index.json") or name == DCP_METADATA_NAME
+def leads(name: str) -> bool:
+    """Whether a file is one by which a reader finds the others, or without which it does not begin."""
+    return name.endswith(".index.json") or name in (DCP_METADATA_NAME, "config.json")
 
 
 @contextmanager
@@ -136,19 +182,32 @@ def _appearing(target: Path) -> Iterator[Path]:
     """A directory beside the target that takes its place when it is complete."""
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        if target.exists() and any(target.iterdir()):
-            replaced = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
-            target.rename(replaced)
-            partial.rename(target)
-            shutil.rmtree(replaced)
-        else:
-            partial.replace(target)
+        with _written(target):
+            partial.mkdir(parents=True)
+            yield partial
+            _put(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _written(target: Path) -> Iterator[None]:
+    """Have what the system says of a disk be an error of ours."""
+    try:
+        yield
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         cls = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
         raise cls(f"{target} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _put(made: Path, target: Path) -> None:
+    """Give a directory its place, in that of another one if need be."""
+    if target.exists() and any(target.iterdir()):
+        replaced = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
+        target.rename(replaced)
+        made.rename(target)
+        shutil.rmtree(replaced)
+    else:
+        made.replace(target)

@@ -1,7 +1,8 @@
 """The export story: a state checkpoint, from wherever it lies, becomes files that other tools read.
 
-Nothing is held whole: tensors pass through a buffer of at most 64 MiB, and every block that is read is checked. The
-files appear in their directory at once, when all of them are complete.
+Nothing is held whole: tensors pass through buffers of at most 128 MiB, and every block that is read is checked. The
+files appear in their directory at once, when all of them are complete. In an object store what leads to
+them comes last.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,22 @@ from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.errors import InvalidInput, InvalidState
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest
-from ckptstore.interchange.export_place import ExportPlace, files_beside
+from ckptstore.group.base import Group
+from ckptstore.group.find import SOLO, find_group
+from ckptstore.interchange.export_place import ExportPlace
+from ckptstore.interchange.hugging_face.safetensors_layout import lay_out
+from ckptstore.interchange.hugging_face.writing import write_safetensors
 from ckptstore.interchange.selection import KINDS, Kind, Paths, Selection, fitting, select
 from ckptstore.interchange.to_dcp import write_dcp
-from ckptstore.interchange.to_safetensors import LaidOut, Layout, lay_out, write_files, write_index
 from ckptstore.interchange.to_torch import build_tree, write_torch
 from ckptstore.loading.load_state import is_stock, open_alone
 from ckptstore.loading.story import CheckpointFiles
-from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.state.live.matching import Saved
 from ckptstore.state.read.stock_read import load_metadata
 from ckptstore.state.read.stored import StoredState
 from ckptstore.transfer.executor import Executor, InProcess
 
-MAX_FILE_BYTES = 5_000_000_000
+SHARD_SIZE_BYTES = 5_000_000_000
 """Where a safetensors file ends, unless the caller says otherwise."""
 
 
@@ -62,61 +64,79 @@ def export(
     to: Kind,
     include: str | Sequence[str] | None = None,
     strip_prefix: str = "",
-    max_file_bytes: int = MAX_FILE_BYTES,
+    shard_size_bytes: int = SHARD_SIZE_BYTES,
     overwrite: bool = False,
     beside: str | os.PathLike[str] | None = None,
     executor: Executor | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    group: object = SOLO,
 ) -> ExportReport:
     """Write a state checkpoint to a new directory in a format of other tools; every byte is checked on the way.
 
     "safetensors" makes what Hugging Face libraries read: `model.safetensors`, or numbered files of at most
-    `max_file_bytes` and an index. Tied weights are stored once. "torch" makes `state.pt`, the nested state for
+    `shard_size_bytes` and an index. Tied weights are stored once. "torch" makes `state.pt`, the nested state for
     `torch.load(weights_only=True)`. "dcp" makes a directory for stock DCP. Of what differs between ranks the lowest
     rank's is taken.
 
+    An export to "safetensors" that was killed goes on where it ended when it is called again: files that are complete
+    are not written anew. A target that has a part of another export is refused without `overwrite`.
+
     Args:
         directory: where the files go, a path or a URI; new or empty, or with `overwrite` one that holds nothing but
-            exported files. For a URI they pass through the temporary directory, those of safetensors one by one, and
-            what leads to the others (an index, `.metadata`) is written last.
+            exported files. Safetensors are written to a URI as they are read; other formats pass through the temporary
+            directory. What leads to the files of a URI (an index, `config.json`, `.metadata`) is written last.
         include: only keys that fit a pattern ("model.*") or one of several.
         strip_prefix: what to remove from the front of keys ("model."), so that names are the model's own.
         beside: a directory whose files are copied to the export, weights apart: the config and the tokenizer of a
             model, so that `from_pretrained` loads it.
-        executor: where the files are written; all its processes have to see `directory`.
+        executor: where the files of "safetensors" are written; all its processes have to see `directory`.
         storage_options: for the storage of a `directory` that is a URI.
+        group: which ranks share the files of "safetensors", as for `open_store`: None in all processes of a
+            torch.distributed job makes the export collective. By default this process works alone.
 
-    Raises InvalidInput and InvalidState before anything is written, CheckpointDamaged (nothing is left then).
+    Raises InvalidInput and InvalidState before anything is written, CheckpointDamaged (nothing is left then), and what
+    keeps the files from being written, the same on all ranks.
     """
     if to not in KINDS:
         raise InvalidInput(f"to is {to!r}, it is one of {', '.join(KINDS)}")
-    if max_file_bytes <= 0:
-        raise InvalidInput(f"max_file_bytes is {max_file_bytes}, it is at least 1")
+    if shard_size_bytes <= 0:
+        raise InvalidInput(f"shard_size_bytes is {shard_size_bytes}, it is at least 1")
     place = ExportPlace(
-        target=os.fspath(directory),
-        beside=files_beside(beside),
-        overwrite=overwrite,
-        storage_options=storage_options,
+        target=os.fspath(directory), beside_from=beside, overwrite=overwrite, storage_options=storage_options
     )
-    executor = executor or InProcess()
-    if place.is_remote and not executor.is_local:
-        raise InvalidInput(f"{place.uri} is written by one process", hint="Leave the engine out")
-    place.check()
     files = files_behind(checkpoint)
-    with files.held():
-        return _export(files, place, to, include, strip_prefix, max_file_bytes, executor)
+    ranks = find_group(group, storage=files.storage, config=files.config)
+    try:
+        with files.held():
+            return _export(_Asked(files, place, to, include, strip_prefix, shard_size_bytes), ranks, executor)
+    finally:
+        if ranks is not group:
+            ranks.close()
 
 
-def _export(
-    files: CheckpointFiles,
-    place: ExportPlace,
-    to: Kind,
-    include: str | Sequence[str] | None,
-    strip_prefix: str,
-    max_file_bytes: int,
-    executor: Executor,
-) -> ExportReport:
-    manifest, _ = files.read_manifest()
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What an export was asked for."""
+
+    files: CheckpointFiles
+    place: ExportPlace
+    to: Kind
+    include: str | Sequence[str] | None
+    strip_prefix: str
+    shard_size_bytes: int
+
+
+def _export(asked: _Asked, group: Group, executor: Executor | None) -> ExportReport:
+    files, place, to, include, strip_prefix = asked.files, asked.place, asked.to, asked.include, asked.strip_prefix
+    if group.world_size > 1 and executor is not None:
+        raise InvalidInput("An export is shared by ranks or by an engine", hint="Leave one of them out")
+    executor = executor or InProcess()
+    if to != "safetensors" and not (executor.is_local and group.world_size == 1):
+        hint = 'Leave the engine or the group out, or export "safetensors"'
+        raise InvalidInput(f'An export to "{to}" is one file, which one process writes', hint=hint)
+    if to != "safetensors":  # whose leader alone looks at the place, and tells all ranks
+        place.check()
+    manifest, data = files.read_manifest()
     if is_stock(manifest):
         hint = "Import it into a store, and export that"
         raise InvalidInput(f"{files.uri} was written by torch's DCP, and has no digests to check", hint=hint)
@@ -125,21 +145,14 @@ def _export(
     selection = select(saved, include=include, strip_prefix=strip_prefix)
     durable = files.config.transfer.durable
     notices = _notices_of_ranks(stored, selection)
+    names: Sequence[str]
     if to == "safetensors":
-        layout = lay_out(stored, selection, max_file_bytes=max_file_bytes)
+        layout = lay_out(stored, selection, shard_size_bytes=asked.shard_size_bytes)
         num_values = len(stored.index.common_values().keys() | stored.index.value_ranks().keys())
         notices += [f"{num_values} plain values are left out, safetensors holds tensors only"] if num_values else []
         notices += [f"{name} is tied to {kept}, and stored as that" for name, kept in layout.tied.items()]
-        with place.opened() as (path, send):
-            share = partial(_write_safetensors, files.alone(), layout, path)
-            for portion in [[file] for file in layout.files] if place.is_remote else [layout.files]:
-                executor.run(share, portion, size_bytes=_size_of, beat=no_beat)
-                send([name for name, _ in portion])
-            names = write_index(layout, path, durable=durable)
+        names = write_safetensors(files, layout, place, manifest=data, group=group, executor=executor)
         size_bytes = layout.size_bytes
-    elif not executor.is_local:
-        hint = 'Leave the engine out, or export "safetensors"'
-        raise InvalidInput(f'An export to "{to}" is one file, which one process writes', hint=hint)
     elif to == "torch":
         paths = _paths(files, manifest)
         tree = build_tree(stored, selection, paths)
@@ -147,39 +160,25 @@ def _export(
             f"{key} is left out, torch.load(weights_only=True) refuses it: {why}" for key, why in tree.left_out.items()
         ]
         notices += [] if paths.are_known else ["the checkpoint tells no paths, so the keys are flat"]
-        with place.opened() as (path, _):
+        with place.opened() as path:
             names = write_torch(stored, tree, path, durable=durable)
         size_bytes = tree.size_bytes
     elif include is None and not strip_prefix and DCP_METADATA_NAME in manifest.by_name:
         size_bytes = sum(manifest.by_name[name].size_bytes for name in _stock_files(manifest))
-        with place.opened() as (path, _):
+        with place.opened() as path:
             names = _copy_stock(files, manifest, path)
     else:
-        with place.opened() as (path, _):
+        with place.opened() as path:
             names, size_bytes = write_dcp(stored, selection, _paths(files, manifest), path, durable=durable)
     return ExportReport(
         kind=to,
         uri=place.uri,
         path=place.path,
-        files=(*names, *(file.name for file in place.beside)),
+        files=(*names, *(file.name for file in place.beside if file.name not in names)),
         num_tensors=len(selection.sources),
         size_bytes=size_bytes,
         notices=tuple(notices),
     )
-
-
-def _write_safetensors(
-    files: CheckpointFiles, layout: Layout, directory: Path, share: Sequence[LaidOut], beat: Beat
-) -> None:
-    """Write a share of the files, wherever this runs. The state is opened here: it does not travel."""
-    if not directory.is_dir():
-        hint = "Export to a file system that all nodes share, or leave the engine out"
-        raise InvalidInput(f"{directory} is not seen by a node that is to write to it", hint=hint)
-    write_files(open_alone(files), layout, share, directory, durable=files.config.transfer.durable)
-
-
-def _size_of(file: LaidOut) -> int:
-    return sum(entry.size_bytes for entry in file[1])
 
 
 def _saved(stored: StoredState, wanted: Callable[[str], bool]) -> Saved:

@@ -43,9 +43,10 @@ def stream_tensors(stored: StoredState, keys: Iterable[str]) -> Iterator[tuple[s
         for key, start, size_bytes in batch:
             parts.append((key, start, buffer[at : at + size_bytes]))
             at += -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        stored.fill_boxes(
-            [(key, box, place) for key, start, memory in parts for box, place in _pieces(stored, key, start, memory)]
+        pieces = (
+            (key, piece) for key, start, memory in parts for piece in boxes_of_stretch(stored, key, start, memory)
         )
+        stored.fill_boxes([(key, *piece) for key, piece in pieces])
         for key, _, memory in parts:
             yield key, view_of(memory)
             if is_heard(BytesMoved):
@@ -73,8 +74,8 @@ def _size_bytes(stored: StoredState, key: str) -> int:
     return items.total_bytes(entry.dtype, entry.shape)
 
 
-def _pieces(stored: StoredState, key: str, start: int, memory: torch.Tensor) -> list[Piece]:
-    """The memory of a stretch as boxes of the tensor."""
+def boxes_of_stretch(stored: StoredState, key: str, start: int, memory: torch.Tensor) -> list[Piece]:
+    """The memory that is to hold the bytes of a tensor from `start` on, as boxes of it."""
     entry = stored.entry(key)
     dtype = getattr(torch, entry.dtype)
     elements = memory.view(dtype)

@@ -51,9 +51,9 @@ def test_export_in_json(run_json: Any, state_store: Path, tmp_path: Path) -> Non
 def test_export_has_the_exit_code_of_its_error(run: Any, run_json: Any, state_store: Path, tmp_path: Path) -> None:
     run("export", state_store, tmp_path / "out", "--to", "dcp")
     assert "not empty" in run_json("export", state_store, tmp_path / "out", code=2)["error"]["message"]
-    run("export", state_store, tmp_path / "out", "--overwrite", "--max-file-size", "50B")
+    run("export", state_store, tmp_path / "out", "--overwrite", "--shard-size", "50B")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
-    run("export", state_store, tmp_path / "other", "--max-file-size", "much", code=2)
+    run("export", state_store, tmp_path / "other", "--shard-size", "much", code=2)
     run("export", tmp_path / "nothing", tmp_path / "other", code=10)
 
 

@@ -23,6 +23,7 @@ from ckptstore.cli import main
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.integrations.ray.tasks import RayExecutor, ray_executor
 from ckptstore.runtime.beat import Beat
+from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import S3Server, s3_server
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -134,7 +135,7 @@ def test_a_copy_goes_on_where_it_broke_off(store: str, tmp_path: Path) -> None:
 
 
 def test_safetensors_are_the_same_files(store: str, tmp_path: Path) -> None:
-    sizes = ["--max-file-size", "500KB", "--strip-prefix", "model."]
+    sizes = ["--shard-size", "500KB", "--strip-prefix", "model."]
     found = run("export", f"{store}@1", str(tmp_path / "ray"), *sizes)
     assert len(found["files"]) > 3
     local = CliRunner().invoke(main, ["export", f"{store}@1", str(tmp_path / "local"), *sizes])
@@ -142,6 +143,20 @@ def test_safetensors_are_the_same_files(store: str, tmp_path: Path) -> None:
     _, different, missing = filecmp.cmpfiles(tmp_path / "ray", tmp_path / "local", found["files"], shallow=False)
     assert (different, missing) == ([], [])
     assert sorted(os.listdir(tmp_path / "ray")) == sorted(os.listdir(tmp_path / "local"))
+
+
+def test_nodes_write_their_shares_to_a_bucket(store: str, server: S3Server, tmp_path: Path) -> None:
+    names = ("key", "secret", "endpoint_url")
+    flags = [part for name in names for part in ("--storage-option", f"{name}={server.storage_options[name]}")]
+    asked = ["--shard-size", "500KB", "--strip-prefix", "model."]
+    there = run("export", f"{store}@1", "s3://test/hub", *asked, *flags)
+    local = CliRunner().invoke(main, ["export", f"{store}@1", str(tmp_path / "local"), *asked])
+    assert local.exit_code == 0
+    storage = open_storage("s3://test/hub", storage_options=server.storage_options)
+    found = {file.key: storage.read(file.key) for file in storage.list("")}
+    storage.close()
+    assert found.keys() == set(there["files"])
+    assert found == {name: (tmp_path / "local" / name).read_bytes() for name in os.listdir(tmp_path / "local")}
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp"])

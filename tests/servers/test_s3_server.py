@@ -118,6 +118,15 @@ def test_a_wrong_checksum_is_refused(server: S3Server, algorithm: str) -> None:
     assert s3.get_object(Bucket="b", Key="sum")["Body"].read() == b"right"
 
 
+def test_a_target_may_be_absolute(server: S3Server) -> None:
+    """As the AWS SDK for C++ sends it."""
+    client(server).put_object(Bucket="b", Key="absolute", Body=b"here")
+    connection = HTTPConnection(server.endpoint_url.removeprefix("http://"))
+    connection.request("GET", f"{server.endpoint_url}/b/absolute")
+    assert connection.getresponse().read() == b"here"
+    connection.close()
+
+
 def test_the_log_counts_the_bytes_that_were_sent_and_a_head_sends_none(server: S3Server) -> None:
     s3 = client(server)
     s3.put_object(Bucket="b", Key="seen", Body=b"0123456789")

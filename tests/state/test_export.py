@@ -131,7 +131,7 @@ def test_files_and_index_are_those_of_hugging_face(tmp_path: Path) -> None:
     model, optimizer = trained()
     checkpoint = save(tmp_path, {"model": model, "optimizer": optimizer, "epoch": 1})
     report = export(
-        checkpoint, tmp_path / "out", to="safetensors", include="model.*", strip_prefix="model.", max_file_bytes=MIB
+        checkpoint, tmp_path / "out", to="safetensors", include="model.*", strip_prefix="model.", shard_size_bytes=MIB
     )
     expected = model.state_dict()
     assert report.files == (
@@ -150,7 +150,7 @@ def test_files_and_index_are_those_of_hugging_face(tmp_path: Path) -> None:
 
 def test_a_tensor_above_the_limit_has_a_file_of_its_own(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(10), "b": torch.randn(500_000), "c": torch.randn(10), "d": torch.randn(10)}
-    report = export(save(tmp_path, dict(tensors)), tmp_path / "out", to="safetensors", max_file_bytes=1000)
+    report = export(save(tmp_path, dict(tensors)), tmp_path / "out", to="safetensors", shard_size_bytes=1000)
     assert len(report.files) == 4
     assert_same(in_safetensors(tmp_path / "out"), tensors)
 
@@ -298,7 +298,7 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path, kind: str, include:
         ({"__metadata__": torch.ones(2)}, {}, InvalidState, "__metadata__"),
         ({"w": torch.ones(2)}, {"include": "nothing.*"}, InvalidInput, "No key"),
         ({"x.a": torch.ones(2), "a": torch.ones(2)}, {"strip_prefix": "x."}, InvalidInput, "would both be called 'a'"),
-        ({"w": torch.ones(2)}, {"max_file_bytes": 0}, InvalidInput, "max_file_bytes"),
+        ({"w": torch.ones(2)}, {"shard_size_bytes": 0}, InvalidInput, "shard_size_bytes"),
         ({"w": torch.ones(2)}, {"to": "onnx"}, InvalidInput, "onnx"),
         ({"epoch": 1}, {}, InvalidInput, "no tensor"),
     ],
@@ -447,8 +447,8 @@ def test_an_export_to_another_storage_is_the_same(tmp_path: Path, kind: str, req
     uri = f"memory://{request.node.name}/out"
     with open_store(tmp_path / "store") as store:
         checkpoint = store.save(1, {"a": torch.randn(40, 5), "b": torch.randn(70, 5)}, stock_readable=kind == "dcp")
-        expected = export(checkpoint, tmp_path / "out", to=kind, max_file_bytes=1000)
-        report = export(checkpoint, uri, to=kind, max_file_bytes=1000)
+        expected = export(checkpoint, tmp_path / "out", to=kind, shard_size_bytes=1000)
+        report = export(checkpoint, uri, to=kind, shard_size_bytes=1000)
         assert (report.uri, report.path, report.files) == (uri, None, expected.files)
         assert read_folder(uri) == {name: (tmp_path / "out" / name).read_bytes() for name in expected.files}
         with pytest.raises(InvalidInput, match=f"{kind}.*is not empty"):
@@ -470,9 +470,12 @@ def test_an_index_comes_after_the_files_that_it_names(tmp_path: Path, monkeypatc
     )
     with open_store(tmp_path / "store") as store:
         checkpoint = store.save(1, {"a": torch.randn(40, 5), "b": torch.randn(70, 5)})
-        report = export(checkpoint, "memory://order/out", to="safetensors", max_file_bytes=1000)
-    assert written == [*report.files]
+        report = export(checkpoint, "memory://order/out", to="safetensors", shard_size_bytes=1000)
+    records = [name for name in written if name.startswith(".ckptstore-export/")]
+    assert [name for name in written if name not in records] == [*report.files]
+    assert written[0] == ".ckptstore-export/plan.json"
     assert written[-1] == "model.safetensors.index.json"
+    assert read_folder("memory://order/out").keys() == set(report.files)
 
 
 def test_a_model_with_its_config_is_loaded_by_from_pretrained(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_what_was_exported_comes_back(tmp_path: Path, kind: str) -> None:
     if kind != "safetensors":
         state |= {"optimizer": optimizer, "epoch": 4}
     with open_store(tmp_path / "first") as store:
-        exported = export(store.save(1, state), tmp_path / "out", to=kind, max_file_bytes=500_000)
+        exported = export(store.save(1, state), tmp_path / "out", to=kind, shard_size_bytes=500_000)
     source = tmp_path / "out/state.pt" if kind == "torch" else exported.path
     checkpoint = imported(tmp_path, source, kind)
     other, other_optimizer = model_and_optimizer(2)

@@ -28,7 +28,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")
 )
 @click.option("--include", multiple=True, metavar="PATTERN", help='Only keys that fit, such as "model.*"; repeatable.')
 @click.option("--strip-prefix", default="", metavar="PREFIX", help='Removed from the front of keys, such as "model.".')
-@click.option("--max-file-size", default="5GB", show_default=True, metavar="SIZE", help="Limit of a safetensors file.")
+@click.option("--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Limit of a safetensors file.")
 @click.option(
     "--with", "beside", metavar="DIR", help="Copy what is in DIR besides weights: a model's config and tokenizer."
 )
@@ -42,7 +42,7 @@ def command(
     to: Literal["safetensors", "torch", "dcp"],
     include: tuple[str, ...],
     strip_prefix: str,
-    max_file_size: str,
+    shard_size: str,
     beside: str | None,
     overwrite: bool,
     engine: str,
@@ -52,16 +52,17 @@ def command(
     """Write the state checkpoint TARGET to DIRECTORY in a format of other tools; every byte is checked.
 
     DIRECTORY is a path or a URI. "safetensors" is for Hugging Face libraries, "torch" for
-    torch.load(weights_only=True), "dcp" for torch's DCP. It takes memory for twice the largest tensor, at most 128 MiB.
+    torch.load(weights_only=True), "dcp" for torch's DCP. It takes at most 128 MiB of memory. An export to "safetensors"
+    that was killed goes on where it ended when it is run again.
     """
     needs("torch")
     from ckptstore.interchange.exporting import export
 
-    max_file_bytes = parse_size(max_file_size)
+    shard_size_bytes = parse_size(shard_size)
     of_target, of_directory = options_by_place(storage_options, parse_target(target).uri, directory)
     shown = False if as_json else None
     with opened_executor(engine) as executor, opened_checkpoint(target, of_target) as checkpoint:
-        total_bytes = None if include else checkpoint.size_bytes
+        total_bytes = None if include else 2 * checkpoint.size_bytes  # read and written
         with progress("export", total_bytes=total_bytes, shown=shown):
             report = export(
                 checkpoint,
@@ -69,7 +70,7 @@ def command(
                 to=to,
                 include=include or None,
                 strip_prefix=strip_prefix,
-                max_file_bytes=max_file_bytes,
+                shard_size_bytes=shard_size_bytes,
                 overwrite=overwrite,
                 beside=beside,
                 storage_options=of_directory,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 import struct
 import time
@@ -25,6 +26,8 @@ from ckptstore.testing.s3.shared import Shared
 _HEAD_BYTES = 1 << 16
 _SMALL_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 18
+_ABSOLUTE = re.compile("^http://[^/]*")
+"""What some clients (the AWS SDK for C++) put before the path; RFC 9112, 3.2.2, has every server accept it."""
 _NO_BODY = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 
 _log = logging.getLogger(__name__)
@@ -103,6 +106,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             return
         first, *lines = self._head[:end].decode("latin-1").split("\r\n")
         method, target, _ = first.split(" ", 2)
+        target = _ABSOLUTE.sub("", target)
         pairs = (line.partition(":") for line in lines)
         headers = {name.lower(): value.strip() for name, _, value in pairs}
         is_control = target.startswith(control.PREFIX)

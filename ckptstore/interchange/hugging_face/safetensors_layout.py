@@ -1,18 +1,15 @@
-"""Export as safetensors: files and an index with the names that Hugging Face libraries look for."""
+"""Which tensor goes into which file, with the names that Hugging Face libraries look for. Pure."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 from ckptstore.errors import InvalidInput
 from ckptstore.interchange.safetensors_file import SafetensorsEntry, check_storable, header
 from ckptstore.interchange.selection import Selection
-from ckptstore.interchange.streaming import close_off, stream_tensors
 from ckptstore.state.index.part import DTYPES
 from ckptstore.state.read.stored import StoredState
 
@@ -39,6 +36,21 @@ class Layout:
         """The bytes of all tensors."""
         return sum(entry.size_bytes for _, entries in self.files for entry in entries)
 
+    def head(self, file: LaidOut) -> bytes:
+        """What comes before the tensors in one of the files."""
+        names = {entry.name for entry in file[1]}
+        tied = {other: kept for other, kept in self.tied.items() if kept in names}
+        return header(file[1], {"format": "pt", **tied})
+
+    def digest(self, manifest: bytes) -> str:
+        """Tells this layout of the checkpoint with this manifest from every other one."""
+        hasher = hashlib.sha256(manifest)
+        for file in self.files:
+            head = self.head(file)
+            hasher.update(b"%d %s %d " % (len(file[0]), file[0].encode(), len(head)))
+            hasher.update(head)
+        return hasher.hexdigest()
+
     def index(self) -> bytes:
         """The index of several files."""
         weights = {entry.name: name for name, entries in self.files for entry in entries}
@@ -46,7 +58,7 @@ class Layout:
         return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weights.items()))}, indent=2).encode()
 
 
-def lay_out(stored: StoredState, selection: Selection, *, max_file_bytes: int) -> Layout:
+def lay_out(stored: StoredState, selection: Selection, *, shard_size_bytes: int) -> Layout:
     """Deal the tensors to files of at most so many bytes; a larger tensor has a file of its own.
 
     Raises InvalidState for what the format has no room for, InvalidInput when there is no tensor.
@@ -67,7 +79,7 @@ def lay_out(stored: StoredState, selection: Selection, *, max_file_bytes: int) -
         for name, source in sorted(keys.items())
     ]
     check_storable(entries)
-    groups_of_files = list(_dealt(entries, max_file_bytes))
+    groups_of_files = list(_dealt(entries, shard_size_bytes))
     count = len(groups_of_files)
     names_of_files = (
         ["model.safetensors"]
@@ -83,11 +95,11 @@ def _preference(name: str) -> tuple[bool, str]:
     return "embed" not in name and "wte" not in name, name
 
 
-def _dealt(entries: Sequence[SafetensorsEntry], max_file_bytes: int) -> Iterator[list[SafetensorsEntry]]:
+def _dealt(entries: Sequence[SafetensorsEntry], shard_size_bytes: int) -> Iterator[list[SafetensorsEntry]]:
     group: list[SafetensorsEntry] = []
     held_bytes = 0
     for entry in entries:
-        if group and held_bytes + entry.size_bytes > max_file_bytes:
+        if group and held_bytes + entry.size_bytes > shard_size_bytes:
             yield _aligned(group)
             group, held_bytes = [], 0
         group.append(entry)
@@ -98,35 +110,3 @@ def _dealt(entries: Sequence[SafetensorsEntry], max_file_bytes: int) -> Iterator
 def _aligned(group: list[SafetensorsEntry]) -> list[SafetensorsEntry]:
     """Large elements first, so that every tensor begins at a multiple of its element size."""
     return sorted(group, key=lambda entry: (-DTYPES[entry.dtype][1], entry.name))
-
-
-def write_files(
-    stored: StoredState, layout: Layout, files: Sequence[LaidOut], directory: Path, *, durable: bool
-) -> None:
-    """Write some of the files. Raises CheckpointDamaged."""
-    order = [layout.keys[entry.name] for _, entries in files for entry in entries]
-    pieces = groupby(stream_tensors(stored, order), key=lambda piece: piece[0])
-    for name, entries in files:
-        names = {entry.name for entry in entries}
-        tied = {other: kept for other, kept in layout.tied.items() if kept in names}
-        with (directory / name).open("xb") as file:
-            file.write(header(entries, {"format": "pt", **tied}))
-            for _ in entries:
-                _write(file, next(pieces)[1])
-            close_off(file, durable=durable)
-
-
-def write_index(layout: Layout, directory: Path, *, durable: bool) -> list[str]:
-    """Write what leads to several files; the names of all."""
-    names = [name for name, _ in layout.files]
-    if len(names) == 1:
-        return names
-    with (directory / INDEX_NAME).open("xb") as file:
-        file.write(layout.index())
-        close_off(file, durable=durable)
-    return [*names, INDEX_NAME]
-
-
-def _write(file: Any, pieces: Iterator[tuple[str, memoryview]]) -> None:
-    for _, data in pieces:
-        file.write(data)

@@ -1,0 +1,149 @@
+"""The story of an export in the layout of Hugging Face: every file straight from the checkpoint to where it belongs.
+
+A file is uploaded in parts while it is read, and nothing of it lies on this machine. What leads a reader to the files,
+the index and then the config, is written when all of them are there. What was complete when an export was killed is
+found by its marks (`progress`) and not written again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, StorageError
+from ckptstore.group.base import LEADER, Group
+from ckptstore.interchange.export_place import PROGRESS_FOLDER, ExportPlace, leads
+from ckptstore.interchange.hugging_face.progress import ExportProgress
+from ckptstore.interchange.hugging_face.safetensors_layout import INDEX_NAME, LaidOut, Layout
+from ckptstore.interchange.hugging_face.source import SafetensorsSource
+from ckptstore.loading.load_state import open_alone
+from ckptstore.loading.story import CheckpointFiles
+from ckptstore.runtime.beat import Beat, no_beat
+from ckptstore.transfer.executor import Executor, deal
+from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.sources import FileSource, MemorySource
+
+
+def write_safetensors(
+    files: CheckpointFiles, layout: Layout, place: ExportPlace, *, manifest: bytes, group: Group, executor: Executor
+) -> tuple[str, ...]:
+    """Write all files, or what is left of them; the names of all. Collective: each rank writes a share.
+
+    Raises InvalidInput before anything is written, CheckpointDamaged (nothing is left then), and what keeps the target
+    from being written (what is complete stays, and the same export goes on there).
+    """
+    plan = layout.digest(manifest)
+    tag = f"export {plan[:16]}"
+    with place.opened_target() as target:
+        writing = _Writing(layout, place, ExportProgress(target, plan), files.uri)
+        left = json.loads(group.exchange(f"begin {tag}", _nothing, lambda _parts, _beat: writing.begin()))
+        share = _Share(files.alone(), layout, writing.progress)
+        try:
+            _write_all(share, [file for file in layout.files if file[0] in left], group, executor, tag)
+            names = group.exchange(f"finish {tag}", _nothing, lambda _parts, _beat: writing.finish())
+        except CkptstoreError as error:
+            if group.rank == LEADER and not isinstance(error, StorageError | RankFailed):
+                writing.discard()
+            raise
+    return tuple(json.loads(names))
+
+
+def _nothing(_beat: Beat) -> bytes:
+    return b""
+
+
+def _write_all(share: _Share, files: Sequence[LaidOut], group: Group, executor: Executor, tag: str) -> None:
+    if group.world_size == 1:
+        executor.run(share, files, size_bytes=_size_of, beat=no_beat)
+        return
+    shares = deal(files, _size_of, group.world_size)
+    mine = shares[group.rank] if group.rank < len(shares) else []
+
+    def work(beat: Beat) -> bytes:
+        share(mine, beat)
+        return b""
+
+    group.exchange(f"write {tag}", work, lambda _parts, _beat: b"")
+
+
+def _size_of(file: LaidOut) -> int:
+    return sum(entry.size_bytes for entry in file[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Writes some of the files, wherever this runs. The state is opened there: it does not travel."""
+
+    files: CheckpointFiles
+    layout: Layout
+    progress: ExportProgress
+
+    def __call__(self, share: Sequence[LaidOut], beat: Beat) -> None:
+        if not share:
+            return
+        target = self.progress.place
+        if not self.progress.is_begun():
+            hint = "Export to an object store, or to a file system that all nodes share"
+            raise InvalidInput(f"{target.storage.uri} is not seen by a node that is to write to it", hint=hint)
+        stored = open_alone(self.files)
+        stored.saved(lambda key: False)  # which rank's is taken of what differs between ranks
+        for file in share:
+            name, entries = file
+            if self.progress.is_done(name):
+                continue
+            source = SafetensorsSource(stored, self.layout.head(file), entries, self.layout.keys)
+            target.transfer.upload([PlannedFile(name, source)], beat=beat)
+            self.progress.done(name, source.size_bytes)
+
+
+@dataclass(slots=True)
+class _Writing:
+    """What the leader does before and after the files."""
+
+    layout: Layout
+    place: ExportPlace
+    progress: ExportProgress
+    checkpoint: str
+    """For people: where it lies."""
+    replaced: Sequence[str] = ()
+    """What lies in the place of the export, and goes when this one is complete."""
+
+    def begin(self) -> bytes:
+        """Make the target ready, and say which files are to be written."""
+        self.place.check(resumable=True)
+        target, names = self.progress.place, [name for name, _ in self.layout.files]
+        present = sorted(target.sizes_bytes())
+        is_resumed = self.progress.begin(present, checkpoint=self.checkpoint, overwrite=self.place.overwrite)
+        self.replaced = [name for name in present if not name.startswith(PROGRESS_FOLDER)]
+        if is_resumed:
+            self.progress.abort_unfinished(names)
+            names = [name for name in names if not self.progress.is_done(name)]
+        else:  # readers of an object store shall find no mixture; what lies aside on a disk has no reader
+            gone = [name for name in self.replaced if self.place.path is not None or leads(name)]
+            target.storage.delete(gone)
+        return json.dumps(names).encode()
+
+    def finish(self) -> bytes:
+        """Write what leads to the files, remove what they replace, and have the export appear."""
+        target, layout, beside = self.progress.place, self.layout, self.place.beside
+        self.progress.check_complete({file[0]: len(layout.head(file)) + _size_of(file) for file in layout.files})
+        index = [PlannedFile(INDEX_NAME, MemorySource([memoryview(layout.index())]))] if len(layout.files) > 1 else []
+        others = [PlannedFile(file.name, FileSource.of(file)) for file in beside if not leads(file.name)]
+        config = [PlannedFile(file.name, FileSource.of(file)) for file in beside if leads(file.name)]
+        for file in (*others, *index, *config):
+            target.transfer.upload([file])
+        names = [name for name, _ in layout.files] + [file.key for file in index] + [file.name for file in beside]
+        target.storage.delete([name for name in self.replaced if name not in names])
+        self.progress.abort_unfinished(names)
+        self.progress.forget()
+        self.place.publish()
+        return json.dumps(names).encode()
+
+    def discard(self) -> None:
+        """Remove what was written: nobody can complete it."""
+        storage = self.progress.place.storage
+        if self.progress.is_begun():
+            storage.delete([name for name, _ in self.layout.files if self.progress.is_done(name)])
+            self.progress.forget()
+        self.place.remove_aside()
