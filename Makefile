@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --durations=20
 PYTEST_RAY := $(PYTEST) --timeout-method=thread
 # Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself. In the order of their
 # names the many quick files of tests/unit are the last: by number of tests it would be the few that take long.
-AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/ray
+AT_ONCE := -n 4 --dist loadfile --no-loadscope-reorder --ignore=tests/ray
 
 .PHONY: install demo demo-ray test test-slow simulate soak test-ceph check format docs pictures bench bench-check servers clean
 

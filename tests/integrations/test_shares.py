@@ -10,7 +10,8 @@ import pytest
 
 from ckptstore.errors import InvalidInput, InvalidSource
 from ckptstore.integrations.given_store import GivenStore
-from ckptstore.integrations.transformers.shares import Links, divide, seen_in
+from ckptstore.integrations.transformers.shares import Links, seen_in
+from ckptstore.saving.division import divide
 
 
 def test_one_rank_has_all() -> None:

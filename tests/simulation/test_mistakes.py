@@ -140,13 +140,13 @@ class Opened:
 
 def a_reader_keeps_files_open(patch: pytest.MonkeyPatch) -> None:
     kept: list[Opened] = []
-    real = story._download
+    real = story.download_files
 
     def download(files: Any, manifest: Any, chosen: Any, path: Any, **keywords: Any) -> None:
         real(files, manifest, chosen, path, **keywords)
         kept.extend(Opened(path / item.name) for item in chosen)
 
-    patch.setattr(story, "_download", download)
+    patch.setattr(story, "download_files", download)
 
 
 def a_follower_deletes_where_ray_keeps(patch: pytest.MonkeyPatch) -> None:
