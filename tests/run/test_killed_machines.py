@@ -44,7 +44,6 @@ def test_a_job_survives_every_kill_at_any_moment(tmp_path: Path, shape: str) -> 
         for number in range(6):
             losses = tmp_path / f"{number}.losses"
             before = steps_of(store, options)
-            last = max(whole)
             stand_still = (
                 ("--pause-at", last) if number < 5 else ()
             )  # on a slow machine too it is killed before its end
