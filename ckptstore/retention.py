@@ -223,8 +223,16 @@ def check_there(candidates: Sequence[Candidate], metric: str) -> None:
 def ranked(candidates: Sequence[Candidate], metric: str, mode: Mode | None) -> list[Candidate]:
     """The candidates with a finite value of the metric, best first, later ones first among equals."""
     sign = 1.0 if mode_of(metric, mode) == "min" else -1.0
-    finite = [item for item in candidates if math.isfinite(item.metrics.get(metric, math.nan))]
+    finite = [item for item in candidates if _is_finite(item.metrics.get(metric, math.nan))]
     return sorted(finite, key=lambda item: (sign * item.metrics[metric], -item.number))
+
+
+def _is_finite(value: float) -> bool:
+    """A JSON file may hold an integer beyond all floats, written by other software: it counts as an infinity."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def decide(policy: Policy, candidates: Sequence[Candidate], *, protected: Mapping[int, str]) -> list[Verdict]:

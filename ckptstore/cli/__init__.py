@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import json
 import keyword
+import os
 import re
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -48,6 +52,9 @@ a hyphen, and `command` in it."""
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
 
+UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""What a write to stdout fails with when it is a file on a full or broken disk."""
+
 
 class Commands(click.Group):
     """Loads a command when it is asked for, and turns errors into messages and exit codes."""
@@ -73,6 +80,18 @@ class Commands(click.Group):
                 _echo_error({"code": "usage", "message": error.format_message()})
             raise
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run from the words of the command line. Output that finds no space is one error, not a traceback; a pipe that
+        nobody reads is none."""
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.errno not in UNWRITABLE or error.filename is not None or isinstance(error, CkptstoreError):
+                raise
+            _discard_stdout()
+            click.echo(f"error: The output could not be written: {error.strerror}", err=True)
+            sys.exit(CkptstoreError.exit_code)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that was asked for."""
         as_json = ctx.ensure_object(dict).get("as_json")
@@ -96,6 +115,14 @@ class Commands(click.Group):
                 _echo_error({"code": "interrupted", "message": "interrupted", "committed": None})
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
+
+
+def _discard_stdout() -> None:
+    """What is still buffered goes nowhere: Python writes it at exit, and would fail again, with a code of its own."""
+    with contextlib.suppress(OSError, ValueError):  # it is no file of the system
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
 
 
 def _echo_error(error: dict[str, Any]) -> None:

@@ -167,6 +167,19 @@ def test_the_real_command_keeps_stdout_and_stderr_apart(store: Path, tmp_path: P
     assert "There is no store at" in failed.stderr
 
 
+@pytest.mark.parametrize("words", [["ls", "{store}"], ["watch", "{store}", "--once"], ["show", "{store}@30", "--json"]])
+def test_a_full_stdout_is_one_clear_error_and_a_closed_pipe_is_quiet(store: Path, words: list[str]) -> None:
+    command = [*COMMAND, *(word.format(store=store) for word in words)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: The output could not be written: No space left on device\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.stderr == ""
+
+
 def on_a_terminal(*arguments: str) -> str:
     """What a command prints when stdout and stderr are a terminal."""
     leader, follower = pty.openpty()

@@ -44,9 +44,7 @@ def test_a_job_survives_every_kill_at_any_moment(tmp_path: Path, shape: str) -> 
         for number in range(6):
             losses = tmp_path / f"{number}.losses"
             before = steps_of(store, options)
-            stand_still = (
-                ("--pause-at", last) if number < 5 else ()
-            )  # on a slow machine too it is killed before its end
+            stand_still = ("--pause-at", last) if number < 5 else ()  # on a slow machine too it is killed first
             command = trainer("plain", folder, losses, "--mode", shape, "--step-seconds", 0.1, *stand_still)
             command = under_run(store, folder, command, *OPTIONS[shape], *LOOKS)
             with Job(command, tmp_path / "log", server_environment(options)) as job:

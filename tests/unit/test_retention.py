@@ -18,6 +18,7 @@ from ckptstore.retention import (
     KeepEvery,
     KeepLatest,
     KeepSince,
+    Mode,
     Policy,
     as_metrics,
     check_required,
@@ -136,6 +137,16 @@ def test_ranking_has_finite_values_in_order(candidates: list[Candidate], mode: s
     values = [candidate.metrics["loss"] for candidate in ranked(candidates, "loss", mode)]  # type: ignore[arg-type]
     assert values == sorted(values, reverse=mode == "max")
     assert len(values) == sum(math.isfinite(candidate.metrics.get("loss", math.nan)) for candidate in candidates)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("huge", [10**400, -(10**400)])
+def test_an_integer_beyond_all_floats_is_never_among_the_best(huge: int, mode: Mode) -> None:
+    candidates = make([1, 2, 3], [0.5, huge, 0.25])
+    assert sorted(candidate.step for candidate in ranked(candidates, "loss", mode)) == [1, 3]
+    assert {
+        verdict.step for verdict in decide(KeepBest(3, "loss", mode), candidates, protected={}) if verdict.keep
+    } == {1, 3}
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,8 @@ class Network:
         self.clients: dict[Process, Client] = {}
         self.struck: list[str] = []
         """Requests at which something went wrong by chance."""
+        self.undeleted: set[str] = set()
+        """Files whose deletion a process asked for, and was told that it failed."""
         self._is_disk = plan.storage == "disk"
         self._unanswered_seconds = 0.0 if self._is_disk else plan.rank_timeout_seconds / 60
         """How long a client waits for an answer."""
@@ -145,6 +147,8 @@ class Network:
         if scheduler.rng.random() < 0.2:
             scheduler.block(travels * scheduler.rng.random())
         if fault is not None and fault != "slow":
+            if verb == "delete":
+                self.undeleted.update(key.split(" "))
             if fault == "flaky":
                 client.flaky_at = scheduler.now
             else:
