@@ -293,3 +293,24 @@ def test_ranks_share_the_files_and_go_on_without_one(source: str, fast_s3: S3Ser
     assert set(first).isdisjoint(second)
     assert {*killed[0][0], *first, *second} < set(files)
     assert_whole(fast_s3, key)
+
+
+@pytest.mark.slow
+def test_transformers_loads_what_another_client_downloads(fast_s3: S3Server, key: str, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=32)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)  # not what lies beside
+    with open_store(tmp_path / "store", durable=False) as store:
+        uri = str(store.save(1, {"model": model}).uri)
+    send(uri, fast_s3, key, strip_prefix="model.", beside=tmp_path / "base", shard_size_bytes=3000)
+    (tmp_path / "hub").mkdir()
+    for name, data in read(fast_s3, key).items():
+        (tmp_path / "hub" / name).write_bytes(data)
+    assert (tmp_path / "hub/model.safetensors.index.json").exists(), "several files"
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "hub").state_dict()
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
