@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import secrets
 import socket
 import threading
@@ -106,6 +107,8 @@ def serve(served: Served, port: int, *, tell: Callable[[str], None]) -> None:
     `tell` is given the address when it can be asked. Raises InvalidInput when the port cannot be taken.
     """
     listening = _bound(port)
+    # A thread that has only just started counts as busy: waitress would warn of a queue at the first request.
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     server = create_server(
         served,
         sockets=[listening],
