@@ -36,15 +36,15 @@ class FastTier:
     """The name of this node; None for the one that the job's group knows it by."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
-            raise InvalidInput(f"The path of a fast tier is {self.path!r}, it must be that of a directory")
+        path, drain, rate = _given(self.path), _given(self.drain), _given(self.drain_bytes_per_second)
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise InvalidInput(f"The path of a fast tier is {path!r}, it must be that of a directory")
         if self.copies not in (1, 2):
             raise InvalidInput(f"copies is {self.copies!r}, it is 1 or 2")
         if type(self.keep) is not int or self.keep < 1:
             raise InvalidInput(f"keep is {self.keep!r}, and the newest fast checkpoint always stays")
-        if self.drain is not None and (not isinstance(self.drain, Policy) or self.drain.compares_times()):
-            raise InvalidInput(f"drain is {self.drain!r}, it is a policy that compares no times, or None")
-        rate = self.drain_bytes_per_second
+        if drain is not None and (not isinstance(drain, Policy) or drain.compares_times()):
+            raise InvalidInput(f"drain is {drain!r}, it is a policy that compares no times, or None")
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0):
             raise InvalidInput(f"drain_bytes_per_second is {rate!r}, it must be above 0")
         if self.node is not None and not is_node_name(self.node):
@@ -55,3 +55,8 @@ class FastTier:
         if self.drain is None or last is None:
             return True
         return candidate.number in self.drain.kept([last, candidate])
+
+
+def _given(value: object) -> object:
+    """What a caller gave may be of any type."""
+    return value
