@@ -161,8 +161,12 @@ class Job:
 
     def next_save_number(self, newest: StoreState | None = None) -> int:
         """Leader: the number of the next save of this epoch, above those of the saves that `newest` knows."""
-        self._save_number = max(self._save_number, 0 if newest is None else newest.save_number) + 1
+        self._save_number = self._save_number + 1 if newest is None else self.peek_save_number(newest)
         return self._save_number
+
+    def peek_save_number(self, newest: StoreState) -> int:
+        """Leader: what `next_save_number` will be, if no save is committed before."""
+        return max(self._save_number, newest.save_number) + 1
 
     def open_fast(self, *, step: int | None = None) -> FastPlace:
         """The fast tier of this process, for a job that asked for one. Collective when it is called first.
@@ -179,7 +183,12 @@ class Job:
             nodes = opening.agree(parts)
             if self.epoch is None:
                 self.claim(None) if step is None else self.claim_to_save(step)
-            return {**self.claimed(), "store_id": self.store_id(), "nodes": nodes}
+            return {
+                **self.claimed(),
+                "store_id": self.store_id(),
+                "nodes": nodes,
+                "is_one_machine": len({part["machine"] for part in parts}) == 1,
+            }
 
         told = self.exchange("fast tier", lambda _beat: opening.asked(tier, self.group), join)
         self.join_claim(told)
@@ -193,7 +202,15 @@ class Job:
             return opened[0].identity()
 
         self.exchange("node disks", look, lambda parts, _beat: opening.check_shared_disks(parts, members.nodes))
-        self.fast = opening.place_on(opened[0], tier, members, config=self.config, claim=self._claim, epoch=epoch)
+        self.fast = opening.place_on(
+            opened[0],
+            tier,
+            members,
+            config=self.config,
+            claim=self._claim,
+            epoch=epoch,
+            is_one_machine=told["is_one_machine"],
+        )
         self._at_close.callback(self.fast.close)
         return self.fast
 

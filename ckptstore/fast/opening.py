@@ -19,7 +19,7 @@ from ckptstore.transfer import Transfer
 def asked(tier: FastTier, group: Group) -> dict[str, Any]:
     """What a rank tells the leader of the tier that it was given. As JSON."""
     same = {"copies": tier.copies, "keep": tier.keep, "drain": repr(tier.drain), "rate": tier.drain_bytes_per_second}
-    return {"node": clean_node(tier.node or group.node), "same": same}
+    return {"node": clean_node(tier.node or group.node), "machine": group.node, "same": same}
 
 
 def agree(parts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -65,7 +65,14 @@ def open_disk(tier: FastTier, store_id: str, members: Members, *, config: StoreC
 
 
 def place_on(
-    disk: NodeDisk, tier: FastTier, members: Members, *, config: StoreConfig, claim: tuple[int, str], epoch: int
+    disk: NodeDisk,
+    tier: FastTier,
+    members: Members,
+    *,
+    config: StoreConfig,
+    claim: tuple[int, str],
+    epoch: int,
+    is_one_machine: bool,
 ) -> FastPlace:
     """The fast tier of this process."""
     transfer = Transfer(disk.storage, config=config.transfer, retry=config.retry, rank=members.rank)
@@ -77,4 +84,5 @@ def place_on(
         claim_number=claim[0],
         claim_sha256=claim[1],
         epoch=epoch,
+        is_one_machine=is_one_machine,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.fast.certificate import Certificate, held_by
 from ckptstore.fast.members import Members
 from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.fast.node_server import NodeClient, NodeServer
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.layout import Attempt
 from ckptstore.runtime.fork import in_forked_child
@@ -36,6 +37,12 @@ class FastPlace:
     epoch: int
     saved: list[str] = field(default_factory=list)
     """Reporter: the attempts on this node that are certified, here or perhaps on another node; the oldest first."""
+    server: NodeServer | None = None
+    """Reporter: what serves the files of this node to the others, once they have met."""
+    clients: dict[str, NodeClient] = field(default_factory=dict)
+    """What reaches the other nodes, by name, once they have met."""
+    is_one_machine: bool = False
+    """Whether all nodes are on this machine, as in a test."""
     _in_use: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -70,6 +77,17 @@ class FastPlace:
         with self._lock:
             self._in_use[attempt] -= 1
             self._in_use += Counter()  # what is not held any more is left out
+
+    def serve(self, token: str) -> None:
+        """Reporter: serve the files of this node to the others. Raises what `NodeServer` raises."""
+        self.server = NodeServer(self.disk, token, interface=self.tier.interface, is_one_machine=self.is_one_machine)
+
+    def meet(self, clients: Mapping[str, NodeClient]) -> None:
+        """The other nodes can be reached so from now on."""
+        for client in self.clients.values():
+            client.close()
+        self.clients.clear()
+        self.clients.update(clients)
 
     def certificate(self, manifest_data: bytes, save_number: int) -> Certificate:
         """That of a save of this job whose files lie where its ranks, and with two copies their partners, are."""
@@ -118,6 +136,9 @@ class FastPlace:
             self.saved = [name for name in self.saved if name not in old]
 
     def close(self) -> None:
-        """Give threads and buffers back."""
+        """Give threads, connections and buffers back."""
+        self.meet({})
+        if self.server is not None:
+            self.server.close()
         self.transfer.close()
         self.disk.storage.close()
