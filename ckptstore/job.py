@@ -17,7 +17,6 @@ from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, Store
 from ckptstore.events import PruneFailed, ResumeForgotten, emit
 from ckptstore.fast import opening
 from ckptstore.fast.members import Members
-from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.fast.place import FastPlace
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.changes import Claim, StoreState
@@ -188,29 +187,31 @@ class Job:
                 "store_id": self.store_id(),
                 "nodes": nodes,
                 "is_one_machine": len({part["machine"] for part in parts}) == 1,
+                "token": secrets.token_hex(32),
             }
 
         told = self.exchange("fast tier", lambda _beat: opening.asked(tier, self.group), join)
         self.join_claim(told)
         assert self.epoch is not None  # claimed above
         assert self._claim is not None
-        epoch, members = self.epoch, Members(tuple(told["nodes"]), self.group.rank)
-        opened: list[NodeDisk] = []
-
-        def look(_beat: Beat) -> Any:
-            opened.append(opening.open_disk(tier, told["store_id"], members, config=self.config, epoch=epoch))
-            return opened[0].identity()
-
-        self.exchange("node disks", look, lambda parts, _beat: opening.check_shared_disks(parts, members.nodes))
-        self.fast = opening.place_on(
-            opened[0],
-            tier,
-            members,
+        arrival = opening.Arrival(
+            tier=tier,
+            members=Members(tuple(told["nodes"]), self.group.rank),
             config=self.config,
+            epoch=self.epoch,
             claim=self._claim,
-            epoch=epoch,
-            is_one_machine=told["is_one_machine"],
+            told=told,
         )
+        try:
+            addresses = self.exchange(
+                "node disks",
+                lambda _beat: arrival.come(),
+                lambda parts, _beat: opening.join_arrivals(parts, arrival.members),
+            )
+        except BaseException:
+            arrival.leave()
+            raise
+        self.fast = arrival.enter(addresses)
         self._at_close.callback(self.fast.close)
         return self.fast
 

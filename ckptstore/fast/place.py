@@ -38,11 +38,9 @@ class FastPlace:
     saved: list[str] = field(default_factory=list)
     """Reporter: the attempts on this node that are certified, here or perhaps on another node; the oldest first."""
     server: NodeServer | None = None
-    """Reporter: what serves the files of this node to the others, once they have met."""
-    clients: dict[str, NodeClient] = field(default_factory=dict)
-    """What reaches the other nodes, by name, once they have met."""
-    is_one_machine: bool = False
-    """Whether all nodes are on this machine, as in a test."""
+    """Reporter: what serves the files of this node to the others. None with one node."""
+    clients: Mapping[str, NodeClient] = field(default_factory=dict)
+    """What reaches the other nodes, by name."""
     _in_use: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -77,17 +75,6 @@ class FastPlace:
         with self._lock:
             self._in_use[attempt] -= 1
             self._in_use += Counter()  # what is not held any more is left out
-
-    def serve(self, token: str) -> None:
-        """Reporter: serve the files of this node to the others. Raises what `NodeServer` raises."""
-        self.server = NodeServer(self.disk, token, interface=self.tier.interface, is_one_machine=self.is_one_machine)
-
-    def meet(self, clients: Mapping[str, NodeClient]) -> None:
-        """The other nodes can be reached so from now on."""
-        for client in self.clients.values():
-            client.close()
-        self.clients.clear()
-        self.clients.update(clients)
 
     def certificate(self, manifest_data: bytes, save_number: int) -> Certificate:
         """That of a save of this job whose files lie where its ranks, and with two copies their partners, are."""
@@ -137,7 +124,8 @@ class FastPlace:
 
     def close(self) -> None:
         """Give threads, connections and buffers back."""
-        self.meet({})
+        for client in self.clients.values():
+            client.close()
         if self.server is not None:
             self.server.close()
         self.transfer.close()

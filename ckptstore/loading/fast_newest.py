@@ -6,9 +6,7 @@ the log hears from which one the job goes on → every node deletes what is void
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,6 @@ from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.fast.candidates import FastCandidate, Merged, NodeSighting, merge
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.held_storage import HeldStorage
-from ckptstore.fast.node_server import NodeClient
 from ckptstore.fast.place import FastPlace
 from ckptstore.fast.sweep import SweepView, sweep
 from ckptstore.format.changes import Resumed
@@ -48,18 +45,13 @@ class Seen:
 def look(job: Job) -> Seen:
     """Claim the store, and find everything that this job can go on from, the newest first. Collective."""
     place = job.open_fast()
-    token = json.loads(job.group.exchange("token", lambda _beat: b"", lambda _parts, _beat: _token()))
-    if place.members.is_reporter and place.server is None:
-        place.serve(token)
     kept: list[Any] = []
 
     def seen(_beat: Beat) -> Any:
         if not place.members.is_reporter:
             return None
         sightings, certificates = place.disk.look()
-        assert place.server is not None  # started above
         return {
-            "addresses": place.server.addresses,
             "sightings": [sighting.to_json() for sighting in sightings],
             "certificates": {sha256: one.encode().decode() for sha256, one in certificates.items()},
         }
@@ -77,17 +69,10 @@ def look(job: Job) -> Seen:
         _tell_refused(merged)
         kept.append((sightings, certificates, claims, merged))
         by_attempt = {record.entry.attempt: record for record in committed}
-        nodes = dict(zip(place.members.all_nodes, [part["addresses"] for part in told], strict=True))
-        return {"nodes": nodes, "candidates": [_packed(one, by_attempt.get(one.attempt)) for one in merged.candidates]}
+        return [_packed(one, by_attempt.get(one.attempt)) for one in merged.candidates]
 
     told = job.exchange("look", seen, join)
-    clients = {
-        node: NodeClient(node, [(host, port) for host, port in addresses], token, timeout_seconds=_timeout_seconds(job))
-        for node, addresses in told["nodes"].items()
-        if node != place.members.node
-    }
-    place.meet(clients)
-    candidates = [files for one in told["candidates"] for files in _opened(job, place, one)]
+    candidates = [files for one in told for files in _opened(job, place, one)]
     if not kept:
         return Seen(place=place, candidates=candidates)
     sightings, certificates, claims, merged = kept[0]
@@ -132,15 +117,6 @@ def resumed(job: Job, seen: Seen, files: CheckpointFiles | None) -> None:
             place.disk.delete_as(place.epoch, attempt)
         except CkptstoreError as error:
             logger.warning("the fast checkpoint %s on %s could not be deleted: %s", name, place.disk.node, error)
-
-
-def _token() -> bytes:
-    return json.dumps(secrets.token_hex(32)).encode()
-
-
-def _timeout_seconds(job: Job) -> float:
-    """How long a node may be silent: less than what a rank waits for another one."""
-    return job.config.rank_timeout_seconds / 4
 
 
 def _claims(job: Job, newest: Record, certificates: Iterable[Certificate]) -> dict[int, Record]:

@@ -143,12 +143,13 @@ class StateSaver:
         sizes = [source.size_bytes for _, source in shard.sources]
         self._staging_for(shared=uploader == "process").reserve(sizes)
         if uploader == "process" and job.fast_tier is None:  # where else it writes is not known yet
-            self.upload_process(job.storage)
+            self.upload_process()
 
-    def upload_process(self, storage: Storage) -> Uploader:
-        """The upload process, started when it is needed first. All its uploads are to one storage."""
+    def upload_process(self, storage: Storage | None = None) -> Uploader:
+        """The upload process, started when it is needed first. All its uploads are to one storage: the store's, where
+        none is given."""
         if self._uploader is None:
-            config = self.job.config
+            config, storage = self.job.config, storage or self.job.storage
             self._uploader = Uploader(storage, config=config.transfer, retry=config.retry, rank=self.job.group.rank)
         return self._uploader
 
