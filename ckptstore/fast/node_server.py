@@ -1,10 +1,13 @@
 """How bytes of fast checkpoints get from node to node: each node serves its files to the ranks of its job.
 
-    request     the length of a header in 4 bytes, the header as JSON: token, node, attempt, name, offset, size_bytes
-    answer      the length of a header in 4 bytes, the header as JSON: {} or the error; then the bytes asked for
+    read      a header: token, node, attempt, name, offset, size_bytes
+              the answer: a header, {} or the error; then the bytes
+    write     a header: token, node, attempt, name, size_bytes, is_written; then the bytes
+              the answer, when the file is durable: a header, the digest of what was written, or the error
 
-A connection carries one request after another. Whoever does not know the token of the job is sent away. The bytes are
-not encrypted, as those of torch's collectives are not; the reader checks digests.
+A header is its length in 4 bytes, and JSON. A connection carries one request after another. Whoever does not know the
+token of the job is sent away. The bytes are not encrypted, as those of torch's collectives are not; whoever reads them
+checks digests.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError, InvalidInput, StorageUnavailable, from_wire
 from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import Attempt
 from ckptstore.storage.disk import posix
+from ckptstore.transfer.sources import Source
 
 Address = tuple[str, int]
 
@@ -88,16 +93,35 @@ class NodeServer:
                     asked = receive_header(connection)
                     if not hmac.compare_digest(str(asked["token"]).encode(), self._token.encode()):
                         return
-                    self._answer(connection, asked)
+                    if asked.get("is_written"):
+                        self._take(connection, asked)
+                    else:
+                        self._give(connection, asked)
         finally:
             with self._lock:
                 self._open.discard(connection)
 
-    def _answer(self, connection: socket.socket, asked: Mapping[str, Any]) -> None:
+    def _key(self, asked: Mapping[str, Any]) -> str:
+        """What is meant, distrusted."""
+        if asked["node"] != self._disk.node:
+            raise StorageUnavailable(f"This is {self._disk.node}, and {asked['node']} was meant")
+        attempt = Attempt.parse(str(asked["attempt"]))
+        if attempt is None:
+            raise InvalidInput(f"{str(asked['attempt'])[:80]!r} is not the name of an attempt directory")
+        return attempt.key(str(asked["name"]))
+
+    def _take(self, connection: socket.socket, asked: Mapping[str, Any]) -> None:
+        """Write a file. After an error what the other side still sends is not read: the connection ends."""
         try:
-            if asked["node"] != self._disk.node:
-                raise StorageUnavailable(f"This is {self._disk.node}, and {asked['node']} was meant")
-            descriptor = self._opened(asked)
+            crc = _written(self._disk, self._key(asked), int(asked["size_bytes"]), connection)
+        except CkptstoreError as error:
+            send_header(connection, {"error": error.to_wire()})
+            raise ConnectionAbortedError from error
+        send_header(connection, {"crc32c": crc})
+
+    def _give(self, connection: socket.socket, asked: Mapping[str, Any]) -> None:
+        try:
+            descriptor = self._opened(self._key(asked))
         except CkptstoreError as error:
             send_header(connection, {"error": error.to_wire()})
             return
@@ -111,30 +135,55 @@ class NodeServer:
             send_header(connection, {})
             connection.sendfile(file, offset, size_bytes)
 
-    def _opened(self, asked: Mapping[str, Any]) -> int:
-        attempt = Attempt.parse(str(asked["attempt"]))
-        if attempt is None:
-            raise InvalidInput(f"{str(asked['attempt'])[:80]!r} is not the name of an attempt directory")
-        path = self._disk.storage.local_path(attempt.key(str(asked["name"])))  # which refuses names that lead elsewhere
+    def _opened(self, key: str) -> int:
+        path = self._disk.storage.local_path(key)  # which refuses names that lead elsewhere
         try:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
-            raise posix.translate(error, what="Reading", file=str(asked["name"]), directory=str(path)) from error
+            raise posix.translate(error, what="Reading", file=key, directory=str(path)) from error
+
+
+def _written(disk: NodeDisk, key: str, size_bytes: int, connection: socket.socket) -> int:
+    """Write what comes as a file, durable, and return its CRC32C. Raises StorageError; OSError of the connection."""
+    storage, crc = disk.storage, 0
+    part_bytes = min(storage.part_bytes(size_bytes), size_bytes)
+    block = memoryview(bytearray(part_bytes))
+    if size_bytes == part_bytes:
+        receive_into(connection, block)
+        storage.write(key, [block])
+        crc = crc32c(block)
+    else:
+        writer = storage.open_parts(key, size_bytes)
+        try:
+            for offset in range(0, size_bytes, part_bytes):
+                view = block[: min(part_bytes, size_bytes - offset)]
+                receive_into(connection, view)
+                crc = crc32c(view, crc)
+                writer.write_part(offset, [view])
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+    storage.persist([key])
+    return crc
 
 
 class NodeClient:
     """The files of another node. Safe for threads: each has a connection of its own."""
 
     def __init__(self, node: str, addresses: Sequence[Address], token: str, *, timeout_seconds: float) -> None:
-        self._node, self._addresses, self._token = node, list(addresses), token
+        self.node = node
+        """Its name."""
+        self._addresses, self._token = list(addresses), token
         self._timeout_seconds = timeout_seconds
+        self._writing: set[socket.socket] = set()
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
 
     def read_into(self, attempt: Attempt, name: str, offset: int, views: Sequence[memoryview]) -> None:
         """Fill the views with a stretch of a file. Raises StorageUnavailable when the node does not answer, and what
         it says: FileMissing, StorageError."""
-        asked: dict[str, Any] = {"token": self._token, "node": self._node, "attempt": str(attempt), "name": name}
+        asked: dict[str, Any] = {"token": self._token, "node": self.node, "attempt": str(attempt), "name": name}
         asked |= {"offset": offset, "size_bytes": sum(map(len, views))}
         connection = self._connected()
         try:
@@ -145,7 +194,7 @@ class NodeClient:
                     receive_into(connection, view)
         except (OSError, ValueError, TypeError) as error:
             connection.close()
-            raise StorageUnavailable(f"{self._node} broke off while it sent {name}: {error}", file=name) from error
+            raise StorageUnavailable(f"{self.node} broke off while it sent {name}: {error}", file=name) from error
         except BaseException:
             connection.close()
             raise
@@ -153,6 +202,60 @@ class NodeClient:
             self._idle.append(connection)
         if "error" in answer:
             raise from_wire(dict(answer["error"]))
+
+    def write(self, attempt: Attempt, name: str, source: Source, scratch: memoryview) -> int:
+        """Send a file, and return the CRC32C of what the node has written, when that is durable.
+
+        Raises StorageUnavailable when the node does not answer, what it says (StorageFull, StorageError), and what the
+        source raises.
+        """
+        asked = {"token": self._token, "node": self.node, "attempt": str(attempt), "name": name, "is_written": True}
+        connection = self._connected()
+        with self._lock:
+            self._writing.add(connection)
+        try:
+            self._send(connection, {**asked, "size_bytes": source.size_bytes}, source, scratch)
+            answer = receive_header(connection)
+            if "error" not in answer:
+                crc = int(answer["crc32c"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            if isinstance(error, CkptstoreError):
+                raise
+            raise StorageUnavailable(f"{self.node} broke off while {name} was sent: {error}", file=name) from error
+        finally:
+            with self._lock:
+                self._writing.discard(connection)
+        if "error" in answer:
+            connection.close()
+            raise from_wire(dict(answer["error"]))
+        with self._lock:
+            self._idle.append(connection)
+        return crc
+
+    def _send(self, connection: socket.socket, asked: Mapping[str, Any], source: Source, scratch: memoryview) -> None:
+        try:
+            send_header(connection, asked)
+            with source.open() as read:
+                for offset in range(0, source.size_bytes, len(scratch)):
+                    size_bytes = min(len(scratch), source.size_bytes - offset)
+                    for view in read(offset, size_bytes, scratch):
+                        connection.sendall(view)
+        except OSError as error:
+            if isinstance(error, CkptstoreError):
+                connection.close()
+                raise
+            # It may have said why before it broke off.
+        except BaseException:
+            connection.close()
+            raise
+
+    def interrupt(self) -> None:
+        """Break off every `write` that goes on."""
+        with self._lock:
+            writing = list(self._writing)
+        for connection in writing:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close all connections."""
@@ -177,7 +280,7 @@ class NodeClient:
             self._addresses.sort(key=lambda other: other != address)
             return connection
         raise StorageUnavailable(
-            f"{self._node} cannot be reached: {'; '.join(failures)}",
+            f"{self.node} cannot be reached: {'; '.join(failures)}",
             hint="Nodes must reach each other on all TCP ports, as for torch.distributed; FastTier(interface=) chooses",
         )
 

@@ -91,6 +91,10 @@ class FastPlace:
             holders=held_by(nodes),
         )
 
+    def partner(self) -> NodeClient:
+        """What reaches the node that has the second copies of this one's files."""
+        return self.clients[self.members.partner_of(self.members.node)]
+
     def held_ranks(self) -> tuple[int, ...]:
         """The ranks whose files this node holds of a save of this job."""
         members = self.members

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput, RankFailed, StorageFull
 from ckptstore.events import FastFull, StateStaged, emit
 from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.partner import DoubledUpload
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
@@ -59,7 +60,7 @@ class StateSaver:
     def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock) -> Saved:
         """Save a state; returns when it is committed, or on the disks of the nodes with a fast tier. Collective."""
         target = self._target(request, options)
-        shard = self._shard(state, options, target, upload=target.transfer.upload)
+        shard = self._shard(state, options, target, upload=self._doubled(target.transfer.upload, target))
         begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
         return self._finish(target, shard, shard, begun)
 
@@ -83,7 +84,7 @@ class StateSaver:
             with contextlib.suppress(RankFailed):  # tried again where all ranks hear of it
                 self.upload_process(target.storage)
         upload = _StagedUpload(self, target, in_process=in_process)
-        shard = self._shard(state, options, target, upload=upload)
+        shard = self._shard(state, options, target, upload=self._doubled(upload, target))
         begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
         staged = _Staged(shard)
 
@@ -114,6 +115,13 @@ class StateSaver:
             )
         place = job.open_fast(step=request.step)
         return _Target(place.disk.storage, place.transfer, FastKeeper(job, place))
+
+    def _doubled(self, upload: Any, target: _Target) -> Any:
+        """The same, that sends the files to the partner too, where the fast tier has two copies."""
+        place = self.job.fast
+        if place is None or place.tier.copies == 1 or isinstance(target.keeper, LogKeeper):
+            return upload
+        return DoubledUpload(place, upload)
 
     def _finish(self, target: _Target, stored: Shard, shard: StateShard, begun: story.Begun) -> Saved:
         """What follows the agreement, on any thread. Where the disk of a node is full, it goes to the store."""
