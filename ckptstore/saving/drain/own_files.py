@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptstore.errors import CheckpointDamaged, InvalidSource, SourceChanged
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.place import FastPlace
+from ckptstore.fast.fast_place import FastPlace
 from ckptstore.format.digest import to_hex
 from ckptstore.format.manifest import Receipt
 from ckptstore.runtime.beat import Beat
