@@ -79,7 +79,7 @@ class Rounds:
 
     def round(self, lane: Group) -> None:
         """The ranks agree on what is drained now, and drain it."""
-        job, told = self._job, dict[str, Any](active=[])
+        job, told = self._job, dict[str, Any](active=[drain.save_number for drain in self._book.all_active()])
 
         def tell(beat: Beat) -> bytes:
             while (left_seconds := self._retry_at - time.monotonic()) > 0 and not self.stopped.is_set():
