@@ -14,16 +14,8 @@ import pytest
 from ckptstore import CheckpointStore, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CheckpointDamaged, InvalidInput, NotDurable, StorageUnavailable, StoreFenced
-from ckptstore.events import (
-    CheckpointCommitted,
-    DrainEnded,
-    DrainFailed,
-    DrainRecovered,
-    DrainStalled,
-    DrainStarted,
-    Event,
-    listening,
-)
+from ckptstore.events import CheckpointCommitted, Event, listening
+from ckptstore.fast.drain_events import DrainEnded, DrainFailed, DrainRecovered, DrainStalled, DrainStarted
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import sha256_of
 from ckptstore.saving.drain import own_files, rounds
