@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ckptstore import FastTier, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.partner import DoubledUpload, Upload
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
@@ -53,9 +54,10 @@ class Rank:
             for index in range(FILES_OF_A_RANK)
         }
         own = {name: data for name, (rank, data) in contents.items() if rank == place.members.rank}
-        place.transfer.upload(
-            [PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in own.items()]
-        )
+        upload: Upload = place.transfer.upload
+        if place.tier.copies == 2:
+            upload = DoubledUpload(place, upload)
+        upload([PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in own.items()])
         receipts = [Receipt(name, len(data), crc32c(data), rank) for name, (rank, data) in contents.items()]
         manifest = Manifest(
             store_id=job.store_id(),
@@ -87,6 +89,7 @@ def opened(
     timeout_seconds: float = 60,
     bytes_per_second: float | None = None,
     close_seconds: float | None = None,
+    copies: Literal[1, 2] = 1,
     node: Callable[[int], str] = "node{}".format,
     **more: Any,
 ) -> Iterator[Rank]:
@@ -97,7 +100,7 @@ def opened(
         assert board is not None
         seat = StorageGroup(rank, size, "start", node=node(rank))
         group = seat.open(board, rank_timeout_seconds=timeout_seconds, retry=RETRY)
-    tier = FastTier(disks / node(rank), node=node(rank), drain_bytes_per_second=bytes_per_second)
+    tier = FastTier(disks / node(rank), node=node(rank), copies=copies, drain_bytes_per_second=bytes_per_second)
     job = job_of(open_store(uri, group=group, fast=tier, **more))
     storage = job.storage if hook is None else wrap(job.storage, hook)
     transfer = Transfer(storage, config=config.transfer, retry=config.retry)

@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draining import FILES_OF_A_RANK, Rank, board_at, opened, payload
 
 from ckptstore import CheckpointStore, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CheckpointDamaged, InvalidInput, NotDurable, StorageUnavailable, StoreFenced
 from ckptstore.events import CheckpointCommitted, Event, listening
+from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.drain_events import DrainEnded, DrainFailed, DrainRecovered, DrainStalled, DrainStarted
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import sha256_of
 from ckptstore.saving.drain import own_files, rounds
 from ckptstore.testing import Call, CountCalls, FailAt, combine
-from tests.flow.draining import FILES_OF_A_RANK, Rank, board_at, opened, payload
 
 SECONDS = 20
 
@@ -185,18 +186,27 @@ def test_a_store_that_is_away_is_tried_again_and_sent_nothing_twice(
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_a_damaged_file_fails_its_own_checkpoint_and_no_other(tmp_path: Path) -> None:
+def flip(rank: Rank, certificate: Certificate, name: str, damage: str = "flip") -> None:
+    """Damage a file on the disk of this rank's node."""
+    place = rank.job.fast
+    assert place is not None
+    path = place.disk.storage.local_path(certificate.attempt.key(name))
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flip" else data[:-1])
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_file_fails_its_own_checkpoint_and_no_other(tmp_path: Path, damage: str) -> None:
     def script(rank: Rank) -> Any:
         certificate, place = rank.fast(1, 1), rank.job.fast
         assert place is not None
         if place.members.rank == 1:
-            path = place.disk.storage.local_path(certificate.attempt.key("part-1-rank=00001.bin"))
-            data = bytearray(path.read_bytes())
-            data[500] ^= 1
-            path.write_bytes(data)
-        with pytest.raises(
-            CheckpointDamaged, match=r"part-1-rank=00001\.bin is damaged on the disk of node1"
-        ) as caught:
+            flip(rank, certificate, "part-1-rank=00001.bin", damage)
+        with pytest.raises(CheckpointDamaged, match="is damaged on the disk of node1") as caught:
             rank.drainer.offer(certificate).result(SECONDS)
         newer = rank.offer(2, 2).result(SECONDS).entry.step
         return caught.value.rank, caught.value.file, caught.value.step, newer
@@ -206,6 +216,29 @@ def test_a_damaged_file_fails_its_own_checkpoint_and_no_other(tmp_path: Path) ->
     assert sorted((event.step, event.rank) for event in heard) == [(1, 0), (1, 1)]
     assert steps_in(tmp_path) == [2]
     assert not [*(tmp_path / "store/checkpoints").glob("step-0000000001*")]
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+def test_with_two_copies_the_partner_has_what_is_damaged_here(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored, damaged = threading.Barrier(2), threading.Barrier(2)
+
+    def script(rank: Rank) -> Any:
+        certificates, place = [rank.fast(1, 1), rank.fast(2, 2)], rank.job.fast
+        assert place is not None
+        stored.wait(SECONDS)
+        if place.members.rank == 1:
+            flip(rank, certificates[0], "part-1-rank=00001.bin", damage)
+        flip(rank, certificates[1], "part-2-rank=00000.bin")  # on both nodes
+        damaged.wait(SECONDS)
+        assert rank.drainer.offer(certificates[0]).result(SECONDS).entry.step == 1
+        with pytest.raises(CheckpointDamaged, match=r"part-2.* on the disk of node0.*; and on node1: its CRC"):
+            rank.drainer.offer(certificates[1]).result(SECONDS)
+
+    assert on_ranks(2, tmp_path, script, copies=2) == [None, None]
+    assert "part-1-rank=00001.bin was sent from node0, for it is damaged on node1" in caplog.text
+    assert steps_in(tmp_path) == [1]
 
 
 def test_a_job_that_is_fenced_drains_nothing_more(tmp_path: Path) -> None:

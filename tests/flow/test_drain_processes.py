@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draining import board_at, opened
 
 from ckptstore import open_store
 from ckptstore.errors import CkptstoreError, RankFailed
 from ckptstore.saving.drain import rounds
 from ckptstore.testing import KillAt, run_ranks
 from ckptstore.testing.s3_server import Fault, s3_server
-from tests.flow.draining import board_at, opened
 
 SECONDS = 60
 TIMEOUT_SECONDS = 3.0
