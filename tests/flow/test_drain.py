@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,15 @@ from draining import FILES_OF_A_RANK, Rank, board_at, opened, payload
 
 from ckptstore import CheckpointStore, open_store
 from ckptstore.catalogue import job_of
-from ckptstore.errors import CheckpointDamaged, InvalidInput, NotDurable, StorageUnavailable, StoreFenced
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CheckpointGone,
+    InvalidInput,
+    NotDurable,
+    RankFailed,
+    StorageUnavailable,
+    StoreFenced,
+)
 from ckptstore.events import CheckpointCommitted, Event, listening
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.drain_events import DrainEnded, DrainFailed, DrainRecovered, DrainStalled, DrainStarted
@@ -325,6 +335,59 @@ def test_a_commit_whose_answer_is_lost_is_one_commit(tmp_path: Path) -> None:
     assert blind.struck == 12
     assert [type(event) for event in heard].count(CheckpointCommitted) == 1
     assert steps_in(tmp_path) == [1]
+
+
+def test_what_may_be_committed_is_never_removed(tmp_path: Path) -> None:
+    """What breaks right behind the commit is no error of ckptstore's, so that nothing is known of the record."""
+
+    def script(rank: Rank) -> Any:
+        with pytest.raises(RankFailed, match="RuntimeError: a bug") as caught:
+            rank.offer(1, 1).result(SECONDS)
+        return caught.value.committed
+
+    bug = FailAt("create log/*", RuntimeError("a bug"), effect="after", skip=1)
+    assert on_ranks(1, tmp_path, script, hook=bug) == [None]
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_rolled_back_store_takes_nothing_that_the_roll_back_voided(tmp_path: Path) -> None:
+    def script(rank: Rank) -> Any:
+        rank.offer(1, 1).result(SECONDS)
+        rank.offer(2, 2).result(SECONDS)
+        voided = rank.fast(3, 3)
+        with open_store(tmp_path / "store", group="solo") as store:
+            store.roll_back(1)
+        with pytest.raises(CheckpointGone, match="void: the store was rolled back"):
+            rank.drainer.offer(voided).result(SECONDS)
+
+    assert on_ranks(1, tmp_path, script) == [None]
+    assert steps_in(tmp_path) == [1]
+
+
+def _fails(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except NotDurable as error:
+        return "fork" in str(error)
+    return False
+
+
+def test_a_forked_child_drains_nothing(tmp_path: Path) -> None:
+    gate = Gate()
+
+    def script(rank: Rank) -> Any:
+        drain, newer = rank.offer(1, 1), rank.fast(2, 2)
+        assert gate.reached.wait(SECONDS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads; that is what this is about
+            child = os.fork()
+        if child == 0:
+            error = rank.drainer.offer(newer).error()
+            os._exit(0 if isinstance(error, NotDurable) and _fails(lambda: drain.result(SECONDS)) else 1)
+        gate.opened.set()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), drain.result(SECONDS).entry.step
+
+    assert on_ranks(1, tmp_path, script, hook=gate) == [(0, 1)]
 
 
 def test_what_is_not_this_jobs_or_not_in_order_is_refused(tmp_path: Path) -> None:

@@ -214,8 +214,10 @@ class Rounds:
         """These do not become durable."""
         for drain in drains:
             emit(DrainFailed(step=drain.step, attempt=drain.attempt, rank=self._rank, error=str(error)))
+            drain.may_be_committed |= drain.is_begun and error.committed is not False
             error.committed = None if drain.may_be_committed else error.committed
-            self._discard(drain)
+            if not isinstance(error, StoreFenced):  # a job that is fenced removes nothing
+                self._discard(drain)
         if isinstance(error, StoreFenced):
             self._job.is_fenced = True
             self._book.end(error)
