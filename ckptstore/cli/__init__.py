@@ -42,6 +42,7 @@ COMMANDS = (
     "prune",
     "gc",
     "doctor",
+    "plan",
     "bench",
     "demo",
     "s3-test",
