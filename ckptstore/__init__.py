@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         StoreNotShared,
         UnsupportedVersion,
     )
+    from ckptstore.fast.tier import FastTier
     from ckptstore.format.manifest import Receipt
     from ckptstore.group import StorageGroup
     from ckptstore.loading.load_report import LoadReport
@@ -63,6 +64,7 @@ __all__ = [
     "CheckpointStore",
     "CkptstoreError",
     "Entry",
+    "FastTier",
     "FileMissing",
     "GroupMissing",
     "InvalidInput",
@@ -106,6 +108,7 @@ _HOMES = {
     "Checkpoint": "ckptstore.checkpoint",
     "CheckpointStore": "ckptstore.store",
     "Entry": "ckptstore.catalogue",
+    "FastTier": "ckptstore.fast.tier",
     "KeepAll": "ckptstore.retention",
     "KeepBest": "ckptstore.retention",
     "KeepEvery": "ckptstore.retention",

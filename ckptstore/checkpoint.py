@@ -28,6 +28,7 @@ from ckptstore.format.timings import Timings
 from ckptstore.group import SOLO, find_group, has_torch_group
 from ckptstore.loading.story import CheckpointFiles, copy_directory, open_directory
 from ckptstore.loading.verify import VerifyReport, verify
+from ckptstore.log.committed import committed_record
 from ckptstore.runtime.notebook import html_table
 from ckptstore.storage.base import Disk
 from ckptstore.storage.open import open_storage
@@ -96,6 +97,11 @@ class Checkpoint:
 
     def __reduce__(self) -> tuple[Any, ...]:
         files = self._files
+        if files.certificate is not None:
+            raise InvalidInput(
+                f"Step {self.step} lies on the disk of this node alone, and cannot be sent to another process",
+                hint="Send what `durable()` of its save returns",
+            )
         if files.storage.uri.startswith("memory://"):
             raise InvalidInput(f"{self.uri} lives in the memory of this process, and cannot be sent to another one")
         record = None if files.record is None else (files.record.encode(), files.record.number)
@@ -115,6 +121,14 @@ class Checkpoint:
     def number(self) -> int | None:
         """The number of the record that committed it; None outside of a store."""
         return self._files.record.number if self._files.record else None
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether it is in the store. False while it is on the disks of nodes alone: then this asks the log again."""
+        files = self._files
+        if files.certificate is None:
+            return True
+        return files.job is not None and committed_record(files.job.log, files.certificate.attempt) is not None
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -202,6 +216,11 @@ class Checkpoint:
         if not isinstance(metadata, Mapping):
             raise InvalidMetadata(f"metadata is a {type(metadata).__name__}, not a mapping")
         data = dump_json(dict(metadata))
+        if self._files.certificate is not None:
+            raise InvalidMetadata(
+                f"Step {self.step} is a fast checkpoint, whose metadata is what its save was given",
+                hint="Set it on what `durable()` of its save returns",
+            )
         self._require_there()
         storage, key = self._files.storage, self._files.prefix + USER_METADATA_NAME
         storage.write(key, [memoryview(data)])

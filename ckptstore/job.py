@@ -15,7 +15,12 @@ from typing import Any, NoReturn, cast
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StoreFenced, StoreNotShared
 from ckptstore.events import PruneFailed, ResumeForgotten, emit
-from ckptstore.format.changes import Claim
+from ckptstore.fast import opening
+from ckptstore.fast.members import Members
+from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.fast.place import FastPlace
+from ckptstore.fast.tier import FastTier
+from ckptstore.format.changes import Claim, StoreState
 from ckptstore.format.layout import Attempt, check_step
 from ckptstore.format.record import Record
 from ckptstore.group import Beat, Group, check_shared, find_group
@@ -45,7 +50,17 @@ class Job:
     """The writer epoch that this job has claimed, None before its first collective call."""
     resume_from: int | None = None
     """The number of the checkpoint that was the latest when the store was claimed."""
+    fast_tier: FastTier | None = None
+    """What the caller asked for; None where saves go to the store directly."""
+    fast: FastPlace | None = None
+    """The fast tier of this process, once `open_fast` was called."""
+    is_fenced: bool = False
+    """Whether this process knows that a later job has claimed the store."""
     is_closed: bool = False
+    _claim: tuple[int, str] | None = None
+    """Number and SHA-256 of the record of the claim."""
+    _save_number: int = 0
+    """Leader: the highest number that was given to a save of this epoch."""
     _store_id: str = ""
     _group: Group | None = None
     _is_checked: bool = False
@@ -100,8 +115,10 @@ class Job:
             newest = self.log.append(lambda _newest: Claim(start_token=token, world_size=size))
             assert newest is not None  # a claim is always written
             self.epoch, self.resume_from = newest.state.epoch, newest.state.resume_from
+            self._claim = newest.number, newest.sha256
         elif newest is None or newest.state.epoch != self.epoch:
             found = newest.state.epoch if newest else 0
+            self.is_fenced = True
             raise StoreFenced(
                 f"A later job has claimed the store: writer epoch {found}, this job has {self.epoch}",
                 hint="Stop this job, or start it again to take the store over",
@@ -135,11 +152,50 @@ class Job:
 
     def claimed(self) -> dict[str, Any]:
         """What the leader tells the other ranks after `claim`."""
-        return {"epoch": self.epoch, "resume_from": self.resume_from}
+        return {"epoch": self.epoch, "resume_from": self.resume_from, "claim": self._claim}
 
     def join_claim(self, told: Mapping[str, Any]) -> None:
         """Any rank: take over what the leader told."""
         self.epoch, self.resume_from = told["epoch"], told["resume_from"]
+        self._claim = None if told["claim"] is None else tuple(told["claim"])
+
+    def next_save_number(self, newest: StoreState | None = None) -> int:
+        """Leader: the number of the next save of this epoch, above those of the saves that `newest` knows."""
+        self._save_number = max(self._save_number, 0 if newest is None else newest.save_number) + 1
+        return self._save_number
+
+    def open_fast(self, *, step: int | None = None) -> FastPlace:
+        """The fast tier of this process, for a job that asked for one. Collective when it is called first.
+
+        The store is claimed if it was not: to save `step`, where that is given. Raises InvalidInput where the ranks do
+        not fit together or a directory is not safe to use, StoreFenced, StorageError.
+        """
+        tier = self.fast_tier
+        assert tier is not None  # who calls this has asked for one
+        if self.fast is not None:
+            return self.fast
+
+        def join(parts: list[Any], _beat: Beat) -> Any:
+            nodes = opening.agree(parts)
+            if self.epoch is None:
+                self.claim(None) if step is None else self.claim_to_save(step)
+            return {**self.claimed(), "store_id": self.store_id(), "nodes": nodes}
+
+        told = self.exchange("fast tier", lambda _beat: opening.asked(tier, self.group), join)
+        self.join_claim(told)
+        assert self.epoch is not None  # claimed above
+        assert self._claim is not None
+        epoch, members = self.epoch, Members(tuple(told["nodes"]), self.group.rank)
+        opened: list[NodeDisk] = []
+
+        def look(_beat: Beat) -> Any:
+            opened.append(opening.open_disk(tier, told["store_id"], members, config=self.config, epoch=epoch))
+            return opened[0].identity()
+
+        self.exchange("node disks", look, lambda parts, _beat: opening.check_shared_disks(parts, members.nodes))
+        self.fast = opening.place_on(opened[0], tier, members, config=self.config, claim=self._claim, epoch=epoch)
+        self._at_close.callback(self.fast.close)
+        return self.fast
 
     def exchange(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 from ckptstore.boundary import boundary
 from ckptstore.config import StoreConfig, TransferConfig
 from ckptstore.errors import InvalidInput
+from ckptstore.fast.tier import FastTier
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.retention import KeepAll, Policy
@@ -31,6 +32,7 @@ def open_store(
     memory_budget_bytes: int | None = None,
     single_writer: bool | None = None,
     num_prefixes: int | None = None,
+    fast: FastTier | None = None,
 ) -> CheckpointStore:
     """Open the store at `uri`; it need not exist, the first save creates it. Nothing is written and no rank is waited
     for: the ranks meet at the first collective call.
@@ -50,6 +52,7 @@ def open_store(
         single_writer: promise that no other job ever writes, for storages without create-if-absent.
         num_prefixes: over how many directories the ranks spread the files of a state checkpoint, for storages that
             limit the requests per second for each prefix (1).
+        fast: save states to disks of the nodes first, and bring them into the store behind the training.
 
     Raises InvalidInput for an unknown scheme or a bad value.
     """
@@ -58,6 +61,8 @@ def open_store(
     policy = KeepAll() if retention is None else retention
     if not isinstance(policy, Policy):
         raise InvalidInput(f"retention is {retention!r}, it is a policy such as KeepLatest(3)")
+    if fast is not None and not isinstance(fast, FastTier):
+        raise InvalidInput(f"fast is {fast!r}, it is a FastTier", hint='Write fast=FastTier("/a/directory")')
     config = StoreConfig.from_env(
         grace_seconds=grace_seconds,
         rank_timeout_seconds=rank_timeout_seconds,
@@ -75,5 +80,6 @@ def open_store(
             policy=policy,
             missing=missing,
             given_group=group,
+            fast_tier=fast,
         )
     )

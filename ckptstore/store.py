@@ -13,9 +13,10 @@ from ckptstore.boundary import bounded
 from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.dcp.store_target import StoreTarget
+from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.loading.newest import Order, newest_first, resume
-from ckptstore.loading.story import files_of
+from ckptstore.loading.story import fast_files_of, files_of
 from ckptstore.saving import background, story
 from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, UploaderKind
 from ckptstore.saving.directory_shard import directory_of
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ckptstore.format.naming import Suffix
     from ckptstore.loading.load_report import Dtype, ReadOnce
     from ckptstore.saving.request import Exists, Request
-    from ckptstore.saving.save_state import StateSaver
+    from ckptstore.saving.save_state import Saved, StateSaver
     from ckptstore.saving.shard import Shard
     from ckptstore.saving.state_shard import Incremental, StockReadable
     from ckptstore.state.read.stored import PerRank
@@ -98,7 +99,7 @@ class CheckpointStore(Catalogue):
         job = self._in_turn(max_failures=0)
         request = story.checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
         options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
-        return self._checkpoint(self._state_saver.save(state, request, options=options, clock=clock))
+        return self._saved(self._state_saver.save(state, request, options=options, clock=clock))
 
     def save_async(
         self,
@@ -138,7 +139,7 @@ class CheckpointStore(Catalogue):
         request = story.checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
         options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
         return self._state_saver.save_async(
-            state, request, self._checkpoint, options=options, uploader=uploader, clock=clock
+            state, request, self._saved, options=options, uploader=uploader, clock=clock
         )
 
     def dcp_target(
@@ -310,6 +311,11 @@ class CheckpointStore(Catalogue):
         from ckptstore.saving.save_state import StateSaver
 
         return StateSaver(job=self._job, background=self._background)
+
+    def _saved(self, saved: Saved) -> Checkpoint:
+        if isinstance(saved, Record):
+            return self._checkpoint(saved)
+        return Checkpoint(fast_files_of(self._job, saved))
 
     def _load(
         self, state: Mapping[str, Any], *, claim: bool, order: Order = newest_first, **options: Any

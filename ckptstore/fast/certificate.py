@@ -161,6 +161,11 @@ def held_by(nodes: Mapping[str, Iterable[int]]) -> dict[str, Numbers]:
     return {node: Numbers(ranks) for node, ranks in nodes.items()}
 
 
+def is_node_name(name: object) -> bool:
+    """Whether a certificate can have it as the name of a node."""
+    return isinstance(name, str) and _NODE.fullmatch(name) is not None
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("a text is none")
@@ -181,7 +186,7 @@ def _check(certificate: Certificate, manifest: Manifest) -> None:
         "its epoch or the number of its save is below 1": manifest.epoch < 1 or certificate.save_number < 1,
         "its claim is no record": type(number) is not int or not 1 <= number <= MAX_NUMBER,
         "the digest of its claim is no SHA-256": not _SHA256.fullmatch(certificate.claim_sha256),
-        "the name of a node is none": not all(_NODE.fullmatch(node) for node in certificate.holders),
+        "the name of a node is none": not all(map(is_node_name, certificate.holders)),
         "the nodes do not hold the ranks, each once or twice": held != set(ranks) or not held,
         "a file is of a rank that there was not": any(receipt.rank not in ranks for receipt in manifest.files),
         "it has files of another checkpoint": bool(manifest.references),

@@ -2,6 +2,8 @@
 
     <directory>/<store id>/checkpoints/<attempt>/   the files of the ranks of this node, under their names in the store
     <directory>/<store id>/checkpoints/<attempt>/fast.json   the certificate: last to come, first to go
+    <directory>/<store id>/epoch                    the highest writer epoch whose job has come here
+    <directory>/<store id>/lock                     locked by who deletes, and by who marks an epoch
 
 Below the id of the store lies what lies below the root of the store, so an attempt has the same keys on both.
 """
@@ -9,12 +11,21 @@ Below the id of the store lies what lies below the root of the store, so an atte
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 
-from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StorageError, UnsupportedVersion
+from ckptstore.errors import (
+    CheckpointDamaged,
+    FileMissing,
+    InvalidInput,
+    StorageError,
+    StoreFenced,
+    UnsupportedVersion,
+)
 from ckptstore.fast.candidates import NodeSighting
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
@@ -23,6 +34,10 @@ from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.disk.private import make_private
 
 _STORE_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+_EPOCH_KEY = "epoch"
+_LOCK_NAME = "lock"
+_LOCK_SECONDS = 60.0
+"""How long one waits for another process to end a deletion."""
 
 
 class NodeDisk:
@@ -35,11 +50,13 @@ class NodeDisk:
         self.node = node
 
     @staticmethod
-    def open(directory: str | os.PathLike[str], store_id: str, *, node: str) -> NodeDisk:
+    def open(
+        directory: str | os.PathLike[str], store_id: str, *, node: str, durable: bool = True, direct_io: bool = True
+    ) -> NodeDisk:
         """The part of the directory that belongs to a store, created if absent, for this user alone.
 
         Raises InvalidInput when the directory is a symbolic link, belongs to another user or lets others in, and
-        StorageError when it cannot be used.
+        StorageError when it cannot be used. `durable` and `direct_io` as for `LocalStorage`.
         """
         if not _STORE_ID.fullmatch(store_id):
             raise InvalidInput(f"The store has the id {store_id[:80]!r}, which cannot be the name of a directory")
@@ -58,7 +75,7 @@ class NodeDisk:
         except OSError as error:
             what = "Using the directory for fast checkpoints"
             raise posix.translate(error, what=what, file=str(root), directory=str(root)) from error
-        return NodeDisk(LocalStorage(root / store_id), node)
+        return NodeDisk(LocalStorage(root / store_id, durable=durable, direct_io=direct_io), node)
 
     def attempts(self) -> list[Attempt]:
         """Every attempt that has a directory here, in order. Links, and names that are none of an attempt, are not
@@ -133,6 +150,55 @@ class NodeDisk:
             raise CheckpointDamaged(f"{key} is there already with other contents", file=key, step=attempt.step)
         return certificate
 
+    def identity(self) -> tuple[int, int]:
+        """Device and inode of the directory: equal for the processes of a node if they see the same one."""
+        path = self.storage.local_path("")
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise posix.translate(error, what="Looking at", file=str(path), directory=str(path)) from error
+        return status.st_dev, status.st_ino
+
+    def marked_epoch(self) -> int:
+        """The highest writer epoch whose job has come to this disk, 0 for none. Raises StorageError."""
+        try:
+            text = self.storage.read(_EPOCH_KEY).decode("ascii", "replace").strip()
+        except FileMissing:
+            return 0
+        return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else 0
+
+    def mark_epoch(self, epoch: int) -> None:
+        """Say that a job with this writer epoch has come. A job of a lower one deletes nothing from here on, and what
+        it was deleting is over when this returns. Raises StoreFenced where a later job was here, StorageError."""
+        with self._alone(epoch):
+            if epoch > self.marked_epoch():
+                self.storage.write(_EPOCH_KEY, [memoryview(f"{epoch}\n".encode())])
+                self.storage.persist([_EPOCH_KEY])
+
+    def delete_as(self, epoch: int, attempt: Attempt) -> None:
+        """`delete` for a job with this writer epoch. Raises StoreFenced where a later job was here, StorageError."""
+        with self._alone(epoch):
+            self.delete(attempt)
+
+    @contextlib.contextmanager
+    def _alone(self, epoch: int) -> Iterator[None]:
+        """Nobody else marks or deletes here while the context lasts. Raises StoreFenced where a later job was here."""
+        path = str(self.storage.local_path(_LOCK_NAME))
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise posix.translate(error, what="Locking", file=path, directory=path) from error
+        try:
+            _lock(descriptor, path)
+            if (marked := self.marked_epoch()) > epoch:
+                raise StoreFenced(
+                    f"A later job has come to the disk of {self.node}: writer epoch {marked}, this job has {epoch}",
+                    hint="Stop this job, or start it again to take the store over",
+                )
+            yield
+        finally:
+            os.close(descriptor)
+
     def delete(self, attempt: Attempt) -> None:
         """Delete the directory of an attempt, its certificate first. What was begun and not ended is deleted by the
         next call. Symbolic links in it stay, and so does what they lead to. Raises StorageError."""
@@ -162,3 +228,21 @@ class NodeDisk:
         files = {file.key[start:]: file.size_bytes for file in self.storage.list(attempt.prefix)}
         files.pop(CERTIFICATE_NAME, None)
         return files
+
+
+def _lock(descriptor: int, path: str) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{path} has been locked by another process for {_LOCK_SECONDS:g} s",
+                    hint="A job that was stopped while it deleted holds it: end that job",
+                ) from None
+            time.sleep(0.05)
+        except OSError as error:
+            raise posix.translate(error, what="Locking", file=path, directory=path) from error
+        else:
+            return

@@ -26,6 +26,7 @@ from ckptstore.errors import (
     StorageError,
     StorageFull,
 )
+from ckptstore.fast.certificate import Certificate
 from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.format.record import Record
@@ -56,6 +57,8 @@ class CheckpointFiles:
     """Whose ranks load a state together, None outside of a store."""
     given_group: object = None
     """The same outside of a store, as for `find_group`."""
+    certificate: Certificate | None = None
+    """Of a fast checkpoint: then the storage is the disk of this node, and has the files of some ranks."""
 
     @staticmethod
     def at(
@@ -82,6 +85,8 @@ class CheckpointFiles:
 
         Raises CheckpointGone when it is not there, CheckpointDamaged when it is not the one that was committed.
         """
+        if self.certificate is not None:
+            return self.certificate.manifest, self.certificate.manifest_data
         key = self.prefix + MANIFEST_NAME
         try:
             data = self.storage.read(key)
@@ -107,10 +112,15 @@ class CheckpointFiles:
 
     @contextmanager
     def held(self, *, is_handed_out: bool = False) -> Iterator[None]:
-        """Keep a prune away while the context lasts: by a lease on a disk; elsewhere the grace period has to do.
+        """Keep a prune away while the context lasts: by a lease on a disk; elsewhere the grace period has to do. This
+        process deletes no fast checkpoint that it holds; another one of the node may.
 
         Raises CheckpointGone when a prune was first. `is_handed_out` as for `leases.hold`.
         """
+        if self.certificate is not None and self.job is not None and self.job.fast is not None:
+            with self.job.fast.using(str(self.certificate.attempt)):
+                yield
+            return
         if self.record is None or not isinstance(self.storage, Disk):
             yield
             return
@@ -283,6 +293,8 @@ def _opened_directory(files: CheckpointFiles, load: LoadWatch, stack: ExitStack)
     stack.enter_context(files.held(is_handed_out=True))
     manifest, data = files.read_manifest()
     load.found(manifest.step, files.record)
+    if files.certificate is not None:
+        files.check_complete(manifest)  # other nodes may have the rest
     if isinstance(files.storage, Disk) and not manifest.references:
         return files.storage.local_path(files.prefix.rstrip("/"))
 
@@ -360,6 +372,20 @@ def download_files(
     if with_directories:
         for name in manifest.directories:
             (path / name).mkdir(parents=True, exist_ok=True)
+
+
+def fast_files_of(job: Job, certificate: Certificate) -> CheckpointFiles:
+    """The files of a fast checkpoint that are on this node. The job has opened its fast tier."""
+    assert job.fast is not None  # it is where the certificate comes from
+    return CheckpointFiles(
+        storage=job.fast.disk.storage,
+        transfer=job.fast.transfer,
+        config=job.config,
+        prefix=certificate.attempt.prefix,
+        record=None,
+        job=job,
+        certificate=certificate,
+    )
 
 
 def files_of(job: Job, record: Record) -> CheckpointFiles:

@@ -18,7 +18,7 @@ from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_recei
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
-from ckptstore.log import Log
+from ckptstore.log.committed import committed_record
 from ckptstore.retention import Candidate, decide
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
@@ -111,17 +111,6 @@ def _refuse_overtaken(since: Sequence[Record], step: int) -> None:
         )
 
 
-def committed_record(log: Log, attempt: Attempt) -> Record | None:
-    """The record that committed the attempt, for who does not know whether it was; None if there is none (yet), or the
-    log cannot be read."""
-    try:
-        newest = log.newest()
-        found = log.records([*newest.state.live, *newest.state.trash] if newest else ())
-    except CkptstoreError:
-        return None
-    return next((record for record in found if record.entry.attempt == str(attempt)), None)
-
-
 def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store_id: str, world_size: int) -> Manifest:
     """What the attempt consists of, created now: right before it is written, so that its timings are whole."""
     return Manifest(
@@ -143,7 +132,7 @@ def manifest_of(request: Request, attempt: Attempt, contents: Contents, *, store
 def _change(job: Job, newest: Record | None, entry: CheckpointEntry, references: Collection[str]) -> Commit:
     """What the record will say: retention decides in the same step that makes the checkpoint visible."""
     newest = job.claim(newest)
-    save_number = newest.state.save_number + 1  # saves have one order: this is the next of its epoch
+    save_number = entry.save_number or job.next_save_number(newest.state)  # saves have one order: this is the next
     entry = replace(entry, bases=_bases(job, newest, references), save_number=save_number)
     is_timed = job.policy.compares_times()
     earlier = job.candidates(newest, timed=is_timed)

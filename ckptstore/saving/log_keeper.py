@@ -10,12 +10,14 @@ from typing import Any
 from ckptstore.errors import StepExists, StorageFull
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
-from ckptstore.group import Beat
+from ckptstore.group import Beat, Group
 from ckptstore.job import Job
+from ckptstore.log.committed import committed_record
 from ckptstore.retention import check_required
-from ckptstore.saving.commit import commit, committed_record, tell
+from ckptstore.saving.commit import commit, tell
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
+from ckptstore.saving.story import remove_files
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.upkeep.prune import empty_trash, prune
 
@@ -69,7 +71,7 @@ class LogKeeper:
         record = commit(self.job, request, attempt, contents, beat)
         return json.dumps({"number": record.number}).encode() + b"\n" + record.encode()
 
-    def outcome(self, attempt: Attempt, published: bytes) -> Record:
+    def outcome(self, lane: Group, attempt: Attempt, published: bytes) -> Record:
         """See `Keeper.outcome`."""
         head, _, data = published.partition(b"\n")
         return Record.decode(data, json.loads(head)["number"])
@@ -77,6 +79,11 @@ class LogKeeper:
     def find(self, attempt: Attempt) -> Record | None:
         """See `Keeper.find`."""
         return committed_record(self.job.log, attempt)
+
+    def discard(self, attempt: Attempt) -> None:
+        """See `Keeper.discard`: the leader removes the files of all ranks."""
+        if self.job.is_leader:
+            remove_files(self.storage, attempt)
 
     def committed(self, kept: Record, *, seconds: float, slowest: Sequence[Any]) -> None:
         """See `Keeper.committed`. The leader deletes in the background what has been in the trash for long enough."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput, RankFailed
-from ckptstore.events import StateStaged, emit
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput, RankFailed, StorageFull
+from ckptstore.events import FastFull, StateStaged, emit
+from ckptstore.fast.certificate import Certificate
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.saving import story
 from ckptstore.saving.background import Background, PendingSave
+from ckptstore.saving.fast_keeper import FastKeeper
 from ckptstore.saving.log_keeper import LogKeeper
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
+from ckptstore.saving.shard import Shard
 from ckptstore.saving.staging import Staging
 from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.saving.upload_process import Uploader
@@ -25,8 +28,20 @@ from ckptstore.state.live.apply import collect
 from ckptstore.state.tensors import device
 from ckptstore.state.write.agree import Negotiator
 from ckptstore.state.write.incremental import Kept, kept_file_name
-from ckptstore.transfer import Stored
+from ckptstore.storage.base import Storage
+from ckptstore.transfer import Stored, Transfer
 from ckptstore.transfer.planned import PlannedFile
+
+Saved = Record | Certificate
+"""What a save leaves: a record of the log, or the certificate of a fast checkpoint."""
+
+
+class _Target(NamedTuple):
+    """Where a state goes first."""
+
+    storage: Storage
+    transfer: Transfer
+    keeper: LogKeeper | FastKeeper
 
 
 @dataclass(kw_only=True)
@@ -41,18 +56,18 @@ class StateSaver:
     _kept: Kept | None = None
     """What this rank has in the checkpoint that this job committed last, if that save was incremental."""
 
-    def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock) -> Record:
-        """Save a state; returns when it is committed. Collective."""
-        shard = self._shard(state, options, upload=self.job.transfer.upload)
-        record = story.save(self.job.group, LogKeeper(self.job), shard, request, clock=clock)
-        self._kept = shard.kept
-        return record
+    def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock) -> Saved:
+        """Save a state; returns when it is committed, or on the disks of the nodes with a fast tier. Collective."""
+        target = self._target(request, options)
+        shard = self._shard(state, options, target, upload=target.transfer.upload)
+        begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
+        return self._finish(target, shard, shard, begun)
 
     def save_async(
         self,
         state: Mapping[str, Any],
         request: Request,
-        done: Callable[[Record], Any],
+        done: Callable[[Saved], Any],
         *,
         options: StateOptions,
         uploader: str,
@@ -60,21 +75,20 @@ class StateSaver:
     ) -> PendingSave:
         """Save a copy of a state in the background, where no other save is; returns when the copy is made. Collective.
 
-        `done` makes the result of the pending save from the record of the commit. The clock was started by the call.
+        `done` makes the result of the pending save from what `save` returns. The clock was started by the call.
         """
         in_process = uploader == "process"
+        target = self._target(request, options)
         if in_process:  # before anything is agreed on: it may not be possible here
             with contextlib.suppress(RankFailed):  # tried again where all ranks hear of it
-                self.upload_process()
-        upload = _StagedUpload(self, in_process=in_process)
-        shard, keeper = self._shard(state, options, upload=upload), LogKeeper(self.job)
-        begun = story.begin(self.job.group, keeper, shard, request, clock=clock)
+                self.upload_process(target.storage)
+        upload = _StagedUpload(self, target, in_process=in_process)
+        shard = self._shard(state, options, target, upload=upload)
+        begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
         staged = _Staged(shard)
 
         def finish() -> Any:
-            record = story.finish(keeper, staged, begun)
-            self._kept = shard.kept
-            return done(record)
+            return done(self._finish(target, staged, shard, begun))
 
         try:
             staged.stage(lambda: self._staging_for(shared=in_process))
@@ -88,24 +102,54 @@ class StateSaver:
             begun.lane.close()
             raise
 
+    def _target(self, request: Request, options: StateOptions) -> _Target:
+        """Where the state goes first. Collective when that is the fast tier and it was not open."""
+        job = self.job
+        if job.fast_tier is None:
+            return _Target(job.storage, job.transfer, LogKeeper(job))
+        if options.incremental:
+            raise InvalidInput(
+                "An incremental save takes over files of the checkpoint before, and a fast checkpoint has all its own",
+                hint="Save without incremental, or open the store without a fast tier",
+            )
+        place = job.open_fast(step=request.step)
+        return _Target(place.disk.storage, place.transfer, FastKeeper(job, place))
+
+    def _finish(self, target: _Target, stored: Shard, shard: StateShard, begun: story.Begun) -> Saved:
+        """What follows the agreement, on any thread. Where the disk of a node is full, it goes to the store."""
+        keeper, job = target.keeper, self.job
+        if isinstance(keeper, LogKeeper):
+            record = story.finish(keeper, stored, begun)
+            self._kept = shard.kept
+            return record
+        try:
+            return story.finish(keeper, stored, begun)
+        except StorageFull as error:
+            if error.committed is not False:
+                raise
+            emit(FastFull(step=begun.request.step, rank=job.group.rank, error=error.message))
+        shard.move(job.storage, job.transfer.upload)
+        to_log = LogKeeper(job)
+        return story.finish(to_log, stored, story.begin_elsewhere(begun, to_log))
+
     def warm_up(self, state: Mapping[str, Any], *, options: StateOptions, uploader: str) -> None:
         """Do now what only a first asynchronous save would do. Collective; nothing is written."""
-        shard = self._shard(state, options, upload=self.job.transfer.upload)
+        job = self.job
+        target = _Target(job.storage, job.transfer, LogKeeper(job))
+        shard = self._shard(state, options, target, upload=job.transfer.upload)
         request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace")
-        story.meet(self.job.group, "warm up", shard, request, lambda _decision, _beat: {})
+        story.meet(job.group, "warm up", shard, request, lambda _decision, _beat: {})
         shard.plan()
         sizes = [source.size_bytes for _, source in shard.sources]
         self._staging_for(shared=uploader == "process").reserve(sizes)
-        if uploader == "process":
-            self.upload_process()
+        if uploader == "process" and job.fast_tier is None:  # where else it writes is not known yet
+            self.upload_process(job.storage)
 
-    def upload_process(self) -> Uploader:
-        """The upload process, started when it is needed first."""
+    def upload_process(self, storage: Storage) -> Uploader:
+        """The upload process, started when it is needed first. All its uploads are to one storage."""
         if self._uploader is None:
-            job = self.job
-            self._uploader = Uploader(
-                job.storage, config=job.config.transfer, retry=job.config.retry, rank=job.group.rank
-            )
+            config = self.job.config
+            self._uploader = Uploader(storage, config=config.transfer, retry=config.retry, rank=self.job.group.rank)
         return self._uploader
 
     def forget_upload_process(self) -> None:
@@ -124,7 +168,7 @@ class StateSaver:
         """The shared buffers, in the order of the files."""
         return self._staging[True].buffers
 
-    def _shard(self, state: Mapping[str, Any], options: StateOptions, *, upload: Any) -> StateShard:
+    def _shard(self, state: Mapping[str, Any], options: StateOptions, target: _Target, *, upload: Any) -> StateShard:
         if options.incremental not in (False, True, "reference"):
             raise InvalidInput(f"incremental is {options.incremental!r}, it is True, False or 'reference'")
         if options.incremental == "reference":  # stock readers look in one directory
@@ -135,7 +179,7 @@ class StateSaver:
             rank=job.group.rank,
             world_size=job.group.world_size,
             negotiator=self._negotiator,
-            storage=job.storage,
+            storage=target.storage,
             upload=upload,
             options=replace(options, num_prefixes=self.job.config.num_prefixes),
             before=lambda: self._before(live_only=options.incremental == "reference"),
@@ -199,16 +243,18 @@ class _Staged:
 class _StagedUpload:
     """Uploads a shard's staged files where the caller wants it; what the leader adds goes from this process."""
 
-    def __init__(self, saver: StateSaver, *, in_process: bool) -> None:
-        self._saver = saver
+    def __init__(self, saver: StateSaver, target: _Target, *, in_process: bool) -> None:
+        self._saver, self._target = saver, target
         self._is_staged = in_process
 
     def __call__(self, files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
         if not self._is_staged:
-            return self._saver.job.transfer.upload(files, beat=beat)
+            return self._target.transfer.upload(files, beat=beat)
         self._is_staged = False
         try:
-            return self._saver.upload_process().upload(files, self._saver.staged_buffers(), beat=beat)
+            return self._saver.upload_process(self._target.storage).upload(
+                files, self._saver.staged_buffers(), beat=beat
+            )
         except CkptstoreError:
             self._saver.forget_upload_process()
             raise

@@ -105,6 +105,10 @@ class StateShard:
         """Name and source of each file that this rank will write, after `plan`. A staged copy may take a source's place
         until the story stores them."""
 
+    def move(self, storage: Storage, upload: Upload) -> None:
+        """Store everything in another storage from now on: the one it was made for cannot take it."""
+        self._storage, self._upload = storage, upload
+
     def describe(self) -> bytes:
         """What this rank has: first its digests, then what the leader asks for. Raises InvalidState, with the key."""
         if self._found is None:

@@ -16,7 +16,6 @@ from ckptstore.events import SaveFailed, emit
 from ckptstore.format.layout import Attempt, known_step
 from ckptstore.format.manifest import Kind
 from ckptstore.group import Beat, Group
-from ckptstore.group.base import LEADER
 from ckptstore.runtime import tracing
 from ckptstore.saving.phases import SaveClock, longest_seconds
 from ckptstore.saving.request import Request
@@ -54,11 +53,15 @@ class Keeper(Protocol[Kept]):
     def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
         """Leader: make the checkpoint visible, whole. An error says by `committed` whether it is."""
 
-    def outcome(self, attempt: Attempt, published: bytes) -> Kept:
-        """Any rank: what `publish` returned, read."""
+    def outcome(self, lane: Group, attempt: Attempt, published: bytes) -> Kept:
+        """Any rank: what `publish` returned, read. All ranks that heard of it call this, and may meet in the lane."""
 
     def find(self, attempt: Attempt) -> Kept | None:
         """The checkpoint, for a rank that did not hear the leader; None if it is not there (yet), or cannot be read."""
+
+    def discard(self, attempt: Attempt) -> None:
+        """Any rank, after the leader's verdict that it never will be committed: remove what is this rank's to remove.
+        Best effort; what others still write is garbage."""
 
     def committed(self, kept: Kept, *, seconds: float, slowest: Sequence[Any]) -> None:
         """Any rank: the save has ended well. `slowest` is the rank that took longest to store its files, and by how
@@ -74,6 +77,23 @@ class Begun:
     lane: Group
     """Where the ranks meet for this attempt and no other: who missed the agreement cannot be mistaken there."""
     clock: SaveClock
+
+
+def begin_elsewhere(begun: Begun, keeper: Keeper[Any]) -> Begun:
+    """Begin anew with another keeper, after `finish` has failed on all ranks: what they agreed on holds. Collective, on
+    any thread."""
+    request = begun.request
+    lane = begun.lane.lane(f"{begun.attempt} elsewhere")
+    try:
+
+        def agree(_answers: list[bytes], beat: Beat) -> bytes:
+            return json.dumps(dict(keeper.begin(request, Decision(b"", 0), beat))).encode()
+
+        told = json.loads(lane.exchange("save", lambda _beat: b"", agree, step=request.step))
+    finally:
+        lane.close()
+    attempt = keeper.attempt(request, told)
+    return Begun(request, attempt, lane.lane(keeper.lane(attempt)), begun.clock)
 
 
 def save(group: Group, keeper: Keeper[Kept], shard: Shard, request: Request, *, clock: SaveClock | None = None) -> Kept:
@@ -133,15 +153,15 @@ def _finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
     told: Mapping[str, Any] = {}
     try:
         told, published = _unpacked(lane.exchange("receipts", store, publish))
-        kept = keeper.outcome(attempt, published)
+        kept = keeper.outcome(lane, attempt, published)
     except CkptstoreError as error:
         with hurried():  # ranks that have raised it may wait for this one
             found = keeper.find(attempt) if error.committed is None else None
             if found is None:
                 error.at(step=request.step)
                 emit(SaveFailed(step=request.step, rank=keeper.rank, error=str(error)))
-                if lane.rank == LEADER and error.committed is False:  # what others still write is garbage
-                    remove_files(keeper.storage, attempt)
+                if error.committed is False:
+                    keeper.discard(attempt)
                 raise
         logger.warning("step %d is committed, though this rank did not hear of it: %s", request.step, error)
         kept = found

@@ -26,13 +26,15 @@ from ckptstore.errors import (
 )
 from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_name
 from ckptstore.format.manifest import Manifest
-from ckptstore.group import Beat
+from ckptstore.group import Beat, Group
+from ckptstore.group.base import LEADER
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.log.identity import KEPT_BY_RAY, read_or_create_store_json
 from ckptstore.saving.commit import check_stored, manifest_of, write_manifest
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
+from ckptstore.saving.story import remove_files
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.transfer import Transfer
@@ -158,7 +160,7 @@ class RayKeeper:
                 raise
         return str(attempt).encode()
 
-    def outcome(self, attempt: Attempt, published: bytes) -> RayAttempt:
+    def outcome(self, lane: Group, attempt: Attempt, published: bytes) -> RayAttempt:
         """See `Keeper.outcome`."""
         return RayAttempt(attempt.step, 0, "", published.decode())
 
@@ -172,6 +174,11 @@ class RayKeeper:
             return None
         is_it = found.attempt == str(attempt) and found.step == attempt.step
         return RayAttempt(attempt.step, 0, "", found.attempt) if is_it else None
+
+    def discard(self, attempt: Attempt) -> None:
+        """See `Keeper.discard`: the leader removes the files of all workers."""
+        if self.rank == LEADER:
+            remove_files(self.storage, attempt)
 
     def committed(self, kept: RayAttempt, *, seconds: float, slowest: Sequence[Any]) -> None:
         """See `Keeper.committed`. Ray has not heard of it yet, so nobody is told."""

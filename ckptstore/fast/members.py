@@ -1,0 +1,56 @@
+"""Which rank of a job is on which node, who speaks for a node, and which nodes are partners. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a job on their nodes, as one of them sees them."""
+
+    nodes: tuple[str, ...]
+    """The name of the node of each rank, in the order of the ranks."""
+    rank: int
+    """This process."""
+
+    @property
+    def node(self) -> str:
+        """The node of this process."""
+        return self.nodes[self.rank]
+
+    @cached_property
+    def all_nodes(self) -> tuple[str, ...]:
+        """Every node once, in the order of their lowest ranks."""
+        return tuple(dict.fromkeys(self.nodes))
+
+    @cached_property
+    def _ranks(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, list[int]] = {}
+        for rank, node in enumerate(self.nodes):
+            found.setdefault(node, []).append(rank)
+        return {node: tuple(ranks) for node, ranks in found.items()}
+
+    def ranks_of(self, node: str) -> tuple[int, ...]:
+        """The ranks on a node, ascending."""
+        return self._ranks[node]
+
+    def reporter_of(self, node: str) -> int:
+        """The rank that looks at the node's disk, certifies and deletes there: the lowest one."""
+        return self._ranks[node][0]
+
+    @property
+    def is_reporter(self) -> bool:
+        """Whether this process speaks for its node."""
+        return self.reporter_of(self.node) == self.rank
+
+    def partner_of(self, node: str) -> str:
+        """The node that holds second copies of what a node stores: the next one of a ring. One node is its own."""
+        return self.all_nodes[(self.all_nodes.index(node) + 1) % len(self.all_nodes)]
+
+    def partner_rank(self, rank: int) -> int:
+        """The rank on the partner node that receives the files of `rank`. The ranks of a node share the work."""
+        node = self.nodes[rank]
+        others = self.ranks_of(self.partner_of(node))
+        return others[self.ranks_of(node).index(rank) % len(others)]

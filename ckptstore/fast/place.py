@@ -1,0 +1,123 @@
+"""What one process of a job has of the fast tier, once its job has claimed the store and its ranks have met."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ckptstore.errors import CkptstoreError
+from ckptstore.fast.certificate import Certificate, held_by
+from ckptstore.fast.members import Members
+from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.fast.tier import FastTier
+from ckptstore.format.layout import Attempt
+from ckptstore.runtime.fork import in_forked_child
+from ckptstore.transfer import Transfer
+
+logger = logging.getLogger("ckptstore")
+
+
+@dataclass(kw_only=True)
+class FastPlace:
+    """The fast tier as one process of a job sees it. Safe for threads."""
+
+    tier: FastTier
+    disk: NodeDisk
+    transfer: Transfer
+    """Moves bytes to the disk of this node."""
+    members: Members
+    claim_number: int
+    claim_sha256: str
+    """Of the record by which the job claimed the store: certificates name it."""
+    epoch: int
+    saved: list[str] = field(default_factory=list)
+    """Reporter: the attempts on this node that are certified, here or perhaps on another node; the oldest first."""
+    _in_use: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        in_forked_child(self, FastPlace._after_fork)
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    @property
+    def in_use(self) -> frozenset[str]:
+        """The attempts that this process saves, drains or loads now."""
+        with self._lock:
+            return frozenset(self._in_use)
+
+    @contextmanager
+    def using(self, attempt: str) -> Iterator[None]:
+        """Keep this process from deleting an attempt while the context lasts."""
+        self.hold(attempt)
+        try:
+            yield
+        finally:
+            self.release(attempt)
+
+    def hold(self, attempt: str) -> None:
+        """Keep this process from deleting an attempt, until `release`."""
+        with self._lock:
+            self._in_use[attempt] += 1
+
+    def release(self, attempt: str) -> None:
+        """Undo one `hold`."""
+        with self._lock:
+            self._in_use[attempt] -= 1
+            self._in_use += Counter()  # what is not held any more is left out
+
+    def certificate(self, manifest_data: bytes, save_number: int) -> Certificate:
+        """That of a save of this job whose files lie where its ranks, and with two copies their partners, are."""
+        members = self.members
+        nodes = {node: list(members.ranks_of(node)) for node in members.all_nodes}
+        if self.tier.copies == 2:
+            for node in members.all_nodes:
+                nodes[members.partner_of(node)] += members.ranks_of(node)
+        return Certificate(
+            manifest_data=manifest_data,
+            save_number=save_number,
+            claim_number=self.claim_number,
+            claim_sha256=self.claim_sha256,
+            holders=held_by(nodes),
+        )
+
+    def held_ranks(self) -> tuple[int, ...]:
+        """The ranks whose files this node holds of a save of this job."""
+        members = self.members
+        ranks = list(members.ranks_of(members.node))
+        if self.tier.copies == 2:
+            ranks += [
+                rank
+                for node in members.all_nodes
+                if members.partner_of(node) == members.node
+                for rank in members.ranks_of(node)
+            ]
+        return tuple(sorted(set(ranks)))
+
+    def has_saved(self, attempt: Attempt) -> None:
+        """Reporter: an attempt is certified, or perhaps is. Every rank of the node has left the saves before it.
+
+        What is superseded goes, and so does what failed saves of this job have left. It needs no look at the log: a
+        later job marks its epoch on this disk before it looks, and no job of a lower one deletes after that. A failure
+        is only logged: the next save tries again.
+        """
+        self.saved.append(str(attempt))
+        old = [name for name in self.saved[: -self.tier.keep] if name not in self.in_use]
+        try:
+            for other in self.disk.attempts():
+                if str(other) in old or (other.epoch == self.epoch and str(other) not in self.saved):
+                    self.disk.delete_as(self.epoch, other)
+        except CkptstoreError as error:
+            logger.warning("old fast checkpoints on %s could not be deleted: %s", self.disk.node, error)
+        else:
+            self.saved = [name for name in self.saved if name not in old]
+
+    def close(self) -> None:
+        """Give threads and buffers back."""
+        self.transfer.close()
+        self.disk.storage.close()

@@ -1,0 +1,151 @@
+"""The keeper of fast checkpoints: files on the disks of the nodes, and a certificate on each that says they are whole.
+
+The first certificate that is written is the commit. No request to the store is made once the job has claimed it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptstore.errors import CkptstoreError, StepExists, StorageError, StoreFenced
+from ckptstore.events import FastCommitted, emit
+from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.place import FastPlace
+from ckptstore.format.layout import Attempt
+from ckptstore.group import Beat, Group
+from ckptstore.job import Job
+from ckptstore.retention import check_required
+from ckptstore.saving.commit import manifest_of
+from ckptstore.saving.request import Request
+from ckptstore.saving.shard import Contents, Decision
+from ckptstore.saving.story import remove_files
+from ckptstore.storage.base import Storage
+
+logger = logging.getLogger("ckptstore")
+
+
+class FastKeeper:
+    """See `ckptstore.saving.story.Keeper`; it keeps certificates. One for each save."""
+
+    def __init__(self, job: Job, place: FastPlace) -> None:
+        self._job, self._place = job, place
+        self._save_number = 0
+
+    @property
+    def storage(self) -> Storage:
+        """What lies on the disk of this node."""
+        return self._place.disk.storage
+
+    @property
+    def rank(self) -> int:
+        """This process in its job."""
+        return self._place.members.rank
+
+    def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
+        """See `Keeper.begin`. Raises StepExists, StoreFenced where this node knows of a later job, InvalidMetric."""
+        job, place = self._job, self._place
+        check_required(job.policy, request.metrics, missing=job.missing)
+        if job.is_fenced or place.disk.marked_epoch() > place.epoch:
+            raise StoreFenced(
+                "A later job has claimed the store",
+                hint="Stop this job, or start it again to take the store over",
+            )
+        if request.options["exists"] == "error":
+            self._refuse_existing(request.step)
+        return {**job.claimed(), "attempt": str(job.new_attempt(request.step)), "save_number": job.next_save_number()}
+
+    def attempt(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
+        """See `Keeper.attempt`."""
+        self._save_number = begun["save_number"]
+        attempt = Attempt.parse(begun["attempt"])
+        assert attempt is not None  # the leader has just made it up
+        return attempt
+
+    def lane(self, attempt: Attempt) -> str:
+        """See `Keeper.lane`."""
+        return str(attempt)
+
+    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
+        """See `Keeper.publish`: the certificate that every node will have."""
+        place = self._place
+        for name in contents.directories:
+            place.disk.storage.make_directory(attempt.key(name))
+        beat()
+        world_size = len(place.members.nodes)
+        manifest = manifest_of(request, attempt, contents, store_id=self._job.store_id(), world_size=world_size)
+        return place.certificate(manifest.encode(), self._save_number).encode()
+
+    def outcome(self, lane: Group, attempt: Attempt, published: bytes) -> Certificate:
+        """See `Keeper.outcome`: every node writes its certificate, and all hear whether one did. Collective.
+
+        An error says that the checkpoint may be there (`committed` None): a certificate whose write failed may be.
+        """
+        members = self._place.members
+
+        def certify(_beat: Beat) -> bytes:
+            if not members.is_reporter:
+                return b"null"
+            try:
+                self._place.disk.certify(published, ranks=self._place.held_ranks())
+            except CkptstoreError as error:
+                return json.dumps(f"{members.node}: {error.message}").encode()
+            finally:
+                self._place.has_saved(attempt)
+            return b'""'
+
+        def judge(answers: list[bytes], _beat: Beat) -> bytes:
+            failures = [text for answer in answers if (text := json.loads(answer))]
+            if len(failures) == len(members.all_nodes):
+                raise StorageError(f"No node could certify the checkpoint: {'; '.join(failures)}", step=attempt.step)
+            return json.dumps(failures).encode()
+
+        try:
+            failures = json.loads(lane.exchange("certify", certify, judge))
+        except CkptstoreError as error:
+            error.committed = None
+            raise
+        for text in failures:
+            logger.warning("step %d has no certificate on a node: %s", attempt.step, text)
+        return Certificate.decode(published)
+
+    def find(self, attempt: Attempt) -> Certificate | None:
+        """See `Keeper.find`: on the disk of this node."""
+        try:
+            return self._place.disk.certificate(attempt)
+        except CkptstoreError:
+            return None
+
+    def discard(self, attempt: Attempt) -> None:
+        """See `Keeper.discard`: on each node one rank removes what lies there."""
+        if self._place.members.is_reporter:
+            remove_files(self.storage, attempt)
+
+    def committed(self, kept: Certificate, *, seconds: float, slowest: Sequence[Any]) -> None:
+        """See `Keeper.committed`."""
+        manifest = kept.manifest
+        emit(
+            FastCommitted(
+                step=manifest.step,
+                attempt=manifest.attempt,
+                rank=self.rank,
+                size_bytes=manifest.size_bytes,
+                seconds=seconds,
+                world_size=manifest.world_size,
+                num_nodes=len(kept.holders),
+                slowest_rank=slowest[0] if slowest else None,
+                slowest_by_seconds=slowest[1] if slowest else 0.0,
+                save_number=kept.save_number,
+                store=self._job.storage.uri,
+                metrics=dict(manifest.metrics),
+            )
+        )
+
+    def _refuse_existing(self, step: int) -> None:
+        """Raise StepExists for a step that is in the store, or on the disk of the leader's node."""
+        job, disk = self._job, self._place.disk
+        found = any(candidate.step == step for candidate in job.candidates(job.log.newest()))
+        if found or any(other.step == step and disk.certificate(other) for other in disk.attempts()):
+            raise StepExists(f"Step {step} is saved already", step=step, hint='Use exists="replace" to replace it')
