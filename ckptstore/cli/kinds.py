@@ -60,7 +60,8 @@ class Size(_Kind):
             like = "3GB/s, 2.5GiB/s or 400Gbit/s" if self.is_speed else "80GB, 1.5TB or 1.5TiB"
             self.fail(f"{value!r} is not like {like}", param, ctx)
         factor = (1024 if match[3] else 1000) ** _PREFIXES.index((match[2] or "").upper())
-        return float(match[1]) * factor / (8 if match[4] == "bit" else 1)
+        bytes_each: float = factor / (8 if match[4] == "bit" else 1)
+        return float(match[1]) * bytes_each
 
 
 class Share(_Kind):

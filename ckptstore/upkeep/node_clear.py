@@ -1,0 +1,189 @@
+"""What the log says of the fast checkpoints of a node, and how they are deleted from outside of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckptstore.errors import CheckpointDamaged, CkptstoreError
+from ckptstore.fast.candidates import foreign, void_reason
+from ckptstore.fast.sweep import SweepView, sweep
+from ckptstore.format.layout import HINT_KEY, MANIFEST_NAME
+from ckptstore.format.manifest import sha256_of
+from ckptstore.format.record import Record
+from ckptstore.job import Job
+from ckptstore.storage.base import Storage
+from ckptstore.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory
+
+Standing = Literal["durable", "void", "only-here", "unfinished", "damaged", "foreign", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogView:
+    """What the log of one store says, as far as its fast checkpoints need it."""
+
+    uri: str
+    store_id: str
+    storage: Storage
+    newest: Record | None
+    """None where the log is empty."""
+    live: Mapping[str, Record] = field(default_factory=dict)
+    """By attempt."""
+    trashed: Mapping[str, Record] = field(default_factory=dict)
+    """By attempt."""
+    claims: Mapping[int, Record] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a fast checkpoint is to its store."""
+
+    standing: Standing
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleared:
+    """What became of one attempt directory, or would."""
+
+    store_id: str
+    found: HeldAttempt
+    judged: Judged
+    left: str = ""
+    """Why it was not deleted; "" where it was."""
+
+
+def read_log(job: Job, store_id: str, found: Iterable[HeldAttempt]) -> LogView:
+    """Ask the log what it knows of these. Raises CheckpointDamaged where it cannot be read, or where only the hint
+    knows its newest record; StorageError."""
+    log, newest = job.log, job.log.newest()
+    if newest is None:
+        return LogView(uri=job.storage.uri, store_id=store_id, storage=job.storage, newest=None)
+    there = log.found([newest.number])[0]
+    if not isinstance(there, Record) or there.sha256 != newest.sha256:
+        raise CheckpointDamaged(
+            f"{HINT_KEY} names record {newest.number}, which is not in the log of {job.storage.uri}",
+            file=HINT_KEY,
+            hint="The store was copied, or changed by hand. The next save mends the hint",
+        )
+    state = newest.state
+    numbers = sorted({each.certificate.claim_number for each in found if each.certificate is not None})
+    claims = zip(numbers, log.found(numbers), strict=True)
+    return LogView(
+        uri=job.storage.uri,
+        store_id=store_id,
+        storage=job.storage,
+        newest=newest,
+        live={record.entry.attempt: record for record in log.records(state.live)},
+        trashed={record.entry.attempt: record for record in log.records(state.trash)},
+        claims={number: record for number, record in claims if isinstance(record, Record)},
+    )
+
+
+def judge(found: HeldAttempt, view: LogView | None) -> Judged:
+    """What an attempt on this node is to its store. Without a view nothing is known."""
+    if view is None:
+        return Judged("unknown", "its store was not asked")
+    name, certificate = str(found.attempt), found.certificate
+    record, removed = view.live.get(name), view.trashed.get(name)
+    if certificate is None:
+        if record is not None:
+            return Judged("durable", f"record {record.number} has it")
+        if removed is not None and view.newest is not None:
+            return Judged("void", f"it was removed by record {view.newest.state.trash[removed.number]}")
+        if found.fault:
+            return Judged("damaged", f"its certificate cannot be read: {found.fault}")
+        return Judged("unfinished", "it has no certificate here; another node may have one")
+    if why := foreign(certificate, view.claims, store_id=view.store_id):
+        return Judged("foreign", why)
+    if record is not None and record.entry.manifest_sha256 != sha256_of(certificate.manifest_data):
+        return Judged("foreign", f"its manifest is not the one that record {record.number} names")
+    if record is not None:
+        return Judged("durable", f"record {record.number} has it")
+    if view.newest is not None and (why := void_reason(certificate, view.newest.state, view.trashed)):
+        return Judged("void", why)
+    return Judged("only-here", "the store does not have it")
+
+
+def sweepable(found: Sequence[HeldAttempt], view: LogView, *, keep: int) -> dict[str, str]:
+    """What the job that owns the store would delete here, once it has resumed: the reasons by attempt. What it uses at
+    that moment would stay."""
+    if view.newest is None:
+        return {}
+    sight = SweepView(
+        newest=view.newest,
+        committed=[*view.live.values(), *view.trashed.values()],
+        claims=view.claims,
+        store_id=view.store_id,
+        epoch=view.newest.state.epoch,
+        has_resumed=True,
+    )
+    readable = {each.attempt: each.certificate for each in found if not each.fault}
+    return {str(deletion.attempt): deletion.reason for deletion in sweep(readable, sight, keep=keep)}
+
+
+def clear(
+    inventory: Inventory,
+    stores: Sequence[HeldStore],
+    views: Mapping[str, LogView],
+    *,
+    lose: bool = False,
+    dry_run: bool = False,
+) -> list[Cleared]:
+    """Delete attempt directories of these stores, each with its certificate first; say what was left, and why.
+
+    A fast checkpoint goes if the store has it, with all files and their sizes, or if nobody may resume from it. With
+    `lose` any other goes too. Where the directory, or the part of a store, is not private to this user, nothing goes.
+
+    It holds the lock that jobs hold while they delete, and deletes nothing where a job with a later writer epoch has
+    come meanwhile. It does not know whether a job uses what it deletes: such a job may lose a save that goes on, or a
+    fast checkpoint that is complete. It never loads a wrong one, for it compares sizes and digests.
+    """
+    cleared = []
+    for store in stores:
+        view = views.get(store.store_id)
+        unsafe = inventory.privacy_fault or store.privacy_fault
+        for found in store.attempts:
+            judged = judge(found, view)
+            left = unsafe or _why_left(found, judged, view, lose=lose)
+            if not left and not dry_run:
+                left = _delete(store, found)
+            cleared.append(Cleared(store_id=store.store_id, found=found, judged=judged, left=left))
+    return cleared
+
+
+def _why_left(found: HeldAttempt, judged: Judged, view: LogView | None, *, lose: bool) -> str:
+    if lose or judged.standing == "void":
+        return ""
+    if judged.standing == "durable" and view is not None:
+        return _lacking(found, view)
+    return judged.reason
+
+
+def _lacking(found: HeldAttempt, view: LogView) -> str:
+    """What the store should have of a checkpoint and has not, as a listing shows it. A record is not enough: somebody
+    may have deleted files behind the store's back, and this may be the last copy."""
+    prefix = found.attempt.prefix
+    try:
+        sizes = {file.key.removeprefix(prefix): file.size_bytes for file in view.storage.list(prefix)}
+    except CkptstoreError as error:
+        return f"its files in the store could not be listed: {error.message}"
+    receipts = found.certificate.manifest.files if found.certificate else ()
+    lacking = [receipt.name for receipt in receipts if sizes.get(receipt.name) != receipt.size_bytes]
+    lacking += [MANIFEST_NAME] if MANIFEST_NAME not in sizes else []
+    if not lacking:
+        return ""
+    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    return f"{judge(found, view).reason}, and its directory there lacks {lacking[0]}{more}"
+
+
+def _delete(store: HeldStore, found: HeldAttempt) -> str:
+    """Why it is still there, "" if it is not."""
+    try:
+        store.disk.delete_as(store.epoch, found.attempt)
+    except CkptstoreError as error:
+        return error.message
+    if store.disk.storage.local_path(found.attempt.prefix.rstrip("/")).exists():
+        return "its files were deleted, and its directory is not empty: it has links, or a job writes to it now"
+    return ""
