@@ -259,7 +259,9 @@ def _echo_cleared(found: Sequence[Cleared], broken: Mapping[str, str], *, dry_ru
         click.echo(f"left: {what}: {printable(each.left)}" if each.left else f"{verb}: {what}")
     for store_id, why in broken.items():
         click.echo(f"left: {store_id}: {printable(why)}")
-    if any(each.left and each.judged.standing not in ("durable", "void") for each in found):
-        click.echo(f"Give --store to ask what is durable, or {_LOSE}.", err=True)
+    if any(each.left and each.judged.standing == "unknown" for each in found):
+        click.echo("Give --store, to know what is durable", err=True)
+    elif any(each.left and each.judged.standing not in ("durable", "void") for each in found):
+        click.echo(f"Give {_LOSE} to delete the only copies too", err=True)
     if not found and not broken:
         click.echo("nothing to delete")
