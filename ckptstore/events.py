@@ -271,7 +271,8 @@ class CheckpointSkipped(Event):
 
     level: ClassVar[int] = logging.WARNING
     step: int
-    number: int
+    number: int | None
+    """None for one that no record has: it is on the disks of nodes alone."""
     reason: str
 
     def line(self) -> str:
@@ -283,7 +284,8 @@ class CheckpointResumed(Event):
     """A job goes on from a checkpoint. The log of rank 0 has its line at INFO, that of others at DEBUG."""
 
     step: int
-    number: int
+    number: int | None
+    """None for one that no record has: it is on the disks of nodes alone."""
     rank: int
     epoch: int
     store: str

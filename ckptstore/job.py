@@ -17,7 +17,6 @@ from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, Store
 from ckptstore.events import PruneFailed, ResumeForgotten, emit
 from ckptstore.fast import opening
 from ckptstore.fast.members import Members
-from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.fast.place import FastPlace
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.changes import Claim, StoreState
@@ -161,8 +160,12 @@ class Job:
 
     def next_save_number(self, newest: StoreState | None = None) -> int:
         """Leader: the number of the next save of this epoch, above those of the saves that `newest` knows."""
-        self._save_number = max(self._save_number, 0 if newest is None else newest.save_number) + 1
+        self._save_number = self._save_number + 1 if newest is None else self.peek_save_number(newest)
         return self._save_number
+
+    def peek_save_number(self, newest: StoreState) -> int:
+        """Leader: what `next_save_number` will be, if no save is committed before."""
+        return max(self._save_number, newest.save_number) + 1
 
     def open_fast(self, *, step: int | None = None) -> FastPlace:
         """The fast tier of this process, for a job that asked for one. Collective when it is called first.
@@ -179,21 +182,36 @@ class Job:
             nodes = opening.agree(parts)
             if self.epoch is None:
                 self.claim(None) if step is None else self.claim_to_save(step)
-            return {**self.claimed(), "store_id": self.store_id(), "nodes": nodes}
+            return {
+                **self.claimed(),
+                "store_id": self.store_id(),
+                "nodes": nodes,
+                "is_one_machine": len({part["machine"] for part in parts}) == 1,
+                "token": secrets.token_hex(32),
+            }
 
         told = self.exchange("fast tier", lambda _beat: opening.asked(tier, self.group), join)
         self.join_claim(told)
         assert self.epoch is not None  # claimed above
         assert self._claim is not None
-        epoch, members = self.epoch, Members(tuple(told["nodes"]), self.group.rank)
-        opened: list[NodeDisk] = []
-
-        def look(_beat: Beat) -> Any:
-            opened.append(opening.open_disk(tier, told["store_id"], members, config=self.config, epoch=epoch))
-            return opened[0].identity()
-
-        self.exchange("node disks", look, lambda parts, _beat: opening.check_shared_disks(parts, members.nodes))
-        self.fast = opening.place_on(opened[0], tier, members, config=self.config, claim=self._claim, epoch=epoch)
+        arrival = opening.Arrival(
+            tier=tier,
+            members=Members(tuple(told["nodes"]), self.group.rank),
+            config=self.config,
+            epoch=self.epoch,
+            claim=self._claim,
+            told=told,
+        )
+        try:
+            addresses = self.exchange(
+                "node disks",
+                lambda _beat: arrival.come(),
+                lambda parts, _beat: opening.join_arrivals(parts, arrival.members),
+            )
+        except BaseException:
+            arrival.leave()
+            raise
+        self.fast = arrival.enter(addresses)
         self._at_close.callback(self.fast.close)
         return self.fast
 

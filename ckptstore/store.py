@@ -278,8 +278,8 @@ class CheckpointStore(Catalogue):
         Raises NoUsableCheckpoint when there are checkpoints and none of them can be used, StateMismatch.
         """
         if state is None:
-            record = resume(self._in_turn())
-            return self._checkpoint(record) if record else None
+            files = resume(self._in_turn())
+            return Checkpoint(files) if files else None
         asked = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
         return self._load(state, claim=True, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
 
@@ -323,7 +323,7 @@ class CheckpointStore(Catalogue):
         from ckptstore.loading.load_state import LoadOptions, load_newest
 
         found = load_newest(self._in_turn(), state, LoadOptions(**options), claim=claim, order=order)
-        return Checkpoint(files_of(self._job, found[0]), load_report=found[1]) if found else None
+        return Checkpoint(found[0], load_report=found[1]) if found else None
 
 
 def save_shard(store: CheckpointStore, make: Callable[[Job], tuple[Request, Shard]]) -> Checkpoint:

@@ -8,7 +8,8 @@ always counts; what nodes hold of it saves requests.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ckptstore.fast.certificate import Certificate
 from ckptstore.format.changes import Claim, StoreState
@@ -29,6 +30,15 @@ class NodeSighting:
     """Why the certificate that is there cannot be read."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The size of each file by its name, without the certificate."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the leader."""
+        return {**asdict(self), "sizes": dict(self.sizes)}
+
+    @staticmethod
+    def from_json(told: Mapping[str, Any]) -> NodeSighting:
+        """What `to_json` returned on a rank of this job."""
+        return NodeSighting(**told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

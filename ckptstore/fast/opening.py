@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.members import Members
 from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.fast.node_server import NodeClient, NodeServer
 from ckptstore.fast.place import FastPlace
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.timings import clean_node
@@ -19,7 +21,7 @@ from ckptstore.transfer import Transfer
 def asked(tier: FastTier, group: Group) -> dict[str, Any]:
     """What a rank tells the leader of the tier that it was given. As JSON."""
     same = {"copies": tier.copies, "keep": tier.keep, "drain": repr(tier.drain), "rate": tier.drain_bytes_per_second}
-    return {"node": clean_node(tier.node or group.node), "same": same}
+    return {"node": clean_node(tier.node or group.node), "machine": group.node, "same": same}
 
 
 def agree(parts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -42,39 +44,81 @@ def agree(parts: Sequence[Mapping[str, Any]]) -> list[str]:
     return nodes
 
 
-def check_shared_disks(parts: Sequence[Sequence[int]], nodes: Sequence[str]) -> None:
-    """Leader: raise InvalidInput where processes of one node were given different directories."""
-    first: dict[str, tuple[int, Sequence[int]]] = {}
-    for rank, (node, identity) in enumerate(zip(nodes, parts, strict=True)):
-        other, found = first.setdefault(node, (rank, identity))
-        if list(found) != list(identity):
-            raise InvalidInput(
-                f"Ranks {other} and {rank} are on {node} and were given different directories for fast checkpoints",
-                ranks=(other, rank),
-                hint="Give all processes of a node the same path",
+@dataclass(kw_only=True)
+class Arrival:
+    """A process that has come to its node's disk, before it knows how the others can be reached."""
+
+    tier: FastTier
+    members: Members
+    config: StoreConfig
+    epoch: int
+    claim: tuple[int, str]
+    told: Mapping[str, Any]
+    """What the leader told all: "store_id", "token", "is_one_machine"."""
+    _disk: NodeDisk | None = None
+    _server: NodeServer | None = None
+
+    def come(self) -> dict[str, Any]:
+        """Open the disk. The reporter of a node says there which job has come, and serves its files if there are other
+        nodes. As JSON what the leader has to know. Raises what `NodeDisk` and `NodeServer` raise."""
+        transfer, tier, told = self.config.transfer, self.tier, self.told
+        self._disk = disk = NodeDisk.open(
+            tier.path,
+            told["store_id"],
+            node=self.members.node,
+            durable=transfer.durable,
+            direct_io=transfer.direct_io,
+        )
+        if self.members.is_reporter:
+            disk.mark_epoch(self.epoch)
+            if len(self.members.all_nodes) > 1:
+                self._server = NodeServer(
+                    disk, told["token"], interface=tier.interface, is_one_machine=told["is_one_machine"]
+                )
+        return {"identity": disk.identity(), "addresses": self._server.addresses if self._server else []}
+
+    def enter(self, addresses: Mapping[str, Sequence[Sequence[Any]]]) -> FastPlace:
+        """The fast tier of this process, which reaches the other nodes at these addresses."""
+        assert self._disk is not None  # `come` was called
+        config = self.config
+        clients = {
+            node: NodeClient(
+                node,
+                [(host, port) for host, port in found],
+                self.told["token"],
+                timeout_seconds=config.rank_timeout_seconds / 4,  # less than what a rank waits for another one
             )
+            for node, found in addresses.items()
+            if node != self.members.node
+        }
+        return FastPlace(
+            tier=self.tier,
+            disk=self._disk,
+            transfer=Transfer(self._disk.storage, config=config.transfer, retry=config.retry, rank=self.members.rank),
+            members=self.members,
+            claim_number=self.claim[0],
+            claim_sha256=self.claim[1],
+            epoch=self.epoch,
+            server=self._server,
+            clients=clients,
+        )
+
+    def leave(self) -> None:
+        """Some rank could not come: serve nobody."""
+        if self._server is not None:
+            self._server.close()
 
 
-def open_disk(tier: FastTier, store_id: str, members: Members, *, config: StoreConfig, epoch: int) -> NodeDisk:
-    """The disk of this node, on which its reporter says that this job is there. Raises what `NodeDisk` raises."""
-    transfer = config.transfer
-    disk = NodeDisk.open(tier.path, store_id, node=members.node, durable=transfer.durable, direct_io=transfer.direct_io)
-    if members.is_reporter:
-        disk.mark_epoch(epoch)
-    return disk
-
-
-def place_on(
-    disk: NodeDisk, tier: FastTier, members: Members, *, config: StoreConfig, claim: tuple[int, str], epoch: int
-) -> FastPlace:
-    """The fast tier of this process."""
-    transfer = Transfer(disk.storage, config=config.transfer, retry=config.retry, rank=members.rank)
-    return FastPlace(
-        tier=tier,
-        disk=disk,
-        transfer=transfer,
-        members=members,
-        claim_number=claim[0],
-        claim_sha256=claim[1],
-        epoch=epoch,
-    )
+def join_arrivals(parts: Sequence[Mapping[str, Any]], members: Members) -> dict[str, Any]:
+    """Leader: where each node can be reached. Raises InvalidInput where processes of one node were given different
+    directories."""
+    for node in members.all_nodes:
+        first, *others = members.ranks_of(node)
+        for rank in others:
+            if list(parts[rank]["identity"]) != list(parts[first]["identity"]):
+                raise InvalidInput(
+                    f"Ranks {first} and {rank} are on {node} and were given different directories for fast checkpoints",
+                    ranks=(first, rank),
+                    hint="Give all processes of a node the same path",
+                )
+    return {node: parts[members.reporter_of(node)]["addresses"] for node in members.all_nodes}

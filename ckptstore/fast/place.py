@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.fast.certificate import Certificate, held_by
 from ckptstore.fast.members import Members
 from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.fast.node_server import NodeClient, NodeServer
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.layout import Attempt
 from ckptstore.runtime.fork import in_forked_child
@@ -36,6 +37,10 @@ class FastPlace:
     epoch: int
     saved: list[str] = field(default_factory=list)
     """Reporter: the attempts on this node that are certified, here or perhaps on another node; the oldest first."""
+    server: NodeServer | None = None
+    """Reporter: what serves the files of this node to the others. None with one node."""
+    clients: Mapping[str, NodeClient] = field(default_factory=dict)
+    """What reaches the other nodes, by name."""
     _in_use: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -86,6 +91,10 @@ class FastPlace:
             holders=held_by(nodes),
         )
 
+    def partner(self) -> NodeClient:
+        """What reaches the node that has the second copies of this one's files."""
+        return self.clients[self.members.partner_of(self.members.node)]
+
     def held_ranks(self) -> tuple[int, ...]:
         """The ranks whose files this node holds of a save of this job."""
         members = self.members
@@ -118,6 +127,10 @@ class FastPlace:
             self.saved = [name for name in self.saved if name not in old]
 
     def close(self) -> None:
-        """Give threads and buffers back."""
+        """Give threads, connections and buffers back."""
+        for client in self.clients.values():
+            client.close()
+        if self.server is not None:
+            self.server.close()
         self.transfer.close()
         self.disk.storage.close()

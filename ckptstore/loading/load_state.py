@@ -19,6 +19,7 @@ from ckptstore.format.manifest import Manifest
 from ckptstore.format.record import Record
 from ckptstore.group import Beat, Group
 from ckptstore.job import Job
+from ckptstore.loading import fast_newest
 from ckptstore.loading.index_read import read_own_parts
 from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
 from ckptstore.loading.load_watch import LoadWatch, watched
@@ -67,7 +68,7 @@ class LoadOptions:
 
 def load_newest(
     job: Job, state: Mapping[str, Any], options: LoadOptions, *, claim: bool, order: Order = newest_first
-) -> tuple[Record, LoadReport] | None:
+) -> tuple[CheckpointFiles, LoadReport] | None:
     """Load the newest checkpoint that is whole, the same on all ranks; None in an empty store. Collective.
 
     With `claim` the store is claimed first. `order` says which one is tried when. A damaged checkpoint moves all ranks
@@ -75,18 +76,22 @@ def load_newest(
     when no checkpoint is left (the state may hold anything then), StateMismatch for one that does not fit.
     """
     group = job.group
+    is_fast = claim and job.fast_tier is not None and order is newest_first
     with watched(group.rank, job.storage.uri) as load:
+        seen = fast_newest.look(job) if is_fast else None
         found = first_usable(
-            _candidates(job, load, claim=claim, order=order),
-            lambda record: _load(group, files_of(job, record), state, options, load),
+            seen.candidates if seen is not None else _candidates(job, load, claim=claim, order=order),
+            lambda files: _load(group, files, state, options, load),
             no_beat,
         )
+        if seen is not None:
+            fast_newest.resumed(job, seen, None if found is None else found[0])
     if found is not None and claim:
         told_resumed(job, found[0])
     return found
 
 
-def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list[Record]:
+def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list[CheckpointFiles]:
     """The live checkpoints, in the order to try them, as the leader sees them."""
 
     def join(_parts: list[Any], _beat: Beat) -> Any:
@@ -105,7 +110,7 @@ def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list
     load.hear(told)
     if told["claimed"] is not None:
         job.join_claim(told["claimed"])
-    return [Record.decode(text.encode(), number) for number, text in told["records"]]
+    return [files_of(job, Record.decode(text.encode(), number)) for number, text in told["records"]]
 
 
 def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:

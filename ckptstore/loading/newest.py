@@ -10,8 +10,9 @@ from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
+from ckptstore.loading import fast_newest
 from ckptstore.loading.load_watch import watched
-from ckptstore.loading.story import files_of
+from ckptstore.loading.story import CheckpointFiles, files_of
 
 T = TypeVar("T")
 
@@ -24,8 +25,10 @@ def newest_first(numbers: Sequence[int]) -> Iterable[int]:
     return reversed(numbers)
 
 
-def resume(job: Job, *, order: Order = newest_first) -> Record | None:
-    """Claim, and return the record of the newest whole checkpoint; None in an empty store. Collective."""
+def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
+    """Claim, and return the newest whole checkpoint; None in an empty store. Collective."""
+    if job.fast_tier is not None and order is newest_first:
+        return _resume_fast(job)
 
     with watched(job.group.rank, job.storage.uri) as load:
 
@@ -43,21 +46,42 @@ def resume(job: Job, *, order: Order = newest_first) -> Record | None:
         number, text = told["record"]
         record = Record.decode(text.encode(), number)
         load.found(record.entry.step, record)
-    told_resumed(job, record)
-    return record
+    files = files_of(job, record)
+    told_resumed(job, files)
+    return files
 
 
-def told_resumed(job: Job, record: Record) -> None:
+def _resume_fast(job: Job) -> CheckpointFiles | None:
+    """The same, where nodes may have newer ones."""
+    with watched(job.group.rank, job.storage.uri) as load:
+        seen = fast_newest.look(job)
+
+        def check(_beat: Beat) -> Any:
+            found = first_usable(seen.candidates, lambda files: files.check_complete(files.read_manifest()[0]), _beat)
+            return None if found is None else seen.candidates.index(found[0])
+
+        chosen = job.exchange("choose", lambda beat: check(beat) if job.is_leader else None, lambda parts, _: parts[0])
+        files = None if chosen is None else seen.candidates[chosen]
+        if files is not None:
+            load.found(files.step, files.record)
+        fast_newest.resumed(job, seen, files)
+    if files is not None:
+        told_resumed(job, files)
+    return files
+
+
+def told_resumed(job: Job, files: CheckpointFiles) -> None:
     """Tell listeners from where this job goes on."""
     assert job.epoch is not None  # a job that resumes has claimed
+    record = files.record
     emit(
         CheckpointResumed(
-            step=record.entry.step,
-            number=record.number,
+            step=files.step,
+            number=files.number,
             rank=job.group.rank,
             epoch=job.epoch,
             store=job.storage.uri,
-            created_at=record.entry.created_at,
+            created_at=record.entry.created_at if record else files.read_manifest()[0].created_at,
         )
     )
 
@@ -68,27 +92,28 @@ def first_whole(job: Job, numbers: Iterable[int], beat: Beat) -> Record | None:
     Raises NoUsableCheckpoint as `first_usable` does.
     """
 
-    def check(record: Record) -> None:
-        files = files_of(job, record)
+    def check(files: CheckpointFiles) -> None:
         with files.held():
             files.check_complete(files.read_manifest()[0])
 
-    found = first_usable((job.log.records([number])[0] for number in numbers), check, beat)
-    return found[0] if found else None
+    found = first_usable((files_of(job, job.log.records([number])[0]) for number in numbers), check, beat)
+    return found[0].record if found else None
 
 
-def first_usable(records: Iterable[Record], use: Callable[[Record], T], beat: Beat) -> tuple[Record, T] | None:
+def first_usable(
+    candidates: Iterable[CheckpointFiles], use: Callable[[CheckpointFiles], T], beat: Beat
+) -> tuple[CheckpointFiles, T] | None:
     """The first checkpoint that `use` does not find damaged, with what it returned; None where there are none.
 
     Raises NoUsableCheckpoint, which says what is wrong with each, when there are some and none can be used.
     """
     reasons = []
-    for record in records:
+    for files in candidates:
         try:
-            return record, use(record)
+            return files, use(files)
         except (CheckpointDamaged, CheckpointGone, InvalidName) as error:
-            emit(CheckpointSkipped(step=record.entry.step, number=record.number, reason=str(error)))
-            reasons.append(f"step {record.entry.step}: {error}")
+            emit(CheckpointSkipped(step=files.step, number=files.number, reason=str(error)))
+            reasons.append(f"step {files.step}: {error}")
             beat()
     if reasons:
         raise NoUsableCheckpoint(f"None of {len(reasons)} checkpoints can be used: {'; '.join(reasons)}")

@@ -75,6 +75,18 @@ class CheckpointFiles:
         )
 
     @property
+    def step(self) -> int:
+        """The step that was saved, as the record or certificate says; that of the manifest elsewhere."""
+        if self.record is not None:
+            return self.record.entry.step
+        return self.read_manifest()[0].step
+
+    @property
+    def number(self) -> int | None:
+        """That of the record; None where there is none."""
+        return None if self.record is None else self.record.number
+
+    @property
     def uri(self) -> str:
         """Where the files lie."""
         return f"{self.storage.uri.rstrip('/')}/{self.prefix}".rstrip("/")
@@ -374,15 +386,16 @@ def download_files(
             (path / name).mkdir(parents=True, exist_ok=True)
 
 
-def fast_files_of(job: Job, certificate: Certificate) -> CheckpointFiles:
-    """The files of a fast checkpoint that are on this node. The job has opened its fast tier."""
+def fast_files_of(job: Job, certificate: Certificate, record: Record | None = None) -> CheckpointFiles:
+    """The files of a fast checkpoint that are on this node. The job has opened its fast tier. `record` committed it, if
+    it is durable."""
     assert job.fast is not None  # it is where the certificate comes from
     return CheckpointFiles(
         storage=job.fast.disk.storage,
         transfer=job.fast.transfer,
         config=job.config,
         prefix=certificate.attempt.prefix,
-        record=None,
+        record=record,
         job=job,
         certificate=certificate,
     )

@@ -13,6 +13,7 @@ from typing import Any
 from ckptstore.errors import CkptstoreError, StepExists, StorageError, StoreFenced
 from ckptstore.events import FastCommitted, emit
 from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.partner import copy_to_partner
 from ckptstore.fast.place import FastPlace
 from ckptstore.format.layout import Attempt
 from ckptstore.group import Beat, Group
@@ -73,6 +74,11 @@ class FastKeeper:
         place = self._place
         for name in contents.directories:
             place.disk.storage.make_directory(attempt.key(name))
+        if place.tier.copies == 2 and contents.pending:
+            place.disk.storage.persist([attempt.key(name) for name in contents.pending])
+            own = {receipt.name: receipt for receipt in contents.receipts}
+            crcs = {name: crc for name in contents.pending if (crc := own[name].crc32c) is not None}
+            copy_to_partner(place, attempt, crcs, beat=beat)
         beat()
         world_size = len(place.members.nodes)
         manifest = manifest_of(request, attempt, contents, store_id=self._job.store_id(), world_size=world_size)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput, RankFailed, StorageFull
 from ckptstore.events import FastFull, StateStaged, emit
 from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.partner import DoubledUpload
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
@@ -59,7 +60,7 @@ class StateSaver:
     def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock) -> Saved:
         """Save a state; returns when it is committed, or on the disks of the nodes with a fast tier. Collective."""
         target = self._target(request, options)
-        shard = self._shard(state, options, target, upload=target.transfer.upload)
+        shard = self._shard(state, options, target, upload=self._doubled(target.transfer.upload, target))
         begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
         return self._finish(target, shard, shard, begun)
 
@@ -83,7 +84,7 @@ class StateSaver:
             with contextlib.suppress(RankFailed):  # tried again where all ranks hear of it
                 self.upload_process(target.storage)
         upload = _StagedUpload(self, target, in_process=in_process)
-        shard = self._shard(state, options, target, upload=upload)
+        shard = self._shard(state, options, target, upload=self._doubled(upload, target))
         begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
         staged = _Staged(shard)
 
@@ -115,6 +116,13 @@ class StateSaver:
         place = job.open_fast(step=request.step)
         return _Target(place.disk.storage, place.transfer, FastKeeper(job, place))
 
+    def _doubled(self, upload: Any, target: _Target) -> Any:
+        """The same, that sends the files to the partner too, where the fast tier has two copies."""
+        place = self.job.fast
+        if place is None or place.tier.copies == 1 or isinstance(target.keeper, LogKeeper):
+            return upload
+        return DoubledUpload(place, upload)
+
     def _finish(self, target: _Target, stored: Shard, shard: StateShard, begun: story.Begun) -> Saved:
         """What follows the agreement, on any thread. Where the disk of a node is full, it goes to the store."""
         keeper, job = target.keeper, self.job
@@ -143,12 +151,13 @@ class StateSaver:
         sizes = [source.size_bytes for _, source in shard.sources]
         self._staging_for(shared=uploader == "process").reserve(sizes)
         if uploader == "process" and job.fast_tier is None:  # where else it writes is not known yet
-            self.upload_process(job.storage)
+            self.upload_process()
 
-    def upload_process(self, storage: Storage) -> Uploader:
-        """The upload process, started when it is needed first. All its uploads are to one storage."""
+    def upload_process(self, storage: Storage | None = None) -> Uploader:
+        """The upload process, started when it is needed first. All its uploads are to one storage: the store's, where
+        none is given."""
         if self._uploader is None:
-            config = self.job.config
+            config, storage = self.job.config, storage or self.job.storage
             self._uploader = Uploader(storage, config=config.transfer, retry=config.retry, rank=self.job.group.rank)
         return self._uploader
 

@@ -92,7 +92,7 @@ def test_a_killed_trainer_leaves_the_newest_committed(start: Start, tmp_path: Pa
 
 def test_a_killed_agent_leaves_no_trainer_and_nothing_twice(start: Start, tmp_path: Path) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
-    words = " ".join(map(str, small(out, 100, "--pause", "0.1")))
+    words = " ".join(map(str, small(out, 100, "--pause", "0.1", "--limit", 6)))  # what is left to commit stays little
     committed: list[int] = []
     for seconds in (0.5, 0.9):
         agent = start(store, out, trainer=["sh", "-c", f"{words}; true"])

@@ -227,8 +227,8 @@ class RayStore(CheckpointStore):
         """`resume`, but the live checkpoints are tried in an order of one's own. Collective; the leader asks for it."""
         if state is not None:
             return self._load(state, claim=True, order=order, **options)
-        record = resume(self._in_turn(), order=order)
-        return self._checkpoint(record) if record else None
+        files = resume(self._in_turn(), order=order)
+        return Checkpoint(files) if files else None
 
     def at(self, pointer: Pointer) -> Checkpoint:
         """The checkpoint that a pointer of this store stands for. Raises CheckpointGone, which names what is left."""

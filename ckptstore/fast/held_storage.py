@@ -1,0 +1,134 @@
+"""A fast checkpoint that lies on several nodes, as one storage: from the own disk, another holder, or the store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, StorageError
+from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.fast.node_server import NodeClient
+from ckptstore.format.manifest import Receipt
+from ckptstore.storage.base import Storage, StoredFile
+
+logger = logging.getLogger("ckptstore")
+
+T = TypeVar("T")
+
+
+class HeldStorage:
+    """The files of one fast checkpoint, read-only. Safe for threads.
+
+    A range that is read a second time, since its digest was wrong, comes from the next place that has the file.
+    """
+
+    def __init__(
+        self,
+        disk: NodeDisk,
+        certificate: Certificate,
+        holders: Mapping[int, Sequence[str]],
+        clients: Mapping[str, NodeClient],
+        *,
+        store: Storage | None,
+    ) -> None:
+        """`holders` are the nodes by rank, `clients` reach those that are not this one. `store` has the same files
+        under the same keys, where the checkpoint is durable."""
+        self._disk, self._certificate, self._clients, self._store = disk, certificate, clients, store
+        self._holders = holders
+        self._prefix = certificate.attempt.prefix
+        self._times: Counter[tuple[str, int, int]] = Counter()
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def uri(self) -> str:
+        """Of the part on this node."""
+        return self._disk.storage.uri
+
+    def _places(self, receipt: Receipt) -> list[str]:
+        """Where a file lies, the nearest first; "" is the store."""
+        nodes = [
+            node for node in self._holders.get(receipt.rank, ()) if node == self._disk.node or node in self._clients
+        ]
+        nodes.sort(key=lambda node: node != self._disk.node)
+        return [*nodes, *([""] if self._store is not None else [])]
+
+    def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
+        """See `Storage.read_into`; there are no versions."""
+        receipt = self._receipt(key)
+        places = self._places(receipt)
+        asked = key, offset, sum(map(len, views))
+        with self._lock:
+            first = self._times[asked]
+            self._times[asked] += 1
+        self._from_any(key, places, first, lambda place: self._read(place, receipt, key, offset, views))
+
+    def _read(self, place: str, receipt: Receipt, key: str, offset: int, views: Sequence[memoryview]) -> None:
+        if place == self._disk.node:
+            self._disk.storage.read_into(key, offset, views)
+        elif place:
+            self._clients[place].read_into(self._certificate.attempt, receipt.name, offset, views)
+        else:
+            assert self._store is not None  # else it is no place
+            self._store.read_into(key, offset, views)
+
+    def _from_any(self, key: str, places: Sequence[str], first: int, action: Callable[[str], T]) -> T:
+        """Do it with one place after another, from that with the number `first` on."""
+        failure: CkptstoreError | None = None
+        for number in range(len(places)):
+            place = places[(first + number) % len(places)]
+            try:
+                found = action(place)
+            except (StorageError, CheckpointDamaged) as error:
+                failure = failure or error
+                continue
+            if first or number:
+                self._tell(key, place, failure)
+            return found
+        raise failure or FileMissing(f"No node that is here has {key}", file=key)
+
+    def _tell(self, key: str, place: str, failure: CkptstoreError | None) -> None:
+        with self._lock:
+            if key in self._told:
+                return
+            self._told.add(key)
+        why = "its digest was wrong" if failure is None else failure.message
+        logger.warning("%s is read from %s, for where it was read first: %s", key, place or "the store", why)
+
+    def read(self, key: str) -> bytes:
+        """See `Storage.read`."""
+        data = bytearray(self._receipt(key).size_bytes)
+        self.read_into(key, 0, [memoryview(data)])
+        return bytes(data)
+
+    def stat(self, key: str) -> StoredFile:
+        """See `Storage.stat`; times are not known."""
+        return StoredFile(key, self._receipt(key).size_bytes, 0.0)
+
+    def list(self, prefix: str) -> Iterator[StoredFile]:
+        """See `Storage.list`: the files that some place has."""
+        for receipt in self._certificate.manifest.files:
+            key = self._prefix + receipt.name
+            if key.startswith(prefix) and self._places(receipt):
+                yield StoredFile(key, receipt.size_bytes, 0.0)
+
+    def write(self, key: str, views: Sequence[memoryview]) -> None:
+        """Raises StorageError: nothing is written here."""
+        raise StorageError(f"{key} is a file of a fast checkpoint, which is never written again", file=key)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Raises StorageError: nothing is deleted here."""
+        raise StorageError("Files of a fast checkpoint are deleted with all of it")
+
+    def close(self) -> None:
+        """What it reads from is somebody else's."""
+
+    def _receipt(self, key: str) -> Receipt:
+        receipt = self._certificate.manifest.by_name.get(key.removeprefix(self._prefix))
+        if receipt is None or not key.startswith(self._prefix):
+            raise FileMissing(f"The checkpoint has no file {key}", file=key)
+        return receipt

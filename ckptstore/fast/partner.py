@@ -1,0 +1,116 @@
+"""Second copies: what a rank stores on its own disk is sent to the partner node at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, RankFailed
+from ckptstore.fast.node_server import NodeClient
+from ckptstore.fast.place import FastPlace
+from ckptstore.format.digest import to_hex
+from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
+from ckptstore.runtime.beat import Beat, no_beat
+from ckptstore.transfer import Stored
+from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.sources import FileSource
+
+_BLOCK_BYTES = 4 << 20
+_BEAT_SECONDS = 0.5
+
+
+class Upload(Protocol):
+    """`Transfer.upload`, or what does the same in another process."""
+
+    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat = ...) -> list[Stored]:
+        """Write the files; the result has their order."""
+
+
+class DoubledUpload:
+    """An upload to the disk of this node that has ended when the partner has the same files, durable and equal.
+
+    It takes one block of memory beside that of the upload. Raises what the upload raises, StorageError and its kin for
+    what the partner says, CheckpointDamaged when the copy is not equal.
+    """
+
+    def __init__(self, place: FastPlace, own: Upload) -> None:
+        """The job has two copies, and so at least two nodes."""
+        self._own = own
+        self._partner = place.partner()
+
+    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat = no_beat) -> list[Stored]:
+        sending = _Sending(self._partner, files)
+        try:
+            stored = self._own(files, beat=beat)
+        except BaseException:
+            sending.give_up()
+            raise
+        for file, copied in zip(stored, sending.result(beat), strict=True):
+            if copied != file.crc32c:
+                raise CheckpointDamaged(
+                    f"The copy of {file.key} on {self._partner.node} has CRC32C {to_hex(copied)}, the file has"
+                    f" {to_hex(file.crc32c)}",
+                    file=file.key,
+                )
+        return stored
+
+
+def copy_to_partner(place: FastPlace, attempt: Attempt, crcs: dict[str, int], *, beat: Beat) -> None:
+    """Send files that are on the disk of this node already to the partner. `crcs` has the digests by name."""
+    storage = place.disk.storage
+    keys = [attempt.key(name) for name in crcs]
+    files = [PlannedFile(key, FileSource.of(storage.local_path(key))) for key in keys]
+
+    def stored(files: Sequence[PlannedFile], *, beat: Beat = no_beat) -> list[Stored]:
+        found = zip(files, crcs.values(), strict=True)
+        return [Stored(file.key, file.source.size_bytes, crc32c) for file, crc32c in found]
+
+    DoubledUpload(place, stored)(files, beat=beat)
+
+
+class _Sending:
+    """Files on their way to another node, on a thread of their own."""
+
+    def __init__(self, client: NodeClient, files: Sequence[PlannedFile]) -> None:
+        self._client, self._files = client, files
+        self._crcs: list[int] = []
+        self._error: BaseException | None = None
+        self._is_given_up = False
+        self._thread = threading.Thread(target=self._run, name="ckptstore-partner", daemon=True)
+        self._thread.start()
+
+    def result(self, beat: Callable[[], None]) -> list[int]:
+        """The digest of each copy, by the partner."""
+        while self._thread.is_alive():
+            self._thread.join(_BEAT_SECONDS)
+            beat()
+        if isinstance(self._error, CkptstoreError):
+            raise self._error
+        if self._error is not None:
+            raise RankFailed(f"{type(self._error).__name__}: {self._error}") from self._error
+        return self._crcs
+
+    def give_up(self) -> None:
+        """Nobody wants them any more. Returns when no source is read any more."""
+        self._is_given_up = True
+        self._client.interrupt()
+        self._thread.join()
+
+    def _run(self) -> None:
+        scratch = memoryview(bytearray(_BLOCK_BYTES))
+        try:
+            for file in self._files:
+                if self._is_given_up:
+                    return
+                self._crcs.append(self._client.write(*_named(file.key), file.source, scratch))
+        except BaseException as error:
+            self._error = error
+
+
+def _named(key: str) -> tuple[Attempt, str]:
+    """The attempt and the name in it."""
+    attempt_name, _, name = key.removeprefix(CHECKPOINT_PREFIX).partition("/")
+    attempt = Attempt.parse(attempt_name)
+    assert attempt is not None  # who uploads has made the key from one
+    return attempt, name

@@ -1,0 +1,223 @@
+"""Resuming with a fast tier: what all nodes and the log have, in one row, and what is said of it afterwards.
+
+every node looks at its disk → the leader merges that with the log → one candidate after another is tried →
+the log hears from which one the job goes on → every node deletes what is void, superseded or was never finished
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore.errors import CheckpointDamaged, CkptstoreError
+from ckptstore.events import CheckpointSkipped, emit
+from ckptstore.fast.candidates import FastCandidate, Merged, NodeSighting, merge
+from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.held_storage import HeldStorage
+from ckptstore.fast.place import FastPlace
+from ckptstore.fast.sweep import SweepView, sweep
+from ckptstore.format.changes import Resumed
+from ckptstore.format.layout import Attempt
+from ckptstore.format.record import Record
+from ckptstore.group import Beat
+from ckptstore.job import Job
+from ckptstore.loading.story import CheckpointFiles, fast_files_of, files_of
+from ckptstore.transfer import Transfer
+
+logger = logging.getLogger("ckptstore")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the leader has found, kept until the job has resumed; only its own part on other ranks."""
+
+    place: FastPlace
+    candidates: list[CheckpointFiles]
+    """In the order in which they are tried."""
+    sightings: tuple[NodeSighting, ...] = ()
+    certificates: Mapping[str, Certificate] | None = None
+    claims: Mapping[int, Record] | None = None
+    merged: Merged | None = None
+
+
+def look(job: Job) -> Seen:
+    """Claim the store, and find everything that this job can go on from, the newest first. Collective."""
+    place = job.open_fast()
+    kept: list[Any] = []
+
+    def seen(_beat: Beat) -> Any:
+        if not place.members.is_reporter:
+            return None
+        sightings, certificates = place.disk.look()
+        return {
+            "sightings": [sighting.to_json() for sighting in sightings],
+            "certificates": {sha256: one.encode().decode() for sha256, one in certificates.items()},
+        }
+
+    def join(parts: list[Any], beat: Beat) -> Any:
+        told = [part for part in parts if part is not None]
+        sightings = tuple(NodeSighting.from_json(one) for part in told for one in part["sightings"])
+        texts = {sha256: text for part in told for sha256, text in part["certificates"].items()}
+        certificates = {sha256: Certificate.decode(text.encode()) for sha256, text in texts.items()}
+        newest = job.claim(job.log.checked_newest())
+        beat()
+        committed = job.log.records([*newest.state.live, *newest.state.trash])
+        claims = _claims(job, newest, certificates.values())
+        merged = merge(sightings, certificates, newest, committed, claims, store_id=job.store_id())
+        _tell_refused(merged)
+        kept.append((sightings, certificates, claims, merged))
+        by_attempt = {record.entry.attempt: record for record in committed}
+        return [_packed(one, by_attempt.get(one.attempt)) for one in merged.candidates]
+
+    told = job.exchange("look", seen, join)
+    candidates = [files for one in told for files in _opened(job, place, one)]
+    if not kept:
+        return Seen(place=place, candidates=candidates)
+    sightings, certificates, claims, merged = kept[0]
+    return Seen(
+        place=place, candidates=candidates, sightings=sightings, certificates=certificates, claims=claims, merged=merged
+    )
+
+
+def resumed(job: Job, seen: Seen, files: CheckpointFiles | None) -> None:
+    """Say in the log from where this job goes on, and delete on every node what nobody needs. Collective.
+
+    An error of the log is raised on all ranks. One of the deletion is only logged: the next resume tries again.
+    """
+    place = seen.place
+    certificate = None if files is None else files.certificate
+    record = None if files is None else files.record
+
+    def join(_parts: list[Any], beat: Beat) -> Any:
+        source = certificate.order if certificate else record.entry.order if record else None
+        attempt = str(certificate.attempt) if certificate else record.entry.attempt if record else ""
+
+        def change(newest: Record | None) -> Resumed:
+            state = job.claim(newest).state
+            assert job.epoch is not None  # claimed
+            return Resumed(epoch=job.epoch, source=source, attempt=attempt, next_save=job.peek_save_number(state))
+
+        newest = job.log.append(change)
+        assert newest is not None  # a change is always written
+        beat()
+        return _sweeps(job, seen, newest)
+
+    told = job.exchange("resumed", lambda _beat: None, join)
+    if not place.members.is_reporter:
+        return
+    mine = told[place.members.node]
+    place.saved = list(mine["kept"])
+    for name, reason in mine["deleted"]:
+        attempt = Attempt.parse(name)
+        try:
+            assert attempt is not None  # the leader got it from this node
+            logger.info("the fast checkpoint %s on %s is deleted: %s", name, place.disk.node, reason)
+            place.disk.delete_as(place.epoch, attempt)
+        except CkptstoreError as error:
+            logger.warning("the fast checkpoint %s on %s could not be deleted: %s", name, place.disk.node, error)
+
+
+def _claims(job: Job, newest: Record, certificates: Iterable[Certificate]) -> dict[int, Record]:
+    """The records by which the epochs of the certificates were claimed, as far as there are such and can be read."""
+    found = {}
+    for number in {one.claim_number for one in certificates}:
+        try:
+            if number <= newest.number:
+                found[number] = job.log.records([number])[0]
+        except (CheckpointDamaged, CkptstoreError) as error:
+            logger.warning("record %d, by which a fast checkpoint is known, cannot be read: %s", number, error)
+    return found
+
+
+def _tell_refused(merged: Merged) -> None:
+    for refused in merged.refused:
+        attempt = Attempt.parse(refused.attempt)
+        nodes = ", ".join(refused.nodes)
+        if refused.is_void or attempt is None:
+            logger.info("the fast checkpoint %s on %s is not used: %s", refused.attempt, nodes, refused.reason)
+        else:
+            emit(CheckpointSkipped(step=attempt.step, number=None, reason=f"on {nodes}: {refused.reason}"))
+
+
+def _packed(candidate: FastCandidate, record: Record | None) -> dict[str, Any]:
+    certificate = candidate.certificate
+    return {
+        "record": [record.number, record.encode().decode()] if record and candidate.is_durable else None,
+        "certificate": certificate.encode().decode() if certificate else None,
+        "holders": [[rank, list(nodes)] for rank, nodes in candidate.holders.items()],
+    }
+
+
+def _opened(job: Job, place: FastPlace, told: Mapping[str, Any]) -> list[CheckpointFiles]:
+    """The files of a candidate: as the nodes have them, and after that, where it is durable, as the store has them."""
+    found = []
+    record = Record.decode(told["record"][1].encode(), told["record"][0]) if told["record"] else None
+    if told["certificate"] is not None:
+        certificate = Certificate.decode(told["certificate"].encode())
+        holders = {rank: tuple(nodes) for rank, nodes in told["holders"]}
+        found.append(held_files(job, place, certificate, holders, record))
+    if record is not None:
+        found.append(files_of(job, record))
+    return found
+
+
+def held_files(
+    job: Job,
+    place: FastPlace,
+    certificate: Certificate,
+    holders: Mapping[int, tuple[str, ...]],
+    record: Record | None,
+) -> CheckpointFiles:
+    """The files of a fast checkpoint wherever they are: the disk of this node where it has all, else all places."""
+    if all(place.members.node in holders.get(rank, ()) for rank in certificate.by_rank):
+        return fast_files_of(job, certificate, record)
+    storage = HeldStorage(
+        place.disk, certificate, holders, place.clients, store=None if record is None else job.storage
+    )
+    config = job.config
+    transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=place.members.rank)
+    job.at_close(transfer.close)
+    return CheckpointFiles(
+        storage=storage,
+        transfer=transfer,
+        config=config,
+        prefix=certificate.attempt.prefix,
+        record=record,
+        job=job,
+        certificate=certificate,
+    )
+
+
+def _sweeps(job: Job, seen: Seen, newest: Record) -> dict[str, Any]:
+    """Leader: by node which attempts stay, the oldest first, and which are deleted and why."""
+    assert seen.merged is not None  # this is the leader
+    assert seen.certificates is not None
+    assert seen.claims is not None
+    assert job.epoch is not None
+    keep = seen.place.tier.keep
+    usable = [one.attempt for one in reversed(seen.merged.candidates) if one.certificate is not None]
+    view = SweepView(
+        newest=newest,
+        committed=job.log.records([*newest.state.live, *newest.state.trash]),
+        claims=seen.claims,
+        store_id=job.store_id(),
+        epoch=job.epoch,
+        has_resumed=True,
+        kept=frozenset(usable[-keep:]),
+    )
+    told: dict[str, Any] = {}
+    for node in seen.place.members.all_nodes:
+        found = {
+            attempt: seen.certificates.get(sighting.sha256)
+            for sighting in seen.sightings
+            if sighting.node == node and (attempt := Attempt.parse(sighting.attempt)) is not None
+        }
+        deletions = sweep(found, view, keep=keep)
+        gone = {str(deletion.attempt) for deletion in deletions}
+        told[node] = {
+            "kept": [name for name in usable if name not in gone],
+            "deleted": [[str(deletion.attempt), deletion.reason] for deletion in deletions],
+        }
+    return told
