@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckptstore.errors import CheckpointDamaged, CkptstoreError
+from ckptstore.errors import CkptstoreError
 from ckptstore.fast.candidates import foreign, void_reason
 from ckptstore.fast.sweep import SweepView, sweep
-from ckptstore.format.layout import HINT_KEY, MANIFEST_NAME
+from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import sha256_of
 from ckptstore.format.record import Record
 from ckptstore.job import Job
@@ -55,18 +55,11 @@ class Cleared:
 
 
 def read_log(job: Job, store_id: str, found: Iterable[HeldAttempt]) -> LogView:
-    """Ask the log what it knows of these. Raises CheckpointDamaged where it cannot be read, or where only the hint
-    knows its newest record; StorageError."""
-    log, newest = job.log, job.log.newest()
+    """Ask the log what it knows of these: the log itself, since a hint may be that of a copy. Raises CheckpointDamaged
+    where it cannot be read, StorageError."""
+    log, newest = job.log, job.log.checked_newest()
     if newest is None:
         return LogView(uri=job.storage.uri, store_id=store_id, storage=job.storage, newest=None)
-    there = log.found([newest.number])[0]
-    if not isinstance(there, Record) or there.sha256 != newest.sha256:
-        raise CheckpointDamaged(
-            f"{HINT_KEY} names record {newest.number}, which is not in the log of {job.storage.uri}",
-            file=HINT_KEY,
-            hint="The store was copied, or changed by hand. The next save mends the hint",
-        )
     state = newest.state
     numbers = sorted({each.certificate.claim_number for each in found if each.certificate is not None})
     claims = zip(numbers, log.found(numbers), strict=True)
@@ -119,8 +112,8 @@ def sweepable(found: Sequence[HeldAttempt], view: LogView, *, keep: int) -> dict
         epoch=view.newest.state.epoch,
         has_resumed=True,
     )
-    readable = {each.attempt: each.certificate for each in found if not each.fault}
-    return {str(deletion.attempt): deletion.reason for deletion in sweep(readable, sight, keep=keep)}
+    here = {each.attempt: each.certificate for each in found}
+    return {str(deletion.attempt): deletion.reason for deletion in sweep(here, sight, keep=keep)}
 
 
 def clear(
