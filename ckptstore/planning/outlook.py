@@ -14,6 +14,8 @@ from ckptstore.planning.given import PlannedJob
 from ckptstore.planning.intervals import daly_seconds, young_seconds
 
 DAY_SECONDS = 86400.0
+MORE_ON_DISK = 3
+"""Fast checkpoints beside those that are kept: one is being saved, one is drained, one waits for that."""
 _ROUGH_SHARE = 0.2
 
 Reason = Literal["failures", "save", "drain", "step"]
@@ -54,6 +56,7 @@ class Outlook:
     is_rough: bool
     """Whether failures cost so much that the first order is not enough."""
     disk_bytes_per_node: float
+    """At most: with those that are being saved, drained, and waiting for that."""
     bucket_bytes: float
     bucket_bytes_per_day: float
 
@@ -133,7 +136,7 @@ def _of(job: PlannedJob, copies: Copies) -> Outlook:
         stalled_seconds_per_day=stalled * DAY_SECONDS,
         lost_seconds_per_day=min(1.0, lost + stalled) * DAY_SECONDS,
         is_rough=lost + stalled > _ROUGH_SHARE,
-        disk_bytes_per_node=copies * (job.keep + 1) * job.bytes_per_node,
+        disk_bytes_per_node=copies * (job.keep + MORE_ON_DISK) * job.bytes_per_node,
         bucket_bytes=(job.bucket_keep + math.ceil(job.grace_seconds / durable) + 1) * job.state_bytes,
         bucket_bytes_per_day=DAY_SECONDS / durable * job.state_bytes,
     )

@@ -134,7 +134,7 @@ def test_what_holds_for_every_job(job: PlannedJob) -> None:
         assert (each.interval_steps - 1) * job.step_seconds < each.interval_seconds
         assert each.interval_seconds <= each.interval_steps * job.step_seconds * (1 + 1e-6)
         assert 0 < each.lost_seconds_per_day <= DAY_SECONDS
-        assert each.disk_bytes_per_node == pytest.approx(each.copies * (job.keep + 1) * job.state_bytes / job.num_nodes)
+        assert each.disk_bytes_per_node == pytest.approx(each.copies * (job.keep + 3) * job.state_bytes / job.num_nodes)
         assert each.bucket_bytes >= (job.bucket_keep + 1) * job.state_bytes
         losses = (each.answered_loss_seconds, each.other_loss_seconds)
         mean = losses[0] * each.answered_share + losses[1] * (1 - each.answered_share)

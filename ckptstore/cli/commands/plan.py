@@ -32,7 +32,7 @@ _ASSUMPTIONS = (
     "The bucket gives as fast as it takes, and takes nothing else. A retry or a throttled request is not counted.",
     "A failure loses half an interval, the time until a save counts, the restart and the load.",
     "Files of a lost node go to the node in its place first, and are loaded from there.",
-    "One more fast checkpoint than are kept has room on the disk: the one that is being saved.",
+    "A disk has room for three more than are kept: one that is being saved, one that is drained, one that waits.",
 )
 
 
