@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ckptstore.opening import open_store
     from ckptstore.retention import KeepAll, KeepBest, KeepEvery, KeepLatest, KeepSince
     from ckptstore.saving.background import PendingSave
+    from ckptstore.saving.drain.health import StoreHealth
     from ckptstore.store import CheckpointStore
     from ckptstore.upkeep.prune import Trashed
 
@@ -96,6 +97,7 @@ __all__ = [
     "StorageUnavailable",
     "StoreFenced",
     "StoreForked",
+    "StoreHealth",
     "StoreMissing",
     "StoreNotShared",
     "Trashed",
@@ -118,6 +120,7 @@ _HOMES = {
     "PendingSave": "ckptstore.saving.background",
     "Receipt": "ckptstore.format.manifest",
     "StorageGroup": "ckptstore.group",
+    "StoreHealth": "ckptstore.saving.drain.health",
     "Trashed": "ckptstore.upkeep.prune",
     "open_store": "ckptstore.opening",
 }

@@ -23,6 +23,7 @@
     |   +-- RankTimeout                     a rank gave no sign of life
     +-- GroupMissing                        several processes, but nothing says how they reach each other
     +-- SaveBusy                            an asynchronous save is still in flight
+    +-- NotDurable                          a fast checkpoint is not in the store; it is on the disks of the nodes
     +-- CacheError                          the node cache cannot be used
     +-- StorageError (also OSError)
         +-- FileMissing (also FileNotFoundError)
@@ -230,6 +231,12 @@ class CacheError(CkptstoreError):
     """The node cache directory is not safe to use, or a download in it did not end in time."""
 
     code, exit_code = "cache-error", 24
+
+
+class NotDurable(CkptstoreError):
+    """The job ended before a fast checkpoint was in the store. It stays on the disks of the nodes."""
+
+    code, exit_code = "not-durable", 25
 
 
 class StorageError(CkptstoreError, OSError):

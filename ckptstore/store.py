@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -13,6 +14,7 @@ from ckptstore.boundary import bounded
 from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.dcp.store_target import StoreTarget
+from ckptstore.errors import InvalidInput
 from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.loading.newest import Order, newest_first, resume
@@ -26,6 +28,7 @@ from ckptstore.saving.phases import SaveClock
 if TYPE_CHECKING:
     from ckptstore.format.naming import Suffix
     from ckptstore.loading.load_report import Dtype, ReadOnce
+    from ckptstore.saving.drain.health import StoreHealth
     from ckptstore.saving.request import Exists, Request
     from ckptstore.saving.save_state import Saved, StateSaver
     from ckptstore.saving.shard import Shard
@@ -165,10 +168,40 @@ class CheckpointStore(Catalogue):
     def finish_by(self, seconds: float | None = None) -> bool:
         """Wait for the save in flight, at most `seconds` or what is left since SIGTERM; True when it has ended.
 
-        After False, the save still commits if all ranks finish it before they end. Else it never becomes visible.
+        After False, the save still commits if all ranks finish it before they end. Else it never becomes visible. With
+        a fast tier the newest checkpoint is brought into the store too, on all ranks; after False it may be on the
+        nodes alone.
         """
         left = self._deadline.left_seconds() if seconds is None else seconds
-        return self._background.wait(left)
+        ends_at = None if left is None else time.monotonic() + left
+        if not self._background.wait(left):
+            return False
+        if self._job.fast is None:
+            return True
+        drain = self._state_saver.drain_newest(None if ends_at is None else max(0.0, ends_at - time.monotonic()))
+        return drain is None or (drain.done() and drain.error() is None)
+
+    def drain(self, timeout_seconds: float | None = None) -> Checkpoint | None:
+        """Bring the newest fast checkpoint of this job into the store, and return it as it is there. Collective.
+
+        None where there is none: nothing was saved since `open_store`, or the last save went to the store. Raises what
+        kept it from the store, and TimeoutError when it was not there in time; it goes on to be brought there.
+        """
+        job = self._in_turn(max_failures=0)
+        if job.fast is None:
+            return None
+        drain = self._state_saver.drain_newest(timeout_seconds)
+        return None if drain is None else self._checkpoint(drain.result(0.0))
+
+    def health(self) -> StoreHealth:
+        """How far the store is behind what this process has saved. No request is made.
+
+        Raises InvalidInput without a fast tier: then every save that has ended is in the store.
+        """
+        job = self._job
+        if job.fast_tier is None:
+            raise InvalidInput("The store was opened without a fast tier: what is saved is in it")
+        return self._state_saver.health()
 
     def install_sigterm(self, seconds: float) -> None:
         """On SIGTERM, note that this process has `seconds` left, and do nothing else; see `stop_requested`.
@@ -293,7 +326,7 @@ class CheckpointStore(Catalogue):
         try:
             self._background.wait()
             if "_state_saver" in self.__dict__:
-                self._state_saver.close()
+                self._state_saver.close(self._deadline.left_seconds())
             self._background.raise_failure()
         finally:
             self._held.close()
@@ -315,7 +348,7 @@ class CheckpointStore(Catalogue):
     def _saved(self, saved: Saved) -> Checkpoint:
         if isinstance(saved, Record):
             return self._checkpoint(saved)
-        return Checkpoint(fast_files_of(self._job, saved))
+        return Checkpoint(fast_files_of(self._job, saved.certificate))
 
     def _load(
         self, state: Mapping[str, Any], *, claim: bool, order: Order = newest_first, **options: Any

@@ -65,9 +65,9 @@ class Group(Protocol):
     def lane(self, name: str) -> Group:
         """The same ranks with an order of calls of its own, under a name that they all know.
 
-        Calls in one lane neither wait for those in another nor are mistaken for them. A rank is in one lane besides
-        the main one at a time. Each rank closes it when it needs it no more; what is posted there is taken away once
-        all have. One that stays open is closed with its group.
+        Calls in one lane neither wait for those in another nor are mistaken for them. A rank is in one lane at a time
+        besides the main one and `DRAIN_LANE`. Each rank closes it when it needs it no more; what is posted there is
+        taken away once all have. One that stays open is closed with its group.
         """
 
     def close(self) -> None:

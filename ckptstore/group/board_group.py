@@ -50,8 +50,8 @@ class BoardGroup(Seated):
             open_names=self._open_names,
             all_met=self._clear_lanes,
         )
-        self._last: Lane | None = None
-        """The lane that was opened last: signs of life of all lanes are given under the same keys."""
+        self._givers: dict[str, Lane] = {}
+        """By the key of its signs of life, a lane besides the main one: many lanes give them under the same."""
 
     def exchange(self, tag: str, work: Work, join: Join, *, step: int | None = None) -> bytes:
         """See `Group.exchange`; in the main lane."""
@@ -62,8 +62,9 @@ class BoardGroup(Seated):
         with self._lock:
             if name not in self._lanes:
                 self._lanes[name] = Lane(self._seat, name, open_lane=self.lane, close_lane=self._close_lane)
-            self._last = self._lanes[name]
-            return self._last
+            lane = self._lanes[name]
+            self._givers[lane.life_key] = lane
+            return lane
 
     def _open_names(self) -> list[str]:
         with self._lock:
@@ -88,7 +89,7 @@ class BoardGroup(Seated):
             if self._seat.is_taken:
                 self._seat.settle()
                 # The main one last: the leader clears the board when it sees there that all have left.
-                lanes = [self._main] if self._last is None else [self._last, self._main]
+                lanes = [*self._givers.values(), self._main]
                 for lane in lanes:
                     lane.leave()
                 emptied = self.rank == LEADER and self._main.have_all_left()

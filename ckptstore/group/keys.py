@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+DRAIN_LANE = "drain"
+"""The lane in which ranks bring fast checkpoints into the store, beside the saves that go on."""
+
 _LANES_LIFE = "lane."
-"""Before the keys of the signs of life in all lanes but the main one: a rank is in one of them at a time."""
+"""Before the keys of the signs of life in all other lanes but the main one: a rank is in one of them at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,9 @@ class Keys:
         return keys
 
     def life(self, rank: int) -> str:
-        """The signs of life of a rank."""
-        return f"{_LANES_LIFE if self.lane else ''}life.{rank:05d}"
+        """The signs of life of a rank. Who drains and hangs in a save must not seem to live in that save."""
+        before = f"{DRAIN_LANE}." if self.lane == DRAIN_LANE else _LANES_LIFE if self.lane else ""
+        return f"{before}life.{rank:05d}"
 
     def _exchange(self, call: int) -> str:
         return f"{self.lane}.{call:08d}" if self.lane else f"{call:08d}"

@@ -93,7 +93,7 @@ class Lane(Seated):
         """When the leader last posted a result that nobody had given up before."""
         timeout_seconds = seat.rank_timeout_seconds
         self._beat = Beater(
-            lambda: seat.board.give_sign(self._keys.life(seat.rank)),
+            lambda: seat.board.give_sign(self.life_key),
             interval_seconds=beat_interval_seconds(timeout_seconds),
             patience_seconds=timeout_seconds,
         )
@@ -416,7 +416,7 @@ class Lane(Seated):
 
     def leave(self) -> None:
         """Tell the others that this rank takes part no more."""
-        self._seat.board.give_sign(self._keys.life(self._seat.rank), last=True)
+        self._seat.board.give_sign(self.life_key, last=True)
 
     def have_all_left(self) -> bool:
         """Whether every rank has left, waiting a few seconds for it; less when some may be dead."""
@@ -432,6 +432,11 @@ class Lane(Seated):
             if time.monotonic() > until:
                 return False
             time.sleep(pace.seconds())
+
+    @property
+    def life_key(self) -> str:
+        """The key of the signs of life of this rank."""
+        return self._keys.life(self.rank)
 
     def life_keys(self) -> list[str]:
         """The keys of the signs of life of all ranks."""

@@ -151,31 +151,32 @@ def _packed(candidate: FastCandidate, record: Record | None) -> dict[str, Any]:
 
 
 def _opened(job: Job, place: FastPlace, told: Mapping[str, Any]) -> list[CheckpointFiles]:
-    """The files of a candidate: as the nodes have them, and after that, where it is durable, as the store has them."""
+    """The files of a candidate in the ways to read them: the disk of this node where it has all; all nodes, and the
+    store where it is durable; the store alone. All ranks have equally many."""
     found = []
     record = Record.decode(told["record"][1].encode(), told["record"][0]) if told["record"] else None
     if told["certificate"] is not None:
         certificate = Certificate.decode(told["certificate"].encode())
         holders = {rank: tuple(nodes) for rank, nodes in told["holders"]}
-        found.append(held_files(job, place, certificate, holders, record))
+        everywhere = _held(job, place, certificate, holders, record)
+        has_all = all(place.members.node in holders.get(rank, ()) for rank in certificate.by_rank)
+        found.append(fast_files_of(job, certificate, record) if has_all else everywhere)
+        if len(place.members.all_nodes) > 1:
+            found.append(everywhere)
     if record is not None:
         found.append(files_of(job, record))
     return found
 
 
-def held_files(
+def _held(
     job: Job,
     place: FastPlace,
     certificate: Certificate,
     holders: Mapping[int, tuple[str, ...]],
     record: Record | None,
 ) -> CheckpointFiles:
-    """The files of a fast checkpoint wherever they are: the disk of this node where it has all, else all places."""
-    if all(place.members.node in holders.get(rank, ()) for rank in certificate.by_rank):
-        return fast_files_of(job, certificate, record)
-    storage = HeldStorage(
-        place.disk, certificate, holders, place.clients, store=None if record is None else job.storage
-    )
+    store = None if record is None else job.storage
+    storage = HeldStorage(place.disk, certificate, holders, place.clients, store=store)
     config = job.config
     transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=place.members.rank)
     job.at_close(transfer.close)

@@ -177,6 +177,13 @@ class CheckpointFiles:
                     file=receipt.name,
                 )
 
+    def receipts_here(self, manifest: Manifest) -> tuple[Receipt, ...]:
+        """The files that should be here: all, but of a fast checkpoint on the disk of a node those of its ranks."""
+        if self.certificate is None or self.job is None or self.job.fast is None or not isinstance(self.storage, Disk):
+            return manifest.files
+        ranks = self.certificate.holders.get(self.job.fast.disk.node, ())
+        return tuple(receipt for receipt in manifest.files if receipt.rank in ranks)
+
     def stored_sizes(self, manifest: Manifest) -> dict[str, int]:
         """The size of every file that is there, by name: its own, listed or not, and those that lie elsewhere."""
         sizes = {file.key.removeprefix(self.prefix): file.size_bytes for file in self.storage.list(self.prefix)}

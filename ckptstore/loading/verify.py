@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Literal
 
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidName
+from ckptstore.fast.certificate import CERTIFICATE_NAME
 from ckptstore.format.digest import to_hex
 from ckptstore.format.layout import MANIFEST_NAME, UNLISTED_NAMES
 from ckptstore.format.manifest import Receipt
@@ -70,7 +71,8 @@ def verify(
     beat: Beat = no_beat,
     executor: Executor | None = None,
 ) -> VerifyReport:
-    """Check every file's presence and size, and the digest of every file or of a random sample of them.
+    """Check every file's presence and size, and the digest of every file or of a random sample of them. Of a fast
+    checkpoint on the disk of this node it is the files that this node has.
 
     `sample` is a share of the files: 0.05 or "5%"; at least one file is read. The report names missing, truncated,
     flipped, swapped and extra files with what was expected and found. Raises CheckpointGone when there is no manifest,
@@ -92,22 +94,25 @@ def _verify(files: CheckpointFiles, share: float | None, beat: Beat, executor: E
             step=error.step, num_files=0, num_read=0, read_bytes=0, num_without_digest=0, problems=(problem,)
         )
     stored = files.stored_sizes(manifest)
+    if files.certificate is not None:
+        stored[MANIFEST_NAME] = stored.pop(CERTIFICATE_NAME, 0)  # which has it
+    receipts = files.receipts_here(manifest)
     if MANIFEST_NAME not in stored and all(receipt.crc32c is None for receipt in manifest.files):
         hint = "Copy it with its manifest, or import it into a store"
         raise InvalidInput(f"{files.uri} has no manifest, and so no digests to check", hint=hint)
     if MANIFEST_NAME not in stored:
         raise CheckpointGone(f"Step {manifest.step} was removed while it was verified", step=manifest.step)
-    problems = check_sizes(manifest.files, stored)
+    problems = check_sizes(receipts, stored)
     bad = {problem.file for problem in problems}
-    whole = [receipt for receipt in manifest.files if receipt.name not in bad and receipt.crc32c is not None]
+    whole = [receipt for receipt in receipts if receipt.name not in bad and receipt.crc32c is not None]
     chosen = whole if share is None else random.sample(whole, min(len(whole), max(1, round(share * len(whole)))))
-    problems += _digests(files, chosen, manifest.files, executor, beat)
+    problems += _digests(files, chosen, receipts, executor, beat)
     return VerifyReport(
         step=manifest.step,
-        num_files=len(manifest.files),
+        num_files=len(receipts),
         num_read=len(chosen),
         read_bytes=sum(receipt.size_bytes for receipt in chosen),
-        num_without_digest=sum(receipt.crc32c is None for receipt in manifest.files),
+        num_without_digest=sum(receipt.crc32c is None for receipt in receipts),
         problems=tuple(sorted(problems, key=lambda problem: problem.file)),
     )
 

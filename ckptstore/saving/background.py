@@ -47,6 +47,7 @@ class PendingSave:
         self._ended = threading.Event()
         self._checkpoint: Checkpoint | None = None
         self._error: CkptstoreError | None = None
+        self._bring: Callable[[float | None], Checkpoint] | None = None
         if skipped:
             self._ended.set()
 
@@ -64,6 +65,27 @@ class PendingSave:
         if self._error is not None:
             raise self._error
         return self._checkpoint
+
+    def durable(self, timeout_seconds: float | None = None) -> Checkpoint | None:
+        """Wait until the checkpoint is in the store, and return it as it is there; None if the save was skipped.
+
+        Without a fast tier that is `result`. With one, a checkpoint is complete when it is on the disks of the nodes,
+        and is brought into the store behind the training. Where a newer one came there in its place, that is returned.
+        All ranks call this for a checkpoint that `FastTier.drain` leaves out; then it is brought there all the same.
+
+        Raises what the save raised; NotDurable and its kin when it could not be brought there: it is on the nodes
+        still. Raises TimeoutError when it has not ended in time.
+        """
+        began = time.monotonic()
+        found = self.result(timeout_seconds)
+        if self._bring is None:
+            return found
+        left = None if timeout_seconds is None else max(0.0, timeout_seconds - (time.monotonic() - began))
+        return self._bring(left)
+
+    def brought_by(self, bring: Callable[[float | None], Checkpoint]) -> None:
+        """The save has ended on the nodes; `bring` waits until it is in the store."""
+        self._bring = bring
 
     def error(self) -> CkptstoreError | None:
         """The error that it failed with; None while it runs, and when it did not fail."""

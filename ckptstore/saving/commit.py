@@ -12,9 +12,10 @@ from typing import Any
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StorageError
 from ckptstore.events import CheckpointCommitted, emit
-from ckptstore.format.changes import CheckpointEntry, Commit
+from ckptstore.format.changes import CheckpointEntry, Commit, StoreState
 from ckptstore.format.layout import MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
+from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
@@ -47,9 +48,85 @@ def commit(
     beat()
     world_size = job.group.world_size if world_size is None else world_size
     manifest = manifest_of(request, attempt, contents, store_id=job.store_id(), world_size=world_size)
-    data = write_manifest(job.storage, job.config, attempt, contents, manifest)
+    data = manifest.encode()
+    write_manifest(job.storage, job.config, attempt, contents, data)
     beat()
-    entry = CheckpointEntry(
+
+    def check(newest: Record | None) -> bool:
+        if after is not None and newest is not None:
+            _refuse_overtaken(job.log.records(range(after + 1, newest.number + 1)), request.step)
+        return True
+
+    record = _append(job, manifest, _entry(manifest, data), check, beat)
+    assert record is not None  # a commit is always written, or an error raised
+    return record
+
+
+def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: int, beat: Beat) -> Record:
+    """Publish what is stored, with the exact bytes of a manifest that was made before. It may be called again after
+    any error: nothing is committed twice.
+
+    Returns the record of that save; where a later save of this job is committed already, that one's. Raises
+    CheckpointGone where it is not live any more, or a roll back has voided this save; and what `commit` raises.
+    """
+    attempt, contents = _attempt_of(manifest), Contents(manifest.files, manifest.directories)
+    check_stored(job.storage, attempt, contents.receipts, beside=[MANIFEST_NAME])
+    beat()
+    write_manifest(job.storage, job.config, attempt, contents, data)
+    beat()
+
+    def is_next(newest: Record | None) -> bool:
+        state = job.claim(newest).state
+        refuse_void(state, SaveOrder(manifest.epoch, save_number), step=manifest.step)
+        return state.save_number < save_number
+
+    entry = replace(_entry(manifest, data), save_number=save_number)
+    return _append(job, manifest, entry, is_next, beat) or covering(job, save_number, step=manifest.step)
+
+
+def refuse_void(state: StoreState, order: SaveOrder, *, step: int) -> None:
+    """Raise CheckpointGone for a save that a roll back has voided."""
+    if (void := void_of(state.void, order)) is not None:
+        raise CheckpointGone(f"{order} is void: the store was rolled back to {void.after}", step=step)
+
+
+def covering(job: Job, save_number: int, *, step: int) -> Record:
+    """The newest live checkpoint of this epoch, of the save with that number or a later one. Raises CheckpointGone."""
+    newest = job.log.newest()
+    found = job.log.records(newest.state.live if newest else ())
+    here = [record for record in found if record.entry.epoch == job.epoch and record.entry.save_number >= save_number]
+    if not here:
+        raise CheckpointGone(f"Save {save_number} of this job, or a later one, was committed and is removed", step=step)
+    return max(here, key=lambda record: record.entry.order)
+
+
+def _append(
+    job: Job, manifest: Manifest, entry: CheckpointEntry, check: Callable[[Record | None], bool], beat: Beat
+) -> Record | None:
+    """Append the commit, unless `check` says False of the newest record. A lost answer is looked up."""
+
+    def change(newest: Record | None) -> Commit | None:
+        beat()
+        return _change(job, newest, entry, manifest.references) if check(newest) else None
+
+    try:
+        return job.log.append(change)
+    except CkptstoreError as error:
+        record = committed_record(job.log, _attempt_of(manifest)) if error.committed is None else None
+        if record is None:
+            raise
+        return record
+
+
+def _attempt_of(manifest: Manifest) -> Attempt:
+    attempt = Attempt.parse(manifest.attempt)
+    assert attempt is not None  # who made the manifest has made it up
+    return attempt
+
+
+def _entry(manifest: Manifest, data: bytes) -> CheckpointEntry:
+    """What the record will say of the manifest with these bytes."""
+    return CheckpointEntry(
         step=manifest.step,
         epoch=manifest.epoch,
         attempt=manifest.attempt,
@@ -61,21 +138,6 @@ def commit(
         world_size=manifest.world_size,
         created_at=manifest.created_at,
     )
-
-    def change(newest: Record | None) -> Commit:
-        beat()
-        if after is not None and newest is not None:
-            _refuse_overtaken(job.log.records(range(after + 1, newest.number + 1)), request.step)
-        return _change(job, newest, entry, manifest.references)
-
-    try:
-        record = job.log.append(change)
-    except CkptstoreError as error:
-        record = committed_record(job.log, attempt) if error.committed is None else None
-        if record is None:
-            raise
-    assert record is not None  # a commit is always written, or an error raised
-    return record
 
 
 def tell(record: Record, storage: Storage, *, rank: int, seconds: float, slowest: Sequence[Any] = ()) -> None:
@@ -166,13 +228,18 @@ def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, 
     return tuple(sorted(live[attempt] for attempt in references))
 
 
-def check_stored(storage: Storage, attempt: Attempt, receipts: Sequence[Receipt]) -> None:
-    """Compare what is stored with the receipts, once, before anything refers to it.
+def check_stored(
+    storage: Storage, attempt: Attempt, receipts: Sequence[Receipt], *, beside: Collection[str] = ()
+) -> None:
+    """Compare what is stored with the receipts, once, before anything refers to it. Files with the names in `beside`
+    may be there too.
 
     Raises StorageError when something is not there, or is there and nobody's.
     """
-    stored = {file.key: file.size_bytes for file in storage.list(attempt.prefix)}
     prefix = attempt.prefix
+    stored = {file.key: file.size_bytes for file in storage.list(prefix)}
+    for name in beside:
+        stored.pop(prefix + name, None)
     for receipt in (receipt for receipt in receipts if receipt.attempt is None):
         size_bytes = stored.pop(prefix + receipt.name, None)
         if size_bytes != receipt.size_bytes:
@@ -196,11 +263,9 @@ def _created(
     return retrying(config.retry, f"create {key}", lambda: create(key, data) or storage.read(key) == data)
 
 
-def write_manifest(
-    storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, manifest: Manifest
-) -> bytes:
-    """Write the manifest, after what must be durable with it, and return its bytes. It may arrive after an error."""
-    key, data = attempt.key(MANIFEST_NAME), manifest.encode()
+def write_manifest(storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, data: bytes) -> None:
+    """Write the bytes of the manifest, after what must be durable with it. They may arrive after an error."""
+    key = attempt.key(MANIFEST_NAME)
     late = [attempt.key(name) for name in (*contents.directories, *contents.pending)]
     if isinstance(storage, Disk):
         for name in contents.directories:
@@ -211,4 +276,3 @@ def write_manifest(
         storage.write(key, [memoryview(data)])
     elif not _created(storage, storage.create, config, key, data):
         raise StorageError(f"{key} exists already with other contents", file=key)
-    return data

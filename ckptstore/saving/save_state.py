@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -15,8 +17,11 @@ from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
+from ckptstore.retention import Candidate
 from ckptstore.saving import story
 from ckptstore.saving.background import Background, PendingSave
+from ckptstore.saving.drain import Drain, Drainer
+from ckptstore.saving.drain.health import StoreHealth, health_of
 from ckptstore.saving.fast_keeper import FastKeeper
 from ckptstore.saving.log_keeper import LogKeeper
 from ckptstore.saving.phases import SaveClock
@@ -33,8 +38,16 @@ from ckptstore.storage.base import Storage
 from ckptstore.transfer import Stored, Transfer
 from ckptstore.transfer.planned import PlannedFile
 
-Saved = Record | Certificate
-"""What a save leaves: a record of the log, or the certificate of a fast checkpoint."""
+
+class FastSaved(NamedTuple):
+    """A fast checkpoint, and its way into the store."""
+
+    certificate: Certificate
+    drain: Drain
+
+
+Saved = Record | FastSaved
+"""What a save leaves: a record of the log, or a fast checkpoint."""
 
 
 class _Target(NamedTuple):
@@ -56,6 +69,13 @@ class StateSaver:
     _uploader: Uploader | None = None
     _kept: Kept | None = None
     """What this rank has in the checkpoint that this job committed last, if that save was incremental."""
+    _drainer: Drainer | None = None
+    _last_due: Candidate | None = None
+    """The fast checkpoint that was due last to be brought into the store."""
+    _last_fast: tuple[int, float] | None = None
+    """The step of the last fast checkpoint, and when it was complete, as `time.monotonic` has it."""
+    _last_record: tuple[Record, float] | None = None
+    """What was saved to the store directly last, and when."""
 
     def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock) -> Saved:
         """Save a state; returns when it is committed, or on the disks of the nodes with a fast tier. Collective."""
@@ -89,7 +109,10 @@ class StateSaver:
         staged = _Staged(shard)
 
         def finish() -> Any:
-            return done(self._finish(target, staged, shard, begun))
+            saved = self._finish(target, staged, shard, begun)
+            if isinstance(saved, FastSaved):
+                pending.brought_by(lambda timeout_seconds: done(self.durable(saved.drain, timeout_seconds)))
+            return done(saved)
 
         try:
             staged.stage(lambda: self._staging_for(shared=in_process))
@@ -128,17 +151,54 @@ class StateSaver:
         keeper, job = target.keeper, self.job
         if isinstance(keeper, LogKeeper):
             record = story.finish(keeper, stored, begun)
-            self._kept = shard.kept
+            self._kept, self._last_record = shard.kept, (record, time.monotonic())
             return record
         try:
-            return story.finish(keeper, stored, begun)
+            return self._offered(story.finish(keeper, stored, begun))
         except StorageFull as error:
             if error.committed is not False:
                 raise
             emit(FastFull(step=begun.request.step, rank=job.group.rank, error=error.message))
         shard.move(job.storage, job.transfer.upload)
         to_log = LogKeeper(job)
-        return story.finish(to_log, stored, story.begin_elsewhere(begun, to_log))
+        record = story.finish(to_log, stored, story.begin_elsewhere(begun, to_log))
+        self._last_record = record, time.monotonic()
+        return record
+
+    def _offered(self, certificate: Certificate) -> FastSaved:
+        """A fast checkpoint is whole: it is brought into the store, if it is due."""
+        place = self.job.fast
+        assert place is not None  # it was saved there
+        if self._drainer is None:
+            self._drainer = Drainer(self.job, place)
+        manifest = certificate.manifest
+        self._last_fast = manifest.step, time.monotonic()
+        this = Candidate(
+            number=certificate.save_number, step=manifest.step, committed_at=math.nan, metrics=manifest.metrics
+        )
+        is_due = place.tier.is_due(this, self._last_due)
+        if is_due:
+            self._last_due = this
+        return FastSaved(certificate, self._drainer.offer(certificate, is_due=is_due))
+
+    def durable(self, drain: Drain, timeout_seconds: float | None) -> Record:
+        """Wait until a fast checkpoint, or a newer one, is in the store. All ranks call it where it is not due."""
+        assert self._drainer is not None  # the drain comes from it
+        self._drainer.want(drain)
+        return drain.result(timeout_seconds)
+
+    def drain_newest(self, timeout_seconds: float | None) -> Drain | None:
+        """Bring the newest fast checkpoint into the store, due or not, and wait; None where there is none to bring. All
+        ranks call it."""
+        if self._drainer is None:
+            return None
+        newest = self._drainer.drain_newest()
+        self._drainer.finish(timeout_seconds)
+        return newest
+
+    def health(self) -> StoreHealth:
+        """How far the store is behind what this process has saved. No request is made."""
+        return health_of(self._last_fast, self._last_record, self._drainer.health() if self._drainer else None)
 
     def warm_up(self, state: Mapping[str, Any], *, options: StateOptions, uploader: str) -> None:
         """Do now what only a first asynchronous save would do. Collective; nothing is written."""
@@ -167,8 +227,11 @@ class StateSaver:
         if uploader is not None:
             uploader.close()
 
-    def close(self) -> None:
-        """Give memory and process back. No save is in flight."""
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Bring the newest fast checkpoint into the store within that time, and give memory and process back. No save
+        is in flight. Without a time it is tried until the store does not answer."""
+        if self._drainer is not None:
+            self._drainer.close(timeout_seconds)
         for staging in self._staging.values():
             staging.close()
         self.forget_upload_process()

@@ -71,14 +71,15 @@ class Transfer:
         """How many files or parts it moves at once."""
         return self._engine.pool.num_threads
 
-    def upload(self, files: Sequence[PlannedFile], *, beat: Beat = no_beat) -> list[Stored]:
+    def upload(self, files: Sequence[PlannedFile], *, beat: Beat = no_beat, check: Beat = no_beat) -> list[Stored]:
         """Write each source to its key, durable on a disk unless the configuration says otherwise.
 
-        The result has the order of the files. A file that the disk failed to keep is written anew, once. After an
-        error files may be there, whole or torn. Raises SourceChanged for a source that changes or vanishes meanwhile,
-        and what the storage raises.
+        The result has the order of the files. A file that the disk failed to keep is written anew, once. `check` is
+        called before each part and each try of a request, by the threads that make it: what it raises ends the upload
+        though nothing moves. After an error files may be there, whole or torn. Raises SourceChanged for a source that
+        changes or vanishes meanwhile, and what the storage raises.
         """
-        return upload.upload(self._engine, files, beat)
+        return upload.upload(self._engine, files, beat, check)
 
     def download(self, wanted: Sequence[tuple[Wanted, Path]], *, beat: Beat = no_beat) -> None:
         """Fetch files to paths where nothing is yet; directories are created. Durable as `upload` is.

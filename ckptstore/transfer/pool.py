@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.storage.traffic import Traffic, counting, traffic_here
 
 _TICK_SECONDS = 0.2
@@ -21,8 +22,8 @@ class Stopped(Exception):
 class Operation:
     """One operation: its tasks, what they have moved, and the first error."""
 
-    def __init__(self, tasks: Sequence[Task], beat: Callable[[], None] | None = None) -> None:
-        """`beat` is called by `moved`: for a run whose tasks the caller does itself."""
+    def __init__(self, tasks: Sequence[Task], beat: Beat | None = None, *, check: Beat = no_beat) -> None:
+        """`beat` is called by `moved`: for a run whose tasks the caller does itself. What `check` raises ends it."""
         self.tasks = deque(tasks)
         self.running = 0
         self.ended = threading.Event()
@@ -30,7 +31,7 @@ class Operation:
         self.error: BaseException | None = None
         self.traffic: list[Traffic] = []
         """What each task has counted."""
-        self._beat = beat
+        self._beat, self._check = beat, check
         self.moved_bytes = 0
         """Grows while bytes move. Counted without a lock: good as a sign of life, not as a sum."""
 
@@ -44,6 +45,7 @@ class Operation:
         """Raise Stopped when there is no reason to go on. Tasks call it often."""
         if self.stopped.is_set():
             raise Stopped
+        self._check()
 
     def execute(self, task: Task) -> None:
         """Do one task; its error stops all others."""
@@ -76,12 +78,13 @@ class Pool:
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
-    def run(self, tasks: Sequence[Task], beat: Callable[[], None]) -> None:
+    def run(self, tasks: Sequence[Task], beat: Beat, *, check: Beat = no_beat) -> None:
         """Do all tasks, in their order as far as threads allow, and call `beat` while bytes move.
 
+        `check` is called by the threads that do them, often; what it raises ends the run.
         Raises the first error of a task. When this returns or raises, also for KeyboardInterrupt, no task is running.
         """
-        run = Operation(tasks, beat if len(tasks) == 1 else None)
+        run = Operation(tasks, beat if len(tasks) == 1 else None, check=check)
         if len(tasks) > 1:
             self._share(run, beat)
         else:

@@ -24,9 +24,11 @@ _PERSIST_FILES = 4096
 """After so many small files they are made durable, while other threads write the next ones."""
 
 
-def upload(engine: Engine, files: Sequence[PlannedFile], beat: Callable[[], None]) -> list[Stored]:
+def upload(
+    engine: Engine, files: Sequence[PlannedFile], beat: Callable[[], None], check: Callable[[], None]
+) -> list[Stored]:
     """Write all files and make them durable; the result has their order. See `Transfer.upload`."""
-    upload_ = _Upload(engine, files, beat)
+    upload_ = _Upload(engine, files, beat, check)
     upload_.write_all(range(len(files)))
     try:
         upload_.persist()
@@ -44,10 +46,12 @@ def upload(engine: Engine, files: Sequence[PlannedFile], beat: Callable[[], None
 class _Upload:
     """One call of `upload`."""
 
-    def __init__(self, engine: Engine, files: Sequence[PlannedFile], beat: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Engine, files: Sequence[PlannedFile], beat: Callable[[], None], check: Callable[[], None]
+    ) -> None:
         self._engine = engine
         self._files = files
-        self._beat = beat
+        self._beat, self._check = beat, check
         self._total_bytes = sum(file.source.size_bytes for file in files)
         self._stored: list[Stored | None] = [None] * len(files)
         self._failed: list[tuple[int, CkptstoreError]] = []
@@ -84,7 +88,7 @@ class _Upload:
         # The chains begin first: while they wait for each other in the file system, large files keep the disk busy.
         tasks = [*chains, *tasks]
         try:
-            self._engine.pool.run(tasks, self._beat)
+            self._engine.pool.run(tasks, self._beat, check=self._check)
         except BaseException:
             for file in large:
                 file.abort()

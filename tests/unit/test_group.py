@@ -28,7 +28,7 @@ from ckptstore.errors import (
     StorageUnavailable,
     StoreNotShared,
 )
-from ckptstore.group import BoardGroup, SoloGroup, StorageGroup, check_shared, find_group, leftover_prefixes
+from ckptstore.group import DRAIN_LANE, BoardGroup, SoloGroup, StorageGroup, check_shared, find_group, leftover_prefixes
 from ckptstore.group.base import spoken, this_node
 from ckptstore.group.message import Message, first_error
 from ckptstore.runtime.beat import Beat
@@ -369,6 +369,31 @@ def test_lanes_keep_orders_of_their_own(memory: MemoryStorage) -> None:
 
     inside = threading.Barrier(4)
     assert together(memory, 2, script) == [[b"; ".join([b"rank 0, rank 1"] * 3), b"uploaded, uploaded"]] * 2
+
+
+def test_a_rank_that_hangs_in_a_save_is_found_though_it_drains(memory: MemoryStorage) -> None:
+    over = threading.Event()
+
+    def drain(beat: Beat) -> bytes:
+        while not over.wait(0.02):
+            beat()
+        return b""
+
+    def script(group: BoardGroup) -> Any:
+        drains = threading.Thread(target=lambda: group.lane(DRAIN_LANE).exchange("drain", drain, joined))
+        drains.start()
+        try:
+            work = (lambda _beat: b"") if group.rank == 0 else (lambda _beat: b"late" if over.wait(60) else b"")
+            return group.lane("save").exchange("receipts", work, joined)
+        except RankTimeout as error:
+            return error
+        finally:
+            over.set()
+            drains.join(60)
+
+    ends = together(memory, 2, script, timeout_seconds=1)
+    assert [(type(end), end.ranks) for end in ends] == [(RankTimeout, (1,))] * 2
+    assert [*memory.list("")] == []
 
 
 def test_an_exchange_inside_an_exchange_is_an_error_and_no_hang(memory: MemoryStorage) -> None:

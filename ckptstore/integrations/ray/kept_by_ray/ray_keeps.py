@@ -152,7 +152,7 @@ class RayKeeper:
             run.storage.write(attempt.key(name), [memoryview(data)])
         manifest = manifest_of(request, attempt, contents, store_id=run.store_id(), world_size=run.worker.world_size)
         try:
-            write_manifest(run.storage, run.config, attempt, contents, manifest)
+            write_manifest(run.storage, run.config, attempt, contents, manifest.encode())
         except StorageError as error:
             if not isinstance(error, AccessDenied | StorageFull):  # these are answers; else it may be there, or come
                 error.committed = None

@@ -1,0 +1,9 @@
+"""Fast checkpoints come from the disks of the nodes into the store, behind the training.
+
+It may know the job, the fast tier, the transfer and the commit. It gives `Drainer`, which each process of a job has.
+"""
+
+from ckptstore.saving.drain.book import Drain
+from ckptstore.saving.drain.drainer import Drainer, DrainHealth
+
+__all__ = ["Drain", "DrainHealth", "Drainer"]

@@ -1,0 +1,240 @@
+"""What one process was offered for the store, and what became of it; and how the leader chooses from what all were.
+
+    offered → active (due, or somebody waits for it) → begun → durable, failed
+                     └→ dropped, when a newer one is active before it is begun
+
+Only active ones are kept from being deleted, so a store that is away costs the disk two checkpoints and no more. A
+checkpoint that was dropped, or never active, is settled by the first newer one that is durable.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ckptstore.errors import CkptstoreError, InvalidInput, NotDurable
+from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.place import FastPlace
+from ckptstore.format.record import Record
+
+
+class Drain:
+    """One fast checkpoint on its way into the store, as one process sees it."""
+
+    def __init__(self, certificate: Certificate, changed: threading.Condition) -> None:
+        self.step = certificate.manifest.step
+        self.save_number = certificate.save_number
+        self.attempt = certificate.manifest.attempt
+        self.offered_at = time.monotonic()
+        self.certificate: Certificate | None = certificate
+        """None once it is over, or dropped."""
+        self.is_active = False
+        self.is_told = False
+        """Whether this rank has told the others that it has this one, and they have not chosen yet."""
+        self.is_begun = False
+        self.may_be_committed = False
+        """Whether a try ended so that it may have a record: then its files are nobody's to remove."""
+        self._changed = changed
+        self._record: Record | None = None
+        self._error: CkptstoreError | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, one way or the other."""
+        return self._record is not None or self._error is not None
+
+    def result(self, timeout_seconds: float | None = None) -> Record:
+        """Wait until this checkpoint is durable, or a newer one of this job is, and return the record of that one.
+
+        Raises what the drain failed with, and TimeoutError when it has not ended in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(self.done, timeout_seconds):
+                raise TimeoutError(f"Step {self.step} was not in the store after {timeout_seconds} seconds")
+        if self._error is not None:
+            raise self._error
+        assert self._record is not None  # it is done
+        return self._record
+
+    @property
+    def superseded_by(self) -> Record | None:
+        """The record of a newer checkpoint that became durable in the place of this one; None where there is none."""
+        record = self._record
+        return record if record is not None and record.entry.attempt != self.attempt else None
+
+    def error(self) -> CkptstoreError | None:
+        """What it failed with; None while it runs, and when it did not fail."""
+        return self._error
+
+    def settle(self, outcome: Record | CkptstoreError) -> None:
+        """It has ended. The book calls this."""
+        self.certificate = None
+        if isinstance(outcome, Record):
+            self._record = outcome
+        else:
+            self._error = outcome
+
+
+class Book:
+    """The drains of one process that have not ended. Safe for threads; `changed` is notified of every change."""
+
+    def __init__(self, place: FastPlace) -> None:
+        self._place = place
+        self.changed = threading.Condition()
+        self.ended: CkptstoreError | None = None
+        """Why nothing is drained any more, for good; None while all is well."""
+        self._drains: dict[int, Drain] = {}
+        """By the number of the save, ascending."""
+        self._offered = 0
+        """The highest number so far."""
+        self._wanted = 0
+        """The highest number that some rank has active."""
+
+    def offer(self, certificate: Certificate, *, is_active: bool) -> Drain:
+        """Take a new one in. Raises InvalidInput for one that is not newer than the last."""
+        with self.changed:
+            number = certificate.save_number
+            if number <= self._offered:
+                raise InvalidInput(
+                    f"Save {number} was offered after save {self._offered}", step=certificate.manifest.step
+                )
+            drain = Drain(certificate, self.changed)
+            if self.ended is not None:
+                drain.settle(self.ended)
+                return drain
+            self._drains[number], self._offered = drain, number
+            if is_active or number == self._wanted:
+                self._activate(drain)
+            self.changed.notify_all()
+            return drain
+
+    def want(self, drain: Drain | None = None) -> Drain | None:
+        """Make the newest one active, for who waits for `drain` or, without it, for the newest. What is older is safe
+        too once that is durable. Nothing happens where one is active that will do."""
+        with self.changed:
+            newest = self._newest()
+            if newest is not None and not (drain is not None and drain.done()):
+                least = newest if drain is None else drain
+                if not any(other.save_number >= least.save_number for other in self._active()):
+                    self._activate(newest)
+                    self.changed.notify_all()
+            return newest
+
+    def told(self, sent: int) -> dict[str, Any]:
+        """What this rank tells the others: what it can drain. `sent` is the save of which it has sent some files."""
+        with self.changed:
+            self._tell()
+            self._drop_below(max((drain.save_number for drain in self._active()), default=0), begun_too=False)
+            active, newest = self._active(), self._newest()
+            self._tell(*active, *([] if newest is None else [newest]))
+            numbers = [drain.save_number for drain in active]
+            return {"active": numbers, "newest": 0 if newest is None else newest.save_number, "sent": sent}
+
+    def hear(self, choice: Mapping[str, Any]) -> Drain | None:
+        """What the leader has chosen: the one that is drained now, None where the ranks have none in common."""
+        with self.changed:
+            go, self._wanted = choice["go"], max(self._wanted, choice["wanted"])
+            self._tell()
+            chosen, wanted = self._drains.get(go), self._drains.get(self._wanted)
+            if chosen is not None:
+                self._activate(chosen)
+                chosen.is_begun = True
+            if wanted is not None:
+                self._activate(wanted)
+            self._drop_below(go or self._wanted)
+            self.changed.notify_all()
+            return chosen
+
+    def has_active(self) -> bool:
+        """Whether anything drains or waits. The caller holds `changed`, or can do with what was true a moment ago."""
+        return bool(self._active())
+
+    def settle(self, record: Record) -> None:
+        """A checkpoint of this job is durable: all that are not newer have ended well."""
+        with self.changed:
+            covered = [number for number in self._drains if number <= record.entry.save_number]
+            self._end(covered, record)
+
+    def fail(self, numbers: Collection[int], error: CkptstoreError) -> None:
+        """These do not become durable. What was dropped for them has failed too, unless a newer one is active."""
+        with self.changed:
+            self._end([number for number in numbers if number in self._drains], error)
+            if not self._active():
+                dropped = [number for number, drain in self._drains.items() if drain.certificate is None]
+                self._end([number for number in dropped if number < max(numbers, default=0)], error)
+
+    def end(self, error: CkptstoreError) -> None:
+        """Nothing is drained any more, for this reason, which is what all have failed with."""
+        with self.changed:
+            self.ended = error
+            self._end(list(self._drains), error)
+
+    def all_active(self) -> list[Drain]:
+        """Those that drain or wait, the oldest first."""
+        with self.changed:
+            return self._active()
+
+    def oldest(self) -> Drain | None:
+        """The oldest that is not durable; None where all are."""
+        with self.changed:
+            return next(iter(self._drains.values()), None)
+
+    # The caller holds the lock
+
+    def _active(self) -> list[Drain]:
+        return [drain for drain in self._drains.values() if drain.is_active]
+
+    def _newest(self) -> Drain | None:
+        """The newest, if it can be drained: what is not active may be deleted once a newer one is saved."""
+        newest = self._drains.get(self._offered)
+        return None if newest is None or newest.certificate is None else newest
+
+    def _activate(self, drain: Drain) -> None:
+        if not drain.is_active and drain.certificate is not None:
+            drain.is_active = True
+            self._place.hold(drain.attempt)
+            self._drop_below(drain.save_number, begun_too=False)
+
+    def _tell(self, *told: Drain) -> None:
+        """These are told now, and no others."""
+        for drain in self._drains.values():
+            drain.is_told = drain in told
+
+    def _drop_below(self, number: int, *, begun_too: bool = True) -> None:
+        for drain in self._active():
+            if drain.save_number < number and (begun_too or not (drain.is_begun or drain.is_told)):
+                self._release(drain)
+                drain.certificate = None
+
+    def _release(self, drain: Drain) -> None:
+        if drain.is_active:
+            drain.is_active = False
+            self._place.release(drain.attempt)
+
+    def _end(self, numbers: Collection[int], outcome: Record | CkptstoreError) -> None:
+        for number in numbers:
+            drain = self._drains.pop(number)
+            self._release(drain)
+            drain.settle(outcome)
+        self.changed.notify_all()
+
+
+def choose(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Leader: what is drained now (0 for nothing) and what any rank wants, from what all ranks have told. Pure.
+
+    The newest that every rank has and that one wants; but one of which files were sent goes on, so that a store that
+    fails now and then gets one to the end.
+    """
+    common = set.intersection(*({*each["active"], each["newest"]} for each in told)) - {0}
+    wanted = {number for each in told for number in each["active"]}
+    sent = {each["sent"] for each in told} & common
+    return {"go": max(sent or common & wanted, default=0), "wanted": max(wanted, default=0)}
+
+
+def given_up(reason: str) -> NotDurable:
+    """The error for what was not brought into the store."""
+    return NotDurable(
+        f"The fast checkpoint is not in the store: {reason}",
+        hint="It stays on the disks of the nodes: the next job resumes from it there",
+    )

@@ -1,0 +1,151 @@
+"""The drainer of one process: a thread that, together with those of the other ranks, brings fast checkpoints into the
+store, one at a time.
+
+The ranks meet in the lane `drain` of their group, so that saves go on beside it (`ckptstore.saving.drain.rounds`).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from ckptstore.errors import InvalidInput, RankFailed
+from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.place import FastPlace
+from ckptstore.group import DRAIN_LANE
+from ckptstore.job import Job
+from ckptstore.runtime.fork import in_forked_child
+from ckptstore.saving.drain.book import Book, Drain, given_up
+from ckptstore.saving.drain.rounds import Rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainHealth:
+    """How far the store is behind the fast checkpoints. Moments are those of `time.monotonic`."""
+
+    draining: int | None
+    """The step that is brought into the store now."""
+    waiting: int | None
+    """The step that comes next."""
+    durable_step: int | None
+    """The step that became durable last, as far as this process brought it there."""
+    durable_at: float | None
+    """When that was."""
+    not_durable_since: float | None
+    """When the oldest fast checkpoint was saved that is not durable, nor is a newer one; None where all are."""
+    away_since: float | None
+    """When the store failed first, if it has not answered since; None while all is well."""
+    error: str | None
+    """What it failed with last."""
+
+
+class Drainer:
+    """Brings fast checkpoints of one job into its store. Each process has one; all offer the same in the same order."""
+
+    def __init__(self, job: Job, place: FastPlace) -> None:
+        self._job, self._place = job, place
+        self._book = Book(place)
+        self._rounds = Rounds(job, place, self._book)
+        self._thread: threading.Thread | None = None
+        in_forked_child(self, Drainer._after_fork)
+
+    def _after_fork(self) -> None:
+        self._book, self._thread = Book(self._place), None
+        self._rounds = Rounds(self._job, self._place, self._book)
+        self._book.end(given_up("this process is a fork, and its parent brings it there"))
+
+    def offer(self, certificate: Certificate, *, is_due: bool = True, wanted: bool = False) -> Drain:
+        """Say that a fast checkpoint of this job is whole on the nodes; returns at once. All ranks offer the same.
+
+        One that is due, or that somebody waits for, is drained; what waits and is older gives way to it. Others are
+        drained when somebody asks. Raises InvalidInput for one of another job, and for one older than the last.
+        """
+        place = self._place
+        if (certificate.order.epoch, certificate.claim_number) != (place.epoch, place.claim_number):
+            raise InvalidInput(
+                f"The fast checkpoint is {certificate.order}, and this job has epoch {place.epoch}: what a job resumed"
+                " from is not its own to drain",
+                step=certificate.manifest.step,
+            )
+        drain = self._book.offer(certificate, is_active=is_due or wanted)
+        self._start()
+        return drain
+
+    def want(self, drain: Drain) -> None:
+        """Somebody waits until this one, or a newer one, is durable: it is drained though it is not due. All ranks call
+        this, unless it is due."""
+        self._book.want(drain)
+        self._start()
+
+    def drain_newest(self) -> Drain | None:
+        """Drain the newest that was offered, due or not; returns at once. None where it is over. All ranks call it."""
+        newest = self._book.want()
+        self._start()
+        return newest
+
+    def finish(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until nothing drains or waits; False when the time was over before."""
+        changed = self._book.changed
+        with changed:
+            return changed.wait_for(lambda: not self._book.has_active(), timeout_seconds)
+
+    def health(self) -> DrainHealth:
+        """How far the store is behind."""
+        steps = {drain.is_begun: drain.step for drain in self._book.all_active()}
+        oldest, durable, error = self._book.oldest(), self._rounds.durable, self._rounds.error
+        return DrainHealth(
+            draining=steps.get(True),
+            waiting=steps.get(False),
+            durable_step=None if durable is None else durable[0].entry.step,
+            durable_at=None if durable is None else durable[1],
+            not_durable_since=None if oldest is None else oldest.offered_at,
+            away_since=self._rounds.away_since,
+            error=None if error is None else str(error),
+        )
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Drain the newest within that time, then end. All ranks call this.
+
+        Without a time it is tried until the store does not answer. What is not in the store then never will be visible
+        there by this job; it stays on the nodes. A request that hangs, or a rank that does, is waited for as long as
+        the configuration says. No thread is left.
+        """
+        self.drain_newest()
+        self._rounds.hurry(is_last_try=timeout_seconds is None)
+        self.finish(timeout_seconds)
+        with self._book.changed:
+            self._rounds.stopped.set()
+            self._book.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._book.end(self._book.ended or given_up("the store was closed before"))
+        self._rounds.close()
+
+    # The thread
+
+    def _start(self) -> None:
+        with self._book.changed:
+            if self._thread is None and self._book.has_active() and not self._rounds.stopped.is_set():
+                # Nothing is lost when the interpreter ends: the checkpoints are on the disks of the nodes.
+                self._thread = threading.Thread(target=self._run, name="ckptstore-drain", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        lane = self._job.group.lane(DRAIN_LANE)
+        try:
+            while self._has_work():
+                try:
+                    self._rounds.round(lane)
+                except Exception as error:  # nothing may be lost with the thread
+                    rank = self._place.members.rank
+                    failure = RankFailed(f"{type(error).__name__}: {error}", rank=rank, committed=None)
+                    failure.__cause__ = error
+                    self._rounds.fail(self._book.all_active(), failure)
+        finally:
+            lane.close()
+
+    def _has_work(self) -> bool:
+        changed = self._book.changed
+        with changed:
+            changed.wait_for(lambda: self._rounds.stopped.is_set() or self._book.has_active())
+            return self._book.has_active()  # else it was stopped; what is active is told to the others first

@@ -1,0 +1,61 @@
+"""What an operator watches of a job with a fast tier: how old the last checkpoint is, on the nodes and in the store."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ckptstore.format.record import Record
+from ckptstore.saving.drain.drainer import DrainHealth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreHealth:
+    """How far the store is behind what this process has saved since it opened it."""
+
+    fast_step: int | None
+    """The step that was complete on the nodes last; None where none was."""
+    fast_age_seconds: float | None
+    """Since when."""
+    durable_step: int | None
+    """The step that came into the store last; None where none did."""
+    durable_age_seconds: float | None
+    """Since when."""
+    draining: int | None
+    """The step that is brought into the store now."""
+    waiting: int | None
+    """The step that comes next."""
+    not_durable_seconds: float | None
+    """How long the oldest fast checkpoint has waited for the store; None while the store has the newest one."""
+    away_seconds: float | None
+    """How long the store has not answered; None while all is well."""
+    error: str | None
+    """What the store failed with last."""
+
+
+Moment = tuple[int, float]
+"""A step, and the moment of `time.monotonic` at which something became of it."""
+
+
+def health_of(fast: Moment | None, saved: tuple[Record, float] | None, drains: DrainHealth | None) -> StoreHealth:
+    """From the last fast checkpoint, the last one that was saved to the store directly, and the drains."""
+    now = time.monotonic()
+    durable = None if saved is None else (saved[0].entry.step, saved[1])
+    if drains is not None and drains.durable_step is not None and drains.durable_at is not None:
+        drained = drains.durable_step, drains.durable_at
+        durable = drained if durable is None else max(durable, drained, key=lambda moment: moment[1])
+
+    def age(moment: float | None) -> float | None:
+        return None if moment is None else now - moment
+
+    return StoreHealth(
+        fast_step=fast[0] if fast else None,
+        fast_age_seconds=age(fast[1] if fast else None),
+        durable_step=durable[0] if durable else None,
+        durable_age_seconds=age(durable[1] if durable else None),
+        draining=drains.draining if drains else None,
+        waiting=drains.waiting if drains else None,
+        not_durable_seconds=age(drains.not_durable_since if drains else None),
+        away_seconds=age(drains.away_since if drains else None),
+        error=drains.error if drains else None,
+    )

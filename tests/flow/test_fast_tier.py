@@ -1,0 +1,516 @@
+"""Fast checkpoints: saved to the disks of nodes, found again, and never more than what is true of them.
+
+Ranks are threads, nodes are directories with names; the rest is real, the connections between nodes too.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+
+from ckptstore import (
+    CheckpointStore,
+    FastTier,
+    InvalidInput,
+    InvalidMetadata,
+    KeepLatest,
+    NoUsableCheckpoint,
+    StepExists,
+    StorageError,
+    StorageGroup,
+    StoreFenced,
+    open_store,
+)
+from ckptstore.errors import CkptstoreError
+from ckptstore.events import CheckpointResumed, CheckpointSkipped, FastFull, listening
+from ckptstore.testing.s3_server import s3_server
+
+SIZE = 100_000
+Flow = Callable[[CheckpointStore, int], Any]
+
+
+@dataclass
+class Jobs:
+    """Jobs that use one store, on nodes of which each has a directory."""
+
+    root: Path
+    uri: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def disk(self, node: str) -> Path:
+        return self.root / f"disk-{node}"
+
+    def attempts(self, node: str) -> list[Path]:
+        """The directories of attempts on a node, in the order of their steps."""
+        return sorted(self.disk(node).glob("*/checkpoints/*"))
+
+    def open(self, rank: int, nodes: str, token: str, **tier: Any) -> CheckpointStore:
+        node = nodes[rank]
+        group = StorageGroup(rank, len(nodes), token)
+        return open_store(
+            self.uri or self.root / "store",
+            group=group,
+            rank_timeout_seconds=60,
+            fast=FastTier(self.disk(node), node=node, **tier),
+            **self.options,
+        )
+
+    def run(self, nodes: str, flow: Flow, **tier: Any) -> list[Any]:
+        """A job with one rank for each letter, which is the name of its node. What a rank raises is its result."""
+        token = uuid4().hex
+
+        def rank(number: int) -> Any:
+            try:
+                with self.open(number, nodes, token, **tier) as store:
+                    return flow(store, number)
+            except CkptstoreError as error:
+                return error
+
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            return list(pool.map(rank, range(len(nodes))))
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Jobs:
+    return Jobs(tmp_path)
+
+
+def state_of(step: int, rank: int = 0) -> dict[str, Any]:
+    """A tensor that all ranks share, and what a rank has of its own."""
+    return {"w": torch.full((SIZE,), float(step)), "own": torch.full((10,), float(100 * step + rank)), "step": step}
+
+
+def save(*steps: int) -> Flow:
+    def flow(store: CheckpointStore, rank: int) -> Any:
+        for step in steps:
+            found = store.save(step, state_of(step, rank))
+        return found
+
+    return flow
+
+
+def resume(store: CheckpointStore, rank: int) -> tuple[int, float, float] | None:
+    """Step, and the values of the tensors, each with one value alone."""
+    state = state_of(-1)
+    found = store.resume(state, per_rank="first")
+    if found is None:
+        return None
+    assert found.step == state["step"]
+    assert len(state["w"].unique()) == 1
+    assert len(state["own"].unique()) == 1
+    return found.step, float(state["w"][0]), float(state["own"][0])
+
+
+def of(step: int, *ranks: int) -> list[tuple[int, float, float]]:
+    """What `resume` gives where each rank has its own."""
+    return [(step, float(step), float(100 * step + rank)) for rank in ranks]
+
+
+@pytest.fixture
+def skipped() -> Iterator[list[str]]:
+    told: list[str] = []
+    with listening(lambda event: told.append(event.reason), CheckpointSkipped):
+        yield told
+
+
+def test_a_job_goes_on_from_the_disks_of_its_nodes(jobs: Jobs, skipped: list[str]) -> None:
+    assert jobs.run("aabb", resume) == [None] * 4
+    for found in jobs.run("aabb", save(1, 2, 3)):
+        assert (found.step, found.number, found.is_durable, found.world_size) == (3, None, False, 4)
+    for node in "ab":
+        assert [path.name[:15] for path in jobs.attempts(node)] == ["step-0000000002", "step-0000000003"]
+        assert all((path / "fast.json").is_file() for path in jobs.attempts(node))
+    assert not (jobs.root / "store/checkpoints").exists()
+    assert jobs.run("aabb", resume) == of(3, 0, 1, 2, 3)
+    assert jobs.run("baba", resume) == of(3, 0, 1, 2, 3)
+    assert skipped == []
+    with open_store(jobs.root / "store") as store:  # for who has no tier nothing is there
+        assert store.latest() is None
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(("saved", "resumed"), [("aabb", "ab"), ("ab", "abb"), ("ab", "a"), ("aab", "bbaa")])
+def test_another_number_of_ranks(jobs: Jobs, saved: str, resumed: str, copies: int) -> None:
+    jobs.run(saved, save(1, 2), copies=copies)
+    expected = of(2, *[0] * len(resumed))
+    if set(resumed) != set(saved) and copies == 1:
+        assert jobs.run(resumed, resume) == [None] * len(resumed)
+    else:
+        assert jobs.run(resumed, resume) == expected
+
+
+@pytest.mark.parametrize("lost", "ab")
+def test_a_lost_node(jobs: Jobs, skipped: list[str], lost: str) -> None:
+    jobs.run("ab", save(1, 2), copies=2)
+    shutil.rmtree(jobs.disk(lost))
+    assert jobs.run("ab", resume, copies=2) == of(2, 0, 1)
+    assert jobs.run("ab", lambda store, rank: (resume(store, rank), save(3)(store, rank))[0], copies=2) == of(2, 0, 1)
+    assert len(jobs.attempts(lost)) == 1
+    shutil.rmtree(jobs.disk("ba"["ab".index(lost)]))
+    assert jobs.run("ab", resume) == of(3, 0, 1)
+    assert skipped == []
+
+
+def test_both_nodes_that_had_a_file_are_lost(jobs: Jobs, skipped: list[str]) -> None:
+    jobs.run("abc", save(1), copies=2)
+    shutil.rmtree(jobs.disk("b"))
+    shutil.rmtree(jobs.disk("c"))
+    assert jobs.run("abc", resume) == [None] * 3
+    assert "no node that is here has the files of rank 1" in skipped[0]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("how", ["flipped", "short", "missing"])
+@pytest.mark.parametrize("which", ["state", "index"])
+def test_a_damaged_file(jobs: Jobs, skipped: list[str], how: str, which: str, copies: int) -> None:
+    """With one copy the one before is taken, with two the other copy."""
+    jobs.run("ab", save(1, 2), copies=copies)
+    name = "tensors.index" if which == "index" else "state-rank=00000-00.distcp"
+    path = jobs.attempts("a")[-1] / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    if how != "missing":
+        path.write_bytes(data if how == "flipped" else data[:-1])
+    assert jobs.run("ab", resume) == of(copies, 0, 1)
+    assert all(name in reason or "the files of rank 0" in reason for reason in skipped)
+    assert skipped or (copies == 2 and how != "flipped")
+
+
+def test_a_damaged_certificate(jobs: Jobs, skipped: list[str]) -> None:
+    jobs.run("ab", save(1, 2))
+    certificate = jobs.attempts("a")[-1] / "fast.json"
+    data = certificate.read_bytes().replace(b'\\"step\\"', b'\\"stop\\"')
+    certificate.unlink()
+    certificate.write_bytes(data)
+    assert jobs.run("ab", resume) == of(1, 0, 1)
+    assert "is not a certificate" in skipped[0]
+
+
+def test_without_its_certificate_a_node_still_has_its_files(jobs: Jobs) -> None:
+    """It was killed after the others had certified."""
+    jobs.run("ab", save(1, 2))
+    (jobs.attempts("a")[-1] / "fast.json").unlink()
+    assert jobs.run("ab", resume) == of(2, 0, 1)
+
+
+def test_without_any_certificate_it_was_never_complete(jobs: Jobs, skipped: list[str]) -> None:
+    jobs.run("ab", save(1, 2))
+    for node in "ab":
+        (jobs.attempts(node)[-1] / "fast.json").unlink()
+    assert jobs.run("ab", resume) == of(1, 0, 1)
+    assert skipped == []
+    for node in "ab":  # and what it had left is gone
+        assert [path.name[:15] for path in jobs.attempts(node)] == ["step-0000000001"]
+
+
+def test_no_request_is_made_until_a_save_is_complete(tmp_path: Path) -> None:
+    with s3_server(buckets=["test"]) as server:
+        jobs = Jobs(tmp_path, "s3://test/run", {"storage_options": server.storage_options})
+
+        def flow(store: CheckpointStore, rank: int) -> int:
+            save(1)(store, rank)
+            before = len(server.log)
+            save(2, 3)(store, rank)
+            store.save_async(4, state_of(4)).result()
+            store.save_async(5, state_of(5), uploader="process").result()
+            return len(server.log) - before
+
+        with jobs.open(0, "a", uuid4().hex) as store:
+            assert flow(store, 0) == 0
+        assert jobs.run("a", resume) == of(5, 0)
+
+
+class Zombies:
+    """A job that goes on after another one has taken the store."""
+
+    def __init__(self, jobs: Jobs, nodes: str) -> None:
+        token = uuid4().hex
+        self._stores = [jobs.open(rank, nodes, token) for rank in range(len(nodes))]
+        self._pool = ThreadPoolExecutor(len(nodes))
+
+    def all(self, flow: Flow) -> list[Any]:
+        def run(rank: int) -> Any:
+            try:
+                return flow(self._stores[rank], rank)
+            except CkptstoreError as error:
+                return error
+
+        return list(self._pool.map(run, range(len(self._stores))))
+
+    def close(self) -> None:
+        self.all(lambda store, _rank: store.close())
+        self._pool.shutdown()
+
+
+def test_a_zombie_on_the_same_nodes_is_fenced_without_a_request(jobs: Jobs) -> None:
+    zombies = Zombies(jobs, "ab")
+    zombies.all(save(1, 2))
+    assert jobs.run("ab", resume) == of(2, 0, 1)
+    found = zombies.all(save(7))
+    assert [type(error) for error in found] == [StoreFenced] * 2
+    zombies.close()
+    assert jobs.run("ab", resume) == of(2, 0, 1)
+
+
+def test_what_a_zombie_saves_on_other_nodes_is_void(jobs: Jobs, skipped: list[str]) -> None:
+    """It has not heard of the other job, which has come to no disk of its."""
+    zombies = Zombies(jobs, "ab")
+    zombies.all(save(1, 2))
+    assert jobs.run("cd", resume) == [None, None]
+    assert [found.step for found in zombies.all(save(7, 8))] == [8, 8]
+    zombies.close()
+    jobs.run("cd", save(3))
+    assert jobs.run("abcd", lambda store, rank: resume(store, rank)) == of(3, 0, 0, 0, 0)
+    assert jobs.attempts("a") == []
+    assert skipped == []
+
+
+def test_a_roll_back_voids_what_is_newer(jobs: Jobs) -> None:
+    with open_store(jobs.root / "store") as store:
+        store.save(1, state_of(1))
+        store.save(2, state_of(2))
+    jobs.run("a", lambda store, rank: (resume(store, rank), save(3, 4)(store, rank)))
+    with open_store(jobs.root / "store") as store:
+        store.roll_back(1)
+    assert jobs.run("a", resume) == of(1, 0)
+    assert jobs.attempts("a") == []
+
+
+def test_the_newest_wins_wherever_it_lies(jobs: Jobs) -> None:
+    jobs.run("a", save(1, 2))
+    with open_store(jobs.root / "store") as store:  # a job without a tier goes on from nothing, and saves
+        store.save(5, state_of(5))
+    assert jobs.run("a", resume) == of(5, 0)
+    jobs.run("a", lambda store, rank: (resume(store, rank), save(6)(store, rank)))
+    assert jobs.run("a", resume) == of(6, 0)
+
+
+def test_fast_checkpoints_of_a_copied_store_are_not_this_ones(jobs: Jobs, skipped: list[str]) -> None:
+    """Both stores have one id, and gave one epoch to different jobs."""
+    with open_store(jobs.root / "store") as store:
+        store.save(1, state_of(1))
+    shutil.copytree(jobs.root / "store", jobs.root / "copy")
+    other = Jobs(jobs.root, str(jobs.root / "copy"))
+    other.run("a", save(8, 9))
+    assert jobs.run("a", resume) == of(1, 0)
+    assert "another history" in skipped[0]
+    assert other.run("a", resume) == of(9, 0)
+
+
+def test_only_what_is_superseded_goes(jobs: Jobs) -> None:
+    jobs.run("a", save(1, 2, 3), keep=3)
+    jobs.run("a", lambda store, rank: resume(store, rank), keep=3)
+    assert len(jobs.attempts("a")) == 3
+
+    def flow(store: CheckpointStore, rank: int) -> list[int]:
+        resume(store, rank)
+        counts = []
+        for step in (4, 5):
+            save(step)(store, rank)
+            counts.append(len(jobs.attempts("a")))
+        return counts
+
+    assert jobs.run("a", flow, keep=1) == [[1, 1]]
+
+
+def test_a_save_that_fails_leaves_nothing(jobs: Jobs) -> None:
+    def flow(store: CheckpointStore, rank: int) -> Any:
+        save(1)(store, rank)
+        with pytest.raises(CkptstoreError) as caught:
+            store.save(2, {"w": torch.ones(SIZE), "x": object() if rank else 1})
+        left = [len(jobs.attempts(node)) for node in "ab"]
+        save(3)(store, rank)
+        return type(caught.value).__name__, left
+
+    assert jobs.run("ab", flow) == [("InvalidState", [1, 1])] * 2
+    assert jobs.run("ab", resume) == of(3, 0, 1)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    place = tmp_path / "disk-a"
+    place.mkdir(mode=0o700)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "tmpfs", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode()}")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, small_disk: Path) -> None:
+    told: list[FastFull] = []
+    large = torch.arange(1 << 20, dtype=torch.float32)
+
+    def flow(store: CheckpointStore, rank: int) -> Any:
+        first = save(1)(store, rank)
+        second = store.save_async(2, {"w": large, "step": 2}).result()
+        third = save(3)(store, rank)
+        return [first.is_durable, second.is_durable, third.is_durable]
+
+    with listening(told.append, FastFull):
+        assert jobs.run("ab", flow) == [[False, True, False]] * 2
+    assert {(event.step, event.rank) for event in told} == {(2, 0), (2, 1)}
+    assert jobs.run("ab", resume) == of(3, 0, 1)
+    for node in "ab":
+        (jobs.attempts(node)[-1] / "fast.json").unlink()
+
+    def resume_large(store: CheckpointStore, rank: int) -> bool:
+        state = {"w": torch.zeros_like(large), "step": 0}
+        found = store.resume(state)
+        return found is not None and found.number is not None and torch.equal(state["w"], large)
+
+    assert jobs.run("ab", resume_large) == [True, True]
+
+
+def test_a_checkpoint_on_one_node_can_be_used_as_any_other(jobs: Jobs, tmp_path: Path) -> None:
+    def flow(store: CheckpointStore, rank: int) -> None:
+        found = store.save(4, state_of(4), metrics={"loss": 0.5}, metadata={"note": "x"})
+        assert (found.metrics, found.metadata) == ({"loss": 0.5}, {"note": "x"})
+        assert found.verify().ok
+        with found.as_directory() as path:
+            assert {"fast.json", "tensors.index"} <= {file.name for file in path.iterdir()}
+        state = state_of(0)
+        found.load(state)
+        assert state["step"] == 4
+        with pytest.raises(InvalidMetadata, match="durable"):
+            found.set_metadata({})
+        with pytest.raises(InvalidInput, match="another process"):
+            pickle.dumps(found)
+
+    assert jobs.run("a", flow) == [None]
+
+
+def test_a_resume_without_a_state_gives_what_can_be_loaded(jobs: Jobs) -> None:
+    jobs.run("ab", save(1, 2))
+    resumed: list[CheckpointResumed] = []
+
+    def flow(store: CheckpointStore, rank: int) -> Any:
+        found = store.resume()
+        assert found is not None
+        state = state_of(0)
+        found.load(state)
+        with found.as_directory() as path:  # a copy, since this node does not have all
+            names = sorted(file.name for file in path.iterdir() if file.suffix == ".distcp")
+        return found.step, found.number, float(state["own"][0]), len(names)
+
+    with listening(resumed.append, CheckpointResumed):
+        assert jobs.run("ab", flow) == [(2, None, 200.0, 2), (2, None, 201.0, 2)]
+    assert {(event.step, event.number) for event in resumed} == {(2, None)}
+
+
+def test_a_step_that_is_there_is_refused_where_that_is_asked(jobs: Jobs) -> None:
+    def flow(store: CheckpointStore, rank: int) -> None:
+        save(1)(store, rank)
+        with pytest.raises(StepExists):
+            store.save(1, state_of(1), exists="error")
+        store.save(2, state_of(2), exists="error")
+
+    assert jobs.run("ab", flow) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tier", "match"),
+    [
+        ("aa", {"copies": 2}, "copies=2 needs two nodes"),
+        ("ab", {"interface": "nothing0"}, "nothing0"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_anything_is_written(
+    jobs: Jobs, nodes: str, tier: dict[str, Any], match: str
+) -> None:
+    if "interface" in tier:
+        pytest.skip("all nodes are on one machine here, and the loopback is taken")
+    for error in jobs.run(nodes, save(1), **tier):
+        assert isinstance(error, InvalidInput)
+        assert match in str(error)
+    assert not jobs.disk("a").exists()
+
+
+def test_ranks_that_do_not_fit_together_are_refused(jobs: Jobs) -> None:
+    token = uuid4().hex
+
+    def run(paths: list[str], keeps: list[int]) -> list[Any]:
+        def rank(number: int) -> Any:
+            tier = FastTier(jobs.root / paths[number], node="a", keep=keeps[number])
+            with open_store(jobs.root / "store", group=StorageGroup(number, 2, token + paths[1]), fast=tier) as store:
+                try:
+                    return save(1)(store, number)
+                except CkptstoreError as error:
+                    return error
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(rank, range(2)))
+
+    assert ["different directories" in str(error) for error in run(["one", "two"], [2, 2])] == [True, True]
+    assert ["Only path and node may differ" in str(error) for error in run(["one", "one"], [2, 3])] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"path": ""}, "path"),
+        ({"path": 3}, "path"),
+        ({"copies": 3}, "copies"),
+        ({"keep": 0}, "keep"),
+        ({"keep": True}, "keep"),
+        ({"drain": 1000}, "drain"),
+        ({"drain_bytes_per_second": 0}, "drain_bytes_per_second"),
+        ({"drain_bytes_per_second": True}, "drain_bytes_per_second"),
+        ({"node": "a/b"}, "name of a node"),
+    ],
+)
+def test_bad_input(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidInput, match=match):
+        FastTier(**{"path": "/a", **given})
+
+
+def test_what_a_fast_checkpoint_cannot_be(jobs: Jobs) -> None:
+    with pytest.raises(InvalidInput, match="it is a FastTier"):
+        open_store(jobs.root / "store", fast="/a")  # type: ignore[arg-type]
+    with jobs.open(0, "a", uuid4().hex) as store, pytest.raises(InvalidInput, match="incremental"):
+        store.save(1, state_of(1), incremental=True)
+
+
+@pytest.mark.parametrize("how", ["open", "link", "file"])
+def test_a_directory_that_is_not_safe_is_refused(jobs: Jobs, how: str) -> None:
+    disk = jobs.disk("a")
+    if how == "open":
+        disk.mkdir()
+        disk.chmod(0o755)
+    elif how == "link":
+        (jobs.root / "elsewhere").mkdir(mode=0o700)
+        disk.symlink_to(jobs.root / "elsewhere")
+    else:
+        disk.write_text("")
+    (error,) = jobs.run("a", save(1))
+    assert isinstance(error, InvalidInput | StorageError)
+    assert "disk-a" in str(error)
+
+
+def test_retention_is_of_what_is_in_the_store(jobs: Jobs) -> None:
+    jobs.options = {"retention": KeepLatest(1)}
+    jobs.run("a", save(1, 2, 3), keep=3)
+    assert len(jobs.attempts("a")) == 3
+
+
+def test_when_nothing_whole_is_left_the_reasons_are_told(jobs: Jobs) -> None:
+    jobs.run("a", save(1))
+    (path,) = jobs.attempts("a")[0].glob("*.distcp")
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(bytes(len(data)))
+    (error,) = jobs.run("a", resume)
+    assert isinstance(error, NoUsableCheckpoint)
+    assert "step 1" in str(error)
