@@ -9,14 +9,15 @@ from typing import Literal
 from ckptstore.errors import CkptstoreError
 from ckptstore.fast.candidates import foreign, void_reason
 from ckptstore.fast.sweep import SweepView, sweep
-from ckptstore.format.layout import MANIFEST_NAME
-from ckptstore.format.manifest import sha256_of
+from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
+from ckptstore.format.manifest import Manifest, sha256_of
+from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.storage.base import Storage
 from ckptstore.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory
 
-Standing = Literal["durable", "void", "only-here", "unfinished", "damaged", "foreign", "unknown"]
+Standing = Literal["durable", "superseded", "void", "only-here", "unfinished", "damaged", "foreign", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,8 @@ class Judged:
 
     standing: Standing
     reason: str
+    record: Record | None = None
+    """Of the checkpoint in the store that makes this one superfluous: its own, or a newer one's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,24 +82,34 @@ def judge(found: HeldAttempt, view: LogView | None) -> Judged:
     if view is None:
         return Judged("unknown", "its store was not asked")
     name, certificate = str(found.attempt), found.certificate
-    record, removed = view.live.get(name), view.trashed.get(name)
-    if certificate is None:
-        if record is not None:
-            return Judged("durable", f"record {record.number} has it")
-        if removed is not None and view.newest is not None:
-            return Judged("void", f"it was removed by record {view.newest.state.trash[removed.number]}")
-        if found.fault:
-            return Judged("damaged", f"its certificate cannot be read: {found.fault}")
-        return Judged("unfinished", "it has no certificate here; another node may have one")
-    if why := foreign(certificate, view.claims, store_id=view.store_id):
+    own = view.live.get(name)
+    if certificate is not None and (why := foreign(certificate, view.claims, store_id=view.store_id)):
         return Judged("foreign", why)
-    if record is not None and record.entry.manifest_sha256 != sha256_of(certificate.manifest_data):
-        return Judged("foreign", f"its manifest is not the one that record {record.number} names")
-    if record is not None:
-        return Judged("durable", f"record {record.number} has it")
-    if view.newest is not None and (why := void_reason(certificate, view.newest.state, view.trashed)):
+    if own and certificate and own.entry.manifest_sha256 != sha256_of(certificate.manifest_data):
+        return Judged("foreign", f"its manifest is not the one that record {own.number} names")
+    if own is not None:
+        return Judged("durable", f"record {own.number} has it", own)
+    if why := _void(found, view):
         return Judged("void", why)
+    newest = max(view.live.values(), key=lambda record: record.entry.order, default=None)
+    order = certificate.order if certificate else SaveOrder(found.attempt.epoch + 1, 0)
+    if newest is not None and order < newest.entry.order:
+        return Judged("superseded", f"record {newest.number} has step {newest.entry.step}, which is newer", newest)
+    if found.fault:
+        return Judged("damaged", f"its certificate cannot be read: {found.fault}")
+    if certificate is None:
+        return Judged("unfinished", "it has no certificate here; another node may have one")
     return Judged("only-here", "the store does not have it")
+
+
+def _void(found: HeldAttempt, view: LogView) -> str:
+    """Why nobody may resume from it, "" if anybody may. It is not live."""
+    if view.newest is None:
+        return ""
+    if found.certificate is not None:
+        return void_reason(found.certificate, view.newest.state, view.trashed)
+    removed = view.trashed.get(str(found.attempt))
+    return "" if removed is None else f"it was removed by record {view.newest.state.trash[removed.number]}"
 
 
 def sweepable(found: Sequence[HeldAttempt], view: LogView, *, keep: int) -> dict[str, str]:
@@ -126,8 +139,9 @@ def clear(
 ) -> list[Cleared]:
     """Delete attempt directories of these stores, each with its certificate first; say what was left, and why.
 
-    A fast checkpoint goes if the store has it, with all files and their sizes, or if nobody may resume from it. With
-    `lose` any other goes too. Where the directory, or the part of a store, is not private to this user, nothing goes.
+    A fast checkpoint goes if the store has it or a newer one, with all files and their sizes, or if nobody may resume
+    from it. With `lose` any other goes too. Where the directory, or the part of a store, is not private to this user,
+    nothing goes.
 
     It holds the lock that jobs hold while they delete, and deletes nothing where a job with a later writer epoch has
     come meanwhile. It does not know whether a job uses what it deletes: such a job may lose a save that goes on, or a
@@ -137,38 +151,47 @@ def clear(
     for store in stores:
         view = views.get(store.store_id)
         unsafe = inventory.privacy_fault or store.privacy_fault
+        lacking: dict[int, str] = {}
         for found in store.attempts:
             judged = judge(found, view)
-            left = unsafe or _why_left(found, judged, view, lose=lose)
+            left = unsafe or _why_left(judged, view, lacking, lose=lose)
             if not left and not dry_run:
                 left = _delete(store, found)
             cleared.append(Cleared(store_id=store.store_id, found=found, judged=judged, left=left))
     return cleared
 
 
-def _why_left(found: HeldAttempt, judged: Judged, view: LogView | None, *, lose: bool) -> str:
+def _why_left(judged: Judged, view: LogView | None, lacking: dict[int, str], *, lose: bool) -> str:
+    """`lacking` has what was found of records before."""
+    record = judged.record
     if lose or judged.standing == "void":
         return ""
-    if judged.standing == "durable" and view is not None:
-        return _lacking(found, view)
-    return judged.reason
+    if record is None or view is None:
+        return judged.reason
+    if record.number not in lacking:
+        lacking[record.number] = _lacking(record, view.storage)
+    why = lacking[record.number]
+    return f"{judged.reason}, but {why}" if why else ""
 
 
-def _lacking(found: HeldAttempt, view: LogView) -> str:
-    """What the store should have of a checkpoint and has not, as a listing shows it. A record is not enough: somebody
-    may have deleted files behind the store's back, and this may be the last copy."""
-    prefix = found.attempt.prefix
+def _lacking(record: Record, storage: Storage) -> str:
+    """What the store lacks of a checkpoint that it should have, as a listing shows it. A record is not enough: somebody
+    may have deleted files behind the store's back, and what is here may be the last copy."""
+    entry = record.entry
     try:
-        sizes = {file.key.removeprefix(prefix): file.size_bytes for file in view.storage.list(prefix)}
+        data = storage.read(f"{entry.prefix}{MANIFEST_NAME}")
+        if sha256_of(data) != entry.manifest_sha256:
+            return "its manifest there is another one"
+        manifest = Manifest.decode(data)
+        directories = {entry.attempt, *manifest.references}
+        listed = (file for name in directories for file in storage.list(f"{CHECKPOINT_PREFIX}{name}/"))
+        sizes = {file.key: file.size_bytes for file in listed}
     except CkptstoreError as error:
-        return f"its files in the store could not be listed: {error.message}"
-    receipts = found.certificate.manifest.files if found.certificate else ()
-    lacking = [receipt.name for receipt in receipts if sizes.get(receipt.name) != receipt.size_bytes]
-    lacking += [MANIFEST_NAME] if MANIFEST_NAME not in sizes else []
-    if not lacking:
-        return ""
+        return f"it could not be looked at there: {error.message}"
+    wanted = {f"{CHECKPOINT_PREFIX}{file.attempt or entry.attempt}/{file.name}": file for file in manifest.files}
+    lacking = [file.name for key, file in wanted.items() if sizes.get(key) != file.size_bytes]
     more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-    return f"{judge(found, view).reason}, and its directory there lacks {lacking[0]}{more}"
+    return f"the store lacks its file {lacking[0]}{more}" if lacking else ""
 
 
 def _delete(store: HeldStore, found: HeldAttempt) -> str:

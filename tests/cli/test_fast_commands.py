@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from ckptstore import open_store
+from ckptstore import FastTier, KeepEvery, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.cli import main
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate, held_by
@@ -257,12 +258,33 @@ def test_clear_takes_one_store_alone(run: Any, run_json: Any, node: Node) -> Non
 
 
 def test_clear_believes_no_record_whose_files_are_gone(run_json: Any, node: Node) -> None:
-    whole, torn = node.drained(20), node.drained(30)
+    older, whole, torn = node.only_here(15, 1), node.drained(20), node.drained(30)
     (node.root / torn.prefix / "model.pt").unlink()
     done = run_json("fast", "clear", node.path, "--store", node.root, code=2)
     assert [each["attempt"] for each in done["deleted"]] == [str(whole)]
-    assert [each["reason"] for each in done["left"]] == [f"record {4} has it, and its directory there lacks model.pt"]
-    assert node.left_there() == [str(torn)]
+    assert [(each["standing"], each["reason"]) for each in done["left"]] == [
+        ("superseded", "record 4 has step 30, which is newer, but the store lacks its file model.pt"),
+        ("durable", "record 4 has it, but the store lacks its file model.pt"),
+    ]
+    assert node.left_there() == [str(older), str(torn)]
+    (node.root / torn.prefix / "ckptstore.json").unlink()
+    assert (
+        "could not be looked at"
+        in run_json("fast", "clear", node.path, "--store", node.root, code=2)["left"][1]["reason"]
+    )
+
+
+def test_clear_after_a_job_that_has_ended(run_json: Any, tmp_path: Path) -> None:
+    """The last one came into the store when the job ended; the others are of use to nobody."""
+    root, path = tmp_path / "run", tmp_path / "fast"
+    with open_store(root, fast=FastTier(path, keep=3, drain=KeepEvery(steps=100))) as store:
+        for step in (1, 2, 3):
+            store.save(step, {"w": torch.ones(1000)})
+    found = standings(run_json("fast", "ls", path, "--store", root))
+    assert found[3] == "durable"
+    assert {found[1], found[2]} <= {"durable", "superseded"}  # the first one was due, and may have given way
+    found = run_json("fast", "clear", path, "--store", root)
+    assert (len(found["deleted"]), found["left"]) == (3, [])
 
 
 def test_clear_believes_no_hint_that_is_ahead_of_the_log(run_json: Any, node: Node) -> None:

@@ -25,6 +25,7 @@ from ckptstore.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory, t
 _LOSE = "--yes-lose-what-is-not-durable"
 _SHOWN = {
     "durable": "durable",
+    "superseded": "superseded",
     "void": "void",
     "only-here": "only on nodes",
     "unfinished": "unfinished",
@@ -97,9 +98,9 @@ def clear(
 ) -> None:
     """Delete what is below DIR and no job needs.
 
-    These are fast checkpoints that their stores have, and those that nobody may resume from. Only a store that --store
-    names can say so: without it, nothing is known to be durable. The exit code is 2 if anything was left. Links, and
-    whatever is no fast checkpoint, are never touched.
+    These are fast checkpoints that their stores have, those for which they have a newer one, and those that nobody may
+    resume from. Only a store that --store names can say so: without it, nothing is known to be durable. The exit code
+    is 2 if anything was left. Links, and whatever is no fast checkpoint, are never touched.
 
     End the job first: it is not asked. If it goes on, it may lose a save, or a fast checkpoint that was complete. It
     never loads a damaged one.
@@ -261,7 +262,7 @@ def _echo_cleared(found: Sequence[Cleared], broken: Mapping[str, str], *, dry_ru
         click.echo(f"left: {store_id}: {printable(why)}")
     if any(each.left and each.judged.standing == "unknown" for each in found):
         click.echo("Give --store, to know what is durable", err=True)
-    elif any(each.left and each.judged.standing not in ("durable", "void") for each in found):
+    elif any(each.left and each.judged.record is None and each.judged.standing != "void" for each in found):
         click.echo(f"Give {_LOSE} to delete the only copies too", err=True)
     if not found and not broken:
         click.echo("nothing to delete")
