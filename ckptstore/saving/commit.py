@@ -91,13 +91,17 @@ def refuse_void(state: StoreState, order: SaveOrder, *, step: int) -> None:
 
 
 def covering(job: Job, save_number: int, *, step: int) -> Record:
-    """The newest live checkpoint of this epoch, of the save with that number or a later one. Raises CheckpointGone."""
+    """The live checkpoint of the save of this epoch with that number, else the newest of a later one.
+
+    Raises CheckpointGone where there is neither.
+    """
     newest = job.log.newest()
     found = job.log.records(newest.state.live if newest else ())
     here = [record for record in found if record.entry.epoch == job.epoch and record.entry.save_number >= save_number]
     if not here:
         raise CheckpointGone(f"Save {save_number} of this job, or a later one, was committed and is removed", step=step)
-    return max(here, key=lambda record: record.entry.order)
+    own = [record for record in here if record.entry.save_number == save_number]
+    return own[0] if own else max(here, key=lambda record: record.entry.order)
 
 
 def _append(

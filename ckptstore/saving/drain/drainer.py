@@ -50,9 +50,8 @@ class Drainer:
         in_forked_child(self, Drainer._after_fork)
 
     def _after_fork(self) -> None:
-        self._book, self._thread = Book(self._place), None
-        self._rounds = Rounds(self._job, self._place, self._book)
-        self._book.end(given_up("this process is a fork, and its parent brings it there"))
+        self._book.end_in_child(given_up("this process is a fork, and its parent brings it there"))
+        self._rounds, self._thread = Rounds(self._job, self._place, self._book), None
 
     def offer(self, certificate: Certificate, *, is_due: bool = True, wanted: bool = False) -> Drain:
         """Say that a fast checkpoint of this job is whole on the nodes; returns at once. All ranks offer the same.
