@@ -25,7 +25,6 @@ from ckptstore import config, events
 from ckptstore.agent import notices
 from ckptstore.cli import COMMANDS, main
 from ckptstore.errors import CkptstoreError, all_errors
-from ckptstore.fast import drain_events
 from ckptstore.integrations import mlflow, trackers, wandb
 from ckptstore.report import document
 
@@ -85,12 +84,12 @@ def error_tree() -> str:
 
 
 def event_classes() -> list[type[events.Event]]:
-    """All events, in the order of their definition; those of the fast tier and of the agent last."""
+    """All events, in the order of their definition; those of the agent last."""
     return [
         value
-        for module in (events, drain_events, notices)
+        for module in (events, notices)
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, events.Event) and value.__module__ == module.__name__
+        if isinstance(value, type) and issubclass(value, events.Event) and value.__module__.startswith(module.__name__)
         if value is not events.Event
     ]
 

@@ -19,7 +19,6 @@ from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
-from ckptstore.log.committed import committed_record
 from ckptstore.retention import Candidate, decide
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
@@ -116,7 +115,7 @@ def _append(
     try:
         return job.log.append(change)
     except CkptstoreError as error:
-        record = committed_record(job.log, _attempt_of(manifest)) if error.committed is None else None
+        record = job.log.commit_of(_attempt_of(manifest)) if error.committed is None else None
         if record is None:
             raise
         return record

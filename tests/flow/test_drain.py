@@ -26,9 +26,17 @@ from ckptstore.errors import (
     StorageUnavailable,
     StoreFenced,
 )
-from ckptstore.events import CheckpointCommitted, Event, listening
+from ckptstore.events import (
+    CheckpointCommitted,
+    DrainEnded,
+    DrainFailed,
+    DrainRecovered,
+    DrainStalled,
+    DrainStarted,
+    Event,
+    listening,
+)
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.drain_events import DrainEnded, DrainFailed, DrainRecovered, DrainStalled, DrainStarted
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import sha256_of
 from ckptstore.saving.drain import own_files, rounds

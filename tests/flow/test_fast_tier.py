@@ -36,6 +36,7 @@ from ckptstore.events import CheckpointResumed, CheckpointSkipped, FastFull, lis
 from ckptstore.testing.s3_server import s3_server
 
 SIZE = 100_000
+NO_DRAIN = {"drain_bytes_per_second": 1.0}
 Flow = Callable[[CheckpointStore, int], Any]
 
 
@@ -66,12 +67,16 @@ class Jobs:
         )
 
     def run(self, nodes: str, flow: Flow, **tier: Any) -> list[Any]:
-        """A job with one rank for each letter, which is the name of its node. What a rank raises is its result."""
+        """A job with one rank for each letter, which is the name of its node. What a rank raises is its result.
+
+        Nothing of it reaches the store but records: it sends one byte a second, and ends without a second left.
+        """
         token = uuid4().hex
 
         def rank(number: int) -> Any:
             try:
-                with self.open(number, nodes, token, **tier) as store:
+                with self.open(number, nodes, token, **{**NO_DRAIN, **tier}) as store:
+                    store._deadline.set(0.0)
                     return flow(store, number)
             except CkptstoreError as error:
                 return error
@@ -236,7 +241,9 @@ class Zombies:
 
     def __init__(self, jobs: Jobs, nodes: str) -> None:
         token = uuid4().hex
-        self._stores = [jobs.open(rank, nodes, token) for rank in range(len(nodes))]
+        self._stores = [jobs.open(rank, nodes, token, **NO_DRAIN) for rank in range(len(nodes))]
+        for store in self._stores:
+            store._deadline.set(0.0)
         self._pool = ThreadPoolExecutor(len(nodes))
 
     def all(self, flow: Flow) -> list[Any]:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.fast.certificate import Certificate, held_by
+from ckptstore.fast.fast_place import FastPlace
 from ckptstore.fast.members import Members
 from ckptstore.fast.node_disk import NodeDisk
-from ckptstore.fast.place import FastPlace
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt

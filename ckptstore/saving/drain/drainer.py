@@ -1,7 +1,7 @@
 """The drainer of one process: a thread that, together with those of the other ranks, brings fast checkpoints into the
 store, one at a time.
 
-The ranks meet in the lane `drain` of their group, so that saves go on beside it (`ckptstore.saving.drain.rounds`).
+The ranks meet in the lane `drain` of their group, so that saves go on beside it (`drain_rounds`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from ckptstore.errors import InvalidInput, RankFailed
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.place import FastPlace
+from ckptstore.fast.fast_place import FastPlace
 from ckptstore.group import DRAIN_LANE
 from ckptstore.job import Job
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.saving.drain.book import Book, Drain, given_up
-from ckptstore.saving.drain.rounds import Rounds
+from ckptstore.saving.drain.drain_rounds import Rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,9 @@ from collections.abc import Collection
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, RankTimeout, StoreFenced
-from ckptstore.events import emit
+from ckptstore.events import DrainEnded, DrainFailed, DrainRecovered, DrainStalled, DrainStarted, emit
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.drain_events import DrainEnded, DrainFailed, DrainRecovered, DrainStalled, DrainStarted
-from ckptstore.fast.place import FastPlace
+from ckptstore.fast.fast_place import FastPlace
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Beat, Group

@@ -1,13 +1,61 @@
-"""What is told of fast checkpoints on their way into the store, beside the events of the store."""
+"""What saves to the disks of nodes tell, and how their checkpoints come into the store."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ckptstore.events import Event
-from ckptstore.runtime.shown import show_seconds
+from ckptstore.events.listeners import Event
+from ckptstore.runtime.shown import show_move, show_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastCommitted(Event):
+    """A fast checkpoint is whole on the nodes, and not in the store (yet). The log of rank 0 has its line at INFO."""
+
+    step: int
+    attempt: str
+    rank: int
+    size_bytes: int
+    """Of all ranks together, each file once."""
+    seconds: float
+    """From the call of the save to its end, the wait for a copy in the background included."""
+    world_size: int
+    num_nodes: int
+    """On how many nodes the files lie."""
+    slowest_rank: int | None
+    """The rank that took longest to store its files; None with one rank, and where it is not known."""
+    slowest_by_seconds: float
+    """How much longer it took than the rank in the middle."""
+    save_number: int
+    """Its number among the saves of its job."""
+    store: str
+    """The root of the store that it belongs to, without secrets."""
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def log_level(self) -> int:
+        return logging.DEBUG if self.rank else self.level
+
+    def line(self) -> str:
+        text = f"step {self.step} is on the disks of {self.num_nodes} nodes: {show_move(self.size_bytes, self.seconds)}"
+        if self.slowest_rank is not None:
+            text += f", slowest rank {self.slowest_rank} by {show_seconds(self.slowest_by_seconds)}"
+        return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastFull(Event):
+    """A disk of a node is full, so a save goes to the store directly."""
+
+    level: ClassVar[int] = logging.WARNING
+    step: int
+    rank: int
+    error: str
+
+    def line(self) -> str:
+        return f"step {self.step} goes to the store directly, since the disk of a node is full: {self.error}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
