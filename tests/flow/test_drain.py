@@ -39,7 +39,7 @@ from ckptstore.events import (
 from ckptstore.fast.certificate import Certificate
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import sha256_of
-from ckptstore.saving.drain import own_files, rounds
+from ckptstore.saving.drain import drain_rounds, own_files
 from ckptstore.testing import Call, CountCalls, FailAt, combine
 
 SECONDS = 20
@@ -47,8 +47,8 @@ SECONDS = 20
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_FIRST_WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(rounds, "_LONGEST_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(drain_rounds, "_FIRST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(drain_rounds, "_LONGEST_WAIT_SECONDS", 0.2)
 
 
 def on_ranks(size: int, path: Path, script: Callable[[Rank], Any], **more: Any) -> list[Any]:
