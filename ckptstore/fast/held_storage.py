@@ -23,7 +23,7 @@ T = TypeVar("T")
 class HeldStorage:
     """The files of one fast checkpoint, read-only. Safe for threads.
 
-    A range that is read a second time, since its digest was wrong, comes from the next place that has the file.
+    What is doubted, since its digest was wrong, is read from the next place that has the file from then on.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class HeldStorage:
         self._disk, self._certificate, self._clients, self._store = disk, certificate, clients, store
         self._holders = holders
         self._prefix = certificate.attempt.prefix
-        self._times: Counter[tuple[str, int, int]] = Counter()
+        self._doubts: Counter[tuple[str, int, int | None]] = Counter()
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
@@ -61,11 +61,14 @@ class HeldStorage:
         """See `Storage.read_into`; there are no versions."""
         receipt = self._receipt(key)
         places = self._places(receipt)
-        asked = key, offset, sum(map(len, views))
         with self._lock:
-            first = self._times[asked]
-            self._times[asked] += 1
+            first = self._doubts[key, offset, sum(map(len, views))] + self._doubts[key, 0, None]
         self._from_any(key, places, first, lambda place: self._read(place, receipt, key, offset, views))
+
+    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+        """See `HasCopies.doubt`."""
+        with self._lock:
+            self._doubts[key, offset, size_bytes] += 1
 
     def _read(self, place: str, receipt: Receipt, key: str, offset: int, views: Sequence[memoryview]) -> None:
         if place == self._disk.node:

@@ -20,6 +20,7 @@ from ckptstore.fast.held_storage import HeldStorage
 from ckptstore.fast.sweep import SweepView, sweep
 from ckptstore.format.changes import Resumed
 from ckptstore.format.layout import Attempt
+from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
@@ -102,14 +103,15 @@ def resumed(job: Job, seen: Findings, files: CheckpointFiles | None) -> None:
         newest = job.log.append(change)
         assert newest is not None  # a change is always written
         beat()
-        return _sweeps(job, seen, newest)
+        return _sweeps(job, seen, newest, source)
 
     told = job.exchange("resumed", lambda _beat: None, join)
     if not place.members.is_reporter:
         return
     mine = told[place.members.node]
-    place.saved = list(mine["kept"])
-    for name, reason in mine["deleted"]:
+    deleted = [(name, reason) for name, reason in mine["deleted"] if name not in place.in_use]
+    place.saved = [name for name, _ in mine["deleted"] if name in place.in_use] + mine["kept"]
+    for name, reason in deleted:
         attempt = Attempt.parse(name)
         try:
             assert attempt is not None  # the leader got it from this node
@@ -126,7 +128,7 @@ def _claims(job: Job, newest: Record, certificates: Iterable[Certificate]) -> di
         try:
             if number <= newest.number:
                 found[number] = job.log.records([number])[0]
-        except (CheckpointDamaged, CkptstoreError) as error:
+        except CheckpointDamaged as error:  # who only cannot be asked now is no reason to do without a checkpoint
             logger.warning("record %d, by which a fast checkpoint is known, cannot be read: %s", number, error)
     return found
 
@@ -191,14 +193,19 @@ def _held(
     )
 
 
-def _sweeps(job: Job, seen: Findings, newest: Record) -> dict[str, Any]:
-    """Leader: by node which attempts stay, the oldest first, and which are deleted and why."""
+def _sweeps(job: Job, seen: Findings, newest: Record, source: SaveOrder | None) -> dict[str, Any]:
+    """Leader: by node which attempts stay, the first to go first, and which are deleted and why.
+
+    What is newer than the source was found damaged: it goes, or is the first to go where the log has it.
+    """
     assert seen.merged is not None  # this is the leader
     assert seen.certificates is not None
     assert seen.claims is not None
     assert job.epoch is not None
     keep = seen.place.tier.keep
-    usable = [one.attempt for one in reversed(seen.merged.candidates) if one.certificate is not None]
+    certified = [one for one in reversed(seen.merged.candidates) if one.certificate is not None]
+    usable = [one.attempt for one in certified if source is not None and one.order <= source]
+    damaged = [one.attempt for one in certified if one.attempt not in usable]
     view = SweepView(
         newest=newest,
         committed=job.log.records([*newest.state.live, *newest.state.trash]),
@@ -218,7 +225,7 @@ def _sweeps(job: Job, seen: Findings, newest: Record) -> dict[str, Any]:
         deletions = sweep(found, view, keep=keep)
         gone = {str(deletion.attempt) for deletion in deletions}
         told[node] = {
-            "kept": [name for name in usable if name not in gone],
+            "kept": [name for name in (*damaged, *usable) if name not in gone],
             "deleted": [[str(deletion.attempt), deletion.reason] for deletion in deletions],
         }
     return told

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidName, NoUsableCheckpoint
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidName, NoUsableCheckpoint, StorageError
 from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
@@ -111,10 +111,18 @@ def first_usable(
     for files in candidates:
         try:
             return files, use(files)
-        except (CheckpointDamaged, CheckpointGone, InvalidName) as error:
+        except (CheckpointDamaged, CheckpointGone, InvalidName, StorageError) as error:
+            if isinstance(error, StorageError) and not _is_of_broken_disk(files, error):
+                raise
             emit(CheckpointSkipped(step=files.step, number=files.number, reason=str(error)))
             reasons.append(f"step {files.step}: {error}")
             beat()
     if reasons:
         raise NoUsableCheckpoint(f"None of {len(reasons)} checkpoints can be used: {'; '.join(reasons)}")
     return None
+
+
+def _is_of_broken_disk(files: CheckpointFiles, error: StorageError) -> bool:
+    """Whether a disk of a node cannot read a file, which is as good as damage. A place that does not answer now, lets
+    nobody in or is full is no reason to go on from something older."""
+    return files.certificate is not None and type(error) is StorageError

@@ -153,7 +153,7 @@ class CheckpointFiles:
         except FileMissing as error:
             step = self.record.entry.step if self.record else None
             manifest = self.storage.list(self.prefix + MANIFEST_NAME)
-            if self.record is not None and not any(True for _ in manifest):
+            if self.record is not None and self.certificate is None and not any(True for _ in manifest):
                 raise CheckpointGone(f"Step {step} was removed while it was read", step=step) from error
             name = (error.file or "").removeprefix(self.prefix)
             raise CheckpointDamaged(f"{name or 'A file'} is missing: {error.message}", step=step, file=name) from error

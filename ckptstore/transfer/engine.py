@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import AccessDenied, StorageError, StorageFull
-from ckptstore.storage.base import Disk, Storage, WritesParts
+from ckptstore.storage.base import Disk, HasCopies, Storage, WritesParts
 from ckptstore.storage.retry import retrying
 from ckptstore.transfer.flow import Flow
 from ckptstore.transfer.pool import Operation, Pool
@@ -41,6 +41,8 @@ class Engine:
     """The storage, where it is a disk: a request costs microseconds there, not a round trip."""
     parts: WritesParts | None = field(init=False)
     """The storage, where it writes parts."""
+    copies: HasCopies | None = field(init=False)
+    """The storage, where files may lie in several places."""
     reading: threading.Semaphore = field(init=False)
     """Held while the bytes of a part are read and hashed, which keeps a processor or a disk busy. Whoever waits for it
     holds no buffer, so there are as many buffers as requests that wait for a server, and not as many as threads."""
@@ -50,6 +52,7 @@ class Engine:
     def __post_init__(self) -> None:  # once: to ask a protocol whether an object is an instance takes microseconds
         object.__setattr__(self, "disk", self.storage if isinstance(self.storage, Disk) else None)
         object.__setattr__(self, "parts", self.storage if isinstance(self.storage, WritesParts) else None)
+        object.__setattr__(self, "copies", self.storage if isinstance(self.storage, HasCopies) else None)
         object.__setattr__(self, "reading", threading.Semaphore(self.config.num_threads))
         object.__setattr__(self, "flow", None if self.disk else Flow(self.pool.num_threads))
 

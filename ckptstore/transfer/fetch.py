@@ -25,6 +25,9 @@ def download(engine: Engine, wanted: Sequence[tuple[Wanted, Path]], beat: Callab
     _fetch(engine, fetches, beat)
     damaged = [fetch for fetch in fetches if fetch.damage]
     if damaged:  # a bit may have flipped on its way
+        if engine.copies is not None:
+            for fetch in damaged:
+                engine.copies.doubt(fetch.wanted.key)
         damaged = [_ToDisk(engine, fetch.wanted, fetch.path) for fetch in damaged]
         _fetch(engine, damaged, beat)
     for fetch in damaged:

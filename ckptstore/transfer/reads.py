@@ -118,6 +118,8 @@ def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
     check = _Check(piece, steps)
     engine.request(run, what, request)
     while not all(map(check, range(len(steps)))):
+        if engine.copies is not None:
+            engine.copies.doubt(piece.key, piece.offset, piece.size_bytes)
         engine.request(run, what, request)
 
 
