@@ -28,7 +28,6 @@ from ckptstore.format.timings import Timings
 from ckptstore.group import SOLO, find_group, has_torch_group
 from ckptstore.loading.story import CheckpointFiles, copy_directory, open_directory
 from ckptstore.loading.verify import VerifyReport, verify
-from ckptstore.log.committed import committed_record
 from ckptstore.runtime.notebook import html_table
 from ckptstore.storage.base import Disk
 from ckptstore.storage.open import open_storage
@@ -128,7 +127,7 @@ class Checkpoint:
         files = self._files
         if files.certificate is None:
             return True
-        return files.job is not None and committed_record(files.job.log, files.certificate.attempt) is not None
+        return files.job is not None and files.job.log.commit_of(files.certificate.attempt) is not None
 
     @property
     def metrics(self) -> dict[str, float]:

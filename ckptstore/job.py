@@ -15,9 +15,9 @@ from typing import Any, NoReturn, cast
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StoreFenced, StoreNotShared
 from ckptstore.events import PruneFailed, ResumeForgotten, emit
-from ckptstore.fast import opening
+from ckptstore.fast import arrival
+from ckptstore.fast.fast_place import FastPlace
 from ckptstore.fast.members import Members
-from ckptstore.fast.place import FastPlace
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.changes import Claim, StoreState
 from ckptstore.format.layout import Attempt, check_step
@@ -179,7 +179,7 @@ class Job:
             return self.fast
 
         def join(parts: list[Any], _beat: Beat) -> Any:
-            nodes = opening.agree(parts)
+            nodes = arrival.agree(parts)
             if self.epoch is None:
                 self.claim(None) if step is None else self.claim_to_save(step)
             return {
@@ -190,11 +190,11 @@ class Job:
                 "token": secrets.token_hex(32),
             }
 
-        told = self.exchange("fast tier", lambda _beat: opening.asked(tier, self.group), join)
+        told = self.exchange("fast tier", lambda _beat: arrival.asked(tier, self.group), join)
         self.join_claim(told)
         assert self.epoch is not None  # claimed above
         assert self._claim is not None
-        arrival = opening.Arrival(
+        coming = arrival.Arrival(
             tier=tier,
             members=Members(tuple(told["nodes"]), self.group.rank),
             config=self.config,
@@ -205,13 +205,13 @@ class Job:
         try:
             addresses = self.exchange(
                 "node disks",
-                lambda _beat: arrival.come(),
-                lambda parts, _beat: opening.join_arrivals(parts, arrival.members),
+                lambda _beat: coming.come(),
+                lambda parts, _beat: arrival.join_arrivals(parts, coming.members),
             )
         except BaseException:
-            arrival.leave()
+            coming.leave()
             raise
-        self.fast = arrival.enter(addresses)
+        self.fast = coming.enter(addresses)
         self._at_close.callback(self.fast.close)
         return self.fast
 

@@ -89,7 +89,7 @@ def event_classes() -> list[type[events.Event]]:
         value
         for module in (events, notices)
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, events.Event) and value.__module__ == module.__name__
+        if isinstance(value, type) and issubclass(value, events.Event) and value.__module__.startswith(module.__name__)
         if value is not events.Event
     ]
 

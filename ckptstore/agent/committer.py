@@ -24,8 +24,8 @@ from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, InvalidInput, SourceChanged, StoreFenced, StoreForked, UnsupportedVersion
 from ckptstore.events import emit
 from ckptstore.folders import Folder, Found, Held, JobSeen, Look, same, save_found
+from ckptstore.folders.division import divide
 from ckptstore.saving.directory_shard import directory_of
-from ckptstore.saving.division import divide
 from ckptstore.store import CheckpointStore, save_shard
 
 _NICE = 10

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, RankFailed
+from ckptstore.fast.fast_place import FastPlace
 from ckptstore.fast.node_server import NodeClient
-from ckptstore.fast.place import FastPlace
 from ckptstore.format.digest import to_hex
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
-from ckptstore.runtime.beat import Beat, no_beat
+from ckptstore.runtime.beat import Beat
 from ckptstore.transfer import Stored
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.planned import PlannedFile, Upload
 from ckptstore.transfer.sources import FileSource
 
 _BLOCK_BYTES = 4 << 20
 _BEAT_SECONDS = 0.5
-
-
-class Upload(Protocol):
-    """`Transfer.upload`, or what does the same in another process."""
-
-    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat = ...) -> list[Stored]:
-        """Write the files; the result has their order."""
 
 
 class DoubledUpload:
@@ -39,7 +31,7 @@ class DoubledUpload:
         self._own = own
         self._partner = place.partner()
 
-    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat = no_beat) -> list[Stored]:
+    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
         sending = _Sending(self._partner, files)
         try:
             stored = self._own(files, beat=beat)
@@ -62,7 +54,7 @@ def copy_to_partner(place: FastPlace, attempt: Attempt, crcs: dict[str, int], *,
     keys = [attempt.key(name) for name in crcs]
     files = [PlannedFile(key, FileSource.of(storage.local_path(key))) for key in keys]
 
-    def stored(files: Sequence[PlannedFile], *, beat: Beat = no_beat) -> list[Stored]:
+    def stored(files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
         found = zip(files, crcs.values(), strict=True)
         return [Stored(file.key, file.source.size_bytes, crc32c) for file, crc32c in found]
 

@@ -15,8 +15,8 @@ from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.fast.candidates import FastCandidate, Merged, NodeSighting, merge
 from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.fast_place import FastPlace
 from ckptstore.fast.held_storage import HeldStorage
-from ckptstore.fast.place import FastPlace
 from ckptstore.fast.sweep import SweepView, sweep
 from ckptstore.format.changes import Resumed
 from ckptstore.format.layout import Attempt
@@ -31,7 +31,7 @@ logger = logging.getLogger("ckptstore")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Findings:
     """What the leader has found, kept until the job has resumed; only its own part on other ranks."""
 
     place: FastPlace
@@ -43,7 +43,7 @@ class Seen:
     merged: Merged | None = None
 
 
-def look(job: Job) -> Seen:
+def look(job: Job) -> Findings:
     """Claim the store, and find everything that this job can go on from, the newest first. Collective."""
     place = job.open_fast()
     kept: list[Any] = []
@@ -75,14 +75,14 @@ def look(job: Job) -> Seen:
     told = job.exchange("look", seen, join)
     candidates = [files for one in told for files in _opened(job, place, one)]
     if not kept:
-        return Seen(place=place, candidates=candidates)
+        return Findings(place=place, candidates=candidates)
     sightings, certificates, claims, merged = kept[0]
-    return Seen(
+    return Findings(
         place=place, candidates=candidates, sightings=sightings, certificates=certificates, claims=claims, merged=merged
     )
 
 
-def resumed(job: Job, seen: Seen, files: CheckpointFiles | None) -> None:
+def resumed(job: Job, seen: Findings, files: CheckpointFiles | None) -> None:
     """Say in the log from where this job goes on, and delete on every node what nobody needs. Collective.
 
     An error of the log is raised on all ranks. One of the deletion is only logged: the next resume tries again.
@@ -193,7 +193,7 @@ def _held(
     )
 
 
-def _sweeps(job: Job, seen: Seen, newest: Record, source: SaveOrder | None) -> dict[str, Any]:
+def _sweeps(job: Job, seen: Findings, newest: Record, source: SaveOrder | None) -> dict[str, Any]:
     """Leader: by node which attempts stay, the first to go first, and which are deleted and why.
 
     What is newer than the source was found damaged: it goes, or is the first to go where the log has it.

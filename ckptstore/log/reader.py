@@ -18,7 +18,7 @@ from ckptstore.errors import (
     StorageError,
     UnsupportedVersion,
 )
-from ckptstore.format.layout import HINT_KEY, PROBE_PREFIX, record_key
+from ckptstore.format.layout import HINT_KEY, PROBE_PREFIX, Attempt, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.hint import Hint
 from ckptstore.runtime.fork import new_lock_in_child
@@ -90,6 +90,16 @@ class LogReader:
         missing = [number for number in dict.fromkeys(wanted) if number not in self._cache]
         read = dict(zip(missing, self._in_parallel(self._read, missing), strict=True))
         return [read.get(number) or self._read(number) for number in wanted]
+
+    def commit_of(self, attempt: Attempt) -> Record | None:
+        """The record that committed the attempt, for who does not know whether it was; None if there is none (yet), or
+        the log cannot be read."""
+        try:
+            newest = self.newest()
+            found = self.records([*newest.state.live, *newest.state.trash] if newest else ())
+        except CkptstoreError:
+            return None
+        return next((record for record in found if record.entry.attempt == str(attempt)), None)
 
     def found(self, numbers: Iterable[int]) -> list[Probed]:
         """What is at these numbers, in the order given, for whoever goes on where a record is missing or cannot be

@@ -19,7 +19,6 @@ from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
-from ckptstore.log.committed import committed_record
 from ckptstore.retention import Candidate, decide
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
@@ -91,13 +90,17 @@ def refuse_void(state: StoreState, order: SaveOrder, *, step: int) -> None:
 
 
 def covering(job: Job, save_number: int, *, step: int) -> Record:
-    """The newest live checkpoint of this epoch, of the save with that number or a later one. Raises CheckpointGone."""
+    """The live checkpoint of the save of this epoch with that number, else the newest of a later one.
+
+    Raises CheckpointGone where there is neither.
+    """
     newest = job.log.newest()
     found = job.log.records(newest.state.live if newest else ())
     here = [record for record in found if record.entry.epoch == job.epoch and record.entry.save_number >= save_number]
     if not here:
         raise CheckpointGone(f"Save {save_number} of this job, or a later one, was committed and is removed", step=step)
-    return max(here, key=lambda record: record.entry.order)
+    own = [record for record in here if record.entry.save_number == save_number]
+    return own[0] if own else max(here, key=lambda record: record.entry.order)
 
 
 def _append(
@@ -112,7 +115,7 @@ def _append(
     try:
         return job.log.append(change)
     except CkptstoreError as error:
-        record = committed_record(job.log, _attempt_of(manifest)) if error.committed is None else None
+        record = job.log.commit_of(_attempt_of(manifest)) if error.committed is None else None
         if record is None:
             raise
         return record

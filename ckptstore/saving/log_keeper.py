@@ -12,7 +12,6 @@ from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Beat, Group
 from ckptstore.job import Job
-from ckptstore.log.committed import committed_record
 from ckptstore.retention import check_required
 from ckptstore.saving.commit import commit, tell
 from ckptstore.saving.request import Request
@@ -78,7 +77,7 @@ class LogKeeper:
 
     def find(self, attempt: Attempt) -> Record | None:
         """See `Keeper.find`."""
-        return committed_record(self.job.log, attempt)
+        return self.job.log.commit_of(attempt)
 
     def discard(self, attempt: Attempt) -> None:
         """See `Keeper.discard`: the leader removes the files of all ranks."""

@@ -7,7 +7,7 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ckptstore.errors import StorageError
 from ckptstore.events import SaveStarted, emit
@@ -31,21 +31,13 @@ from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
 from ckptstore.state.write.shard_files import ShardFiles
 from ckptstore.state.write.stock_write import MAX_CHUNKS, stock_frames, stock_metadata
 from ckptstore.storage.base import CopiesInside, Disk, Storage
-from ckptstore.transfer import Stored
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.planned import PlannedFile, Upload
 from ckptstore.transfer.sources import MemorySource, Source
 
 _LENGTH = struct.Struct("<I")
 
 Incremental = bool | Literal["reference"]
 StockReadable = bool | Literal["auto"]
-
-
-class Upload(Protocol):
-    """`Transfer.upload`, or what does the same in another process."""
-
-    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
-        """Write the files; the result has their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from ckptstore.runtime.beat import Beat
+from ckptstore.transfer.moves import Stored
 from ckptstore.transfer.sources import Source
 
 
@@ -16,3 +20,10 @@ class PlannedFile:
 
     def __str__(self) -> str:
         return f"{self.key} <- {self.source.size_bytes} bytes"
+
+
+class Upload(Protocol):
+    """`Transfer.upload`, or what does the same in another way."""
+
+    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
+        """Write the files; the result has their order."""

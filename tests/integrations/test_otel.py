@@ -18,9 +18,9 @@ from opentelemetry.trace import StatusCode
 from otel_collecting import Collected, collecting, rank_saves_and_loads
 
 import ckptstore
-from ckptstore import events
 from ckptstore.dcp import StoreWriter
 from ckptstore.errors import AccessDenied, InvalidInput, StepExists, StoreMissing
+from ckptstore.events import listeners
 from ckptstore.integrations.otel import instrument
 from ckptstore.runtime import tracing
 from ckptstore.testing import run_ranks
@@ -35,7 +35,7 @@ LOAD = ["open", "read", "apply"]
 def collected() -> Iterator[Collected]:
     with collecting() as collected:
         yield collected
-    assert events._listeners == []
+    assert listeners._listeners == []
     assert tracing._tracers == []
 
 

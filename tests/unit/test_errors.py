@@ -29,6 +29,7 @@ CODES = {
     "invalid-state": 2,
     "invalid-step": 2,
     "no-usable-checkpoint": 5,
+    "not-durable": 25,
     "rank-failed": 20,
     "rank-timeout": 21,
     "save-busy": 23,

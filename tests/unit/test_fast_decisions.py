@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.candidates import Merged, NodeSighting, merge
 from ckptstore.fast.certificate import Certificate, held_by
-from ckptstore.fast.routes import plan_routes
 from ckptstore.fast.sweep import SweepView, sweep
 from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Remove, Resumed
 from ckptstore.format.layout import Attempt
@@ -156,33 +153,3 @@ def test_the_newest_always_stays(keep: int) -> None:
     view = SweepView(newest=CLAIM, committed=[], claims={}, store_id=STORE_ID, epoch=1, has_resumed=True)
     with pytest.raises(InvalidInput, match="always stays"):
         sweep({Attempt(1, 1, "0123abcd"): None}, view, keep=keep)
-
-
-NAMES = [f"{index}.pt" for index in range(6)]
-BY_NODE = st.dictionaries(st.sampled_from("abcd"), st.sets(st.sampled_from(NAMES)), max_size=4)
-
-
-@given(BY_NODE, BY_NODE, st.lists(st.integers(0, 9), min_size=6, max_size=6))
-def test_each_node_gets_exactly_what_it_lacks(
-    needed: dict[str, set[str]], held: dict[str, set[str]], sizes: list[int]
-) -> None:
-    of = dict(zip(NAMES, sizes, strict=True))
-    plan = plan_routes(needed, held, of)
-    assert plan == plan_routes(dict(reversed(needed.items())), dict(reversed(held.items())), of)
-    arrived: dict[str, list[str]] = {node: [] for node in needed}
-    for route in plan.routes:
-        assert route.sender != route.receiver
-        assert set(route.names) <= held[route.sender]
-        arrived[route.receiver] += route.names
-    for node, names in needed.items():
-        lacking = names - held.get(node, set())
-        anywhere = set().union(*held.values())
-        assert sorted(arrived[node]) == sorted(lacking & anywhere)
-        assert set(plan.missing.get(node, ())) == lacking - anywhere
-
-
-def test_the_work_of_sending_is_shared() -> None:
-    sizes = dict.fromkeys(NAMES, 100)
-    plan = plan_routes({"new": NAMES, "also": NAMES}, {"a": NAMES, "b": NAMES, "c": NAMES}, sizes)
-    sent = {sender: sum(len(route.names) for route in plan.routes if route.sender == sender) for sender in "abc"}
-    assert sent == {"a": 4, "b": 4, "c": 4}

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from ckptstore import events
 from ckptstore.cli import terminal
 from ckptstore.cli.terminal import _Bar, progress
-from ckptstore.events import BytesMoved, FileStored, emit
+from ckptstore.events import BytesMoved, FileStored, emit, listeners
 
 
 class Bar:
@@ -45,11 +44,11 @@ def test_a_second_transfer_does_not_run_over_the_end() -> None:
 
 def test_the_bar_listens_only_while_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("copy", shown=False):
-        assert events._listeners == []
+        assert listeners._listeners == []
     with progress("copy", shown=True):
-        assert len(events._listeners) == 1
+        assert len(listeners._listeners) == 1
         emit(BytesMoved(key="a", size_bytes=10, total_bytes=100))
-    assert events._listeners == []
+    assert listeners._listeners == []
     assert capsys.readouterr().out == ""
 
 

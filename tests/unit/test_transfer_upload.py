@@ -28,6 +28,7 @@ from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.memory import MemoryStorage
 from ckptstore.testing.faults import CountCalls, FailAt, TearAt, wrap
 from ckptstore.transfer import upload
+from ckptstore.transfer.paced import PacedSource, Pacer
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.pool import Operation
 from ckptstore.transfer.sources import FileSource, MemorySource
@@ -475,3 +476,52 @@ def test_on_the_way_to_a_server_no_more_are_read_than_processors_can_hash() -> N
         assert transfer.num_tasks == 16
         transfer.upload([PlannedFile(f"file{number}", Reading([memoryview(DATA)])) for number in range(2)])
     assert Reading.most == 2
+
+
+class GivenUp(Exception):
+    pass
+
+
+def test_a_check_ends_an_upload_to_a_storage_that_never_answers(tmp_path: Path) -> None:
+    """Nothing moves, so no beat comes; and the retries would last for an hour."""
+    tried = threading.Event()
+
+    def fail(call: Any) -> None:
+        if call.phase == "before":
+            tried.set()
+            raise StorageUnavailable("away")
+
+    def check() -> None:
+        if tried.is_set():
+            raise GivenUp
+
+    retry = RetryConfig(retry_attempts=10**6, retry_deadline_seconds=3600, retry_wait_max_seconds=0.01)
+    storage = wrap(MemoryStorage(f"memory://{tmp_path.name}"), fail)
+    for files in ([from_memory("a", b"a")], [from_memory(f"{name}", DATA) for name in range(3)]):
+        tried.clear()
+        with closing(transfer_over(storage, retry=retry)) as transfer, pytest.raises(GivenUp):
+            transfer.upload(files, check=check)
+
+
+def test_paced_sources_give_the_same_bytes_and_no_more_of_them_than_allowed(tmp_path: Path) -> None:
+    rate, storage, told = 20 * MIB, LocalStorage(tmp_path / "store"), []
+    pacer, large, small = Pacer(rate), DATA[: 5 * MIB + 77], b"small"
+    plain = [from_file("large", tmp_path / "l", large), from_file("small", tmp_path / "s", small)]
+
+    def wait(size_bytes: int) -> None:
+        pacer.wait(size_bytes, lambda: told.append(1))
+
+    began = time.monotonic()
+    with closing(transfer_over(storage)) as transfer:
+        stored = transfer.upload([PlannedFile(file.key, PacedSource(file.source, wait)) for file in plain])
+    assert time.monotonic() - began >= (len(large) + len(small)) / rate
+    assert [(item.crc32c, storage.read(item.key)) for item in stored] == [(crc32c(d), d) for d in (large, small)]
+    assert told  # who waits gives signs of life
+
+
+def test_who_waits_for_a_pacer_can_be_stopped() -> None:
+    def stop() -> None:
+        raise GivenUp
+
+    with pytest.raises(GivenUp):
+        Pacer(1.0).wait(1 << 40, stop)

@@ -300,13 +300,18 @@ def store(
         group: another group than that of Ray's workers.
         ignore_ray: have `resume` leave out what Ray hands back, and take what the store has, if anything: to begin anew
             on purpose, or where you load files that Ray stored itself.
-        options: the other keywords of `ckptstore.open_store`: `retention`, `grace_seconds`, `memory_budget_bytes`...
+        options: the other keywords of `ckptstore.open_store` but `fast`: `retention`, `grace_seconds`...
             `missing` is "worst" in a worker: a save without a metric that retention ranks by is logged as a warning.
 
     Raises InvalidInput for a bad value, when the storage of the run is one that ckptstore cannot open by itself, and in
     a function of Ray Tune, where `ckptstore.ray.report` is what works.
     """
     refuse_in_tune("ckptstore.ray.store")
+    if options.get("fast") is not None:
+        raise InvalidInput(
+            "ckptstore.ray.store has no fast tier: Ray is told of checkpoints that are in the store",
+            hint="Leave fast out, or save in the training function to a store of open_store, which Ray does not know",
+        )
     if type(max_in_flight) is not int or max_in_flight < 1:
         raise InvalidInput(f"max_in_flight is {max_in_flight!r}, it must be an integer above 0")
     worker = current_worker()

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_wire, to_wire
+from ckptstore.folders.division import Seen, divide
 from ckptstore.integrations.given_store import GivenStore, StoreGiven
 from ckptstore.integrations.transformers.shares import Links, seen_in
 from ckptstore.saving.directory_shard import directory_of
-from ckptstore.saving.division import Seen, divide
 from ckptstore.store import CheckpointStore, settle_saves, start_shard
 
 if TYPE_CHECKING:

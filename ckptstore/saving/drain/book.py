@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError, InvalidInput, NotDurable
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.place import FastPlace
+from ckptstore.fast.fast_place import FastPlace
 from ckptstore.format.record import Record
 
 
@@ -67,9 +67,9 @@ class Drain:
         """What it failed with; None while it runs, and when it did not fail."""
         return self._error
 
-    def settle(self, outcome: Record | CkptstoreError) -> None:
+    def settle(self, outcome: Record | CkptstoreError, *, changed: threading.Condition | None = None) -> None:
         """It has ended. The book calls this."""
-        self.certificate = None
+        self.certificate, self._changed = None, changed or self._changed
         if isinstance(outcome, Record):
             self._record = outcome
         else:
@@ -169,6 +169,13 @@ class Book:
         with self.changed:
             self.ended = error
             self._end(list(self._drains), error)
+
+    def end_in_child(self, error: CkptstoreError) -> None:
+        """`end` in a forked child, where the thread that had the lock is not there."""
+        self.changed, self.ended = threading.Condition(), error
+        for drain in self._drains.values():
+            drain.settle(error, changed=self.changed)
+        self._drains = {}
 
     def all_active(self) -> list[Drain]:
         """Those that drain or wait, the oldest first."""

@@ -1,7 +1,7 @@
 """The drainer of one process: a thread that, together with those of the other ranks, brings fast checkpoints into the
 store, one at a time.
 
-The ranks meet in the lane `drain` of their group, so that saves go on beside it (`ckptstore.saving.drain.rounds`).
+The ranks meet in the lane `drain` of their group, so that saves go on beside it (`drain_rounds`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from ckptstore.errors import InvalidInput, RankFailed
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.place import FastPlace
+from ckptstore.fast.fast_place import FastPlace
 from ckptstore.group import DRAIN_LANE
 from ckptstore.job import Job
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.saving.drain.book import Book, Drain, given_up
-from ckptstore.saving.drain.rounds import Rounds
+from ckptstore.saving.drain.drain_rounds import Rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,8 @@ class Drainer:
         in_forked_child(self, Drainer._after_fork)
 
     def _after_fork(self) -> None:
-        self._book, self._thread = Book(self._place), None
-        self._rounds = Rounds(self._job, self._place, self._book)
-        self._book.end(given_up("this process is a fork, and its parent brings it there"))
+        self._book.end_in_child(given_up("this process is a fork, and its parent brings it there"))
+        self._rounds, self._thread = Rounds(self._job, self._place, self._book), None
 
     def offer(self, certificate: Certificate, *, is_due: bool = True, wanted: bool = False) -> Drain:
         """Say that a fast checkpoint of this job is whole on the nodes; returns at once. All ranks offer the same.

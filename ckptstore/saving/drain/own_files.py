@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from ckptstore.errors import CheckpointDamaged, InvalidSource, SourceChanged
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidSource, SourceChanged
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.place import FastPlace
+from ckptstore.fast.fast_place import FastPlace
+from ckptstore.fast.node_server import NodeClient
 from ckptstore.format.digest import to_hex
+from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.runtime.beat import Beat
 from ckptstore.storage.base import Storage
-from ckptstore.transfer import Transfer
+from ckptstore.transfer import Stored, Transfer
 from ckptstore.transfer.paced import PacedSource, Pacer
 from ckptstore.transfer.planned import PlannedFile
-from ckptstore.transfer.sources import FileSource, Source
+from ckptstore.transfer.sources import FileSource, Read, Source
+
+logger = logging.getLogger("ckptstore")
 
 _GROUP_BYTES = 1 << 30
 """After so many bytes it is noted which files are there: what a store that goes away makes this rank send again."""
+
+_UNREADABLE = SourceChanged, InvalidSource
+"""What a source raises, and never the store."""
+_Upload = Callable[[Sequence[Receipt], Sequence[Source]], list[Stored]]
 
 
 class OwnFiles:
@@ -50,8 +61,8 @@ class OwnFiles:
     def send(self, storage: Storage, transfer: Transfer, *, pacer: Pacer | None, beat: Beat, check: Beat) -> None:
         """Send what the store has not, and compare its digests with the receipts. What `check` raises ends it.
 
-        Raises CheckpointDamaged when the disk of the node does not have what this rank stored there, and what the
-        storage raises; files that were sent are not sent again then.
+        A file that is damaged on the disk of this node is sent from the partner's. Raises CheckpointDamaged where that
+        does not help either, and what the storage raises; files that were sent are not sent again then.
         """
         if self._sent:
             start = len(self._attempt.prefix)
@@ -59,45 +70,101 @@ class OwnFiles:
             self._sent &= {item.name for item in self._receipts if there.get(item.name) == item.size_bytes}
             beat()
 
-        def paced(source: Source) -> Source:
-            return source if pacer is None else PacedSource(source, lambda size: pacer.wait(size, waiting))
-
         def waiting() -> None:
             check()
             beat()
 
+        def upload(receipts: Sequence[Receipt], sources: Sequence[Source]) -> list[Stored]:
+            paced = sources
+            if pacer is not None:
+                paced = [PacedSource(source, lambda size: pacer.wait(size, waiting)) for source in sources]
+            files = [PlannedFile(self._attempt.key(r.name), s) for r, s in zip(receipts, paced, strict=True)]
+            return transfer.upload(files, beat=beat, check=check)
+
         for group in _in_groups([receipt for receipt in self._receipts if receipt.name not in self._sent]):
-            files = [PlannedFile(self._attempt.key(item.name), paced(self._source(item))) for item in group]
+            self._send_group(group, upload)
+
+    def _send_group(self, group: Sequence[Receipt], upload: _Upload) -> None:
+        damaged: dict[str, str] = {}
+        try:
+            self._compare(group, upload(group, [self._source(receipt) for receipt in group]), damaged)
+        except _UNREADABLE as error:
+            if len(group) > 1:  # which one it is shows when each is sent on its own
+                for receipt in group:
+                    self._send_group([receipt], upload)
+                return
+            damaged[group[0].name] = error.message
+        for receipt in group:
+            if (what := damaged.pop(receipt.name, None)) is not None:
+                self._send_copy(receipt, what, upload)
+
+    def _send_copy(self, receipt: Receipt, what: str, upload: _Upload) -> None:
+        """The disk of this node does not have what was stored there: send the partner's copy."""
+        place, damaged = self._place, dict[str, str]()
+        if place.tier.copies == 2:
+            partner = place.partner()
             try:
-                stored = transfer.upload(files, beat=beat, check=check)
-            except (SourceChanged, InvalidSource) as error:
-                raise self._damaged(group[0], error.message, file=error.file) from error
-            for receipt, found in zip(group, stored, strict=True):
-                self.sent_bytes += found.size_bytes
-                if receipt.crc32c is not None and found.crc32c != receipt.crc32c:
-                    digests = f"its CRC32C is {to_hex(found.crc32c)}, its rank stored {to_hex(receipt.crc32c)}"
-                    raise self._damaged(receipt, digests)
+                source = _OnPartner(partner, self._attempt, receipt.name, receipt.size_bytes)
+                self._compare([receipt], upload([receipt], [source]), damaged)
+            except _UNREADABLE as error:
+                damaged[receipt.name] = error.message
+            if not damaged:
+                told = "step %d: %s was sent from %s, for it is damaged on %s: %s"
+                logger.warning(told, self._attempt.step, receipt.name, partner.node, place.members.node, what)
+                return
+            what = f"{what}; and on {partner.node}: {damaged[receipt.name]}"
+        raise CheckpointDamaged(
+            f"{receipt.name} is damaged on the disk of {place.members.node}: {what}",
+            step=self._attempt.step,
+            rank=receipt.rank,
+            file=receipt.name,
+            hint="This fast checkpoint does not come into the store. Look at the disk, the next one may fail too",
+        )
+
+    def _compare(self, group: Sequence[Receipt], stored: Sequence[Stored], damaged: dict[str, str]) -> None:
+        for receipt, found in zip(group, stored, strict=True):
+            self.sent_bytes += found.size_bytes
+            if found.crc32c == receipt.crc32c:
                 self._sent.add(receipt.name)
+            else:
+                assert receipt.crc32c is not None  # a certificate has all digests
+                damaged[receipt.name] = f"its CRC32C is {to_hex(found.crc32c)}, and was {to_hex(receipt.crc32c)}"
 
     def _source(self, receipt: Receipt) -> FileSource:
-        """Where this rank reads one of its files."""
+        """The file on the disk of this node. Raises InvalidSource where it is not there with its size."""
         path = self._place.disk.storage.local_path(self._attempt.key(receipt.name))
         try:
             status = os.stat(path)
         except OSError as error:
-            raise self._damaged(receipt, f"it cannot be read: {error.strerror}") from error
+            raise InvalidSource(f"it cannot be read: {error.strerror}", file=str(path)) from error
         if status.st_size != receipt.size_bytes:
-            raise self._damaged(receipt, f"it has {status.st_size} bytes, its rank stored {receipt.size_bytes}")
+            raise InvalidSource(f"it has {status.st_size} bytes, and had {receipt.size_bytes}", file=str(path))
         return FileSource.of(path, status)
 
-    def _damaged(self, receipt: Receipt, what: str, *, file: str | None = None) -> CheckpointDamaged:
-        return CheckpointDamaged(
-            f"{receipt.name} is damaged on the disk of {self._place.members.node}: {what}",
-            step=self._attempt.step,
-            rank=receipt.rank,
-            file=file or receipt.name,
-            hint="This fast checkpoint does not come into the store. Look at the disk, the next one may fail too",
-        )
+
+@dataclass(frozen=True, slots=True)
+class _OnPartner:
+    """The copy of a file on the partner node, as a source."""
+
+    client: NodeClient
+    attempt: Attempt
+    name: str
+    size_bytes: int
+    payloads: Sequence[tuple[int, int]] = ()
+    in_memory: bool = False
+
+    @contextmanager
+    def open(self) -> Iterator[Read]:
+        """See `Source.open`. What the node says is an InvalidSource: it says nothing of the store."""
+        yield self._read
+
+    def _read(self, offset: int, size_bytes: int, scratch: memoryview) -> Sequence[memoryview]:
+        view = scratch[:size_bytes]
+        try:
+            self.client.read_into(self.attempt, self.name, offset, [view])
+        except CkptstoreError as error:
+            raise InvalidSource(error.message, file=self.name) from error
+        return [view]
 
 
 def _in_groups(receipts: Sequence[Receipt]) -> Iterator[list[Receipt]]:

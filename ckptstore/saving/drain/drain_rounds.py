@@ -19,7 +19,7 @@ from typing import Any
 from ckptstore.errors import CkptstoreError, RankTimeout, StoreFenced
 from ckptstore.events import DrainEnded, DrainFailed, DrainRecovered, DrainStalled, DrainStarted, emit
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.place import FastPlace
+from ckptstore.fast.fast_place import FastPlace
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Beat, Group
@@ -79,7 +79,7 @@ class Rounds:
 
     def round(self, lane: Group) -> None:
         """The ranks agree on what is drained now, and drain it."""
-        job, told = self._job, dict[str, Any](active=[])
+        job, told = self._job, dict[str, Any](active=[drain.save_number for drain in self._book.all_active()])
 
         def tell(beat: Beat) -> bytes:
             while (left_seconds := self._retry_at - time.monotonic()) > 0 and not self.stopped.is_set():
@@ -213,8 +213,10 @@ class Rounds:
         """These do not become durable."""
         for drain in drains:
             emit(DrainFailed(step=drain.step, attempt=drain.attempt, rank=self._rank, error=str(error)))
+            drain.may_be_committed |= drain.is_begun and error.committed is not False
             error.committed = None if drain.may_be_committed else error.committed
-            self._discard(drain)
+            if not isinstance(error, StoreFenced):  # a job that is fenced removes nothing
+                self._discard(drain)
         if isinstance(error, StoreFenced):
             self._job.is_fenced = True
             self._book.end(error)

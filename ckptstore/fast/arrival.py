@@ -8,10 +8,10 @@ from typing import Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput
+from ckptstore.fast.fast_place import FastPlace
 from ckptstore.fast.members import Members
 from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.fast.node_server import NodeClient, NodeServer
-from ckptstore.fast.place import FastPlace
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.timings import clean_node
 from ckptstore.group import Group

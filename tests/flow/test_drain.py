@@ -1,0 +1,437 @@
+"""Fast checkpoints come into the store whole and in order, whatever fails on the way. Ranks are threads here."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draining import FILES_OF_A_RANK, Rank, board_at, opened, payload
+
+from ckptstore import CheckpointStore, open_store
+from ckptstore.catalogue import job_of
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CheckpointGone,
+    InvalidInput,
+    NotDurable,
+    RankFailed,
+    StorageUnavailable,
+    StoreFenced,
+)
+from ckptstore.events import (
+    CheckpointCommitted,
+    DrainEnded,
+    DrainFailed,
+    DrainRecovered,
+    DrainStalled,
+    DrainStarted,
+    Event,
+    listening,
+)
+from ckptstore.fast.certificate import Certificate
+from ckptstore.format.layout import MANIFEST_NAME
+from ckptstore.format.manifest import sha256_of
+from ckptstore.saving.drain import own_files, rounds
+from ckptstore.testing import Call, CountCalls, FailAt, combine
+
+SECONDS = 20
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_FIRST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(rounds, "_LONGEST_WAIT_SECONDS", 0.2)
+
+
+def on_ranks(size: int, path: Path, script: Callable[[Rank], Any], **more: Any) -> list[Any]:
+    """What the script returns on each rank, or raises."""
+    ends: list[Any] = [None] * size
+    board = board_at(path)
+
+    def run(rank: int) -> None:
+        try:
+            with opened(path / "store", path / "disks", rank=rank, size=size, board=board, **more) as job:
+                try:
+                    ends[rank] = script(job)
+                except Exception as error:
+                    ends[rank] = error
+        except Exception as error:
+            ends[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), f"a rank hangs; so far: {ends}"
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "ckptstore-drain"]
+    return ends
+
+
+@contextmanager
+def hearing(*wanted: type[Event]) -> Iterator[list[Any]]:
+    heard: list[Any] = []
+    with listening(heard.append, *wanted):
+        yield heard
+
+
+def steps_in(path: Path) -> list[int]:
+    """What is visible in the store, each whole."""
+    with open_store(path / "store", group="solo") as store:
+        found = [*store]
+        assert all(checkpoint.verify().ok for checkpoint in found)
+        return sorted(checkpoint.step for checkpoint in found)
+
+
+class Gate:
+    """A hook at which calls below the checkpoints wait, or fail, while it is shut."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
+        self.opened, self.reached = threading.Event(), threading.Event()
+
+    def __call__(self, call: Call) -> None:
+        where = ("checkpoints", "log") if self.fails else ("checkpoints",)
+        if call.phase == "before" and call.key.startswith(where) and not self.opened.is_set():
+            self.reached.set()
+            if self.fails:
+                raise StorageUnavailable("the bucket is away")
+            assert self.opened.wait(SECONDS)
+
+
+def test_a_drained_checkpoint_is_what_was_certified(tmp_path: Path) -> None:
+    def script(rank: Rank) -> Any:
+        certificate = rank.fast(7, 3)
+        record = rank.drainer.offer(certificate).result(SECONDS)
+        health = rank.drainer.health()
+        assert (health.draining, health.waiting, health.durable_step) == (None, None, 7)
+        assert health.not_durable_since is health.away_since is None
+        return certificate, record
+
+    with hearing(DrainStarted, DrainEnded, CheckpointCommitted) as heard:
+        (certificate, record), (_, other) = on_ranks(2, tmp_path, script)
+    assert record.number == other.number
+    assert record.entry.save_number == record.state.save_number == 3
+    manifest = (tmp_path / "store" / record.entry.prefix / MANIFEST_NAME).read_bytes()
+    assert manifest == certificate.manifest_data
+    assert record.entry.manifest_sha256 == sha256_of(manifest)
+    assert record.entry.metrics == {"loss": 0.125}
+    for rank in range(2):
+        for index in range(FILES_OF_A_RANK):
+            name = f"part-{index}-rank={rank:05d}.bin"
+            assert (tmp_path / "store" / record.entry.prefix / name).read_bytes() == payload(7, rank, index, 1000)
+    kinds = sorted((type(event).__name__, event.rank) for event in heard)
+    assert kinds == [(name, rank) for name in ("CheckpointCommitted", "DrainEnded", "DrainStarted") for rank in (0, 1)]
+    with open_store(tmp_path / "store", group="solo") as store:
+        latest = store.latest()
+        assert latest is not None
+        assert latest.step == 7
+        assert latest.verify().ok
+
+
+def test_one_drains_one_waits_and_a_newer_one_takes_its_place(tmp_path: Path) -> None:
+    gate = Gate()
+
+    def script(rank: Rank) -> Any:
+        drains = [rank.offer(1, 1)]
+        assert gate.reached.wait(SECONDS)
+        drains += [rank.offer(2, 2), rank.offer(3, 3, is_due=False), rank.offer(4, 4)]
+        place = rank.job.fast
+        assert place is not None
+        held = sorted(place.in_use)
+        meeting.wait(SECONDS)
+        gate.opened.set()
+        steps = [drain.result(SECONDS).entry.step for drain in drains]
+        last = rank.offer(5, 5, is_due=False)
+        assert not last.done()
+        return steps, [drain.superseded_by is not None for drain in drains], [name[:15] for name in held], last
+
+    meeting = threading.Barrier(2)
+    ends = on_ranks(2, tmp_path, script, hook=gate)
+    for steps, superseded, held, last in ends:
+        assert steps == [1, 4, 4, 4]
+        assert superseded == [False, True, True, False]
+        assert held == ["step-0000000001", "step-0000000004"]  # what waits costs the disk one checkpoint
+        assert last.result().entry.step == 5  # closing drains the newest, though it is not due
+    assert steps_in(tmp_path) == [1, 4, 5]
+
+
+def test_a_store_that_is_away_is_tried_again_and_sent_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_files, "_GROUP_BYTES", 1)  # each file is noted on its own
+    away, calls, written = Gate(fails=True), CountCalls(), threading.Barrier(2)
+    away.opened.set()
+
+    def goes_away(call: Call) -> None:
+        """After the first file of each rank."""
+        if call.phase == "after" and call.verb == "persist" and "part-0" in call.key and "step-0000000001" in call.key:
+            if written.wait(SECONDS) == 0:
+                away.opened.clear()
+            written.wait(SECONDS)
+
+    def script(rank: Rank) -> Any:
+        first = rank.offer(1, 1)
+        until = time.monotonic() + SECONDS
+        while rank.drainer.health().away_since is None:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        newer = rank.offer(2, 2)  # training and fast saves go on
+        health = rank.drainer.health()
+        assert (health.draining, health.waiting) == (1, 2)
+        assert "away" in str(health.error)
+        assert health.not_durable_since is not None
+        seen.wait(SECONDS)
+        away.opened.set()
+        return first.result(SECONDS).entry.step, newer.result(SECONDS).entry.step, rank.drainer.health().away_since
+
+    seen = threading.Barrier(2)
+    with hearing(DrainStalled, DrainRecovered, DrainFailed) as heard:
+        assert on_ranks(2, tmp_path, script, hook=combine(away, calls, goes_away)) == [(1, 2, None)] * 2
+    files = [call.key for call in calls.calls if call.verb == "write" and "step-0000000001" in call.key]
+    assert len(files) == len(set(files)) == 2 * FILES_OF_A_RANK
+    assert sorted((type(event).__name__, event.rank) for event in heard) == [
+        *(("DrainRecovered", rank) for rank in (0, 1)),
+        *(("DrainStalled", rank) for rank in (0, 1)),
+    ]
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def flip(rank: Rank, certificate: Certificate, name: str, damage: str = "flip") -> None:
+    """Damage a file on the disk of this rank's node."""
+    place = rank.job.fast
+    assert place is not None
+    path = place.disk.storage.local_path(certificate.attempt.key(name))
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flip" else data[:-1])
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_file_fails_its_own_checkpoint_and_no_other(tmp_path: Path, damage: str) -> None:
+    def script(rank: Rank) -> Any:
+        certificate, place = rank.fast(1, 1), rank.job.fast
+        assert place is not None
+        if place.members.rank == 1:
+            flip(rank, certificate, "part-1-rank=00001.bin", damage)
+        with pytest.raises(CheckpointDamaged, match="is damaged on the disk of node1") as caught:
+            rank.drainer.offer(certificate).result(SECONDS)
+        newer = rank.offer(2, 2).result(SECONDS).entry.step
+        return caught.value.rank, caught.value.file, caught.value.step, newer
+
+    with hearing(DrainFailed) as heard:
+        assert on_ranks(2, tmp_path, script) == [(1, "part-1-rank=00001.bin", 1, 2)] * 2
+    assert sorted((event.step, event.rank) for event in heard) == [(1, 0), (1, 1)]
+    assert steps_in(tmp_path) == [2]
+    assert not [*(tmp_path / "store/checkpoints").glob("step-0000000001*")]
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+def test_with_two_copies_the_partner_has_what_is_damaged_here(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored, damaged = threading.Barrier(2), threading.Barrier(2)
+
+    def script(rank: Rank) -> Any:
+        certificates, place = [rank.fast(1, 1), rank.fast(2, 2)], rank.job.fast
+        assert place is not None
+        stored.wait(SECONDS)
+        if place.members.rank == 1:
+            flip(rank, certificates[0], "part-1-rank=00001.bin", damage)
+        flip(rank, certificates[1], "part-2-rank=00000.bin")  # on both nodes
+        damaged.wait(SECONDS)
+        assert rank.drainer.offer(certificates[0]).result(SECONDS).entry.step == 1
+        with pytest.raises(CheckpointDamaged, match=r"part-2.* on the disk of node0.*; and on node1: its CRC"):
+            rank.drainer.offer(certificates[1]).result(SECONDS)
+
+    assert on_ranks(2, tmp_path, script, copies=2) == [None, None]
+    assert "part-1-rank=00001.bin was sent from node0, for it is damaged on node1" in caplog.text
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_job_that_is_fenced_drains_nothing_more(tmp_path: Path) -> None:
+    later = threading.Barrier(2)
+
+    def script(rank: Rank) -> Any:
+        rank.offer(1, 1).result(SECONDS)
+        if later.wait(SECONDS) == 0:
+            with open_store(tmp_path / "store", group="solo") as store:
+                job_of(store).claim(None)
+        later.wait(SECONDS)
+        with pytest.raises(StoreFenced):
+            rank.offer(2, 2).result(SECONDS)
+        assert isinstance(rank.offer(3, 3).error(), StoreFenced)  # at once
+        return rank.job.is_fenced
+
+    assert on_ranks(2, tmp_path, script) == [True] * 2
+    assert steps_in(tmp_path) == [1]
+    assert len([*(tmp_path / "store/checkpoints").iterdir()]) == 1  # no byte was sent
+
+
+def test_a_later_save_that_went_to_the_store_directly_supersedes(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/a").write_bytes(b"a")
+
+    def script(rank: Rank) -> Any:
+        older, place = rank.fast(1, 1), rank.job.fast
+        assert place is not None
+        rank.job.next_save_number()
+        store = CheckpointStore(rank.job)
+        store.save_directory(2, tmp_path / "tree")
+        drain = rank.drainer.offer(older)
+        return drain.result(SECONDS).entry.step, drain.superseded_by is not None
+
+    with hearing(DrainEnded) as heard:
+        assert on_ranks(1, tmp_path, script) == [(2, True)]
+    assert [(event.step, event.is_superseded, event.size_bytes) for event in heard] == [(1, True, 0)]
+    assert steps_in(tmp_path) == [2]
+
+
+def test_the_cap_of_a_node_holds_for_its_ranks_together(tmp_path: Path) -> None:
+    def script(rank: Rank) -> float:
+        certificate = rank.fast(1, 1, size_bytes=100_000)
+        began.wait(SECONDS)
+        before = time.monotonic()
+        rank.drainer.offer(certificate).result(SECONDS)
+        return time.monotonic() - before
+
+    began, rate = threading.Barrier(2), 400_000
+    ends = on_ranks(2, tmp_path, script, bytes_per_second=rate, node="one".format)
+    assert min(ends) >= 2 * FILES_OF_A_RANK * 100_000 / rate
+
+
+def test_closing_gives_up_cleanly_what_it_cannot_finish(tmp_path: Path) -> None:
+    away = Gate(fails=True)
+    away.opened.set()
+
+    def script(rank: Rank) -> Any:
+        rank.offer(1, 1).result(SECONDS)
+        meeting.wait(SECONDS)
+        away.opened.clear()
+        return rank.offer(2, 2, is_due=False)
+
+    meeting = threading.Barrier(2)
+    with hearing(DrainFailed) as heard:
+        drains = on_ranks(2, tmp_path, script, hook=away, close_seconds=0.5)
+    for drain in drains:
+        assert isinstance(drain.error(), NotDurable)
+        assert "stays on the disks" in str(drain.error())
+    assert [event.step for event in heard] == [2, 2]
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_commit_whose_answer_is_lost_is_one_commit(tmp_path: Path) -> None:
+    """The create has its effect, its answer is lost, and the log cannot be read for a while."""
+    lost = FailAt("create log/*", effect="after", skip=1, times=1)
+    blind = FailAt(lambda call: lost.struck == 1 and call.verb in ("read", "list", "create"), times=12)
+
+    def script(rank: Rank) -> int:
+        return rank.offer(1, 1).result(SECONDS).number
+
+    with hearing(DrainStalled, DrainRecovered, CheckpointCommitted) as heard:
+        assert on_ranks(1, tmp_path, script, hook=combine(lost, blind)) == [2]
+    assert blind.struck == 12
+    assert [type(event) for event in heard].count(CheckpointCommitted) == 1
+    assert steps_in(tmp_path) == [1]
+
+
+def test_what_may_be_committed_is_never_removed(tmp_path: Path) -> None:
+    """What breaks right behind the commit is no error of ckptstore's, so that nothing is known of the record."""
+
+    def script(rank: Rank) -> Any:
+        with pytest.raises(RankFailed, match="RuntimeError: a bug") as caught:
+            rank.offer(1, 1).result(SECONDS)
+        return caught.value.committed
+
+    bug = FailAt("create log/*", RuntimeError("a bug"), effect="after", skip=1)
+    assert on_ranks(1, tmp_path, script, hook=bug) == [None]
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_rolled_back_store_takes_nothing_that_the_roll_back_voided(tmp_path: Path) -> None:
+    def script(rank: Rank) -> Any:
+        rank.offer(1, 1).result(SECONDS)
+        rank.offer(2, 2).result(SECONDS)
+        voided = rank.fast(3, 3)
+        with open_store(tmp_path / "store", group="solo") as store:
+            store.roll_back(1)
+        with pytest.raises(CheckpointGone, match="void: the store was rolled back"):
+            rank.drainer.offer(voided).result(SECONDS)
+
+    assert on_ranks(1, tmp_path, script) == [None]
+    assert steps_in(tmp_path) == [1]
+
+
+def _fails(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except NotDurable as error:
+        return "fork" in str(error)
+    return False
+
+
+def test_a_forked_child_drains_nothing(tmp_path: Path) -> None:
+    gate = Gate()
+
+    def script(rank: Rank) -> Any:
+        drain, newer = rank.offer(1, 1), rank.fast(2, 2)
+        assert gate.reached.wait(SECONDS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads; that is what this is about
+            child = os.fork()
+        if child == 0:
+            error = rank.drainer.offer(newer).error()
+            os._exit(0 if isinstance(error, NotDurable) and _fails(lambda: drain.result(SECONDS)) else 1)
+        gate.opened.set()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), drain.result(SECONDS).entry.step
+
+    assert on_ranks(1, tmp_path, script, hook=gate) == [(0, 1)]
+
+
+def test_what_is_not_this_jobs_or_not_in_order_is_refused(tmp_path: Path) -> None:
+    def first(rank: Rank) -> Any:
+        return rank.fast(1, 1)
+
+    (certificate,) = on_ranks(1, tmp_path, first)
+
+    def second(rank: Rank) -> Any:
+        with pytest.raises(InvalidInput, match="save 1 of epoch 1, and this job has epoch 2"):
+            rank.drainer.offer(certificate)
+        rank.offer(3, 2)
+        with pytest.raises(InvalidInput, match="offered after"):
+            rank.offer(2, 1)
+        return rank.drainer.finish(SECONDS)
+
+    assert on_ranks(1, tmp_path, second) == [True]
+    assert steps_in(tmp_path) == [3]
+
+
+def test_ranks_that_ask_at_different_moments_agree(tmp_path: Path) -> None:
+    """Rank 0 waits for one that is not due before the next is there, rank 1 after it."""
+
+    def script(rank: Rank) -> Any:
+        drain, place = rank.offer(1, 1, is_due=False), rank.job.fast
+        assert place is not None
+        if place.members.rank == 0:
+            rank.drainer.want(drain)
+            asked.wait(SECONDS)
+            newer = rank.offer(2, 2, is_due=False)
+        else:
+            newer = rank.offer(2, 2, is_due=False)
+            rank.drainer.want(drain)
+            asked.wait(SECONDS)
+        return drain.result(SECONDS).entry.step, newer.result(SECONDS).entry.step
+
+    asked = threading.Barrier(2)
+    assert on_ranks(2, tmp_path, script) == [(2, 2)] * 2
+    assert steps_in(tmp_path) == [2]

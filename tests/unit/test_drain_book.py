@@ -1,0 +1,117 @@
+"""What the leader chooses to drain, and what one process keeps of what it was offered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.errors import CheckpointDamaged
+from ckptstore.fast.certificate import Certificate, held_by
+from ckptstore.fast.fast_place import FastPlace
+from ckptstore.fast.members import Members
+from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.fast.tier import FastTier
+from ckptstore.format.layout import Attempt
+from ckptstore.format.manifest import Manifest, Receipt
+from ckptstore.saving.drain.book import Book, Drain, choose
+
+STORE_ID = "5f0c3a9e4b7d41d8a2c6e1f09b83d754"
+
+
+def certificate(number: int) -> Certificate:
+    manifest = Manifest(
+        store_id=STORE_ID,
+        step=number,
+        epoch=1,
+        attempt=str(Attempt(number, 1, f"{number:08x}")),
+        kind="directory",
+        world_size=1,
+        created_at=1.5,
+        files=(Receipt("a", 1, 7, 0),),
+    )
+    return Certificate(manifest.encode(), number, 1, "ab" * 32, held_by({"a": [0]}))
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Book:
+    disk = NodeDisk.open(tmp_path / "fast", STORE_ID, node="a")
+    transfer: Any = None  # nothing moves here
+    tier, members = FastTier(tmp_path / "fast"), Members(("a",), 0)
+    return Book(
+        FastPlace(
+            tier=tier, disk=disk, transfer=transfer, members=members, claim_number=1, claim_sha256="ab" * 32, epoch=1
+        )
+    )
+
+
+def offer(book: Book, number: int, *, is_active: bool = True) -> Drain:
+    return book.offer(certificate(number), is_active=is_active)
+
+
+def held(book: Book) -> list[int]:
+    return sorted(int(name[5:15]) for name in book._place.in_use)
+
+
+numbers = st.sets(st.integers(1, 6), max_size=4)
+
+
+@given(st.lists(st.tuples(numbers, st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=4))
+def test_the_leader_chooses_what_all_have_and_one_wants(told: list[tuple[set[int], int, int]]) -> None:
+    parts = [{"active": sorted(active), "newest": newest, "sent": sent} for active, newest, sent in told]
+    choice = choose(parts)
+    have = [active | ({newest} if newest else set()) for active, newest, _ in told]
+    wanted = set().union(*(active for active, _, _ in told))
+    common = set.intersection(*have)
+    assert choice["wanted"] == max(wanted, default=0)
+    if choice["go"]:
+        assert choice["go"] in common
+        begun = {sent for _, _, sent in told} & common
+        assert choice["go"] == max(begun or common & wanted)
+    else:
+        assert not common & wanted
+
+
+def test_what_was_told_is_not_dropped_before_the_leader_has_chosen(book: Book) -> None:
+    first = offer(book, 1)
+    assert book.told(0) == {"active": [1], "newest": 1, "sent": 0}
+    second, third = offer(book, 2), offer(book, 3)  # while the others answer
+    assert held(book) == [1, 3]
+    assert book.hear({"go": 1, "wanted": 1}) is first
+    assert first.certificate is not None
+    assert second.certificate is None
+    offer(book, 4)
+    assert held(book) == [1, 4]
+    assert third.certificate is None
+
+
+def test_what_another_rank_wants_is_active_as_soon_as_it_is_offered(book: Book) -> None:
+    first = offer(book, 1)
+    book.told(0)
+    assert book.hear({"go": 0, "wanted": 2}) is None
+    assert not book.has_active()
+    second = offer(book, 2, is_active=False)
+    assert second.is_active
+    assert held(book) == [2]
+    assert not first.done()
+
+
+def test_a_failure_is_that_of_what_gave_way_to_it(book: Book) -> None:
+    first, second, due_not = offer(book, 1), offer(book, 2), offer(book, 3, is_active=False)
+    book.fail([2], CheckpointDamaged("flipped"))
+    assert type(first.error()) is type(second.error()) is CheckpointDamaged
+    assert not due_not.done()
+    assert held(book) == []
+    assert book.want() is due_not
+    assert held(book) == [3]
+
+
+def test_who_waits_for_one_that_gives_way_gets_the_newest(book: Book) -> None:
+    first, second = offer(book, 1, is_active=False), offer(book, 2, is_active=False)
+    book.want(first)
+    assert (first.is_active, second.is_active) == (False, True)
+    book.want(second)
+    assert held(book) == [2]
