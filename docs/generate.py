@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
@@ -156,20 +156,41 @@ def commands() -> str:
     """Usage, help and options of every command."""
     parts = []
     context = main.make_context("ckptstore", [], resilient_parsing=True, terminal_width=100)
-    for name in COMMANDS:
-        command = main.get_command(context, name)
-        assert command is not None
-        inner = click.Context(command, info_name=name, parent=context, max_content_width=100, terminal_width=100)
+    for name, command, inner in _with_inner(context, main, COMMANDS):
         parts.append(f"### ckptstore {name}\n\n```text\n{command.get_help(inner)}\n```")
     return "\n\n".join(parts)
+
+
+def _with_inner(
+    context: click.Context, group: click.Group, names: Iterable[str]
+) -> Iterator[tuple[str, click.Command, click.Context]]:
+    """The commands of a group, each followed by those inside of it: "fast", then "fast ls"."""
+    for name in names:
+        command = group.get_command(context, name)
+        assert command is not None
+        inner = click.Context(command, info_name=name, parent=context, max_content_width=100, terminal_width=100)
+        yield name, command, inner
+        if isinstance(command, click.Group):
+            for more, *found in _with_inner(inner, command, command.commands):
+                yield f"{name} {more}", *found
+
+
+def spoken_command(definition: str) -> str | None:
+    """The command that prints what a definition of the schema says: "fast ls" for "fast-ls". None for none."""
+    first, _, second = definition.partition("-")
+    command = main.get_command(click.Context(main), first)
+    if isinstance(command, click.Group) and second in command.commands:
+        return f"{first} {second}"
+    return definition if definition in COMMANDS else None
 
 
 def json_tables() -> str:
     """The fields of what every command prints with --json."""
     parts = []
     for name, definition in SCHEMA["$defs"].items():
-        if name in COMMANDS or "properties" in definition:
-            title = f"`ckptstore {name} --json`" if name in COMMANDS else f"`{name}`"
+        command = spoken_command(name)
+        if command or "properties" in definition:
+            title = f"`ckptstore {command} --json`" if command else f"`{name}`"
             rows = [[f"`{field}`", _type(item), item.get("description", "")] for field, item in _fields(definition)]
             parts.append(f"### {title}\n\n{definition['description']}\n\n{table(['field', 'type', 'meaning'], rows)}")
         else:

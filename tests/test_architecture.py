@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [
     {"errors"},
     {"runtime", "pages"},
     {"events"},
-    {"config", "retention", "format"},
+    {"config", "retention", "format", "planning"},
     {"boundary"},
     {"storage"},
     {"transfer", "log", "group", "node_cache"},

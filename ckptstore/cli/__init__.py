@@ -42,6 +42,8 @@ COMMANDS = (
     "prune",
     "gc",
     "doctor",
+    "fast",
+    "plan",
     "bench",
     "demo",
     "s3-test",
@@ -144,7 +146,8 @@ _FLAGS = {
 
 def _with_flags(error: CkptstoreError, command: click.Command | None) -> CkptstoreError:
     """The error with flags in place of arguments, as far as the command has them."""
-    known = {flag for param in (command.params if command else ()) for flag in param.opts}
+    inner = command.commands.values() if isinstance(command, click.Group) else ()
+    known = {flag for item in (command, *inner) if item is not None for param in item.params for flag in param.opts}
     for pattern, words in _FLAGS.items():
         if known & set(words.split()):
             error.message = re.sub(pattern, words, error.message)

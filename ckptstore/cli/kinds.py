@@ -1,4 +1,4 @@
-"""What is written on the command line, as kinds of parameters: names that a shell completes, and durations."""
+"""What is written on the command line, as kinds of parameters: names that a shell completes, and quantities."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ else:  # the releases of click that we take have no types in it
     _Kind = click.ParamType
 
 _UNITS_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i?))?(B|bit)(/s)?")
+_PREFIXES = ("", "K", "M", "G", "T", "P")
 _DURATION = re.compile(r"(-?\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
@@ -36,6 +38,47 @@ class Duration(_Kind):
         if match is None or match[2] not in _UNITS_SECONDS:
             self.fail(f"{value!r} is no duration. Write seconds, or a unit: 90, 15m, 1h, 2d", param, ctx)
         return float(match[1]) * _UNITS_SECONDS[match[2]]
+
+
+class Size(_Kind):
+    """A number of bytes with its unit, decimal or binary: "80GB", "1.5TiB"; a speed is "3GB/s" or "400Gbit/s".
+
+    "Gb" is refused: it means bits to some and bytes to others.
+    """
+
+    name = "size"
+
+    def __init__(self, *, is_speed: bool = False) -> None:
+        self.is_speed = is_speed
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The bytes."""
+        if isinstance(value, int | float):
+            return float(value)
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None or (match[5] or "") != ("/s" if self.is_speed else ""):
+            like = "3GB/s, 2.5GiB/s or 400Gbit/s" if self.is_speed else "80GB, 1.5TB or 1.5TiB"
+            self.fail(f"{value!r} is not like {like}", param, ctx)
+        factor = (1024 if match[3] else 1000) ** _PREFIXES.index((match[2] or "").upper())
+        bytes_each: float = factor / (8 if match[4] == "bit" else 1)
+        return float(match[1]) * bytes_each
+
+
+class Share(_Kind):
+    """A part of the whole: "0.25" or "25%"."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """From 0 to 1."""
+        text = str(value).strip()
+        try:
+            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1:
+            self.fail(f"{value!r} is no share like 25% or 0.25", param, ctx)
+        return share
 
 
 class StoreName(_Kind):
@@ -87,3 +130,4 @@ def _opened(uri: str) -> Iterator[CheckpointStore | None]:
 
 
 STORE, TARGET, METRIC, DURATION = StoreName(), TargetName(), MetricName(), Duration()
+SIZE, SPEED, SHARE = Size(), Size(is_speed=True), Share()

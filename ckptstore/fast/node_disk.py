@@ -33,7 +33,8 @@ from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.disk.private import make_private
 
-_STORE_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+STORE_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+"""What can be the name of the part of a store."""
 _EPOCH_KEY = "epoch"
 _LOCK_NAME = "lock"
 _LOCK_SECONDS = 60.0
@@ -58,7 +59,7 @@ class NodeDisk:
         Raises InvalidInput when the directory is a symbolic link, belongs to another user or lets others in, and
         StorageError when it cannot be used. `durable` and `direct_io` as for `LocalStorage`.
         """
-        if not _STORE_ID.fullmatch(store_id):
+        if not STORE_ID.fullmatch(store_id):
             raise InvalidInput(f"The store has the id {store_id[:80]!r}, which cannot be the name of a directory")
         given = Path(os.path.abspath(directory))
         root = Path(os.path.realpath(given.parent)) / given.name

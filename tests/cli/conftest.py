@@ -36,7 +36,8 @@ def run_json(run: Run) -> Callable[..., Any]:
 
     def run_json(*arguments: object, code: int = 0) -> Any:
         found = json.loads(run(*arguments, "--json", code=code).stdout)
-        name = "error" if "error" in found else str(arguments[0])
+        words = list(map(str, arguments[:2]))
+        name = "error" if "error" in found else "-".join(words) if "-".join(words) in SCHEMA["$defs"] else words[0]
         jsonschema.validate(found, {**SCHEMA, "$ref": f"#/$defs/{name}"}, jsonschema.Draft202012Validator)
         return found
 

@@ -123,7 +123,9 @@ def test_every_command_has_help_and_json(run: Any) -> None:
         assert f"\n  {name} " in listed
         text = run(name, "--help").stdout
         assert text.startswith("Usage: main " + name)
-        assert name in ("demo", "s3-test", "serve") or "--json" in text
+        assert name in ("demo", "fast", "s3-test", "serve") or "--json" in text
+    for inner in ("ls", "clear"):
+        assert "--json" in run("fast", inner, "--help").stdout
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -18,6 +18,11 @@ def make_private(path: Path) -> str:
         path.mkdir(mode=0o700)
     except FileExistsError:
         """Then it is looked at."""
+    return privacy_fault(path)
+
+
+def privacy_fault(path: Path) -> str:
+    """Why a directory is not safe to use, "" if it is; see `make_private`. Creates nothing. Raises OSError."""
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
         return "is no directory, or a symbolic link"

@@ -1,0 +1,205 @@
+"""What the log says of the fast checkpoints of a node, and how they are deleted from outside of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckptstore.errors import CkptstoreError
+from ckptstore.fast.candidates import foreign, void_reason
+from ckptstore.fast.sweep import SweepView, sweep
+from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
+from ckptstore.format.manifest import Manifest, sha256_of
+from ckptstore.format.order import SaveOrder
+from ckptstore.format.record import Record
+from ckptstore.job import Job
+from ckptstore.storage.base import Storage
+from ckptstore.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory
+
+Standing = Literal["durable", "superseded", "void", "only-here", "unfinished", "damaged", "foreign", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogView:
+    """What the log of one store says, as far as its fast checkpoints need it."""
+
+    uri: str
+    store_id: str
+    storage: Storage
+    newest: Record | None
+    """None where the log is empty."""
+    live: Mapping[str, Record] = field(default_factory=dict)
+    """By attempt."""
+    trashed: Mapping[str, Record] = field(default_factory=dict)
+    """By attempt."""
+    claims: Mapping[int, Record] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a fast checkpoint is to its store."""
+
+    standing: Standing
+    reason: str
+    record: Record | None = None
+    """Of the checkpoint in the store that makes this one superfluous: its own, or a newer one's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleared:
+    """What became of one attempt directory, or would."""
+
+    store_id: str
+    found: HeldAttempt
+    judged: Judged
+    left: str = ""
+    """Why it was not deleted; "" where it was."""
+
+
+def read_log(job: Job, store_id: str, found: Iterable[HeldAttempt]) -> LogView:
+    """Ask the log what it knows of these: the log itself, since a hint may be that of a copy. Raises CheckpointDamaged
+    where it cannot be read, StorageError."""
+    log, newest = job.log, job.log.checked_newest()
+    if newest is None:
+        return LogView(uri=job.storage.uri, store_id=store_id, storage=job.storage, newest=None)
+    state = newest.state
+    numbers = sorted({each.certificate.claim_number for each in found if each.certificate is not None})
+    claims = zip(numbers, log.found(numbers), strict=True)
+    return LogView(
+        uri=job.storage.uri,
+        store_id=store_id,
+        storage=job.storage,
+        newest=newest,
+        live={record.entry.attempt: record for record in log.records(state.live)},
+        trashed={record.entry.attempt: record for record in log.records(state.trash)},
+        claims={number: record for number, record in claims if isinstance(record, Record)},
+    )
+
+
+def judge(found: HeldAttempt, view: LogView | None) -> Judged:
+    """What an attempt on this node is to its store. Without a view nothing is known."""
+    if view is None:
+        return Judged("unknown", "its store was not asked")
+    name, certificate = str(found.attempt), found.certificate
+    own = view.live.get(name)
+    if certificate is not None and (why := foreign(certificate, view.claims, store_id=view.store_id)):
+        return Judged("foreign", why)
+    if own and certificate and own.entry.manifest_sha256 != sha256_of(certificate.manifest_data):
+        return Judged("foreign", f"its manifest is not the one that record {own.number} names")
+    if own is not None:
+        return Judged("durable", f"record {own.number} has it", own)
+    if why := _void(found, view):
+        return Judged("void", why)
+    newest = max(view.live.values(), key=lambda record: record.entry.order, default=None)
+    order = certificate.order if certificate else SaveOrder(found.attempt.epoch + 1, 0)
+    if newest is not None and order < newest.entry.order:
+        return Judged("superseded", f"record {newest.number} has step {newest.entry.step}, which is newer", newest)
+    if found.fault:
+        return Judged("damaged", f"its certificate cannot be read: {found.fault}")
+    if certificate is None:
+        return Judged("unfinished", "it has no certificate here; another node may have one")
+    return Judged("only-here", "the store does not have it")
+
+
+def _void(found: HeldAttempt, view: LogView) -> str:
+    """Why nobody may resume from it, "" if anybody may. It is not live."""
+    if view.newest is None:
+        return ""
+    if found.certificate is not None:
+        return void_reason(found.certificate, view.newest.state, view.trashed)
+    removed = view.trashed.get(str(found.attempt))
+    return "" if removed is None else f"it was removed by record {view.newest.state.trash[removed.number]}"
+
+
+def sweepable(found: Sequence[HeldAttempt], view: LogView, *, keep: int) -> dict[str, str]:
+    """What the job that owns the store would delete here, once it has resumed: the reasons by attempt. What it uses at
+    that moment would stay."""
+    if view.newest is None:
+        return {}
+    sight = SweepView(
+        newest=view.newest,
+        committed=[*view.live.values(), *view.trashed.values()],
+        claims=view.claims,
+        store_id=view.store_id,
+        epoch=view.newest.state.epoch,
+        has_resumed=True,
+    )
+    here = {each.attempt: each.certificate for each in found}
+    return {str(deletion.attempt): deletion.reason for deletion in sweep(here, sight, keep=keep)}
+
+
+def clear(
+    inventory: Inventory,
+    stores: Sequence[HeldStore],
+    views: Mapping[str, LogView],
+    *,
+    lose: bool = False,
+    dry_run: bool = False,
+) -> list[Cleared]:
+    """Delete attempt directories of these stores, each with its certificate first; say what was left, and why.
+
+    A fast checkpoint goes if the store has it or a newer one, with all files and their sizes, or if nobody may resume
+    from it. With `lose` any other goes too. Where the directory, or the part of a store, is not private to this user,
+    nothing goes.
+
+    It holds the lock that jobs hold while they delete, and deletes nothing where a job with a later writer epoch has
+    come meanwhile. It does not know whether a job uses what it deletes: such a job may lose a save that goes on, or a
+    fast checkpoint that is complete. It never loads a wrong one, for it compares sizes and digests.
+    """
+    cleared = []
+    for store in stores:
+        view = views.get(store.store_id)
+        unsafe = inventory.privacy_fault or store.privacy_fault
+        lacking: dict[int, str] = {}
+        for found in store.attempts:
+            judged = judge(found, view)
+            left = unsafe or _why_left(judged, view, lacking, lose=lose)
+            if not left and not dry_run:
+                left = _delete(store, found)
+            cleared.append(Cleared(store_id=store.store_id, found=found, judged=judged, left=left))
+    return cleared
+
+
+def _why_left(judged: Judged, view: LogView | None, lacking: dict[int, str], *, lose: bool) -> str:
+    """`lacking` has what was found of records before."""
+    record = judged.record
+    if lose or judged.standing == "void":
+        return ""
+    if record is None or view is None:
+        return judged.reason
+    if record.number not in lacking:
+        lacking[record.number] = _lacking(record, view.storage)
+    why = lacking[record.number]
+    return f"{judged.reason}, but {why}" if why else ""
+
+
+def _lacking(record: Record, storage: Storage) -> str:
+    """What the store lacks of a checkpoint that it should have, as a listing shows it. A record is not enough: somebody
+    may have deleted files behind the store's back, and what is here may be the last copy."""
+    entry = record.entry
+    try:
+        data = storage.read(f"{entry.prefix}{MANIFEST_NAME}")
+        if sha256_of(data) != entry.manifest_sha256:
+            return "its manifest there is another one"
+        manifest = Manifest.decode(data)
+        directories = {entry.attempt, *manifest.references}
+        listed = (file for name in directories for file in storage.list(f"{CHECKPOINT_PREFIX}{name}/"))
+        sizes = {file.key: file.size_bytes for file in listed}
+    except CkptstoreError as error:
+        return f"it could not be looked at there: {error.message}"
+    wanted = {f"{CHECKPOINT_PREFIX}{file.attempt or entry.attempt}/{file.name}": file for file in manifest.files}
+    lacking = [file.name for key, file in wanted.items() if sizes.get(key) != file.size_bytes]
+    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    return f"the store lacks its file {lacking[0]}{more}" if lacking else ""
+
+
+def _delete(store: HeldStore, found: HeldAttempt) -> str:
+    """Why it is still there, "" if it is not."""
+    try:
+        store.disk.delete_as(store.epoch, found.attempt)
+    except CkptstoreError as error:
+        return error.message
+    if store.disk.storage.local_path(found.attempt.prefix.rstrip("/")).exists():
+        return "its files were deleted, and its directory is not empty: it has links, or a job writes to it now"
+    return ""
