@@ -89,7 +89,7 @@ class HeldStorage:
             except (StorageError, CheckpointDamaged) as error:
                 failure = failure or error
                 continue
-            if first or number:
+            if place != places[0]:
                 self._tell(key, place, failure)
             return found
         raise failure or FileMissing(f"No node that is here has {key}", file=key)

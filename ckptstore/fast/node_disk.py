@@ -173,8 +173,21 @@ class NodeDisk:
         it was deleting is over when this returns. Raises StoreFenced where a later job was here, StorageError."""
         with self._alone(epoch):
             if epoch > self.marked_epoch():
-                self.storage.write(_EPOCH_KEY, [memoryview(f"{epoch}\n".encode())])
-                self.storage.persist([_EPOCH_KEY])
+                self._write_epoch(epoch)
+
+    def _write_epoch(self, epoch: int) -> None:
+        """Over the one that is there, which takes no room: a job must be able to resume where the disk is full."""
+        path = str(self.storage.local_path(_EPOCH_KEY))
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.pwrite(descriptor, f"{epoch:018d}\n".encode(), 0)  # as long as every other, so never torn
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            posix.flush_directory(os.path.dirname(path))
+        except OSError as error:
+            raise posix.translate(error, what="Writing", file=_EPOCH_KEY, directory=os.path.dirname(path)) from error
 
     def delete_as(self, epoch: int, attempt: Attempt) -> None:
         """`delete` for a job with this writer epoch. Raises StoreFenced where a later job was here, StorageError."""

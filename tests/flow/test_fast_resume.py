@@ -1,0 +1,299 @@
+"""What a resume from the disks of nodes does when they, the store or the job fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import forked_ranks
+import pytest
+from test_fast_tier import Jobs, of, resume, save, state_of
+
+from ckptstore import CheckpointStore, FastTier, StorageError, StorageGroup, open_store
+from ckptstore.catalogue import job_of
+from ckptstore.errors import CkptstoreError, StorageUnavailable
+from ckptstore.events import CheckpointSkipped, listening
+from ckptstore.format.changes import Noop
+from ckptstore.testing import FailAt, with_faults
+from ckptstore.testing.hooked import Call, wrap
+from ckptstore.testing.s3_server import s3_server
+from ckptstore.transfer import Transfer
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    return Jobs(tmp_path)
+
+
+@pytest.fixture
+def skipped() -> Iterator[list[str]]:
+    told: list[str] = []
+    with listening(lambda event: told.append(event.reason), CheckpointSkipped):
+        yield told
+
+
+def flip(path: Path) -> None:
+    """Change one bit of a file that is read-only."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def steps(jobs: Jobs, node: str) -> list[int]:
+    """Of the fast checkpoints on a node."""
+    return [int(path.name[5:15]) for path in jobs.attempts(node)]
+
+
+def durable(*wanted: int) -> Any:
+    """Save these steps, each until it is in the store."""
+
+    def flow(store: CheckpointStore, rank: int) -> None:
+        for step in wanted:
+            store.save_async(step, state_of(step, rank)).durable(60)
+
+    return flow
+
+
+def test_what_was_damaged_takes_no_place_of_what_can_be_used(jobs: Jobs, skipped: list[str]) -> None:
+    jobs.run("ab", save(1, 2, 3))
+    flip(jobs.attempts("a")[-1] / "state-rank=00000-00.distcp")
+
+    def flow(store: CheckpointStore, rank: int) -> Any:
+        found = resume(store, rank)
+        is_left = 3 in steps(jobs, "ab"[rank])
+        save(4)(store, rank)
+        return found, is_left, steps(jobs, "ab"[rank])[-2:]
+
+    assert jobs.run("ab", flow) == [(of(2, rank)[0], False, [2, 4]) for rank in range(2)]
+    assert any("damaged" in reason for reason in skipped)
+
+
+def test_each_load_reads_the_own_disk_first(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
+    jobs.run("abc", save(1), copies=2)
+
+    def flow(store: CheckpointStore, rank: int) -> None:
+        found = store.resume()
+        assert found is not None
+        for _ in range(3):
+            found.load(state_of(0, rank))
+
+    with caplog.at_level(logging.WARNING, "ckptstore"):
+        assert jobs.run("abc", flow, copies=2) == [None] * 3
+    assert [record.getMessage() for record in caplog.records if "is read from" in record.getMessage()] == []
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_disk_that_cannot_read_is_as_good_as_damage(jobs: Jobs, skipped: list[str], copies: int) -> None:
+    jobs.run("ab", save(1, 2), copies=copies)
+    newest = jobs.attempts("a")[-1].name
+
+    def broken(call: Call) -> bool:
+        return call.verb.startswith("read") and newest in call.key and call.key.endswith("distcp")
+
+    def flow(store: CheckpointStore, rank: int) -> Any:
+        job = job_of(store)
+        place = job.open_fast()
+        if rank == 0:
+            storage = wrap(place.disk.storage, FailAt(broken, StorageError("Input/output error"), times=None))
+            place.disk.storage = storage
+            place.transfer = Transfer(storage, config=job.config.transfer, retry=job.config.retry)
+        return resume(store, rank)
+
+    assert jobs.run("ab", flow, copies=copies) == of(copies, 0, 1)
+    assert "Input/output error" in skipped[0]
+
+
+def test_a_claim_that_cannot_be_asked_for_now_refuses_nothing(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a moment without the store would cost the newest checkpoint for good."""
+    with open_store(jobs.root / "store") as store:
+        store.save(1, state_of(1))
+    jobs.run("a", save(7))
+    with open_store(jobs.root / "store") as store:
+        for _ in range(70):  # else the claim is among those that every resume reads
+            job_of(store).log.append(lambda _newest: Noop())
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "2")
+    claim = FailAt("read log/*3.json", StorageUnavailable("not now"), times=None)
+    store = jobs.open(0, "a", uuid4().hex)
+    with with_faults(store, claim) as faulty, pytest.raises(StorageUnavailable, match="not now"):
+        resume(faulty, 0)
+    assert claim.struck
+    assert jobs.run("a", resume) == of(7, 0)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MiB."""
+    place = tmp_path / "disk-a"
+    place.mkdir(mode=0o700)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m,mode=700", "tmpfs", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode()}")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_job_resumes_on_a_full_disk(jobs: Jobs, small_disk: Path) -> None:
+    jobs.run("ab", save(1, 2))
+    filler = small_disk / "somebody-elses"
+    with open(filler, "wb", buffering=0) as file:
+        while shutil.disk_usage(small_disk).free:
+            file.write(b"x" * 4096)
+    assert jobs.run("ab", resume) == of(2, 0, 1)
+
+
+def test_no_payload_comes_from_the_store_that_a_node_has(jobs: Jobs) -> None:
+    with s3_server(buckets=["test"]) as server:
+        jobs.uri, jobs.options = "s3://test/run", {"storage_options": server.storage_options}
+        fast = {"drain_bytes_per_second": None}
+        jobs.run("ab", durable(1), **fast)
+
+        def read() -> set[str]:
+            before = len(server.log)
+            assert jobs.run("ab", resume) == of(1, 0, 1)
+            asked = [str(request) for request in server.log[before:]]
+            return {name for name in ("ckptstore.json", "distcp", "index") if any(name in one for one in asked)}
+
+        assert read() == set()
+        (jobs.attempts("b")[-1] / "state-rank=00001-00.distcp").unlink()
+        assert read() == {"distcp"}
+        shutil.rmtree(jobs.disk("b"))
+        shutil.rmtree(jobs.disk("a"))
+        assert read() == {"ckptstore.json", "distcp"}  # the node cache has the index
+
+
+def test_a_durable_one_that_is_damaged_on_its_node_comes_from_the_store(jobs: Jobs, skipped: list[str]) -> None:
+    jobs.run("ab", durable(1, 2), drain_bytes_per_second=None)
+    flip(jobs.attempts("a")[-1] / "state-rank=00000-00.distcp")
+    assert jobs.run("ab", resume) == of(2, 0, 1)
+    jobs.run("a", durable(3), drain_bytes_per_second=None)
+    flip(jobs.attempts("a")[-1] / "tensors.index")
+    assert jobs.run("a", resume) == of(3, 0)
+
+
+def test_a_rank_without_a_tier_is_told(jobs: Jobs) -> None:
+    token = uuid4().hex
+
+    def rank(number: int) -> Any:
+        fast = FastTier(jobs.disk("a"), node="a") if number else None
+        group = StorageGroup(number, 2, token)
+        with open_store(jobs.root / "store", group=group, fast=fast, rank_timeout_seconds=20) as store:
+            try:
+                return resume(store, number)
+            except CkptstoreError as error:
+                return type(error).__name__, str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(rank, range(2))
+    assert first == second
+    assert first[0] == "InvalidInput"
+
+
+_EVENTS = {
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.link",
+    "os.mkdir",
+    "os.rmdir",
+    "os.scandir",
+    "os.listdir",
+    "os.truncate",
+}
+
+
+def resume_and_die(root: Path, at: int) -> tuple[int, list[Any]]:
+    """Resume with both ranks in one process, which gets SIGKILL at an access to the log or a disk; how many there are,
+    if `at` is more."""
+    count = 0
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event not in _EVENTS or not isinstance(args[0], str) or not ("disk-" in args[0] or "/log" in args[0]):
+            return
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    found = Jobs(root).run("ab", resume, copies=2)
+    return count, found
+
+
+def killed_at(jobs: Jobs, point: int) -> bool:
+    """Whether the process lived so long."""
+    try:
+        forked_ranks.run_ranks(1, resume_and_die, jobs.root, point, expect_killed=[0])
+    except AssertionError as error:
+        if "returned" not in str(error):
+            raise
+        return False
+    return True
+
+
+@pytest.mark.parametrize("num_points", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_of_a_resume_the_next_one_chooses_the_same(jobs: Jobs, num_points: int) -> None:
+    jobs.run("ab", save(1, 2, 3), copies=2)
+    flip(jobs.attempts("b")[-1] / "state-rank=00000-00.distcp")
+    shutil.copytree(jobs.root, before := jobs.root.with_name("before"))
+    ((total, found),) = forked_ranks.run_ranks(1, resume_and_die, jobs.root, -1)
+    assert found == of(3, 0, 1)
+    num_killed = 0
+    for number in range(num_points):
+        shutil.rmtree(jobs.root)
+        shutil.copytree(before, jobs.root)
+        num_killed += killed_at(jobs, 1 + number * total // num_points)
+        assert jobs.run("ab", resume, copies=2) == of(3, 0, 1)
+        assert [steps(jobs, node) for node in "ab"] == [[2, 3]] * 2
+    assert num_killed >= num_points - 1
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_both_copies_are_damaged(jobs: Jobs, is_durable: bool) -> None:
+    """Of different files each copy has what the other lacks; of one file only the store is left, or an older one."""
+    flow = durable if is_durable else save
+    jobs.run("ab", flow(1, 2), copies=2, **({"drain_bytes_per_second": None} if is_durable else {}))
+    flip(jobs.attempts("a")[-1] / "state-rank=00000-00.distcp")
+    flip(jobs.attempts("b")[-1] / "state-rank=00001-00.distcp")
+    flip(jobs.attempts("b")[-1] / "tensors.index")
+    assert jobs.run("ab", resume, copies=2) == of(2, 0, 1)
+    flip(jobs.attempts("b")[-1] / "state-rank=00000-00.distcp")
+    assert jobs.run("ab", resume, copies=2) == of(2 if is_durable else 1, 0, 1)
+
+
+def resume_as_rank(root: Path, token: str) -> Any:
+    """One of two ranks on one of two nodes; the last one dies when it opens a file of tensors."""
+    rank = int(os.environ["RANK"])
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[0], str) and args[0].endswith(".distcp"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 3:
+        sys.addaudithook(hook)
+    node = "aabb"[rank]
+    fast = FastTier(Jobs(root).disk(node), node=node, copies=2)
+    group = StorageGroup(rank, 4, token)
+    try:
+        with open_store(root / "store", group=group, fast=fast, rank_timeout_seconds=5) as store:
+            return resume(store, rank)
+    except CkptstoreError as error:
+        return type(error).__name__
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_while_it_loads(jobs: Jobs) -> None:
+    jobs.run("aabb", save(1, 2), copies=2)
+    found = forked_ranks.run_ranks(4, resume_as_rank, jobs.root, uuid4().hex, expect_killed=[3])
+    assert found == ["RankTimeout"] * 3 + [None]
+    assert jobs.run("aabb", resume, copies=2) == of(2, 0, 1, 2, 3)
