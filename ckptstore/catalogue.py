@@ -132,9 +132,17 @@ class Catalogue:
     def roll_back(self, step: int) -> Checkpoint:
         """Make the checkpoint of `step` the latest: all that were committed after it go to the trash.
 
-        Raises CheckpointGone when the step is not live, InvalidInput when a later one is pinned.
+        Fast checkpoints that are newer are void from then on. Raises CheckpointGone when the step is not live,
+        InvalidInput when a later one is pinned.
         """
-        self._change(lambda newest: roll_back(newest, self._record_of(step, newest), epoch=self._job.epoch))
+        job = self._job
+
+        def change(newest: Record | None) -> Change | None:
+            target = self._record_of(step, newest)
+            next_save = job.peek_save_number(newest.state) if newest and job.fast is not None else 0
+            return roll_back(newest, target, epoch=job.epoch, next_save=next_save)
+
+        self._change(change)
         return self[step]
 
     def restore(self, step: int, *, number: int | None = None, pin: bool = True) -> Checkpoint:

@@ -163,8 +163,12 @@ class Job:
         self._save_number = self._save_number + 1 if newest is None else self.peek_save_number(newest)
         return self._save_number
 
+    def join_save_number(self, number: int) -> None:
+        """Any rank: the leader has given this number to a save."""
+        self._save_number = max(self._save_number, number)
+
     def peek_save_number(self, newest: StoreState) -> int:
-        """Leader: what `next_save_number` will be, if no save is committed before."""
+        """What `next_save_number` will be, if no save is committed before."""
         return max(self._save_number, newest.save_number) + 1
 
     def open_fast(self, *, step: int | None = None) -> FastPlace:
