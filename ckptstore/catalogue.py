@@ -139,7 +139,7 @@ class Catalogue:
 
         def change(newest: Record | None) -> Change | None:
             target = self._record_of(step, newest)
-            next_save = job.peek_save_number(newest.state) if newest and job.fast is not None else 0
+            next_save = 0 if job.fast is None else job.highest_save_number + 1
             return roll_back(newest, target, epoch=job.epoch, next_save=next_save)
 
         self._change(change)

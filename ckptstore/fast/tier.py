@@ -22,7 +22,7 @@ class FastTier:
     path: str | os.PathLike[str]
     """A directory on a disk of this node, created if absent. It must belong to this user alone (mode 700)."""
     copies: Literal[1, 2] = 1
-    """On how many nodes each file lies. Two need torch.distributed and at least two nodes."""
+    """On how many nodes each file lies. Two need at least two nodes, which reach each other by TCP."""
     keep: int = 2
     """How many fast checkpoints stay on a node, whether or not they are in the store."""
     drain: Policy | None = None
@@ -31,7 +31,8 @@ class FastTier:
     drain_bytes_per_second: float | None = None
     """How fast a node reads and sends for that, all its ranks together; None for no limit."""
     interface: str | None = None
-    """The network interface for copies between nodes; None leaves the choice to torch."""
+    """The network interface by which the other nodes reach this one; None for all, with those addresses first by which
+    this machine reaches others."""
     node: str | None = None
     """The name of this node; None for the one that the job's group knows it by."""
 

@@ -142,7 +142,7 @@ COMMANDS = {
     "prune": ["prune", "commands"],
     "gc": ["gc", "commands"],
     "doctor": ["doctor", "commands"],
-    "fast": ["fast", "ls", "files"],
+    "fast": ["fast", "ls", "disk"],
     "plan": [
         *("plan", "--nodes", "4", "--state", "80GB", "--disk", "2GB/s", "--bucket", "100MB/s"),
         *("--node-mtbf", "30d", "--stall", "1s", "--step", "1s"),
@@ -164,6 +164,7 @@ COMMANDS = {
 def main(*skipped: str) -> None:
     """Walk through all but the commands that are named."""
     os.mkdir("files")
+    os.mkdir("disk", mode=0o700)
     with open("files/weights", "wb") as file:
         file.write(b"w")
     told: dict[str, Any] = {"names": public_names()}
