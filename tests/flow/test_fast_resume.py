@@ -22,7 +22,9 @@ from ckptstore import CheckpointStore, FastTier, StorageError, StorageGroup, ope
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, StorageUnavailable
 from ckptstore.events import CheckpointSkipped, listening
+from ckptstore.fast.certificate import Certificate
 from ckptstore.format.changes import Noop
+from ckptstore.format.layout import record_key
 from ckptstore.testing import FailAt, with_faults
 from ckptstore.testing.hooked import Call, wrap
 from ckptstore.testing.s3_server import s3_server
@@ -123,7 +125,8 @@ def test_a_claim_that_cannot_be_asked_for_now_refuses_nothing(jobs: Jobs, monkey
         for _ in range(70):  # else the claim is among those that every resume reads
             job_of(store).log.append(lambda _newest: Noop())
     monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "2")
-    claim = FailAt("read log/*3.json", StorageUnavailable("not now"), times=None)
+    number = Certificate.decode((jobs.attempts("a")[0] / "fast.json").read_bytes()).claim_number
+    claim = FailAt(f"read {record_key(number)}", StorageUnavailable("not now"), times=None)
     store = jobs.open(0, "a", uuid4().hex)
     with with_faults(store, claim) as faulty, pytest.raises(StorageUnavailable, match="not now"):
         resume(faulty, 0)
