@@ -134,7 +134,13 @@ class Catalogue:
 
         Raises CheckpointGone when the step is not live, InvalidInput when a later one is pinned.
         """
-        self._change(lambda newest: roll_back(newest, self._record_of(step, newest), epoch=self._job.epoch))
+        job = self._job
+
+        def change(newest: Record | None) -> Change | None:
+            target, next_save = self._record_of(step, newest), job.highest_save_number + 1
+            return roll_back(newest, target, epoch=job.epoch, next_save=next_save)
+
+        self._change(change)
         return self[step]
 
     def restore(self, step: int, *, number: int | None = None, pin: bool = True) -> Checkpoint:

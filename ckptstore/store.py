@@ -337,6 +337,8 @@ class CheckpointStore(Catalogue):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not self._held.is_closed and self._held.fast is not None:
+            self._deadline.set(0.0)  # the other ranks may not come: what is on the nodes stays there
         self.close()
 
     @cached_property

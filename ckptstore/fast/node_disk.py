@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import time
@@ -172,6 +173,7 @@ class NodeDisk:
         """Say that a job with this writer epoch has come. A job of a lower one deletes nothing from here on, and what
         it was deleting is over when this returns. Raises StoreFenced where a later job was here, StorageError."""
         with self._alone(epoch):
+            self.storage.remove_unfinished("", before_seconds=math.inf)  # whoever marks is alone, so they are dead
             if epoch > self.marked_epoch():
                 self._write_epoch(epoch)
 

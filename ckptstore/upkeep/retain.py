@@ -30,17 +30,19 @@ def retain(log: Log, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
     return verdicts
 
 
-def roll_back(newest: Record | None, target: Record, *, epoch: int | None) -> Remove | None:
+def roll_back(newest: Record | None, target: Record, *, epoch: int | None, next_save: int = 0) -> Remove | None:
     """The change by which a live checkpoint becomes the latest: those above it go to the trash. None if it is that.
 
     Fast checkpoints that are newer than the target are void from then on. Those that the job `epoch` saves afterwards
-    are not; where it is None, a job that runs now knows nothing of the roll back, and all that it saves is void.
+    are not, from its save `next_save` on; where it is None, a job that runs now knows nothing of the roll back, and all
+    that it saves is void.
     """
     if newest is None or not (later := tuple(number for number in newest.state.live if number > target.number)):
         return None
     state = newest.state
     is_job = epoch == state.epoch
-    before = SaveOrder(state.epoch, state.save_number + 1) if is_job else SaveOrder(state.epoch + 1, 0)
+    next_save = max(next_save, state.save_number + 1)  # some that are not in the store may have a number
+    before = SaveOrder(state.epoch, next_save) if is_job else SaveOrder(state.epoch + 1, 0)
     voids = Void(target.entry.order, before)
     return Remove(trash=later, epoch=epoch, reason=f"roll back to step {target.entry.step}", voids=voids)
 

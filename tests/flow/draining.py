@@ -12,19 +12,20 @@ from ckptstore import FastTier, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.partner import DoubledUpload, Upload
+from ckptstore.fast.partner import DoubledUpload
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sorted_receipts
 from ckptstore.group import BoardGroup, SoloGroup, StorageGroup
 from ckptstore.job import Job
 from ckptstore.log import Log
+from ckptstore.runtime.beat import no_beat
 from ckptstore.saving.drain import Drain, Drainer
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import Hook, wrap
 from ckptstore.transfer import Transfer
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.planned import PlannedFile, Upload
 from ckptstore.transfer.sources import MemorySource
 
 RETRY = RetryConfig(retry_attempts=2, retry_wait_initial_seconds=0.01)
@@ -57,7 +58,10 @@ class Rank:
         upload: Upload = place.transfer.upload
         if place.tier.copies == 2:
             upload = DoubledUpload(place, upload)
-        upload([PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in own.items()])
+        upload(
+            [PlannedFile(attempt.key(name), MemorySource([memoryview(data)])) for name, data in own.items()],
+            beat=no_beat,
+        )
         receipts = [Receipt(name, len(data), crc32c(data), rank) for name, (rank, data) in contents.items()]
         manifest = Manifest(
             store_id=job.store_id(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 import warnings
@@ -38,7 +39,7 @@ from ckptstore.events import (
 from ckptstore.fast.certificate import Certificate
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import sha256_of
-from ckptstore.saving.drain import own_files, rounds
+from ckptstore.saving.drain import drain_rounds, own_files
 from ckptstore.testing import Call, CountCalls, FailAt, combine
 
 SECONDS = 20
@@ -46,8 +47,8 @@ SECONDS = 20
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_FIRST_WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(rounds, "_LONGEST_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(drain_rounds, "_FIRST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(drain_rounds, "_LONGEST_WAIT_SECONDS", 0.2)
 
 
 def on_ranks(size: int, path: Path, script: Callable[[Rank], Any], **more: Any) -> list[Any]:
@@ -330,6 +331,17 @@ def test_closing_gives_up_cleanly_what_it_cannot_finish(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1]
 
 
+def test_closing_ends_a_drain_that_would_take_for_ever(tmp_path: Path) -> None:
+    """At that rate the files take an hour, so the ranks would be found hanging."""
+
+    def script(rank: Rank) -> Any:
+        return rank.offer(1, 1, size_bytes=1 << 20)
+
+    drains = on_ranks(2, tmp_path, script, bytes_per_second=1000, close_seconds=0.2)
+    assert [type(drain.error()) for drain in drains] == [NotDurable] * 2
+    assert steps_in(tmp_path) == []
+
+
 def test_a_commit_whose_answer_is_lost_is_one_commit(tmp_path: Path) -> None:
     """The create has its effect, its answer is lost, and the log cannot be read for a while."""
     lost = FailAt("create log/*", effect="after", skip=1, times=1)
@@ -435,3 +447,46 @@ def test_ranks_that_ask_at_different_moments_agree(tmp_path: Path) -> None:
     asked = threading.Barrier(2)
     assert on_ranks(2, tmp_path, script) == [(2, 2)] * 2
     assert steps_in(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
+def test_any_order_of_saves_wishes_and_faults_ends_alike_on_all_ranks(tmp_path: Path, seed: int) -> None:
+    """Three ranks at their own pace, and a store of which every tenth request fails, or is answered in vain."""
+    plan = random.Random(seed)
+    due = [plan.random() < 0.6 for _ in range(12)]
+    asked = {number for number in range(12) if plan.random() < 0.2}
+    faults, lock = random.Random(seed), threading.Lock()
+
+    def fails(call: Call) -> None:
+        with lock:
+            is_hit = call.key.startswith(("checkpoints", "log")) and not calm.is_set() and faults.random() < 0.05
+        if is_hit:
+            raise StorageUnavailable(f"{call.verb} {call.key} fails {call.phase} it is done")
+
+    def script(rank: Rank) -> Any:
+        place = rank.job.fast
+        assert place is not None
+        pace = random.Random(100 * seed + place.members.rank)
+        drains = []
+        for number in range(12):
+            time.sleep(pace.random() * 0.05)
+            drains.append(rank.offer(number, number + 1, is_due=due[number]))
+            if number in asked:
+                time.sleep(pace.random() * 0.05)
+                rank.drainer.want(drains[-1])
+        assert rank.drainer.finish(SECONDS)
+        meeting.wait(SECONDS)
+        calm.set()
+        return drains, place
+
+    calm, meeting = threading.Event(), threading.Barrier(3)
+    ends = on_ranks(3, tmp_path, script, hook=fails, close_seconds=SECONDS)
+    outcomes = [[drain.result().entry.step for drain in drains] for drains, _ in ends]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert all(step >= number for number, step in enumerate(outcomes[0]))
+    assert outcomes[0][-1] == 11
+    assert not any(place.in_use for _, place in ends)
+    with open_store(tmp_path / "store", group="solo") as store:
+        steps = [checkpoint.step for checkpoint in store]  # in the order of their records
+        assert all(checkpoint.verify().ok for checkpoint in store)
+    assert steps == sorted(set(outcomes[0]))

@@ -13,7 +13,7 @@ from draining import board_at, opened
 
 from ckptstore import open_store
 from ckptstore.errors import CkptstoreError, RankFailed
-from ckptstore.saving.drain import rounds
+from ckptstore.saving.drain import drain_rounds
 from ckptstore.testing import KillAt, run_ranks
 from ckptstore.testing.s3_server import Fault, s3_server
 
@@ -47,7 +47,7 @@ def test_a_killed_rank_ends_the_drain_with_its_name_and_nothing_visible(tmp_path
 
 def drain_through_an_outage(path: Path, uri: str, options: dict[str, Any]) -> Any:
     """The bucket goes away after the first checkpoint, and comes back when the ranks have seen that."""
-    rounds._FIRST_WAIT_SECONDS = rounds._LONGEST_WAIT_SECONDS = 0.2
+    drain_rounds._FIRST_WAIT_SECONDS = drain_rounds._LONGEST_WAIT_SECONDS = 0.2
     rank = int(os.environ["RANK"])
     with opened(
         uri, path / "disks", rank=rank, size=2, board=board_at(path), close_seconds=SECONDS, storage_options=options

@@ -304,6 +304,23 @@ def test_a_roll_back_voids_what_is_newer(jobs: Jobs) -> None:
     assert jobs.attempts("a") == []
 
 
+@pytest.mark.parametrize("saves_on", [False, True])
+def test_a_roll_back_by_the_job_voids_what_it_saved_before(jobs: Jobs, saves_on: bool) -> None:
+    def flow(store: CheckpointStore, rank: int) -> None:
+        resume(store, rank)
+        save(3, 4)(store, rank)
+        if rank == 1:  # any rank may, and knows the number of the last save
+            store.roll_back(1)
+        if saves_on:
+            save(2)(store, rank)
+
+    with open_store(jobs.root / "store") as store:
+        store.save(1, state_of(1))
+        store.save(2, state_of(2))
+    jobs.run("ab", flow)
+    assert jobs.run("ab", resume) == (of(2, 0, 1) if saves_on else of(1, 0, 0))
+
+
 def test_the_newest_wins_wherever_it_lies(jobs: Jobs) -> None:
     jobs.run("a", save(1, 2))
     with open_store(jobs.root / "store") as store:  # a job without a tier goes on from nothing, and saves

@@ -20,7 +20,7 @@ from typing import Any
 
 from system_calls import as_shell, trace
 
-from ckptstore import KeepLatest, StorageGroup, open_store
+from ckptstore import FastTier, KeepEvery, KeepLatest, StorageGroup, open_store
 from ckptstore.errors import CkptstoreError
 from ckptstore.store import CheckpointStore
 
@@ -38,10 +38,11 @@ def ready() -> None:
         time.sleep(0.005)
 
 
-def opened(root: str, rank: int, world_size: int, token: str) -> CheckpointStore:
+def opened(root: str, rank: int, world_size: int, token: str, fast: FastTier | None = None) -> CheckpointStore:
     group = StorageGroup(rank, world_size, token) if world_size > 1 else None
     return open_store(
         root,
+        fast=fast,
         group=group,
         retention=KeepLatest(1),
         grace_seconds=0,
@@ -75,6 +76,25 @@ def save_async(store: CheckpointStore, rank: int, uploader: str) -> None:
     state = state_of(STEP, rank)
     ready()
     store.save_async(STEP, state, uploader=uploader).result()
+
+
+def on_node(disks: str, rank: int) -> FastTier:
+    """Each rank is a node, with a directory for its disk."""
+    return FastTier(Path(disks) / f"node{rank}", node=f"node{rank}", copies=2, drain=KeepEvery(steps=1000))
+
+
+def fast_save(store: CheckpointStore, rank: int) -> None:
+    """To the disks of two nodes; the first of a job is brought into the store."""
+    ready()
+    store.resume(state_of(0, rank))
+    store.save(STEP, state_of(STEP, rank))
+    store.drain()
+
+
+def fast_resume(store: CheckpointStore, rank: int) -> None:
+    state = state_of(0, rank)
+    ready()
+    store.resume(state)
 
 
 def import_file(store: CheckpointStore, given: str) -> None:
@@ -112,8 +132,12 @@ def main(flow: str, rank: int, world_size: int, token: str, root: str, given: st
         return copy(root, given)
     if flow == "node_cache":
         return cached(given)
-    store = opened(root, rank, world_size, token)
-    if flow == "save_directory":
+    store = opened(root, rank, world_size, token, on_node(given, rank) if flow.startswith("fast_") else None)
+    if flow == "fast_save":
+        fast_save(store, rank)
+    elif flow == "fast_resume":
+        fast_resume(store, rank)
+    elif flow == "save_directory":
         save_directory(store, rank, given)
     elif flow == "save":
         save(store, rank, given)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from killed_flows import LARGE, STEP
+from killed_flows import LARGE, STEP, on_node, state_of
 from system_calls import NOT_ALLOWED
 
 from ckptstore import CheckpointStore, KeepLatest, StorageGroup, open_store
@@ -43,8 +43,9 @@ QUICK_SECONDS, PATIENT_SECONDS = 3.0, 60.0
 END_SECONDS = 600.0
 OLD_SECONDS = 7 * 86400.0
 SAVES = ("save_directory", "save", "save_async_thread", "save_async_process")
-TWO_RANKS = frozenset(SAVES)
-STATES = frozenset({*SAVES[1:], "import"})
+FAST = ("fast_save", "fast_resume")
+TWO_RANKS = frozenset({*SAVES, *FAST})
+STATES = frozenset({*SAVES[1:], *FAST, "import"})
 OF_STATES = ("numpy", "torch", "ckptstore.saving.save_state", "ckptstore.interchange.importing")
 AT_START = {
     "CKPTSTORE_NUM_THREADS": "1",
@@ -52,7 +53,7 @@ AT_START = {
     "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads when it is imported
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-FLOWS = (*SAVES, "prune", "gc", "cp", "node_cache", "import")
+FLOWS = (*SAVES, *FAST, "prune", "gc", "cp", "node_cache", "import")
 
 
 class NotTraced(Exception):
@@ -152,12 +153,14 @@ class Flow:
 
     def given(self, place: Path) -> Path:
         """The last argument of the flow."""
-        known = {"cp": place / "target", "node_cache": place / "directory"}
+        known = {"cp": place / "target", "node_cache": place / "directory", **dict.fromkeys(FAST, place / "disks")}
         return Path(self.name.rpartition("_")[2]) if "async" in self.name else known.get(self.name, self.base / "given")
 
     def changed(self, place: Path) -> list[Path]:
         """The directories in which a change counts."""
-        return {"cp": [place / "target"], "node_cache": [place / "cache"]}.get(self.name, [place / "store"])
+        known = {"cp": [place / "target"], "node_cache": [place / "cache"]}
+        known |= {name: [place / "disks", place / "store"] for name in FAST}
+        return known.get(self.name, [place / "store"])
 
     def points(self) -> list[tuple[int, int]]:
         """All kill points: the victim, and the number of a change that has an effect."""
@@ -175,7 +178,7 @@ class Flow:
     def copied(self) -> Iterator[Path]:
         place = Path(tempfile.mkdtemp(dir=self.base.parent, prefix=f"{self.name}-"))
         try:
-            for part in ("store", "directory"):
+            for part in ("store", "directory", "disks"):
                 if (self.base / part).exists():
                     shutil.copytree(self.base / part, place / part)
             yield place
@@ -224,6 +227,48 @@ def check_save(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
         assert "committed=False" not in last or latest.step == BEFORE, last
         assert last != "done" or latest.step == STEP, last
     go_on(root, latest.step, place)
+
+
+def check_fast(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
+    """The next job goes on from the one before or the new one, whole; saves; and nothing is left on any disk."""
+    saves = flow.name == "fast_save"
+    first, *others = on_two_nodes(place, lambda store, state: store.resume(state) and dict(state))
+    assert all(other["values"]["step"] == first["values"]["step"] for other in others)
+    step = first["values"]["step"]
+    assert step in ((BEFORE, STEP) if killed and saves else (STEP if saves else BEFORE,))
+    for text in outcome.printed:
+        assert not saves or (text.strip().splitlines() or [""])[-1] != "done" or step == STEP, text
+    for rank, state in enumerate([first, *others]):
+        assert (state["own"] == step * 10 + rank).all()
+    on_two_nodes(place, lambda store, state: (store.resume(state), store.save(AFTER, state)))
+    certified = {path.parent.name for path in (place / "disks").glob("*/*/checkpoints/*/fast.json")}
+    for node in sorted((place / "disks").iterdir()):
+        attempts = [path.name for path in sorted(node.glob("*/checkpoints/*"))]
+        assert 1 <= len(attempts) <= 2, f"{node.name} has {attempts}"
+        assert certified.issuperset(attempts), f"{node.name} has {attempts}, certified are {certified}"
+        unfinished = list(node.rglob("*tmp*"))
+        assert not unfinished, unfinished
+    age(place / "store")
+    with open_store(place / "store", grace_seconds=0) as job:
+        latest = job.latest()
+        assert latest is not None
+        assert latest.step == AFTER
+        assert all(checkpoint.verify().ok for checkpoint in job)
+        assert job._job.log.verify_chain() == []
+
+
+def on_two_nodes(place: Path, flow: Callable[[CheckpointStore, dict[str, Any]], Any]) -> list[Any]:
+    """A job of two ranks, each a node with the disk that it has in the flow."""
+    token = uuid4().hex
+
+    def rank(number: int) -> Any:
+        group = StorageGroup(number, 2, token)
+        fast = on_node(str(place / "disks"), number)
+        with open_store(place / "store", group=group, fast=fast, grace_seconds=3600) as store:
+            return flow(store, state_of(0, number))
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(rank, range(2)))
 
 
 def check_prune(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
@@ -293,6 +338,7 @@ def check_contents(flow: Flow, checkpoint: Checkpoint) -> None:
 
 _CHECKS: dict[str, Callable[[Flow, Path, Outcome, bool], None]] = {
     **dict.fromkeys(SAVES, check_save),
+    **dict.fromkeys(FAST, check_fast),
     "prune": check_prune,
     "gc": check_prune,
     "cp": check_copy,
@@ -374,6 +420,9 @@ def make_flow(name: str, where: Path) -> Flow:
     """A flow with what must be there before it."""
     base = where / f"base-{name}"
     store, given = base / "store", base / "given"
+    if name in FAST:
+        on_two_nodes(base, lambda job, _: job.save(BEFORE, state_of(BEFORE, job._job.group.rank)))
+        return Flow(name, base)
     steps = (BEFORE,) if name in (*SAVES, "import") else (0, 1, AFTER - 1)
     for step in steps:
         sources = [write_tree(base / f"source{step}-{rank}", directory_of(step, rank)) for rank in (0, 1)]
@@ -389,7 +438,6 @@ def make_flow(name: str, where: Path) -> Flow:
             shutil.copytree(found[AFTER - 1].uri.removeprefix("file://"), base / "directory")
     if name == "import":
         import torch
-        from killed_flows import state_of
 
         given.mkdir(parents=True)
         state = state_of(STEP, 0)
