@@ -16,11 +16,12 @@ from uuid import uuid4
 
 import forked_ranks
 import pytest
+import torch
 from test_fast_tier import Jobs, of, resume, save, state_of
 
 from ckptstore import CheckpointStore, FastTier, StorageError, StorageGroup, open_store
 from ckptstore.catalogue import job_of
-from ckptstore.errors import CkptstoreError, StorageUnavailable
+from ckptstore.errors import CkptstoreError, StateMismatch, StorageUnavailable, StoreFenced
 from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.fast.certificate import Certificate
 from ckptstore.format.changes import Noop
@@ -305,3 +306,39 @@ def test_a_rank_is_killed_while_it_loads(jobs: Jobs) -> None:
     found = forked_ranks.run_ranks(4, resume_as_rank, jobs.root, uuid4().hex, expect_killed=[3])
     assert found == ["RankTimeout"] * 3 + [None]
     assert jobs.run("aabb", resume, copies=2) == of(2, 0, 1, 2, 3)
+
+
+def test_a_state_that_does_not_fit_changes_nothing(jobs: Jobs) -> None:
+    jobs.run("ab", save(1, 2))
+
+    def flow(store: CheckpointStore, rank: int) -> list[list[int]]:
+        with pytest.raises(StateMismatch):
+            store.resume({"w": torch.zeros(3)})
+        return [steps(jobs, node) for node in "ab"]
+
+    assert jobs.run("ab", flow) == [[[1, 2]] * 2] * 2
+    assert jobs.run("ab", resume) == of(2, 0, 1)
+
+
+def test_a_job_resumes_from_its_own_saves(jobs: Jobs) -> None:
+    def flow(store: CheckpointStore, rank: int) -> list[Any]:
+        save(1, 2)(store, rank)
+        found = [resume(store, rank)]
+        save(3)(store, rank)
+        found.append(resume(store, rank))
+        store.save_async(4, state_of(4, rank))
+        return [*found, resume(store, rank)]
+
+    assert jobs.run("ab", flow) == [[of(step, rank)[0] for step in (2, 3, 4)] for rank in range(2)]
+    assert jobs.run("ab", resume) == of(4, 0, 1)
+
+
+def test_two_jobs_that_start_at_once_take_the_same_or_are_fenced(jobs: Jobs) -> None:
+    jobs.run("ab", save(1, 2), copies=2)
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            both = list(pool.map(lambda _: jobs.run("ab", resume, copies=2), range(2)))
+        assert of(2, 0, 1) in both
+        for found in both:
+            assert found == of(2, 0, 1) or [type(error) for error in found] == [StoreFenced] * 2
+    assert jobs.run("ab", resume, copies=2) == of(2, 0, 1)
