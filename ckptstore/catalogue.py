@@ -132,12 +132,14 @@ class Catalogue:
     def roll_back(self, step: int) -> Checkpoint:
         """Make the checkpoint of `step` the latest: all that were committed after it go to the trash.
 
-        Raises CheckpointGone when the step is not live, InvalidInput when a later one is pinned.
+        Fast checkpoints that are newer are void from then on. Raises CheckpointGone when the step is not live,
+        InvalidInput when a later one is pinned.
         """
         job = self._job
 
         def change(newest: Record | None) -> Change | None:
-            target, next_save = self._record_of(step, newest), job.highest_save_number + 1
+            target = self._record_of(step, newest)
+            next_save = job.peek_save_number(newest.state) if newest and job.fast is not None else 0
             return roll_back(newest, target, epoch=job.epoch, next_save=next_save)
 
         self._change(change)

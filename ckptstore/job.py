@@ -58,8 +58,8 @@ class Job:
     is_closed: bool = False
     _claim: tuple[int, str] | None = None
     """Number and SHA-256 of the record of the claim."""
-    highest_save_number: int = 0
-    """The highest number of a save of this epoch that this process knows of; the leader gives them."""
+    _save_number: int = 0
+    """Leader: the highest number that was given to a save of this epoch."""
     _store_id: str = ""
     _group: Group | None = None
     _is_checked: bool = False
@@ -160,12 +160,16 @@ class Job:
 
     def next_save_number(self, newest: StoreState | None = None) -> int:
         """Leader: the number of the next save of this epoch, above those of the saves that `newest` knows."""
-        self.highest_save_number = self.highest_save_number + 1 if newest is None else self.peek_save_number(newest)
-        return self.highest_save_number
+        self._save_number = self._save_number + 1 if newest is None else self.peek_save_number(newest)
+        return self._save_number
+
+    def join_save_number(self, number: int) -> None:
+        """Any rank: the leader has given this number to a save."""
+        self._save_number = max(self._save_number, number)
 
     def peek_save_number(self, newest: StoreState) -> int:
-        """Leader: what `next_save_number` will be, if no save is committed before."""
-        return max(self.highest_save_number, newest.save_number) + 1
+        """What `next_save_number` will be, if no save is committed before."""
+        return max(self._save_number, newest.save_number) + 1
 
     def open_fast(self, *, step: int | None = None) -> FastPlace:
         """The fast tier of this process, for a job that asked for one. Collective when it is called first.

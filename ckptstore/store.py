@@ -14,7 +14,6 @@ from ckptstore.boundary import bounded
 from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.dcp.store_target import StoreTarget
-from ckptstore.errors import InvalidInput
 from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.loading.newest import Order, newest_first, resume
@@ -176,7 +175,7 @@ class CheckpointStore(Catalogue):
         ends_at = None if left is None else time.monotonic() + left
         if not self._background.wait(left):
             return False
-        if self._job.fast is None:
+        if self._held.is_closed or self._held.fast is None:
             return True
         drain = self._state_saver.drain_newest(None if ends_at is None else max(0.0, ends_at - time.monotonic()))
         return drain is None or (drain.done() and drain.error() is None)
@@ -194,14 +193,14 @@ class CheckpointStore(Catalogue):
         return None if drain is None else self._checkpoint(drain.result(0.0))
 
     def health(self) -> StoreHealth:
-        """How far the store is behind what this process has saved. No request is made.
+        """How far the store is behind the states that this process has saved. No request is made.
 
-        Raises InvalidInput without a fast tier: then every save that has ended is in the store.
+        Without a fast tier it is never behind: a save ends when its checkpoint is in the store.
         """
-        job = self._job
-        if job.fast_tier is None:
-            raise InvalidInput("The store was opened without a fast tier: what is saved is in it")
-        return self._state_saver.health()
+        from ckptstore.saving.drain.health import health_of
+
+        self._held.check_open()
+        return self._state_saver.health() if "_state_saver" in self.__dict__ else health_of(None, None, None)
 
     def install_sigterm(self, seconds: float) -> None:
         """On SIGTERM, note that this process has `seconds` left, and do nothing else; see `stop_requested`.

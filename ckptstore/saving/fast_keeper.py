@@ -60,7 +60,8 @@ class FastKeeper:
 
     def attempt(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
         """See `Keeper.attempt`."""
-        self._save_number = self._job.highest_save_number = begun["save_number"]
+        self._save_number = begun["save_number"]
+        self._job.join_save_number(self._save_number)
         attempt = Attempt.parse(begun["attempt"])
         assert attempt is not None  # the leader has just made it up
         return attempt

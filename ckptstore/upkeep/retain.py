@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptstore.format.changes import Remove
+from ckptstore.format.changes import Remove, Resumed
 from ckptstore.format.order import SaveOrder, Void
 from ckptstore.format.record import Record
 from ckptstore.job import candidates
@@ -30,20 +30,28 @@ def retain(log: Log, policy: Policy, *, dry_run: bool = False) -> list[Verdict]:
     return verdicts
 
 
-def roll_back(newest: Record | None, target: Record, *, epoch: int | None, next_save: int = 0) -> Remove | None:
-    """The change by which a live checkpoint becomes the latest: those above it go to the trash. None if it is that.
+def roll_back(
+    newest: Record | None, target: Record, *, epoch: int | None, next_save: int = 0
+) -> Remove | Resumed | None:
+    """The change by which a live checkpoint becomes the latest: those above it go to the trash. None if it is that, and
+    the job `epoch` has made no fast checkpoint since.
 
     Fast checkpoints that are newer than the target are void from then on. Those that the job `epoch` saves afterwards
-    are not, from its save `next_save` on; where it is None, a job that runs now knows nothing of the roll back, and all
-    that it saves is void.
+    are not: `next_save` is the number that its next save gets, where it has saved to the nodes. Where `epoch` is None,
+    a job that runs now knows nothing of the roll back, and all that it saves is void.
     """
-    if newest is None or not (later := tuple(number for number in newest.state.live if number > target.number)):
+    if newest is None:
         return None
-    state = newest.state
-    is_job = epoch == state.epoch
-    next_save = max(next_save, state.save_number + 1)  # some that are not in the store may have a number
+    state, entry = newest.state, target.entry
+    later = tuple(number for number in state.live if number > target.number)
+    is_job = epoch is not None and epoch == state.epoch
+    next_save = max(next_save, state.save_number + 1)
+    if not later and epoch is not None and is_job and next_save > state.save_number + 1:
+        return Resumed(epoch=epoch, source=entry.order, attempt=entry.attempt, next_save=next_save)
+    if not later:
+        return None
     before = SaveOrder(state.epoch, next_save) if is_job else SaveOrder(state.epoch + 1, 0)
-    voids = Void(target.entry.order, before)
+    voids = Void(entry.order, before)
     return Remove(trash=later, epoch=epoch, reason=f"roll back to step {target.entry.step}", voids=voids)
 
 

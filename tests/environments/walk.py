@@ -64,6 +64,8 @@ def of_store(store: Any) -> dict[str, Callable[[], Any]]:
         "warm_up": lambda: store.warm_up(STATE),
         "dcp_target": store.dcp_target,
         "finish_by": lambda: store.finish_by(1),
+        "drain": lambda: store.drain(1),
+        "health": store.health,
         "install_sigterm": lambda: store.install_sigterm(1),
         "stop_requested": lambda: store.stop_requested,
         "latest": store.latest,
