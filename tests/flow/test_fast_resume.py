@@ -16,13 +16,16 @@ from uuid import uuid4
 
 import forked_ranks
 import pytest
+import torch
 from test_fast_tier import Jobs, of, resume, save, state_of
 
 from ckptstore import CheckpointStore, FastTier, StorageError, StorageGroup, open_store
 from ckptstore.catalogue import job_of
-from ckptstore.errors import CkptstoreError, StorageUnavailable
-from ckptstore.events import CheckpointSkipped, listening
+from ckptstore.errors import CkptstoreError, StateMismatch, StorageUnavailable, StoreFenced
+from ckptstore.events import CheckpointSkipped, Event, listening
+from ckptstore.fast.certificate import Certificate
 from ckptstore.format.changes import Noop
+from ckptstore.format.layout import record_key
 from ckptstore.testing import FailAt, with_faults
 from ckptstore.testing.hooked import Call, wrap
 from ckptstore.testing.s3_server import s3_server
@@ -38,7 +41,12 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
 @pytest.fixture
 def skipped() -> Iterator[list[str]]:
     told: list[str] = []
-    with listening(lambda event: told.append(event.reason), CheckpointSkipped):
+
+    def hear(event: Event) -> None:
+        assert isinstance(event, CheckpointSkipped)
+        told.append(event.reason)
+
+    with listening(hear, CheckpointSkipped):
         yield told
 
 
@@ -123,7 +131,8 @@ def test_a_claim_that_cannot_be_asked_for_now_refuses_nothing(jobs: Jobs, monkey
         for _ in range(70):  # else the claim is among those that every resume reads
             job_of(store).log.append(lambda _newest: Noop())
     monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "2")
-    claim = FailAt("read log/*3.json", StorageUnavailable("not now"), times=None)
+    number = Certificate.decode((jobs.attempts("a")[0] / "fast.json").read_bytes()).claim_number
+    claim = FailAt(f"read {record_key(number)}", StorageUnavailable("not now"), times=None)
     store = jobs.open(0, "a", uuid4().hex)
     with with_faults(store, claim) as faulty, pytest.raises(StorageUnavailable, match="not now"):
         resume(faulty, 0)
@@ -241,7 +250,7 @@ def killed_at(jobs: Jobs, point: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("num_points", [2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_points", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_of_a_resume_the_next_one_chooses_the_same(jobs: Jobs, num_points: int) -> None:
     jobs.run("ab", save(1, 2, 3), copies=2)
     flip(jobs.attempts("b")[-1] / "state-rank=00000-00.distcp")
@@ -297,3 +306,39 @@ def test_a_rank_is_killed_while_it_loads(jobs: Jobs) -> None:
     found = forked_ranks.run_ranks(4, resume_as_rank, jobs.root, uuid4().hex, expect_killed=[3])
     assert found == ["RankTimeout"] * 3 + [None]
     assert jobs.run("aabb", resume, copies=2) == of(2, 0, 1, 2, 3)
+
+
+def test_a_state_that_does_not_fit_changes_nothing(jobs: Jobs) -> None:
+    jobs.run("ab", save(1, 2))
+
+    def flow(store: CheckpointStore, rank: int) -> list[list[int]]:
+        with pytest.raises(StateMismatch):
+            store.resume({"w": torch.zeros(3)})
+        return [steps(jobs, node) for node in "ab"]
+
+    assert jobs.run("ab", flow) == [[[1, 2]] * 2] * 2
+    assert jobs.run("ab", resume) == of(2, 0, 1)
+
+
+def test_a_job_resumes_from_its_own_saves(jobs: Jobs) -> None:
+    def flow(store: CheckpointStore, rank: int) -> list[Any]:
+        save(1, 2)(store, rank)
+        found = [resume(store, rank)]
+        save(3)(store, rank)
+        found.append(resume(store, rank))
+        store.save_async(4, state_of(4, rank))
+        return [*found, resume(store, rank)]
+
+    assert jobs.run("ab", flow) == [[of(step, rank)[0] for step in (2, 3, 4)] for rank in range(2)]
+    assert jobs.run("ab", resume) == of(4, 0, 1)
+
+
+def test_two_jobs_that_start_at_once_take_the_same_or_are_fenced(jobs: Jobs) -> None:
+    jobs.run("ab", save(1, 2), copies=2)
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            both = list(pool.map(lambda _: jobs.run("ab", resume, copies=2), range(2)))
+        assert of(2, 0, 1) in both
+        for found in both:
+            assert found == of(2, 0, 1) or [type(error) for error in found] == [StoreFenced] * 2
+    assert jobs.run("ab", resume, copies=2) == of(2, 0, 1)
