@@ -76,7 +76,7 @@ class NodeDisk:
         except OSError as error:
             what = "Using the directory for fast checkpoints"
             raise posix.translate(error, what=what, file=str(root), directory=str(root)) from error
-        return NodeDisk(LocalStorage(root / store_id, durable=durable, direct_io=direct_io), node)
+        return NodeDisk(disk_storage(root / store_id, durable=durable, direct_io=direct_io), node)
 
     def attempts(self) -> list[Attempt]:
         """Every attempt that has a directory here, in order. Links, and names that are none of an attempt, are not
@@ -242,6 +242,11 @@ class NodeDisk:
         files = {file.key[start:]: file.size_bytes for file in self.storage.list(attempt.prefix)}
         files.pop(CERTIFICATE_NAME, None)
         return files
+
+
+def disk_storage(path: Path, *, durable: bool, direct_io: bool) -> LocalStorage:
+    """The storage of a node's part. A simulation puts its own in this place."""
+    return LocalStorage(path, durable=durable, direct_io=direct_io)
 
 
 def _lock(descriptor: int, path: str) -> None:
