@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from ckptstore.errors import StorageUnavailable
+from ckptstore.errors import StorageError, StorageUnavailable
 from ckptstore.fast import node_disk, node_server
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
 from ckptstore.format.order import SaveOrder, void_of
+from ckptstore.retention import KeepEvery
 from ckptstore.testing.simulation.model import Model, Tag, Violation, told_in
 from ckptstore.testing.simulation.network import Network
 from ckptstore.testing.simulation.plan import Actor, Plan
@@ -50,6 +52,7 @@ class NodeDisks:
         self.spaces: dict[str, storages.Space] = {}
         self.saved: dict[str, FastSaved] = {}
         self.servers: list[tuple[SimulatedServer, Process]] = []
+        self._locks: dict[str, tuple[Process, int]] = {}
         self._begun: dict[str, float] = {}
         self._lost_at: dict[str, float] = {}
         self._is_harmed: set[str] = set()
@@ -61,7 +64,9 @@ class NodeDisks:
         node = actor.nodes[rank]
         self.directory.mkdir(exist_ok=True)
         copies = cast(Literal[1, 2], self.plan.fast_copies)
-        return FastTier(self.directory / node, copies=copies if len(set(actor.nodes)) > 1 else 1, keep=KEEP, node=node)
+        copies = copies if len(set(actor.nodes)) > 1 else 1
+        drain = KeepEvery(steps=1000) if self.plan.chance("drain") < 0.5 else None
+        return FastTier(self.directory / node, copies=copies, keep=KEEP, node=node, drain=drain)
 
     def open_storage(self, path: Path, **_: Any) -> Any:
         """What `node_disk.disk_storage` gives in a run."""
@@ -72,10 +77,30 @@ class NodeDisks:
             self.spaces[node] = space
         return self.network.connect(storages.DiskStore(self.spaces[node]))
 
+    def lock(self, descriptor: int, path: str) -> None:
+        """What `node_disk._lock` does: here nobody closes what a killed process has open."""
+        me, until = self.network.here().process, self.scheduler.now + node_disk.LOCK_SECONDS
+        while self._is_locked(descriptor, path):
+            if self.scheduler.now > until:
+                raise StorageError(f"{path} is locked")
+            self.scheduler.sleep(0.05)
+        self._locks[path] = (me, descriptor)
+
+    def _is_locked(self, descriptor: int, path: str) -> bool:
+        holder, held = self._locks.get(path, (None, -1))
+        if holder is None or holder.is_dead or held == descriptor:
+            return False
+        try:
+            return os.path.samestat(os.fstat(held), os.fstat(descriptor))
+        except OSError:  # it was closed
+            return False
+
     def lose(self, node: str) -> None:
         """The disk of a node is gone with everything on it."""
         self._lost_at[node] = self.scheduler.now
-        self.spaces.pop(node, None)
+        if (space := self.spaces.pop(node, None)) is not None:
+            space.watchers.clear()
+            space.real = self.directory.parent / "lost"  # what is on its way arrives nowhere
         shutil.rmtree(self.directory / node, ignore_errors=True)
 
     def damage(self, node: str, which: float) -> None:
@@ -102,16 +127,15 @@ class NodeDisks:
                 self._certified(node, name, after.data)
             elif before is not None:
                 self._deleted(node, name)
-        elif f"{CHECKPOINT_PREFIX}{name}/{CERTIFICATE_NAME}" in self.spaces[node].files and name not in self._is_harmed:
-            if after is None or (before is not None and before.data != after.data):
+        elif after is None or (before is not None and before.data != after.data):
+            certificate = f"{CHECKPOINT_PREFIX}{name}/{CERTIFICATE_NAME}"
+            if certificate in self.spaces[node].files and name not in self._is_harmed:
                 raise Violation("a certificate goes before its files", f"{key} changed on {node}")
 
     def _certified(self, node: str, name: str, data: bytes) -> None:
         certificate = Certificate.decode(data)
-        if name in self._is_harmed:
-            return
         for holder, ranks in certificate.holders.items():
-            if self._lost_at.get(holder, -1.0) >= self._begun[name]:
+            if name in self._is_harmed or self._lost_at.get(holder, -1.0) >= self._begun[name]:
                 continue
             if name in self.saved and holder != node:
                 continue  # judged when the first was written: a later job may have deleted it there since
@@ -231,10 +255,14 @@ class SimulatedClient:
 
 def replaced(nodes: Callable[[], NodeDisks]) -> dict[int, tuple[Any, Any]]:
     """What stands in the place of what, for `patched`; outside of a simulated thread the real ones work."""
+    real_lock = node_disk.lock
     real_open, real_server, real_client = node_disk.disk_storage, node_server.NodeServer, node_server.NodeClient
 
     def open_storage(path: Path, **given: Any) -> Any:
         return real_open(path, **given) if running() is None else nodes().open_storage(path)
+
+    def lock(descriptor: int, path: str) -> None:
+        (real_lock if running() is None else nodes().lock)(descriptor, path)
 
     def server(disk: Any, token: str, **given: Any) -> Any:
         return real_server(disk, token, **given) if running() is None else SimulatedServer(nodes(), disk)
@@ -244,5 +272,10 @@ def replaced(nodes: Callable[[], NodeDisks]) -> dict[int, tuple[Any, Any]]:
             return real_client(node, addresses, token, **given)
         return SimulatedClient(nodes(), node, addresses)
 
-    pairs: list[tuple[Any, Any]] = [(real_open, open_storage), (real_server, server), (real_client, client)]
+    pairs: list[tuple[Any, Any]] = [
+        (real_open, open_storage),
+        (real_lock, lock),
+        (real_server, server),
+        (real_client, client),
+    ]
     return {id(real): (real, simulated) for real, simulated in pairs}

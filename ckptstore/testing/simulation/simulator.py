@@ -136,7 +136,7 @@ class Simulation:
         """Run one plan to its end, or to the first broken promise."""
         before = set(_left_open())  # of processes that were killed in earlier runs: nobody closes them
         outcome = self._run(plan, prepare)
-        was_killed = any("--- kill" in line or "--- power" in line for line in outcome.trace)
+        was_killed = any(mark in line for line in outcome.trace for mark in ("--- kill", "--- power", "--- node"))
         if outcome.ok and not was_killed and set(_left_open()) - before:
             gc.collect()  # what only a cycle holds is closed some time
             if left := sorted(set(_left_open()) - before):
