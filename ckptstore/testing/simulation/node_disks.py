@@ -78,7 +78,7 @@ class NodeDisks:
         return self.network.connect(storages.DiskStore(self.spaces[node]))
 
     def lock(self, descriptor: int, path: str) -> None:
-        """What `node_disk._lock` does: here nobody closes what a killed process has open."""
+        """What `node_disk.lock` does: here nobody closes what a killed process has open."""
         me, until = self.network.here().process, self.scheduler.now + node_disk.LOCK_SECONDS
         while self._is_locked(descriptor, path):
             if self.scheduler.now > until:

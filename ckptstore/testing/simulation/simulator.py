@@ -268,7 +268,8 @@ def report(outcome: Outcome, *, lines: int = 80) -> str:
         f"storage: {outcome.plan.storage}, group: {outcome.plan.board}",
     ]
     more = [f"... {cut} lines before"] if cut else []
-    again = f"again: python -m ckptstore.testing.simulation --seed {outcome.plan.seed}"
+    tier = " --fast-tier" if outcome.plan.fast_copies else ""
+    again = f"again: python -m ckptstore.testing.simulation{tier} --seed {outcome.plan.seed}"
     return "\n".join([*head, *more, *shown, again])
 
 
