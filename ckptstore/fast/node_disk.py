@@ -38,7 +38,7 @@ STORE_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 """What can be the name of the part of a store."""
 _EPOCH_KEY = "epoch"
 _LOCK_NAME = "lock"
-_LOCK_SECONDS = 60.0
+LOCK_SECONDS = 60.0
 """How long one waits for another process to end a deletion."""
 
 
@@ -77,7 +77,7 @@ class NodeDisk:
         except OSError as error:
             what = "Using the directory for fast checkpoints"
             raise posix.translate(error, what=what, file=str(root), directory=str(root)) from error
-        return NodeDisk(LocalStorage(root / store_id, durable=durable, direct_io=direct_io), node)
+        return NodeDisk(disk_storage(root / store_id, durable=durable, direct_io=direct_io), node)
 
     def attempts(self) -> list[Attempt]:
         """Every attempt that has a directory here, in order. Links, and names that are none of an attempt, are not
@@ -205,7 +205,7 @@ class NodeDisk:
         except OSError as error:
             raise posix.translate(error, what="Locking", file=path, directory=path) from error
         try:
-            _lock(descriptor, path)
+            lock(descriptor, path)
             if (marked := self.marked_epoch()) > epoch:
                 raise StoreFenced(
                     f"A later job has come to the disk of {self.node}: writer epoch {marked}, this job has {epoch}",
@@ -246,15 +246,21 @@ class NodeDisk:
         return files
 
 
-def _lock(descriptor: int, path: str) -> None:
-    deadline = time.monotonic() + _LOCK_SECONDS
+def disk_storage(path: Path, *, durable: bool, direct_io: bool) -> LocalStorage:
+    """The storage of a node's part. A simulation puts its own in this place."""
+    return LocalStorage(path, durable=durable, direct_io=direct_io)
+
+
+def lock(descriptor: int, path: str) -> None:
+    """Lock an open file. Raises StorageError after a minute. A simulation puts its own in this place."""
+    deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise StorageError(
-                    f"{path} has been locked by another process for {_LOCK_SECONDS:g} s",
+                    f"{path} has been locked by another process for {LOCK_SECONDS:g} s",
                     hint="A job that was stopped while it deleted holds it: end that job",
                 ) from None
             time.sleep(0.05)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from ckptstore.testing.simulation.fast_jobs import draw_fast
 from ckptstore.testing.simulation.plan import Plan, draw
 from ckptstore.testing.simulation.simulator import Simulation, report, shrink, write
 
@@ -18,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="run this seed; with --seconds or --seeds begin with it")
     parser.add_argument("--seeds", type=int, help="run so many seeds")
     parser.add_argument("--seconds", type=float, help="run seeds for so long")
+    parser.add_argument("--fast-tier", action="store_true", help="jobs with a fast tier on simulated nodes")
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first seed that fails")
     parser.add_argument("--shrink", action="store_true", help="make the plan of a failing seed smaller")
     parser.add_argument("--plan", type=Path, help="run the plan in this file")
@@ -28,8 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
         if given.plan is not None:
             return _one(simulation, Plan.from_json(given.plan.read_text()), given)
         if given.seeds is None and given.seconds is None:
-            return _one(simulation, draw(given.seed or 0), given)
+            return _one(simulation, _drawn(given, given.seed or 0), given)
         return _many(simulation, given)
+
+
+def _drawn(given: argparse.Namespace, seed: int) -> Plan:
+    return draw_fast(seed) if given.fast_tier else draw(seed)
 
 
 def _one(simulation: Simulation, plan: Plan, given: argparse.Namespace) -> int:
@@ -55,7 +61,7 @@ def _many(simulation: Simulation, given: argparse.Namespace) -> int:
             break
         if given.seconds is not None and time.monotonic() - began > given.seconds:
             break
-        outcome = simulation.run(draw(seed))
+        outcome = simulation.run(_drawn(given, seed))
         steps += outcome.steps
         if not outcome.ok:
             failed += 1

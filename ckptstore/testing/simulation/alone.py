@@ -49,6 +49,7 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
         group=group,
         grace_seconds=plan.grace_seconds,
         rank_timeout_seconds=plan.rank_timeout_seconds,
+        fast=world.nodes.tier(actor, member.rank) if actor.nodes else None,
         single_writer=plan.storage == "plain objects" or None,
     )
 

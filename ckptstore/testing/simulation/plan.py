@@ -51,6 +51,8 @@ class Actor:
     goes_on: bool = True
     """Whether it does its next action when one has failed."""
     clock_ahead_seconds: float = 0.0
+    nodes: tuple[str, ...] = ()
+    """By rank the node that it runs on, for jobs with a fast tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class Trouble:
     """Something that goes wrong."""
 
     kind: str
-    """"kill", "stop", "outage", "damage", "power"."""
+    """"kill", "stop", "outage", "damage", "power"; on disks of nodes "node kill", "node lost", "node full",
+    "node damage", counted by the requests to those."""
     who: str = ""
     at_call: int = 0
     """The request of that process at which it happens."""
@@ -89,6 +92,8 @@ class Plan:
     """How the names of the processes begin that wait long for answers."""
     actors: tuple[Actor, ...] = ()
     troubles: tuple[Trouble, ...] = ()
+    fast_copies: int = 0
+    """Of each file on disks of nodes; 0 for jobs without a fast tier."""
     without: tuple[str, ...] = ()
     """Requests at which nothing goes wrong although the seed says so."""
 
@@ -106,7 +111,13 @@ class Plan:
         """From text."""
         value = json.loads(text)
         actors = tuple(
-            Actor(**{**actor, "actions": tuple(Action(**action) for action in actor["actions"])})
+            Actor(
+                **{
+                    **actor,
+                    "actions": tuple(Action(**action) for action in actor["actions"]),
+                    "nodes": tuple(actor["nodes"]),
+                }
+            )
             for actor in value.pop("actors")
         )
         troubles = tuple(Trouble(**trouble) for trouble in value.pop("troubles"))

@@ -16,7 +16,7 @@ from typing import Any
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.storage import open as opening
 from ckptstore.storage.base import Storage
-from ckptstore.testing.simulation import alone, programs
+from ckptstore.testing.simulation import alone, fast_jobs, node_disks, programs
 from ckptstore.testing.simulation.model import Violation
 from ckptstore.testing.simulation.plan import Actor, Plan, draw
 from ckptstore.testing.simulation.virtual.patches import ModuleState, load, patched
@@ -39,6 +39,10 @@ _MODULES = (
 )
 _WITH_TORCH = (
     "ckptstore.saving.save_state",
+    "ckptstore.loading.fast_newest",
+    "ckptstore.saving.fast_keeper",
+    "ckptstore.saving.drain.drainer",
+    "ckptstore.fast.partner",
     "ckptstore.loading.load_state",
     "ckptstore.group.torch_board",
     "ckptstore.saving.state_shard",
@@ -117,6 +121,7 @@ class Simulation:
     def __enter__(self) -> Simulation:
         load(*_MODULES, *self._more)
         replaced: dict[int, tuple[Any, Any]] = {id(_real_open_storage): (_real_open_storage, _open_storage)}
+        replaced |= node_disks.replaced(lambda: _worlds[-1].nodes)
         if self._states:
             load(*_WITH_TORCH)
             replaced |= sys.modules["ckptstore.testing.simulation.keyvalue"].REPLACED
@@ -131,7 +136,7 @@ class Simulation:
         """Run one plan to its end, or to the first broken promise."""
         before = set(_left_open())  # of processes that were killed in earlier runs: nobody closes them
         outcome = self._run(plan, prepare)
-        was_killed = any("--- kill" in line or "--- power" in line for line in outcome.trace)
+        was_killed = any(mark in line for line in outcome.trace for mark in ("--- kill", "--- power", "--- node"))
         if outcome.ok and not was_killed and set(_left_open()) - before:
             gc.collect()  # what only a cycle holds is closed some time
             if left := sorted(set(_left_open()) - before):
@@ -213,6 +218,7 @@ def _begin(world: World) -> None:
 def _direct(world: World) -> None:
     scheduler, plan = world.scheduler, world.plan
     waiting = list(plan.actors)
+    rank_program = fast_jobs.fast_program if plan.fast_copies else programs.rank_program
     scheduler.at(_QUIET_SECONDS, functools.partial(_still_there, world))
 
     def ready(actor: Actor) -> bool:
@@ -225,20 +231,21 @@ def _direct(world: World) -> None:
     while waiting:
         for actor in [actor for actor in waiting if ready(actor)]:
             waiting.remove(actor)
-            world.start(actor, programs.rank_program if actor.ranks else alone.other_program)
+            world.start(actor, rank_program if actor.ranks else alone.other_program)
         if waiting:
             world.wait_until(lambda: any(map(ready, waiting)))
     world.wait_until(lambda: all(member.is_done for member in world.members))
     scheduler.sleep(5 * plan.rank_timeout_seconds)  # what is late arrives
     world.trace("--- calm")
-    world.is_calm = world.network.is_calm = True
+    world.is_calm = world.network.is_calm = world.nodes.network.is_calm = True
     for member in world.members:
         member.is_done = member.process.is_dead or member.is_done
     world.look()
     scheduler.sleep(20 * plan.rank_timeout_seconds + 4_000.0)
     ranks = next((actor.ranks for actor in plan.actors if actor.ranks), 1)
-    final = Actor("final", (), ranks=max(1, ranks))
-    world.start(final, programs.finale)
+    nodes = next((actor.nodes for actor in plan.actors if actor.ranks), ())
+    final = Actor("final", (), ranks=max(1, ranks), nodes=nodes)
+    world.start(final, fast_jobs.fast_finale if plan.fast_copies else programs.finale)
     world.wait_until(lambda: world.has_ended("final"))
     scheduler.finish()
 
@@ -261,7 +268,8 @@ def report(outcome: Outcome, *, lines: int = 80) -> str:
         f"storage: {outcome.plan.storage}, group: {outcome.plan.board}",
     ]
     more = [f"... {cut} lines before"] if cut else []
-    again = f"again: python -m ckptstore.testing.simulation --seed {outcome.plan.seed}"
+    tier = " --fast-tier" if outcome.plan.fast_copies else ""
+    again = f"again: python -m ckptstore.testing.simulation{tier} --seed {outcome.plan.seed}"
     return "\n".join([*head, *more, *shown, again])
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from ckptstore.errors import CkptstoreError
 from ckptstore.testing.simulation.model import Model, Tag, Violation
 from ckptstore.testing.simulation.network import Network, Outage
+from ckptstore.testing.simulation.node_disks import NodeDisks
 from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble
 from ckptstore.testing.simulation.ray_model import RayModel
 from ckptstore.testing.simulation.virtual import storages
@@ -98,6 +99,7 @@ class World:
         self.copy = Model(self.spaces[COPY_URI], self.plan, now, ranks_of, step_of, is_copy=True)
         self.kept_by_ray = RayModel(self.spaces[RUN_URI], ranks_of, step_of)
         self.network.on_delete = self._deletes
+        self.nodes = NodeDisks(self.scheduler, self.plan, self.trace, self.directory, self.model)
         self._digest = hashlib.sha256()
         self._sources: dict[tuple[str, int, int, int], Path] = {}
         self._waiting: list[Any] = []
@@ -163,14 +165,18 @@ class World:
         for trouble in self.plan.troubles:
             if trouble.who == member.process.name:
                 happens = functools.partial(self._strike, trouble, member)
-                client.at_calls.setdefault(trouble.at_call, []).append(happens)
+                on_node = trouble.kind.startswith("node ")
+                where = self.nodes.network.client(member.process) if on_node else client
+                where.at_calls.setdefault(trouble.at_call, []).append(happens)
 
     def _strike(self, trouble: Trouble, member: Member) -> None:
         if self.is_calm or member.is_done:
             return
         self.trace(f"--- {trouble.kind} {trouble.what} of {member.process.name} for {trouble.seconds:g} s")
-        if trouble.kind == "kill":
+        if trouble.kind in ("kill", "node kill"):
             self.kill(member)
+        elif trouble.kind.startswith("node "):
+            self._strike_node(trouble, member)
         elif trouble.kind == "power":
             for other in self.members:
                 if not other.is_done:
@@ -187,6 +193,19 @@ class World:
             client.outages.append(Outage(kind, prefix, self.scheduler.now + trouble.seconds))
         elif trouble.kind == "damage":
             self._damage(trouble)
+
+    def _strike_node(self, trouble: Trouble, member: Member) -> None:
+        node = member.actor.nodes[member.rank]
+        if trouble.kind == "node full":
+            until = self.scheduler.now + trouble.seconds
+            self.nodes.network.client(member.process).outages.append(Outage("full", "checkpoints/", until))
+        elif trouble.kind == "node damage":
+            self.nodes.damage(node, self.plan.chance("node damage", trouble.at_call))
+        else:
+            for other in self.members:
+                if not other.is_done and other.actor.nodes[other.rank] == node:
+                    self.kill(other)
+            self.nodes.lose(node)
 
     def _damage(self, trouble: Trouble) -> None:
         live = [saved for saved in self.model.live() if not saved.is_damaged]

@@ -1,0 +1,167 @@
+"""Jobs with a fast tier on simulated nodes: their plans, what they do, and whether what came of it is right."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from ckptstore.catalogue import job_of
+from ckptstore.errors import CkptstoreError, StoreFenced
+from ckptstore.testing.simulation.alone import open_for
+from ckptstore.testing.simulation.model import Violation
+from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble
+from ckptstore.testing.simulation.virtual.clocks import sleep
+from ckptstore.testing.simulation.world import LONGEST_CALL_SECONDS, Member, World, kind_of
+
+DURABLE_SECONDS = 30_000.0
+_NODES = ("a", "b", "c")
+
+
+def draw_fast(seed: int) -> Plan:
+    """The plan of a seed: jobs one after another or beside each other on three nodes, and what goes wrong there."""
+    rng = Random(f"fast plan {seed}")
+    copies = rng.choice([1, 2])
+    jobs: list[Actor] = []
+    step = 0
+    ranks = rng.choice([1, 2, 2, 3])
+    for index in range(rng.choice([1, 2, 3, 4])):
+        ranks = ranks if rng.random() < 0.7 else rng.choice([1, 2, 3])
+        first = rng.choice([0, 0, 0, 1])
+        nodes = tuple(_NODES[(first + rank) % rng.choice([2, 2, 3])] for rank in range(ranks))
+        actions = [Action("resume", after_seconds=rng.random())] if index or rng.random() < 0.3 else []
+        for _ in range(rng.choice([2, 3, 5])):
+            step += 10
+            kind = rng.choice(["state", "async", "async"])
+            actions.append(Action(kind, step=step, after_seconds=rng.choice([0.1, 1.0, 100.0]) * rng.random()))
+        if rng.random() < 0.8:
+            actions.append(Action("close"))
+        beside = rng.random() < 0.3
+        begins = "at once" if index == 0 or beside else f"after job{index}"
+        late = rng.choice([0.0, 1.0, 30.0]) if index else 0.0
+        jobs.append(
+            Actor(f"job{index + 1}", tuple(actions), ranks=ranks, begins=begins, after_seconds=late, nodes=nodes)
+        )
+    troubles = [_trouble(rng, rng.choice(jobs)) for _ in range(rng.choice([0, 1, 2, 3]))]
+    return Plan(
+        seed=seed,
+        storage=rng.choice(["objects", "objects", "disk"]),
+        contents="state",
+        policy=rng.choice(["all", "latest 2"]),
+        rank_timeout_seconds=rng.choice([6.0, 24.0]),
+        fast_copies=copies,
+        actors=tuple(jobs),
+        troubles=tuple(troubles),
+    )
+
+
+def _trouble(rng: Random, job: Actor) -> Trouble:
+    who = f"{job.name}.{rng.randrange(job.ranks)}"
+    kind = rng.choice(["kill", "node kill", "node kill", "node lost", "node full", "node damage", "stop", "outage"])
+    at_call = rng.randrange(5, 120) if kind in ("kill", "stop", "outage") else rng.randrange(1, 80)
+    seconds = rng.choice([30.0, 200.0, 3600.0])
+    return Trouble(kind, who, at_call=at_call, seconds=seconds, what="lost " if kind == "outage" else "")
+
+
+def fast_program(world: World, member: Member) -> None:
+    """One rank of a job with a fast tier."""
+    member.store = open_for(world, member)
+    member.job = job_of(member.store)
+    for index, action in enumerate(member.actor.actions):
+        sleep(action.after_seconds + 0.05 * member.rank)
+        error = act(world, member, index, action)
+        if error is not None and (isinstance(error, StoreFenced) or action.kind == "resume"):
+            break
+    world.wait_calm(member)
+
+
+def act(world: World, member: Member, index: int, action: Action) -> BaseException | None:
+    """Do one action, and judge what came of it."""
+    where = f"{member.process.name}, action {index} ({action.kind} {action.step})"
+    began = world.scheduler.now
+    world.trace(f"{where} begins")
+    error: BaseException | None = None
+    try:
+        if action.kind == "resume":
+            _resume(world, member, where)
+        elif action.kind == "close":
+            member.is_closed = True
+            member.store.close()
+        else:
+            _save(world, member, index, action, where)
+    except Violation:
+        raise
+    except Exception as raised:
+        error = raised
+    world.trace(f"{where} ends: {kind_of(error)}")
+    stopped = sum(other.stopped_seconds for other in world.members)
+    if world.scheduler.now - began > LONGEST_CALL_SECONDS + stopped:
+        world.fail("every call ends", f"{where} took {world.scheduler.now - began:.0f} s")
+    if error is not None and not isinstance(error, CkptstoreError | TimeoutError):
+        raise Violation("every error is a CkptstoreError", f"{where}: {type(error).__name__}: {error}") from error
+    member.last_error = error
+    if error is not None and not world.plan.troubles and not isinstance(error, StoreFenced):
+        beside = any(other.begins == "at once" for other in world.plan.actors[1:])
+        if not beside:
+            world.fail("a call that nothing disturbs succeeds", f"{where}: {kind_of(error)}")
+    return error
+
+
+def _save(world: World, member: Member, index: int, action: Action, where: str) -> None:
+    from ckptstore.testing.simulation.states import state_of
+
+    state = state_of((member.actor.name, index), member.rank)
+    if action.kind == "state":
+        found = member.store.save(action.step, state)
+    else:
+        found = member.store.save_async(action.step, state, max_failures=1000).result()
+    certificate = found._files.certificate
+    if certificate is None:
+        if found.number not in world.model.saved:
+            world.fail("what returned is complete", f"{where}: record {found.number} is not in the log")
+    elif str(certificate.attempt) not in world.nodes.saved:
+        world.fail("what returned is complete", f"{where}: {certificate.attempt} has no certificate")
+
+
+def _resume(world: World, member: Member, where: str) -> Any:
+    from ckptstore.testing.simulation.states import empty_state, problem_of
+
+    nodes = list(dict.fromkeys(member.actor.nodes))
+    before = world.nodes.usable(nodes)
+    state = empty_state()
+    found = member.store.resume(state, per_rank="first")
+    after = world.nodes.usable(nodes)
+    needed = max((before[name] for name in before.keys() & after.keys()), default=None)
+    if found is None:
+        if needed is not None:
+            world.fail("a resume takes the newest", f"{where}: nothing was found, there is {needed}")
+        return None
+    files = found._files
+    attempt = str(files.certificate.attempt) if files.certificate else files.record.entry.attempt
+    order = files.certificate.order if files.certificate else files.record.entry.order
+    if needed is not None and order < needed:
+        world.fail("a resume takes the newest", f"{where}: got {order}, there is {needed}")
+    if attempt not in world.model.by_attempt and attempt not in before and world.nodes.is_void(order):
+        world.fail("nothing void is resumed from", f"{where}: {attempt} is {order}")
+    fast = world.nodes.saved.get(attempt)
+    tag = fast.tag if fast is not None else world.model.by_attempt[attempt].tag
+    if problem := problem_of(state, tag):
+        world.fail("what is read is what was saved", f"{where}, {attempt}: {problem}")
+    return found
+
+
+def fast_finale(world: World, member: Member) -> None:
+    """After all troubles: a new job resumes from the newest, saves, has that in the store, and leaves nothing."""
+    from ckptstore.testing.simulation.programs import check_clean
+    from ckptstore.testing.simulation.states import state_of
+
+    member.store = open_for(world, member)
+    member.job = job_of(member.store)
+    if (error := act(world, member, 0, Action("resume"))) is not None:
+        world.fail("a restart always works", kind_of(error))
+    pending = member.store.save_async(999_999, state_of(("final", 0), member.rank))
+    saved = pending.durable(DURABLE_SECONDS)
+    if saved.number not in world.model.saved:
+        world.fail("what is durable is in the log", f"record {saved.number}")
+    member.store.close()
+    sleep(30.0)
+    check_clean(world, member)

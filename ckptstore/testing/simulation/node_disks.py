@@ -1,0 +1,281 @@
+"""Disks of nodes in a run, how nodes reach each other, and what must hold of fast checkpoints after every change."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from ckptstore.errors import StorageError, StorageUnavailable
+from ckptstore.fast import node_disk, node_server
+from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
+from ckptstore.fast.tier import FastTier
+from ckptstore.format.digest import crc32c
+from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
+from ckptstore.format.order import SaveOrder, void_of
+from ckptstore.retention import KeepEvery
+from ckptstore.testing.simulation.model import Model, Tag, Violation, told_in
+from ckptstore.testing.simulation.network import Network
+from ckptstore.testing.simulation.plan import Actor, Plan
+from ckptstore.testing.simulation.virtual import storages
+from ckptstore.testing.simulation.virtual.scheduler import Process, Scheduler, running
+
+KEEP = 2
+
+
+@dataclass
+class FastSaved:
+    """A fast checkpoint that had a certificate on some node."""
+
+    certificate: Certificate
+    tag: Tag
+
+    @property
+    def order(self) -> SaveOrder:
+        """Its place among all saves."""
+        return self.certificate.order
+
+
+class NodeDisks:
+    """The disks of all nodes, and the judge of what happens on them. Nodes of one name share a disk."""
+
+    def __init__(
+        self, scheduler: Scheduler, plan: Plan, trace: Callable[[str], None], directory: Path, durable: Model
+    ) -> None:
+        self.scheduler, self.plan, self.durable = scheduler, plan, durable
+        self.directory = directory / "nodes"
+        calm = replace(plan, storage="disk", error_rate=0.0, slow_rate=0.0)
+        self.network = Network(scheduler, calm, lambda line: trace(f"node {line}"))
+        self.spaces: dict[str, storages.Space] = {}
+        self.saved: dict[str, FastSaved] = {}
+        self.servers: list[tuple[SimulatedServer, Process]] = []
+        self._locks: dict[str, tuple[Process, int]] = {}
+        self._begun: dict[str, float] = {}
+        self._lost_at: dict[str, float] = {}
+        self._is_harmed: set[str] = set()
+        """Attempts that something else than ckptstore did harm to."""
+        self._is_struck = False
+
+    def tier(self, actor: Actor, rank: int) -> FastTier:
+        """What a rank of a job opens its store with."""
+        node = actor.nodes[rank]
+        self.directory.mkdir(exist_ok=True)
+        copies = cast(Literal[1, 2], self.plan.fast_copies)
+        copies = copies if len(set(actor.nodes)) > 1 else 1
+        drain = KeepEvery(steps=1000) if self.plan.chance("drain") < 0.5 else None
+        return FastTier(self.directory / node, copies=copies, keep=KEEP, node=node, drain=drain)
+
+    def open_storage(self, path: Path, **_: Any) -> Any:
+        """What `node_disk.disk_storage` gives in a run."""
+        node = path.parent.name
+        if node not in self.spaces:
+            space = storages.Space(self.scheduler, str(path), real=path)
+            space.watchers.append(lambda key, before, after: self._changed(node, key, before, after))
+            self.spaces[node] = space
+        return self.network.connect(storages.DiskStore(self.spaces[node]))
+
+    def lock(self, descriptor: int, path: str) -> None:
+        """What `node_disk.lock` does: here nobody closes what a killed process has open."""
+        me, until = self.network.here().process, self.scheduler.now + node_disk.LOCK_SECONDS
+        while self._is_locked(descriptor, path):
+            if self.scheduler.now > until:
+                raise StorageError(f"{path} is locked")
+            self.scheduler.sleep(0.05)
+        self._locks[path] = (me, descriptor)
+
+    def _is_locked(self, descriptor: int, path: str) -> bool:
+        holder, held = self._locks.get(path, (None, -1))
+        if holder is None or holder.is_dead or held == descriptor:
+            return False
+        try:
+            return os.path.samestat(os.fstat(held), os.fstat(descriptor))
+        except OSError:  # it was closed
+            return False
+
+    def lose(self, node: str) -> None:
+        """The disk of a node is gone with everything on it."""
+        self._lost_at[node] = self.scheduler.now
+        if (space := self.spaces.pop(node, None)) is not None:
+            space.watchers.clear()
+            space.real = self.directory.parent / "lost"  # what is on its way arrives nowhere
+        shutil.rmtree(self.directory / node, ignore_errors=True)
+
+    def damage(self, node: str, which: float) -> None:
+        """Flip a bit of a file of a fast checkpoint on a node."""
+        space = self.spaces.get(node)
+        keys = sorted(key for key in space.files if key.startswith(CHECKPOINT_PREFIX)) if space else []
+        if space is not None and keys:
+            key = keys[int(which * len(keys))]
+            self._is_harmed.add(key.split("/")[1])
+            data = space.files[key].data
+            self._is_struck = True
+            space.put(key, bytes([data[0] ^ 1]) + data[1:] if data else b"x")
+            self._is_struck = False
+
+    # What must hold
+
+    def _changed(self, node: str, key: str, before: storages.File | None, after: storages.File | None) -> None:
+        if not key.startswith(CHECKPOINT_PREFIX) or self._is_struck:
+            return
+        name, _, file = key.removeprefix(CHECKPOINT_PREFIX).partition("/")
+        self._begun.setdefault(name, self.scheduler.now)
+        if file == CERTIFICATE_NAME:
+            if after is not None:
+                self._certified(node, name, after.data)
+            elif before is not None:
+                self._deleted(node, name)
+        elif after is None or (before is not None and before.data != after.data):
+            certificate = f"{CHECKPOINT_PREFIX}{name}/{CERTIFICATE_NAME}"
+            if certificate in self.spaces[node].files and name not in self._is_harmed:
+                raise Violation("a certificate goes before its files", f"{key} changed on {node}")
+
+    def _certified(self, node: str, name: str, data: bytes) -> None:
+        certificate = Certificate.decode(data)
+        for holder, ranks in certificate.holders.items():
+            if name in self._is_harmed or self._lost_at.get(holder, -1.0) >= self._begun[name]:
+                continue
+            if name in self.saved and holder != node:
+                continue  # judged when the first was written: a later job may have deleted it there since
+            for rank in certificate.by_rank:
+                if rank in ranks and not self._is_whole(holder, certificate, rank):
+                    text = f"{name} is certified on {node}, files of rank {rank} are not whole on {holder}"
+                    raise Violation("a certificate means that all is whole", text)
+        if name not in self.saved:
+            self.saved[name] = FastSaved(certificate, self._tag(node, certificate))
+
+    def _tag(self, node: str, certificate: Certificate) -> Tag:
+        space = self.spaces[node]
+        prefix = certificate.attempt.prefix
+        told = {call for key, file in space.files.items() if key.startswith(prefix) for call in told_in(file.data)}
+        tags = {tag for tag, _ in told}
+        if len({self.durable.step_of(tag) for tag in tags}) > 1 or len({job for job, _ in tags}) > 1:
+            raise Violation("no checkpoint mixes attempts", f"{certificate.attempt} on {node}: {sorted(told)}")
+        return max(tags, default=("", -1))
+
+    def _deleted(self, node: str, name: str) -> None:
+        saved = self.saved.get(name)
+        if saved is None or name in self._is_harmed or self._is_void(saved.order):
+            return
+        newer = [
+            other
+            for other, one in self.saved.items()
+            if one.order > saved.order and not self._is_void(one.order) and other not in self._is_harmed
+        ]
+        if name not in self.durable.by_attempt and not newer:
+            raise Violation("what is neither durable nor superseded stays", f"{name} was deleted from {node}")
+
+    def _is_void(self, order: SaveOrder) -> bool:
+        newest = self.durable.newest
+        return newest is not None and void_of(newest.state.void, order) is not None
+
+    def _is_whole(self, node: str, certificate: Certificate, rank: int) -> bool:
+        files = self.spaces[node].files if node in self.spaces else {}
+        for receipt in certificate.by_rank.get(rank, ()):
+            file = files.get(certificate.attempt.key(receipt.name))
+            if file is None or len(file.data) != receipt.size_bytes:
+                return False
+            if receipt.crc32c is not None and crc32c(memoryview(file.data)) != receipt.crc32c:
+                return False
+        return True
+
+    def is_void(self, order: SaveOrder) -> bool:
+        """Whether the log says that nobody may go on from it."""
+        return self._is_void(order)
+
+    def usable(self, nodes: Sequence[str]) -> Mapping[str, SaveOrder]:
+        """By attempt what a job on these nodes may resume from now: whole there, or in the store."""
+        found = {}
+        for name, saved in self.saved.items():
+            key = f"{CHECKPOINT_PREFIX}{name}/{CERTIFICATE_NAME}"
+            shown = [node for node in nodes if node in self.spaces and key in self.spaces[node].files]
+            whole = all(any(self._is_whole(node, saved.certificate, rank) for node in nodes) for rank in
+                        saved.certificate.by_rank)  # fmt: skip
+            if shown and whole and name not in self._is_harmed and not self._is_void(saved.order):
+                found[name] = saved.order
+        for live in self.durable.live():
+            change: Any = self.durable.records[live.number].change
+            found[live.attempt] = change.entry.order
+        return found
+
+
+class SimulatedServer:
+    """In the place of a `NodeServer`: others reach the disk while its process lives."""
+
+    def __init__(self, nodes: NodeDisks, disk: node_disk.NodeDisk) -> None:
+        self.disk, self.is_closed = disk, False
+        process = nodes.network.here().process
+        nodes.servers.append((self, process))
+        self.addresses = [(str(len(nodes.servers) - 1), 0)]
+
+    def close(self) -> None:
+        """Serve nobody."""
+        self.is_closed = True
+
+
+class SimulatedClient:
+    """In the place of a `NodeClient`: every request is one to the disk of the other node."""
+
+    def __init__(self, nodes: NodeDisks, node: str, addresses: Sequence[tuple[str, int]]) -> None:
+        self.node = node
+        self._server, self._process = nodes.servers[int(addresses[0][0])]
+        self._nodes = nodes
+
+    def _reached(self) -> Any:
+        if self._server.is_closed or self._process.is_dead:
+            raise StorageUnavailable(f"{self.node} cannot be reached")
+        return self._server.disk.storage
+
+    def read_into(self, attempt: Attempt, name: str, offset: int, views: Sequence[memoryview]) -> None:
+        """See `NodeClient.read_into`."""
+        self._reached().read_into(attempt.key(name), offset, views)
+        self._reached()
+
+    def write(self, attempt: Attempt, name: str, source: Any, scratch: memoryview) -> int:
+        """See `NodeClient.write`."""
+        data = bytearray()
+        with source.open() as read:
+            for offset in range(0, source.size_bytes, len(scratch)):
+                for view in read(offset, min(len(scratch), source.size_bytes - offset), scratch):
+                    data += view
+        key = attempt.key(name)
+        self._reached().write(key, [memoryview(bytes(data))])
+        self._reached().persist([key])
+        self._reached()
+        return crc32c(memoryview(data))
+
+    def interrupt(self) -> None:
+        """A write ends by itself here."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def replaced(nodes: Callable[[], NodeDisks]) -> dict[int, tuple[Any, Any]]:
+    """What stands in the place of what, for `patched`; outside of a simulated thread the real ones work."""
+    real_lock = node_disk.lock
+    real_open, real_server, real_client = node_disk.disk_storage, node_server.NodeServer, node_server.NodeClient
+
+    def open_storage(path: Path, **given: Any) -> Any:
+        return real_open(path, **given) if running() is None else nodes().open_storage(path)
+
+    def lock(descriptor: int, path: str) -> None:
+        (real_lock if running() is None else nodes().lock)(descriptor, path)
+
+    def server(disk: Any, token: str, **given: Any) -> Any:
+        return real_server(disk, token, **given) if running() is None else SimulatedServer(nodes(), disk)
+
+    def client(node: str, addresses: Any, token: str, **given: Any) -> Any:
+        if running() is None:
+            return real_client(node, addresses, token, **given)
+        return SimulatedClient(nodes(), node, addresses)
+
+    pairs: list[tuple[Any, Any]] = [
+        (real_open, open_storage),
+        (real_lock, lock),
+        (real_server, server),
+        (real_client, client),
+    ]
+    return {id(real): (real, simulated) for real, simulated in pairs}
