@@ -73,9 +73,18 @@ class Arrival:
             disk.mark_epoch(self.epoch)
             if len(self.members.all_nodes) > 1:
                 self._server = NodeServer(
-                    disk, told["token"], interface=tier.interface, is_one_machine=told["is_one_machine"]
+                    disk,
+                    told["token"],
+                    interface=tier.interface,
+                    is_one_machine=told["is_one_machine"],
+                    timeout_seconds=self._patience_seconds,
                 )
         return {"identity": disk.identity(), "addresses": self._server.addresses if self._server else []}
+
+    @property
+    def _patience_seconds(self) -> float:
+        """How long a node may be silent: less than what a rank waits for another one."""
+        return self.config.rank_timeout_seconds / 4
 
     def enter(self, addresses: Mapping[str, Sequence[Sequence[Any]]]) -> FastPlace:
         """The fast tier of this process, which reaches the other nodes at these addresses."""
@@ -86,7 +95,7 @@ class Arrival:
                 node,
                 [(host, port) for host, port in found],
                 self.told["token"],
-                timeout_seconds=config.rank_timeout_seconds / 4,  # less than what a rank waits for another one
+                timeout_seconds=self._patience_seconds,
             )
             for node, found in addresses.items()
             if node != self.members.node

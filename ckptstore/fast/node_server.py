@@ -20,10 +20,11 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, InvalidInput, StorageUnavailable, from_wire
+from ckptstore.fast.certificate import CERTIFICATE_NAME
 from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import Attempt
@@ -43,9 +44,18 @@ _TEST_NETWORK = ("192.0.2.1", 9)
 class NodeServer:
     """The files of one node for the ranks of its job. Serves from threads of its own until it is closed."""
 
-    def __init__(self, disk: NodeDisk, token: str, *, interface: str | None = None, is_one_machine: bool) -> None:
-        """Raises InvalidInput for an interface that is not there, StorageError when nothing can be listened to."""
-        self._disk, self._token = disk, token
+    def __init__(
+        self,
+        disk: NodeDisk,
+        token: str,
+        *,
+        interface: str | None = None,
+        is_one_machine: bool,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        """Raises InvalidInput for an interface that is not there, StorageError when nothing can be listened to. Who
+        falls silent in the middle of something for the timeout is given up."""
+        self._disk, self._token, self._timeout_seconds = disk, token, timeout_seconds
         host = LOOPBACK if is_one_machine else address_of(interface) if interface else ""
         try:
             self._listener = socket.create_server((host, 0), backlog=256)
@@ -88,15 +98,17 @@ class NodeServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _set_up(connection, self._timeout_seconds)
                 while True:
                     asked = receive_header(connection)
+                    connection.settimeout(self._timeout_seconds)
                     if not hmac.compare_digest(str(asked["token"]).encode(), self._token.encode()):
                         return
                     if asked.get("is_written"):
                         self._take(connection, asked)
                     else:
                         self._give(connection, asked)
+                    connection.settimeout(None)  # who has shown the token may ask again after hours
         finally:
             with self._lock:
                 self._open.discard(connection)
@@ -110,10 +122,18 @@ class NodeServer:
             raise InvalidInput(f"{str(asked['attempt'])[:80]!r} is not the name of an attempt directory")
         return attempt.key(str(asked["name"]))
 
+    def _new_key(self, asked: Mapping[str, Any]) -> str:
+        """What may be written: a file of an attempt that is not certified."""
+        key = self._key(asked)
+        certificate = f"{key.removesuffix(str(asked['name']))}{CERTIFICATE_NAME}"
+        if key == certificate or os.path.lexists(self._disk.storage.local_path(certificate)):
+            raise InvalidInput(f"{key} cannot be written: its checkpoint is complete on {self._disk.node}")
+        return key
+
     def _take(self, connection: socket.socket, asked: Mapping[str, Any]) -> None:
         """Write a file. After an error what the other side still sends is not read: the connection ends."""
         try:
-            crc = _written(self._disk, self._key(asked), int(asked["size_bytes"]), connection)
+            crc = _written(self._disk, self._new_key(asked), int(asked["size_bytes"]), connection)
         except CkptstoreError as error:
             send_header(connection, {"error": error.to_wire()})
             raise ConnectionAbortedError from error
@@ -136,7 +156,7 @@ class NodeServer:
             connection.sendfile(file, offset, size_bytes)
 
     def _opened(self, key: str) -> int:
-        path = self._disk.storage.local_path(key)  # which refuses names that lead elsewhere
+        path = self._disk.storage.local_path(key)  # which refuses names with dots; the directory lets nobody else in
         try:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
@@ -183,71 +203,87 @@ class NodeClient:
     def read_into(self, attempt: Attempt, name: str, offset: int, views: Sequence[memoryview]) -> None:
         """Fill the views with a stretch of a file. Raises StorageUnavailable when the node does not answer, and what
         it says: FileMissing, StorageError."""
-        asked: dict[str, Any] = {"token": self._token, "node": self.node, "attempt": str(attempt), "name": name}
-        asked |= {"offset": offset, "size_bytes": sum(map(len, views))}
-        connection = self._connected()
-        try:
+        asked = self._asked(attempt, name, offset=offset, size_bytes=sum(map(len, views)))
+
+        def talk(connection: socket.socket) -> dict[str, Any]:
             send_header(connection, asked)
             answer = receive_header(connection)
             if "error" not in answer:
                 for view in views:
                     receive_into(connection, view)
-        except (OSError, ValueError, TypeError) as error:
-            connection.close()
-            raise StorageUnavailable(f"{self.node} broke off while it sent {name}: {error}", file=name) from error
-        except BaseException:
-            connection.close()
-            raise
-        with self._lock:
-            self._idle.append(connection)
-        if "error" in answer:
-            raise from_wire(dict(answer["error"]))
+            return answer
 
-    def write(self, attempt: Attempt, name: str, source: Source, scratch: memoryview) -> int:
+        self._talk(name, talk)
+
+    def write(
+        self, attempt: Attempt, name: str, source: Source, scratch: memoryview, *, given_up: threading.Event
+    ) -> int:
         """Send a file, and return the CRC32C of what the node has written, when that is durable.
 
-        Raises StorageUnavailable when the node does not answer, what it says (StorageFull, StorageError), and what the
-        source raises.
+        Raises StorageUnavailable when the node does not answer and when it is given up, what the node says
+        (StorageFull, StorageError), and what the source raises.
         """
-        asked = {"token": self._token, "node": self.node, "attempt": str(attempt), "name": name, "is_written": True}
-        connection = self._connected()
+        asked = self._asked(attempt, name, size_bytes=source.size_bytes, is_written=True)
+
+        def talk(connection: socket.socket) -> dict[str, Any]:
+            with self._breakable(connection):
+                if given_up.is_set():
+                    raise StorageUnavailable(f"Nobody wants {name} on {self.node} any more", file=name)
+                send_header(connection, asked)
+                with source.open() as read:
+                    for offset in range(0, source.size_bytes, len(scratch)):
+                        views = read(offset, min(len(scratch), source.size_bytes - offset), scratch)
+                        if not _sent(connection, views):
+                            break  # it may have said why before it broke off
+                return receive_header(connection)
+
+        return int(self._talk(name, talk)["crc32c"])
+
+    def _asked(self, attempt: Attempt, name: str, **more: Any) -> dict[str, Any]:
+        return {"token": self._token, "node": self.node, "attempt": str(attempt), "name": name, **more}
+
+    def _talk(self, name: str, talk: Callable[[socket.socket], dict[str, Any]]) -> dict[str, Any]:
+        """Ask on a connection that is idle, or else on a new one: the other side may have closed what was idle."""
+        while True:
+            idle = self._take_idle()
+            connection = idle or self._connected()
+            try:
+                answer = talk(connection)
+            except (OSError, ValueError, TypeError) as error:
+                connection.close()
+                if isinstance(error, CkptstoreError):
+                    raise
+                if idle is not None and isinstance(error, ConnectionError):
+                    continue
+                raise StorageUnavailable(
+                    f"{self.node} broke off at {name}: {error}",
+                    file=name,
+                    hint="Its process may have ended, or is of another start of the job",
+                ) from error
+            except BaseException:
+                connection.close()
+                raise
+            if "error" in answer:
+                connection.close()
+                raise from_wire(dict(answer["error"]))
+            with self._lock:
+                self._idle.append(connection)
+            return answer
+
+    def _take_idle(self) -> socket.socket | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    @contextlib.contextmanager
+    def _breakable(self, connection: socket.socket) -> Iterator[None]:
+        """`interrupt` breaks off what is done in this context."""
         with self._lock:
             self._writing.add(connection)
         try:
-            self._send(connection, {**asked, "size_bytes": source.size_bytes}, source, scratch)
-            answer = receive_header(connection)
-            if "error" not in answer:
-                crc = int(answer["crc32c"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            if isinstance(error, CkptstoreError):
-                raise
-            raise StorageUnavailable(f"{self.node} broke off while {name} was sent: {error}", file=name) from error
+            yield
         finally:
             with self._lock:
                 self._writing.discard(connection)
-        if "error" in answer:
-            connection.close()
-            raise from_wire(dict(answer["error"]))
-        with self._lock:
-            self._idle.append(connection)
-        return crc
-
-    def _send(self, connection: socket.socket, asked: Mapping[str, Any], source: Source, scratch: memoryview) -> None:
-        try:
-            send_header(connection, asked)
-            with source.open() as read:
-                for offset in range(0, source.size_bytes, len(scratch)):
-                    size_bytes = min(len(scratch), source.size_bytes - offset)
-                    for view in read(offset, size_bytes, scratch):
-                        connection.sendall(view)
-        except OSError as error:
-            if isinstance(error, CkptstoreError):
-                connection.close()
-                raise
-            # It may have said why before it broke off.
-        except BaseException:
-            connection.close()
-            raise
 
     def interrupt(self) -> None:
         """Break off every `write` that goes on."""
@@ -265,9 +301,6 @@ class NodeClient:
             connection.close()
 
     def _connected(self) -> socket.socket:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
         failures = []
         for address in list(self._addresses):
             try:
@@ -275,14 +308,29 @@ class NodeClient:
             except OSError as error:
                 failures.append(f"{address[0]}:{address[1]}: {error}")
                 continue
-            connection.settimeout(self._timeout_seconds)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_up(connection, self._timeout_seconds)
             self._addresses.sort(key=lambda other: other != address)
             return connection
         raise StorageUnavailable(
             f"{self.node} cannot be reached: {'; '.join(failures)}",
             hint="Nodes must reach each other on all TCP ports, as for torch.distributed; FastTier(interface=) chooses",
         )
+
+
+def _set_up(connection: socket.socket, timeout_seconds: float) -> None:
+    connection.settimeout(timeout_seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # between saves, nothing is said for hours
+
+
+def _sent(connection: socket.socket, views: Sequence[memoryview]) -> bool:
+    """Send these; False when the other side does not listen any more."""
+    try:
+        for view in views:
+            connection.sendall(view)
+    except ConnectionError:
+        return False
+    return True
 
 
 def send_header(connection: socket.socket, header: Mapping[str, Any]) -> None:

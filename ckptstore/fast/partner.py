@@ -35,10 +35,11 @@ class DoubledUpload:
         sending = _Sending(self._partner, files)
         try:
             stored = self._own(files, beat=beat)
+            copies = sending.result(beat)
         except BaseException:
             sending.give_up()
             raise
-        for file, copied in zip(stored, sending.result(beat), strict=True):
+        for file, copied in zip(stored, copies, strict=True):
             if copied != file.crc32c:
                 raise CheckpointDamaged(
                     f"The copy of {file.key} on {self._partner.node} has CRC32C {to_hex(copied)}, the file has"
@@ -68,7 +69,7 @@ class _Sending:
         self._client, self._files = client, files
         self._crcs: list[int] = []
         self._error: BaseException | None = None
-        self._is_given_up = False
+        self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ckptstore-partner", daemon=True)
         self._thread.start()
 
@@ -85,7 +86,7 @@ class _Sending:
 
     def give_up(self) -> None:
         """Nobody wants them any more. Returns when no source is read any more."""
-        self._is_given_up = True
+        self._given_up.set()
         self._client.interrupt()
         self._thread.join()
 
@@ -93,9 +94,8 @@ class _Sending:
         scratch = memoryview(bytearray(_BLOCK_BYTES))
         try:
             for file in self._files:
-                if self._is_given_up:
-                    return
-                self._crcs.append(self._client.write(*_named(file.key), file.source, scratch))
+                attempt, name = _named(file.key)
+                self._crcs.append(self._client.write(attempt, name, file.source, scratch, given_up=self._given_up))
         except BaseException as error:
             self._error = error
 
