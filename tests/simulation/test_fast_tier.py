@@ -10,7 +10,7 @@ from ckptstore.fast import candidates, fast_place
 from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.loading import fast_newest
 from ckptstore.testing.simulation import Simulation, report
-from ckptstore.testing.simulation.fast_jobs import draw_fast
+from ckptstore.testing.simulation.fast_tier.fast_jobs import draw_fast
 
 
 def _run(simulation: Simulation, first: int, count: int) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from ckptstore.testing.simulation.fast_jobs import draw_fast
+from ckptstore.testing.simulation.fast_tier.fast_jobs import draw_fast
 from ckptstore.testing.simulation.plan import Plan, draw
 from ckptstore.testing.simulation.simulator import Simulation, report, shrink, write
 

@@ -16,7 +16,8 @@ from typing import Any
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.storage import open as opening
 from ckptstore.storage.base import Storage
-from ckptstore.testing.simulation import alone, fast_jobs, node_disks, programs
+from ckptstore.testing.simulation import alone, programs
+from ckptstore.testing.simulation.fast_tier import fast_jobs, node_disks
 from ckptstore.testing.simulation.model import Violation
 from ckptstore.testing.simulation.plan import Actor, Plan, draw
 from ckptstore.testing.simulation.virtual.patches import ModuleState, load, patched

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import CkptstoreError
+from ckptstore.testing.simulation.fast_tier.node_disks import NodeDisks
 from ckptstore.testing.simulation.model import Model, Tag, Violation
 from ckptstore.testing.simulation.network import Network, Outage
-from ckptstore.testing.simulation.node_disks import NodeDisks
 from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble
 from ckptstore.testing.simulation.ray_model import RayModel
 from ckptstore.testing.simulation.virtual import storages

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from ckptstore.catalogue import job_of
+from ckptstore.checkpoint import files_behind
 from ckptstore.errors import CkptstoreError, StoreFenced
 from ckptstore.testing.simulation.alone import open_for
 from ckptstore.testing.simulation.model import Violation
@@ -114,7 +115,7 @@ def _save(world: World, member: Member, index: int, action: Action, where: str) 
         found = member.store.save(action.step, state)
     else:
         found = member.store.save_async(action.step, state, max_failures=1000).result()
-    certificate = found._files.certificate
+    certificate = files_behind(found).certificate
     if certificate is None:
         if found.number not in world.model.saved:
             world.fail("what returned is complete", f"{where}: record {found.number} is not in the log")
@@ -135,7 +136,7 @@ def _resume(world: World, member: Member, where: str) -> Any:
         if needed is not None:
             world.fail("a resume takes the newest", f"{where}: nothing was found, there is {needed}")
         return None
-    files = found._files
+    files = files_behind(found)
     attempt = str(files.certificate.attempt) if files.certificate else files.record.entry.attempt
     order = files.certificate.order if files.certificate else files.record.entry.order
     if needed is not None and order < needed:

@@ -27,7 +27,7 @@ KEEP = 2
 
 
 @dataclass
-class FastSaved:
+class SavedOnNodes:
     """A fast checkpoint that had a certificate on some node."""
 
     certificate: Certificate
@@ -37,6 +37,14 @@ class FastSaved:
     def order(self) -> SaveOrder:
         """Its place among all saves."""
         return self.certificate.order
+
+
+class _NodeStore(storages.DiskStore):
+    """The mark of an epoch is written to the real directory, past the storage."""
+
+    def read(self, key: str) -> bytes:
+        path = self.local_path(key)
+        return path.read_bytes() if key == "epoch" and path.exists() else super().read(key)
 
 
 class NodeDisks:
@@ -50,7 +58,7 @@ class NodeDisks:
         calm = replace(plan, storage="disk", error_rate=0.0, slow_rate=0.0)
         self.network = Network(scheduler, calm, lambda line: trace(f"node {line}"))
         self.spaces: dict[str, storages.Space] = {}
-        self.saved: dict[str, FastSaved] = {}
+        self.saved: dict[str, SavedOnNodes] = {}
         self.servers: list[tuple[SimulatedServer, Process]] = []
         self._locks: dict[str, tuple[Process, int]] = {}
         self._begun: dict[str, float] = {}
@@ -75,7 +83,7 @@ class NodeDisks:
             space = storages.Space(self.scheduler, str(path), real=path)
             space.watchers.append(lambda key, before, after: self._changed(node, key, before, after))
             self.spaces[node] = space
-        return self.network.connect(storages.DiskStore(self.spaces[node]))
+        return self.network.connect(_NodeStore(self.spaces[node]))
 
     def lock(self, descriptor: int, path: str) -> None:
         """What `node_disk.lock` does: here nobody closes what a killed process has open."""
@@ -144,7 +152,7 @@ class NodeDisks:
                     text = f"{name} is certified on {node}, files of rank {rank} are not whole on {holder}"
                     raise Violation("a certificate means that all is whole", text)
         if name not in self.saved:
-            self.saved[name] = FastSaved(certificate, self._tag(node, certificate))
+            self.saved[name] = SavedOnNodes(certificate, self._tag(node, certificate))
 
     def _tag(self, node: str, certificate: Certificate) -> Tag:
         space = self.spaces[node]
@@ -159,10 +167,15 @@ class NodeDisks:
         saved = self.saved.get(name)
         if saved is None or name in self._is_harmed or self._is_void(saved.order):
             return
+        newest, space = self.durable.newest, self.spaces[node]
+        mark = space.real / "epoch" if space.real else None
+        marked = int(mark.read_text() or 0) if mark is not None and mark.exists() else 0
+        # where no later job has come, one that was fenced does not know it: its own void saves supersede there
+        is_behind = newest is not None and marked < newest.state.epoch
         newer = [
             other
             for other, one in self.saved.items()
-            if one.order > saved.order and not self._is_void(one.order) and other not in self._is_harmed
+            if one.order > saved.order and (is_behind or not self._is_void(one.order)) and other not in self._is_harmed
         ]
         if name not in self.durable.by_attempt and not newer:
             raise Violation("what is neither durable nor superseded stays", f"{name} was deleted from {node}")
