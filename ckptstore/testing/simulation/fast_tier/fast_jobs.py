@@ -137,8 +137,11 @@ def _resume(world: World, member: Member, where: str) -> Any:
             world.fail("a resume takes the newest", f"{where}: nothing was found, there is {needed}")
         return None
     files = files_behind(found)
-    attempt = str(files.certificate.attempt) if files.certificate else files.record.entry.attempt
-    order = files.certificate.order if files.certificate else files.record.entry.order
+    if files.certificate is not None:
+        attempt, order = str(files.certificate.attempt), files.certificate.order
+    else:
+        assert files.record is not None  # it is of the store
+        attempt, order = files.record.entry.attempt, files.record.entry.order
     if needed is not None and order < needed:
         world.fail("a resume takes the newest", f"{where}: got {order}, there is {needed}")
     if attempt not in world.model.by_attempt and attempt not in before and world.nodes.is_void(order):

@@ -246,8 +246,10 @@ class SimulatedClient:
         self._reached().read_into(attempt.key(name), offset, views)
         self._reached()
 
-    def write(self, attempt: Attempt, name: str, source: Any, scratch: memoryview) -> int:
+    def write(self, attempt: Attempt, name: str, source: Any, scratch: memoryview, *, given_up: Any) -> int:
         """See `NodeClient.write`."""
+        if given_up.is_set():
+            raise StorageUnavailable(f"Nobody wants {name} on {self.node} any more")
         data = bytearray()
         with source.open() as read:
             for offset in range(0, source.size_bytes, len(scratch)):
