@@ -216,14 +216,6 @@ class Bucket(Protocol):
         """Drop one; no error if it is gone."""
 
 
-@runtime_checkable
-class HasCopies(Protocol):
-    """Not a power: what reads files that lie in more than one place."""
-
-    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """Read this stretch of a file, or all of it, from another place from now on: its digest was wrong."""
-
-
 POWERS: tuple[type, ...] = (CreatesExclusively, WritesParts, Disk, CopiesInside, CopiesFrom, Bucket)
 """Every optional power. A storage has a power when it has all its methods; some of them count for nothing."""
 

@@ -10,9 +10,10 @@ from typing import TypeVar
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import AccessDenied, StorageError, StorageFull
-from ckptstore.storage.base import Disk, HasCopies, Storage, WritesParts
+from ckptstore.storage.base import Disk, Storage, WritesParts
 from ckptstore.storage.retry import retrying
 from ckptstore.transfer.flow import Flow
+from ckptstore.transfer.moves import HasCopies
 from ckptstore.transfer.pool import Operation, Pool
 from ckptstore.transfer.scratch import Scratch
 
