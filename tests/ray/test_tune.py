@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,10 @@ def test_a_clone_goes_on_from_the_checkpoint_of_another_trial(cluster: RayCluste
         assert ckptstore.ray.wrap(result.checkpoint).verify().ok
         assert len(result.best_checkpoints) == 3, "Tune deletes"
     refused = notes(tmp_path, "refused")
-    assert [line[0] for line in refused[:5]] == ["store", "store", "resume", "upload_fn", "report"]
+    counts = Counter(line[0] for line in refused)  # the trials write side by side
+    num_starts = counts["resume"]
+    assert num_starts >= 2
+    assert counts == {"store": 2 * num_starts, **dict.fromkeys(("resume", "upload_fn", "report"), num_starts)}
     assert "in a function of Ray Tune it does not work" in " ".join(refused[0])
     assert not Path("/tmp/never").exists()
 
