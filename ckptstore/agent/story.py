@@ -47,6 +47,8 @@ class _Happened:
 
 
 _WAKE_SECONDS = 0.25
+_CLOSE_SECONDS = 10.0
+"""How long a loop that is over may take to close its store."""
 
 Happenings = queue.SimpleQueue[_Happened]
 
@@ -107,12 +109,12 @@ def run(plan: AgentPlan, command: Sequence[str]) -> int:
             is_shared=shared,
             began_at=began_at,
         )
-        _start(committer, store, happened)
+        thread = _start(committer, store, happened)
         code = _follow(trainer, committer, happened)
         emit(TrainerEnded(code=code, seconds=time.monotonic() - began))
         trainer.release()
         failure = _end(committer, happened, plan.grace_seconds)
-        return _leave(failure if plan.require_commit and code == 0 else code)
+        return _leave(failure if plan.require_commit and code == 0 else code, thread, committer)
 
 
 def watch(plan: AgentPlan, *, once: bool) -> int:
@@ -132,7 +134,7 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
             time.sleep(plan.interval_seconds)
         else:
             emit(FolderWatched(folder=str(folder.path)))
-        _start(committer, store, happened)
+        thread = _start(committer, store, happened)
         code = 0
         while not once and code == 0:
             came = _next(happened)
@@ -142,7 +144,7 @@ def watch(plan: AgentPlan, *, once: bool) -> int:
         if code:
             committer.hurry()
         failure = _end(committer, happened, plan.grace_seconds)
-        return _leave(failure or code if once or plan.require_commit else code)
+        return _leave(failure or code if once or plan.require_commit else code, thread, committer)
 
 
 @contextmanager
@@ -168,7 +170,7 @@ def _check_folder(folder: Path) -> None:
         raise InvalidInput(f"The folder {folder} cannot be written to", hint="Give one that this user may write to")
 
 
-def _start(committer: Committer, store: CheckpointStore, happened: Happenings) -> None:
+def _start(committer: Committer, store: CheckpointStore, happened: Happenings) -> threading.Thread:
     """Have the loop run on a thread, which closes the store in the end: a storage that does not answer holds up that
     thread alone."""
 
@@ -181,7 +183,9 @@ def _start(committer: Committer, store: CheckpointStore, happened: Happenings) -
         finally:
             happened.put(_Happened("through"))
 
-    threading.Thread(target=work, name="ckptstore-agent", daemon=True).start()
+    thread = threading.Thread(target=work, name="ckptstore-agent", daemon=True)
+    thread.start()
+    return thread
 
 
 def _follow(trainer: TrainerProcess, committer: Committer, happened: Happenings) -> int:
@@ -251,9 +255,10 @@ def _tell_left(committer: Committer, reason: str) -> int:
     return failed.exit_code if failed else CkptstoreError.exit_code
 
 
-def _leave(code: int) -> int:
+def _leave(code: int, thread: threading.Thread, committer: Committer) -> int:
     """The exit code, for an agent that is through. One that is not ends here: its thread may wait for a storage."""
-    if any(thread.name == "ckptstore-agent" for thread in threading.enumerate()):
+    thread.join(_CLOSE_SECONDS if committer.is_through else 0.0)
+    if thread.is_alive():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

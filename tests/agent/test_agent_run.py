@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,23 @@ def test_the_exit_code_is_the_trainers(start: Start, tmp_path: Path, code: int) 
     agent = start(tmp_path / "store", tmp_path / "out", trainer=small(tmp_path / "out", 1, "--code", code))
     assert agent.code() == code
     assert agent.committed == [1]
+
+
+SLOW_THREAD = """
+import sys, threading, time
+from ckptstore.cli import main
+run = threading.Thread.run
+threading.Thread.run = lambda thread: (run(thread), time.sleep(0.5))
+main(["watch-folder", sys.argv[1], sys.argv[2], "--once", "--interval", "0.1"], standalone_mode=False)
+print("went on")
+"""
+
+
+def test_whoever_calls_it_in_a_process_goes_on(tmp_path: Path) -> None:
+    """On a busy machine its thread ends a moment after it has told that it is through."""
+    command = [sys.executable, "-c", SLOW_THREAD, str(tmp_path / "folder"), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["went on"]), done.stderr
 
 
 def test_a_signal_reaches_what_a_shell_has_started(start: Start, tmp_path: Path) -> None:
