@@ -85,7 +85,7 @@ class Reports:
         if self.worker.rank == 0:
             write_pointer(self.worker, name, Pointer.to(checkpoint, root=self.root), retry=self.retry)
         ray.train.report(
-            self._ranked(checkpoint.step, metrics),
+            self.ranked(checkpoint.step, metrics),
             checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
@@ -107,7 +107,7 @@ class Reports:
 
         self._wait_until_at_most(self.max_in_flight - 1)
         name = _directory_name(pending.step, secrets.token_hex(4))  # that of rank 0 counts
-        told = self._ranked(pending.step, metrics) | {"ckptstore_stalled_seconds": pending.stalled_seconds}
+        told = self.ranked(pending.step, metrics) | {"ckptstore_stalled_seconds": pending.stalled_seconds}
         ended = threading.Event()
         self._waiting.append(ended)
         ray.train.report(
@@ -120,13 +120,44 @@ class Reports:
             validation=validation,
         )
 
-    def skipped(self, step: int, metrics: Mapping[str, Any] | None) -> None:
-        """Report the metrics of a save that was left out, after the reports before it; returns at once."""
+    def stored(self, checkpoint: Checkpoint, told: dict[str, Any], *, validation: Any) -> None:
+        """Report a checkpoint that came into the store after its save; returns as `pending` does. The pointer to it is
+        written in the background."""
         import ray.train
 
+        self._wait_until_at_most(self.max_in_flight - 1)
+        name = _directory_name(checkpoint.step, checkpoint.uri.rpartition("-")[2])
+        pointer, ended = Pointer.to(checkpoint, root=self.root), threading.Event()
+        self._waiting.append(ended)
+
+        def upload(_reported: Any, directory_name: str) -> Any:
+            try:
+                if self.worker.rank == 0:
+                    write_pointer(self.worker, directory_name, pointer, retry=self.retry)
+                return ray.train.Checkpoint(self.worker.path_of(directory_name), self.worker.filesystem)
+            finally:
+                ended.set()
+
+        ray.train.report(
+            told,
+            checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=upload,
+            delete_local_checkpoint_after_upload=False,
+            validation=validation,
+        )
+
+    def alone(self, told: dict[str, Any]) -> None:
+        """Report metrics without a checkpoint, after the reports before them; returns at once."""
+        import ray.train
+
+        ray.train.report(told, checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC)
+
+    def skipped(self, step: int, metrics: Mapping[str, Any] | None) -> None:
+        """Report the metrics of a save that was left out, after the reports before it; returns at once."""
         self.counts.skipped_saves += 1
-        mode = ray.train.CheckpointUploadMode.ASYNC
-        ray.train.report(self._metrics(step, metrics), checkpoint_upload_mode=mode)
+        self.alone(self._metrics(step, metrics))
 
     def settle(self) -> None:
         """Wait until the outcome of every save in the background is known, here and to Ray."""
@@ -179,7 +210,7 @@ class Reports:
             told[score.name] = score.worst
             told[REPLACED] = {score.name: "save failed"}
 
-    def _ranked(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    def ranked(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         """The metrics of a checkpoint, with a warning where it ranks last for want of one."""
         told = self._metrics(step, metrics)
         if self.worker.rank == 0:  # those of the others count nowhere
