@@ -18,11 +18,10 @@ from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.handed import look
 from ckptstore.integrations.ray.kept_by_ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
-from ckptstore.integrations.ray.late_reports import LateReports
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
 from ckptstore.integrations.ray.pointer import Pointer
 from ckptstore.integrations.ray.preemption import MARGIN, Notice, PreemptionSave, current_notice
-from ckptstore.integrations.ray.reports import Reports
+from ckptstore.integrations.ray.reports import LateReports, Reports
 from ckptstore.integrations.ray.worker_group import RayWorkers
 from ckptstore.loading import fast_newest
 from ckptstore.loading.newest import Order, resume
