@@ -22,6 +22,7 @@ from typing import Any
 
 from ckptstore.testing.s3.connection import ClientConnection
 from ckptstore.testing.s3.control import stats
+from ckptstore.testing.s3.link import Link
 from ckptstore.testing.s3.objects import LoggedRequest, Objects, StoredObject
 from ckptstore.testing.s3.rules import Fault, Faults
 from ckptstore.testing.s3.service import Service
@@ -39,6 +40,8 @@ class S3Server:
     payload). `keep_bodies=False` keeps only sizes of larger objects, which then read as zeros, and answers at the
     speed of the socket. `md5_etags` makes an ETag the MD5 of the body, as real S3 does (1.4 s/GiB). `access_keys` are
     the access keys let in, None for all; signatures are not checked. `min_part_bytes` defaults to the 5 MiB of S3.
+    `bytes_per_second`, each way and for all connections together, and `latency_seconds`, of each request, are those of
+    the line to it.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class S3Server:
         md5_etags: bool = False,
         access_keys: Iterable[str] | None = None,
         min_part_bytes: int | None = None,
+        bytes_per_second: float | None = None,
+        latency_seconds: float = 0.0,
     ) -> None:
         keys = None if access_keys is None else frozenset(access_keys)
         service = Service(Objects(), access_keys=keys, min_part_bytes=min_part_bytes)
@@ -62,6 +67,7 @@ class S3Server:
             verify=verify,
             keep_bodies=keep_bodies,
             md5_etags=md5_etags,
+            link=Link(bytes_per_second=bytes_per_second, latency_seconds=latency_seconds),
         )
         for name in buckets:
             service.objects.buckets[name] = {}
@@ -197,6 +203,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-bodies", action="store_false", dest="keep_bodies", help="keep only sizes")
     parser.add_argument("--access-key", action="append", default=None, dest="access_keys", help="let in only these")
     parser.add_argument("--min-part-bytes", type=int, default=None)
+    parser.add_argument("--bytes-per-second", type=float, default=None, help="each way, of all connections together")
+    parser.add_argument("--latency-seconds", type=float, default=0.0, help="what each request waits for")
     server = S3Server(**vars(parser.parse_args(arguments)))
     server.start()
     print(server.endpoint_url, flush=True)
