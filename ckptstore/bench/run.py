@@ -21,10 +21,10 @@ from ckptstore.bench.peers.registry import CONTENDERS
 from ckptstore.bench.shapes import asked_bytes
 from ckptstore.bench.timeline import aligned, straggler
 from ckptstore.bench.work import Task, figure_of, work
+from ckptstore.bench.workloads.fast_nodes import fast_nodes
 from ckptstore.bench.workloads.files import files_of
 from ckptstore.bench.workloads.finding import finding
 from ckptstore.bench.workloads.scaling import scaling
-from ckptstore.bench.workloads.tier import tier
 from ckptstore.errors import InvalidInput
 from ckptstore.testing import RanksFailed, run_ranks
 
@@ -62,7 +62,7 @@ def run(asked: Asked, *, storage_options: Mapping[str, Any], command: str, show:
             if name == "ls":
                 workloads += finding(place, repeat=asked.repeat, tell=lambda text: show(f"ls: {text}", 0, 0))
             elif name == "tier":
-                workloads += tier(place, asked, size_bytes, lambda tasks, ranks: contests(tasks, ranks, show))
+                workloads += fast_nodes(place, asked, size_bytes, lambda tasks, ranks: contests(tasks, ranks, show))
             elif name == "ranks":
                 curves = scaling(place, asked, size_bytes, lambda task, ranks: contest(task, ranks, show), show)
             else:
@@ -95,11 +95,7 @@ def _check(asked: Asked) -> None:
             raise InvalidInput(f"--tensor-size has no effect on the shape {asked.shape}", hint="Give --shape tensors")
         if asked.tensor_bytes < 1:
             raise InvalidInput("--tensor-size is 0, a tensor has at least 1 byte")
-    if (
-        "tier" in asked.workloads
-        and asked.to is not None
-        and (asked.to in (S3_TEST, S3_SINK) or parse_uri(asked.to).scheme)
-    ):
+    if "tier" in asked.workloads and not is_disk(asked.to):
         raise InvalidInput(f"{asked.to} is no disk, and a fast tier lies on one", hint="Give --to a directory")
     with_line = asked.to in (S3_TEST, S3_SINK) or "tier" in asked.workloads
     if asked.latency_seconds is not None and not with_line and "ranks" not in asked.workloads:

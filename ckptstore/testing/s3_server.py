@@ -28,7 +28,7 @@ from ckptstore.testing.s3.rules import Fault, Faults
 from ckptstore.testing.s3.service import Service
 from ckptstore.testing.s3.shared import Shared
 
-__all__ = ["Fault", "Faults", "LoggedRequest", "S3Server", "StoredObject", "s3_server"]
+__all__ = ["Fault", "Faults", "Link", "LoggedRequest", "S3Server", "StoredObject", "s3_server"]
 
 _START_SECONDS = 30.0
 
@@ -40,8 +40,6 @@ class S3Server:
     payload). `keep_bodies=False` keeps only sizes of larger objects, which then read as zeros, and answers at the
     speed of the socket. `md5_etags` makes an ETag the MD5 of the body, as real S3 does (1.4 s/GiB). `access_keys` are
     the access keys let in, None for all; signatures are not checked. `min_part_bytes` defaults to the 5 MiB of S3.
-    `bytes_per_second`, each way and for all connections together, and `latency_seconds`, of each request, are those of
-    the line to it.
     """
 
     def __init__(
@@ -55,8 +53,6 @@ class S3Server:
         md5_etags: bool = False,
         access_keys: Iterable[str] | None = None,
         min_part_bytes: int | None = None,
-        bytes_per_second: float | None = None,
-        latency_seconds: float = 0.0,
     ) -> None:
         keys = None if access_keys is None else frozenset(access_keys)
         service = Service(Objects(), access_keys=keys, min_part_bytes=min_part_bytes)
@@ -67,7 +63,7 @@ class S3Server:
             verify=verify,
             keep_bodies=keep_bodies,
             md5_etags=md5_etags,
-            link=Link(bytes_per_second=bytes_per_second, latency_seconds=latency_seconds),
+            link=Link(),
         )
         for name in buckets:
             service.objects.buckets[name] = {}
@@ -96,6 +92,15 @@ class S3Server:
     def faults(self) -> Faults:
         """What goes wrong."""
         return self._shared.faults
+
+    @property
+    def link(self) -> Link:
+        """The line between it and its clients: at first one that takes no time. Another one may take its place."""
+        return self._shared.link
+
+    @link.setter
+    def link(self, link: Link) -> None:
+        self._shared.link = link
 
     @property
     def log(self) -> list[LoggedRequest]:
@@ -205,7 +210,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--min-part-bytes", type=int, default=None)
     parser.add_argument("--bytes-per-second", type=float, default=None, help="each way, of all connections together")
     parser.add_argument("--latency-seconds", type=float, default=0.0, help="what each request waits for")
-    server = S3Server(**vars(parser.parse_args(arguments)))
+    given = vars(parser.parse_args(arguments))
+    link = Link(bytes_per_second=given.pop("bytes_per_second"), latency_seconds=given.pop("latency_seconds"))
+    server = S3Server(**given)
+    server.link = link
     server.start()
     print(server.endpoint_url, flush=True)
     try:

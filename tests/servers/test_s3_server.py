@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.testing.s3_server import Fault, S3Server, s3_server
+from ckptstore.testing.s3_server import Fault, Link, S3Server, s3_server
 
 boto3 = pytest.importorskip("boto3")
 
@@ -249,7 +249,8 @@ def test_a_server_that_keeps_nothing_large_keeps_what_is_small_and_comes_in_chun
 
 
 def test_all_clients_share_the_line_to_a_server_each_way() -> None:
-    with s3_server(buckets=["b"], bytes_per_second=20e6, latency_seconds=0.05) as server:
+    with s3_server(buckets=["b"]) as server:
+        server.link = Link(bytes_per_second=20e6, latency_seconds=0.05)
         began = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda key: client(server).put_object(Bucket="b", Key=key, Body=BODY), "ab"))
@@ -267,4 +268,4 @@ def test_all_clients_share_the_line_to_a_server_each_way() -> None:
 @pytest.mark.parametrize("wrong", [{"bytes_per_second": 0.0}, {"latency_seconds": -1.0}])
 def test_no_line_is_that_slow(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must"):
-        S3Server(**wrong)  # type: ignore[arg-type]
+        Link(**wrong)

@@ -227,15 +227,11 @@ class CappedDrain(Contender):
         return None
 
     def after(self, place: str) -> None:
-        """Raises RuntimeError where the steps took longer than what they were to be beside."""
         assert self._store is not None
-        is_draining = self._store.health().not_durable_seconds is not None
         self._store.drain()
         if self.case.rank == 0:
             for checkpoint in self._store:
                 bucket_of(self.case).remove(checkpoint.uri)
-        if not is_draining:
-            raise RuntimeError("the checkpoint was in the bucket before the steps were over")
 
     def close(self) -> None:
         if self._store is not None:

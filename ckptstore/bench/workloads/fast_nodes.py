@@ -96,7 +96,7 @@ _VIEWS: Mapping[str, Sequence[_View]] = {
 }
 
 
-def tier(place: Place, asked: Asked, size_bytes: int, contests: Contests) -> Iterator[Workload]:
+def fast_nodes(place: Place, asked: Asked, size_bytes: int, contests: Contests) -> Iterator[Workload]:
     """Every contest behind both lines. Only ratios of one line are comparable; names of the second say so."""
     speed = BYTES_PER_SECOND if asked.bytes_per_second is None else asked.bytes_per_second
     latency_seconds = LATENCY_SECONDS if asked.latency_seconds is None else asked.latency_seconds
@@ -127,6 +127,9 @@ def _facts(view: _View, found: Workload, bytes_per_second: float | None, latency
     ours = found.measured(view.ours)
     if view.name in ("tier-complete", "tier-copies") and ours is not None:
         facts["requests to the bucket before it was complete"] = max(one.requests or 0 for one in ours.samples)
+    if view.name == "tier-steps" and ours is not None:  # all of it: the steps went on when the drain was over
+        most_bytes = max(one.sent_bytes or 0 for one in ours.samples)
+        facts["share that came into the bucket beside the steps"] = round(most_bytes / found.size_bytes, 2)
     return facts
 
 
