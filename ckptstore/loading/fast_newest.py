@@ -46,6 +46,7 @@ class Findings:
 def look(job: Job) -> Findings:
     """Claim the store, and find everything that this job can go on from, the newest first. Collective."""
     place = job.open_fast()
+    place.settle()
     kept: list[Any] = []
 
     def seen(_beat: Beat) -> Any:

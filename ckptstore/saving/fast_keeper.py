@@ -130,7 +130,9 @@ class FastKeeper:
             remove_files(self.storage, attempt)
 
     def committed(self, kept: Certificate, *, seconds: float, slowest: Sequence[Any]) -> None:
-        """See `Keeper.committed`."""
+        """See `Keeper.committed`. On each node one rank deletes what this one supersedes."""
+        if self._place.members.is_reporter:
+            self._place.delete_old()
         manifest = kept.manifest
         emit(
             FastCommitted(
