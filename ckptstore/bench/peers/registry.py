@@ -28,7 +28,7 @@ from ckptstore.bench.peers.tier import (
     ToDisk,
     TwoCopies,
 )
-from ckptstore.bench.peers.tier_limits import BothCopies, Loopback
+from ckptstore.bench.peers.tier_limits import BothCopies, Loopback, RawNode
 from ckptstore.bench.peers.torch_checkpointing import AsyncTorchCheckpointing, TorchCheckpointing
 
 _STATES: tuple[type[Contender], ...] = (
@@ -48,7 +48,7 @@ CONTENDERS: dict[str, tuple[type[Contender], ...]] = {
     "async": (AsyncCkptstore, AsyncCkptstoreProcess, AsyncDcp, AsyncDcpProcess, AsyncTorchCheckpointing, Memcpy),
     "directory": (DirectoryCkptstore, LinkedCkptstore, RayPersist, CopyRecursively, RawDisk, RawRequests),
     "node-cache": (OneDownload, RayAsDirectory, RawDownload),
-    "tier-save": (OneCopy, TwoCopies, NoTier, ToDisk, AsyncDcp, RawDisk, BothCopies, Loopback, Memcpy),
+    "tier-save": (OneCopy, TwoCopies, NoTier, ToDisk, AsyncDcp, RawNode, BothCopies, Loopback, Memcpy),
     "tier-resume": (FromOwnNode, FromPartner, FromEmptyNodes, FromDisk, FromBucket, RawDiskLoad),
     "tier-steps": (CappedDrain, NoDrain),
     "ranks": (Ckptstore, Dcp, DcpFsspec, DcpS3, RawDisk, RawRequests),

@@ -17,10 +17,8 @@ _SENT_BYTES = 4 * MIB
 _TIMEOUT_SECONDS = 120.0
 
 
-class BothCopies(RawDisk):
-    """The bytes of this rank and as many again, which is what a node with two copies writes."""
-
-    name = "raw disk, both copies"
+class RawNode(RawDisk):
+    """The bytes of this rank, in one of few ways."""
 
     @classmethod
     def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
@@ -31,6 +29,12 @@ class BothCopies(RawDisk):
             for kind in kinds
             for size in (4 * MIB, 16 * MIB)
         ]
+
+
+class BothCopies(RawNode):
+    """The bytes of this rank and as many again, which is what a node with two copies writes."""
+
+    name = "raw disk, both copies"
 
     def save(self, place: str) -> Wait | None:
         way = Way(durable=self.case.durable, **self.settings)
