@@ -40,7 +40,9 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
 @click.option("--to", help="A path, a URI, or s3-test or s3-sink: S3 in memory.  [temporary directory]")
 @click.option("--size", default="2GiB", show_default=True, callback=_parse_size, help="Of the state over all ranks.")
 @click.option("--scale", type=click.FloatRange(0, 1, min_open=True), help="A share of a Llama, in place of --size.")
-@click.option("--ranks", type=click.IntRange(1, 256), default=1, show_default=True, help="Real processes.")
+@click.option(
+    "--ranks", type=click.IntRange(1, 256), default=1, show_default=True, help="Real processes; with tier on each node."
+)
 @click.option("--shape", type=click.Choice(_SHAPES), default="llama-8b", show_default=True, help="What is saved.")
 @click.option("--tensor-size", callback=_parse_size, help="Of the shape tensors.  [16MiB]")
 @click.option("--peers", default="all", show_default=True, help="all, none, or names such as dcp,ray,torch.")
@@ -48,8 +50,12 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
 @click.option("--durable/--no-durable", default=True, show_default=True, help="fsync by all of them, or by none.")
 @click.option("--drop-caches", is_flag=True, help="Load from the disk, not from the page cache; needs root.")
 @click.option("--max-ranks", type=click.IntRange(64), default=16_384, show_default=True, help="Most simulated ranks.")
-@click.option("--latency-ms", type=click.FloatRange(0), help="Of each S3 test request [0], and in simulations [5].")
-@click.option("--bandwidth-mb", type=click.FloatRange(0, min_open=True), help="MB/s each way of the S3 test server.")
+@click.option(
+    "--latency-ms", type=click.FloatRange(0), help="Of S3 test requests [0; tier: 30], and in simulations [5]."
+)
+@click.option(
+    "--bandwidth-mb", type=click.FloatRange(0, min_open=True), help="Each way, of the S3 test server [tier: 200]."
+)
 @click.option("--json", "json_path", metavar="FILE", help="Write the report there; - for the standard output.")
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with charts."
