@@ -58,7 +58,7 @@ class Loopback(Limit):
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
-        views = [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in case.local.values()]
+        views = [tensor.view(-1).view(torch.uint8).numpy().data for tensor in case.local.values()]
         with socket.create_server(("127.0.0.1", 0)) as listener:
             ports = case.gather(listener.getsockname()[1])
             partner = ports[(case.rank + case.world_size // 2) % case.world_size]
