@@ -90,6 +90,8 @@ bench-check: install
 	done
 	$(BIN)/ckptstore bench save --size 256MiB --shape tensors --repeat 7 --peers dcp \
 	  --floors benchmarks/floors-disk.json
+	$(BIN)/ckptstore bench tier --size 512MiB --shape tensors --repeat 5 --peers none \
+	  --floors benchmarks/floors-tier.json
 	for what in save load; do \
 	  $(BIN)/ckptstore bench $$what --to s3-test --size 128MiB --shape tensors --repeat 7 \
 	    --peers dcp,s3torchconnector --floors benchmarks/floors-s3.json || exit 1; \

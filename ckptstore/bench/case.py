@@ -31,6 +31,8 @@ class Case:
     world_size: int
     durable: bool
     drop_caches: bool = False
+    bucket: Place | None = None
+    """Where checkpoints come to behind the training, in the workload that has a place for that."""
     shape: str = "tensors"
     local: State = field(default_factory=dict)
     """This rank's own tensors."""

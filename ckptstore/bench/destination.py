@@ -76,15 +76,26 @@ class Place:
         return len(log), sum(one["received_bytes"] for one in log), sum(one["sent_bytes"] for one in log)
 
 
+def is_disk(to: str | None) -> bool:
+    """Whether a benchmark to there writes to a disk of this machine."""
+    return to is None or not (to in (S3_TEST, S3_SINK) or parse_uri(to).scheme)
+
+
 @contextmanager
 def opened_place(
-    to: str | None, storage_options: Mapping[str, Any], *, latency_seconds: float = 0.0
+    to: str | None,
+    storage_options: Mapping[str, Any],
+    *,
+    latency_seconds: float = 0.0,
+    bytes_per_second: float | None = None,
 ) -> Iterator[Place]:
-    """A new prefix below `to`; all that was written there is removed at the end, and nothing else. On a test server,
-    every request waits for the latency."""
+    """A new prefix below `to`; all that was written there is removed at the end, and nothing else. The latency of each
+    request and the speed of the line are those of a test server."""
     name = f"ckptstore-bench-{uuid.uuid4().hex[:12]}"
     if to in (S3_TEST, S3_SINK):
-        with _test_server(keeps=to == S3_TEST, latency_seconds=latency_seconds) as endpoint_url:
+        line = ["--latency-seconds", str(latency_seconds)]
+        line += [] if bytes_per_second is None else ["--bytes-per-second", str(bytes_per_second)]
+        with _test_server(*line, keeps=to == S3_TEST) as endpoint_url:
             options = {
                 "key": "test",
                 "secret": "testsecret",
@@ -123,23 +134,20 @@ def opened_place(
 
 
 @contextmanager
-def _test_server(*, keeps: bool, latency_seconds: float) -> Iterator[str]:
+def _test_server(*line: str, keeps: bool) -> Iterator[str]:
     """The S3 server in memory, in a process of its own, so that its work is not counted as the client's.
 
     One that does not keep what is large receives it into the same memory again and again: new memory can cost a server
     several times what the transfer costs. It believes all digests, for SHA-256 costs it more for some clients.
     """
     command = [sys.executable, "-m", "ckptstore.testing.s3_server", "--bucket", _BUCKET]
-    command += [] if keeps else ["--no-verify", "--no-bodies"]
+    command += [*line] if keeps else [*line, "--no-verify", "--no-bodies"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             endpoint_url = server.stdout.readline().strip()
             if not endpoint_url:
                 raise RuntimeError("The S3 test server did not start")
-            if latency_seconds:
-                late = json.dumps([{"action": "delay", "seconds": latency_seconds, "times": None}]).encode()
-                urllib.request.urlopen(f"{endpoint_url}/_control/faults", data=late, timeout=60).close()
             yield endpoint_url
         finally:
             server.kill()

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.bench import machine
-from ckptstore.bench.destination import Place, check_room, opened_place
+from ckptstore.bench.destination import Place, check_room, is_disk, opened_place
 from ckptstore.bench.figures.report import OURS, S3_SINK, S3_TEST, Asked, Report, Sample, Workload, WorkloadOutcome
 from ckptstore.bench.peers.base import installed_versions
 from ckptstore.bench.peers.registry import CONTENDERS
 from ckptstore.bench.shapes import asked_bytes
 from ckptstore.bench.timeline import aligned, straggler
 from ckptstore.bench.work import Task, figure_of, work
+from ckptstore.bench.workloads.fast_nodes import fast_nodes
 from ckptstore.bench.workloads.files import files_of
 from ckptstore.bench.workloads.finding import finding
 from ckptstore.bench.workloads.scaling import scaling
@@ -28,8 +29,8 @@ from ckptstore.errors import InvalidInput
 from ckptstore.testing import RanksFailed, run_ranks
 
 _TIMEOUT_SECONDS = 3600.0
-_STATES_ON_DISK = {"save": 2, "load": 9, "async": 4, "directory": 3, "node-cache": 5, "ranks": 2, "ls": 0}
-_STATES_IN_MEMORY = {"save": 4, "load": 6, "async": 9, "directory": 2, "node-cache": 1, "ranks": 3, "ls": 0}
+_STATES_ON_DISK = {"save": 2, "load": 9, "async": 4, "directory": 3, "node-cache": 5, "tier": 9, "ranks": 2, "ls": 0}
+_STATES_IN_MEMORY = {"save": 4, "load": 6, "async": 9, "directory": 2, "node-cache": 1, "tier": 12, "ranks": 3, "ls": 0}
 """At the most, as multiples of the size."""
 _TITLES = {
     "save": "Save a state",
@@ -48,7 +49,8 @@ def run(asked: Asked, *, storage_options: Mapping[str, Any], command: str, show:
     _check(asked)
     size_bytes = asked_bytes(asked.shape, size_bytes=asked.size_bytes, scale=asked.scale)
     started = time.time()
-    with opened_place(asked.to, storage_options, latency_seconds=asked.latency_seconds or 0.0) as place:
+    line = {"latency_seconds": asked.latency_seconds or 0.0, "bytes_per_second": asked.bytes_per_second}
+    with opened_place(asked.to, storage_options, **line) as place:  # type: ignore[arg-type]
         check_room(
             place,
             disk_bytes=size_bytes * max(_STATES_ON_DISK[name] for name in asked.workloads),
@@ -59,12 +61,19 @@ def run(asked: Asked, *, storage_options: Mapping[str, Any], command: str, show:
         for name in asked.workloads:
             if name == "ls":
                 workloads += finding(place, repeat=asked.repeat, tell=lambda text: show(f"ls: {text}", 0, 0))
+            elif name == "tier":
+                workloads += fast_nodes(place, asked, size_bytes, lambda tasks, ranks: contests(tasks, ranks, show))
             elif name == "ranks":
                 curves = scaling(place, asked, size_bytes, lambda task, ranks: contest(task, ranks, show), show)
             else:
                 workloads.append(_workload(name, asked, place, size_bytes, show))
         told = machine.describe(place)
-    kinds = [kind for name in asked.workloads for kind in CONTENDERS.get(name, ())]
+    kinds = [
+        kind
+        for contest_name, found in CONTENDERS.items()
+        if contest_name in asked.workloads or ("tier" in asked.workloads and contest_name.startswith("tier-"))
+        for kind in found
+    ]
     return Report(
         created_at=started,
         command=command,
@@ -86,10 +95,17 @@ def _check(asked: Asked) -> None:
             raise InvalidInput(f"--tensor-size has no effect on the shape {asked.shape}", hint="Give --shape tensors")
         if asked.tensor_bytes < 1:
             raise InvalidInput("--tensor-size is 0, a tensor has at least 1 byte")
-    if asked.latency_seconds is not None and asked.to not in (S3_TEST, S3_SINK) and "ranks" not in asked.workloads:
+    if "tier" in asked.workloads and not is_disk(asked.to):
+        raise InvalidInput(f"{asked.to} is no disk, and a fast tier lies on one", hint="Give --to a directory")
+    with_line = asked.to in (S3_TEST, S3_SINK) or "tier" in asked.workloads
+    if asked.latency_seconds is not None and not with_line and "ranks" not in asked.workloads:
         raise InvalidInput(
             "--latency-ms has no effect here: no test server and no simulated rank takes part",
             hint=f"Give --to {S3_TEST}, or measure ranks",
+        )
+    if asked.bytes_per_second is not None and not with_line:
+        raise InvalidInput(
+            "--bandwidth-mb has no effect here: no test server takes part", hint=f"Give --to {S3_TEST}, or measure tier"
         )
 
 
@@ -103,15 +119,19 @@ def _workload(name: str, asked: Asked, place: Place, size_bytes: int, show: Show
 
 def contest(task: Task, ranks: int, show: Show) -> Workload:
     """One workload by real processes. Never raises for what a rank does: it is told as every contender's failure."""
-    with tempfile.TemporaryDirectory(prefix="ckptstore-bench-") as name, _told(Path(name), task.name, show) as told:
+    return contests([task], ranks, show)[0]
+
+
+def contests(tasks: Sequence[Task], ranks: int, show: Show) -> list[Workload]:
+    """The same for several workloads by the same processes, one after another."""
+    with tempfile.TemporaryDirectory(prefix="ckptstore-bench-") as name, _told(Path(name), tasks[0].name, show) as told:
+        tasks = [replace(task, told=str(told)) for task in tasks]
         try:
             with redirect_stdout(StringIO()):  # what peers print; of a failure it is in the error
-                found = run_ranks(
-                    ranks, work, replace(task, told=str(told)), timeout_seconds=_TIMEOUT_SECONDS, env=_env(task)
-                )
+                found = run_ranks(ranks, work, tasks, timeout_seconds=_TIMEOUT_SECONDS, env=_env(tasks[0]))
         except RanksFailed as error:
-            return _failed(task, ranks, str(error))
-    return join(task, found)
+            return [_failed(task, ranks, str(error)) for task in tasks]
+    return [join(task, [rank[number] for rank in found]) for number, task in enumerate(tasks)]
 
 
 def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:

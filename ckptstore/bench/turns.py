@@ -152,7 +152,8 @@ class Contest:
     def timed(self, contender: Contender, call: Callable[[], Any]) -> Sample:
         """One call of all ranks, and the wait for what it began."""
         case, is_first = self.case, self.case.rank == 0
-        before = case.place.counts() if is_first else (0, 0, 0)
+        server = case.bucket or case.place
+        before = server.counts() if is_first else (0, 0, 0)
         case.gather(None)
 
         def measured() -> Meter:
@@ -165,8 +166,8 @@ class Contest:
 
         meter = self._together(measured)
         sample = meter.sample()
-        if is_first and case.place.endpoint_url is not None:
-            requests, sent, received = (now - then for now, then in zip(case.place.counts(), before, strict=True))
+        if is_first and server.endpoint_url is not None:
+            requests, sent, received = (now - then for now, then in zip(server.counts(), before, strict=True))
             sample = meter.sample(requests=requests, sent_bytes=sent, received_bytes=received)
         return sample if contender.role == "ckptstore" else replace(sample, retries=None)
 

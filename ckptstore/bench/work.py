@@ -6,6 +6,7 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from ckptstore.testing.hooked import Call
 
 FIGURES = {"async": "blocked_seconds"}
 """What the ratios of a workload are taken of; total seconds where nothing else is said."""
-_ACTIONS = {"load": "load", "node-cache": "load"}
+_ACTIONS = {"load": "load", "node-cache": "load", "tier-resume": "load"}
 _WATCHED: dict[str, type[Ckptstore]] = {"save": Ckptstore, "async": AsyncCkptstore}
 """The workloads of which a timeline is taken."""
 
@@ -39,6 +40,8 @@ class Task:
     asked: Asked
     place: Place
     size_bytes: int
+    bucket: Place | None = None
+    """Of a fast tier."""
     files: str = ""
     """The directory that is saved: `rank-N` of it, or all of it in "node-cache"."""
     told: str = ""
@@ -53,21 +56,33 @@ def figure_of(name: str) -> str:
     return FIGURES.get(name, "total_seconds")
 
 
-def work(task: Task) -> dict[str, Any]:
-    """All turns of one workload. Returns this rank's outcomes, and what it did in one save that was only watched."""
+def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """All turns of some workloads, one after another. Returns for each this rank's outcomes, and what it did in one
+    save that was only watched."""
     warnings.simplefilter("ignore")
     with process_group() as (rank, world_size):
         use_threads(world_size, os.cpu_count() or 1)
-        case = _case(task, rank, world_size)
-        tell = _teller(task, rank)
-        kinds = [kind for kind in CONTENDERS[task.name] if kind.role != "peer" or task.asked.wants(kind.family)]
-        contest = Contest(case, _ACTIONS.get(task.name, "save"), figure=figure_of(task.name), tell=tell)
-        outcomes: list[WorkloadOutcome] = contest.run(kinds, repeat=task.asked.repeat)
-        watched: dict[str, Any] = {}
-        if task.name in _WATCHED and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
-            tell("timeline", 0)
-            watched = watch(case, _WATCHED[task.name], task)
-        return {"outcomes": outcomes, "watched": watched, "rank_bytes": case.rank_bytes}
+        found = []
+        for task in tasks:
+            case = _case(task, rank, world_size)
+            found.append(_turns(case, task))
+            case.gather(None)
+            if len(tasks) > 1 and rank == 0:  # the next one gets the same room
+                for place in (case.place, *filter(None, [case.bucket])):
+                    place.remove(place.uri)
+        return found
+
+
+def _turns(case: Case, task: Task) -> dict[str, Any]:
+    tell = _teller(task, case.rank)
+    kinds = [kind for kind in CONTENDERS[task.name] if kind.role != "peer" or task.asked.wants(kind.family)]
+    contest = Contest(case, _ACTIONS.get(task.name, "save"), figure=figure_of(task.name), tell=tell)
+    outcomes: list[WorkloadOutcome] = contest.run(kinds, repeat=task.asked.repeat)
+    watched: dict[str, Any] = {}
+    if task.name in _WATCHED and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
+        tell("timeline", 0)
+        watched = watch(case, _WATCHED[task.name], task)
+    return {"outcomes": outcomes, "watched": watched, "rank_bytes": case.rank_bytes}
 
 
 def _case(task: Task, rank: int, world_size: int) -> Case:
@@ -77,13 +92,14 @@ def _case(task: Task, rank: int, world_size: int) -> Case:
         world_size=world_size,
         durable=task.asked.durable,
         drop_caches=task.asked.drop_caches,
+        bucket=task.bucket,
     )
     if task.files:
         case.files = Path(task.files) / f"rank-{rank}" if task.name == "directory" else Path(task.files)
         case.rank_bytes = sum(path.stat().st_size for path in case.files.rglob("*") if path.is_file())
     else:
         case.make_state(task.asked.shape, task.size_bytes, task.asked.tensor_bytes or TENSOR_BYTES)
-        if task.name == "load":
+        if _ACTIONS.get(task.name) == "load":
             case.make_target()
     return case
 

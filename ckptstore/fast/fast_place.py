@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -45,12 +45,13 @@ class FastPlace:
     """What reaches the other nodes, by name."""
     _in_use: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _deletion: threading.Thread | None = None
 
     def __post_init__(self) -> None:
         in_forked_child(self, FastPlace._after_fork)
 
     def _after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._deletion = threading.Lock(), None
 
     @property
     def in_use(self) -> frozenset[str]:
@@ -140,18 +141,42 @@ class FastPlace:
         return tuple(sorted(set(ranks)))
 
     def has_saved(self, attempt: Attempt) -> None:
-        """Reporter: an attempt is certified, or perhaps is. Every rank of the node has left the saves before it.
-
-        What is superseded goes, and so does what failed saves of this job have left. It needs no look at the log: a
-        later job marks its epoch on this disk before it looks, and no job of a lower one deletes after that. A failure
-        is only logged: the next save tries again.
-        """
+        """Reporter: an attempt is certified, or perhaps is."""
         self.saved.append(str(attempt))
-        old = [name for name in self.saved[: -self.tier.keep] if name not in self.in_use]
+
+    def delete_old(self) -> None:
+        """Reporter: the last save has ended well. Every rank of the node has left the saves before it, and no rank has
+        begun another one.
+
+        What is superseded goes, and so does what failed saves of this job have left. Nobody waits for the deletion but
+        the next save before it writes (`settle`). It needs no look at the log: a later job marks its epoch on this disk
+        before it looks, and no job of a lower one deletes after that. A failure is only logged: the next save tries
+        again.
+        """
+        self.settle()
+        old = {name for name in self.saved[: -self.tier.keep] if name not in self.in_use}
         try:
-            for other in self.disk.attempts():
-                if str(other) in old or (other.epoch == self.epoch and str(other) not in self.saved):
-                    self.disk.delete_as(self.epoch, other)
+            attempts = self.disk.attempts()  # now: that of the next save is not there yet
+        except CkptstoreError as error:
+            logger.warning("old fast checkpoints on %s could not be listed: %s", self.disk.node, error)
+            return
+        left = [one for one in attempts if str(one) in old or (one.epoch == self.epoch and str(one) not in self.saved)]
+        if left or old:
+            self._deletion = threading.Thread(
+                target=self._delete, args=(left, old), name="ckptstore-fast-delete", daemon=True
+            )
+            self._deletion.start()
+
+    def settle(self) -> None:
+        """Wait until nothing is being deleted by this process."""
+        if self._deletion is not None:
+            self._deletion.join()
+            self._deletion = None
+
+    def _delete(self, attempts: Sequence[Attempt], old: Collection[str]) -> None:
+        try:
+            for attempt in attempts:
+                self.disk.delete_as(self.epoch, attempt)
         except CkptstoreError as error:
             logger.warning("old fast checkpoints on %s could not be deleted: %s", self.disk.node, error)
         else:
@@ -159,6 +184,7 @@ class FastPlace:
 
     def close(self) -> None:
         """Give threads, connections and buffers back."""
+        self.settle()
         for client in self.clients.values():
             client.close()
         if self.server is not None:

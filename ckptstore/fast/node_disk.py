@@ -138,9 +138,10 @@ class NodeDisk:
     def certify(self, data: bytes, *, ranks: Collection[int]) -> Certificate:
         """Write a certificate beside the files of `ranks`, which this node holds; it is durable when this returns.
 
-        Every file is there with its size and is durable before. Where the same certificate is there already, nothing
-        happens. Raises CheckpointDamaged when a file is not as the manifest says, or another certificate is there;
-        StorageError. After an error the certificate may be there: it is whole then, and so are the files.
+        Every file is there with its size. Whoever stored it has made it durable; the directories are made so here,
+        for several processes create them. Where the same certificate is there already, nothing happens. Raises
+        CheckpointDamaged when a file is not as the manifest says, or another certificate is there; StorageError. After
+        an error the certificate may be there: it is whole then, and so are the files.
         """
         certificate = Certificate.decode(data)
         attempt, sizes = certificate.attempt, self._sizes(certificate.attempt)
@@ -154,7 +155,7 @@ class NodeDisk:
                     rank=receipt.rank,
                     file=receipt.name,
                 )
-        self._persist([attempt.key(receipt.name) for receipt in receipts])
+        self._flush_directories([attempt.key(receipt.name) for receipt in receipts])
         key = attempt.key(CERTIFICATE_NAME)
         if not self.storage.create(key, data) and self.storage.read(key) != data:
             raise CheckpointDamaged(f"{key} is there already with other contents", file=key, step=attempt.step)
@@ -237,9 +238,8 @@ class NodeDisk:
         self.storage.delete([file.key for file in self.storage.list(attempt.prefix)])
         self.storage.remove_directories(attempt.prefix.rstrip("/"))
 
-    def _persist(self, keys: Collection[str]) -> None:
-        """Make files durable and all directories that lead to them: other processes may have created those."""
-        self.storage.persist(list(keys))
+    def _flush_directories(self, keys: Collection[str]) -> None:
+        """Make all directories durable that lead to these files, with the names in them."""
         for directory in sorted({str(parent) for key in keys for parent in PurePosixPath(key).parents}, reverse=True):
             path = str(self.storage.local_path("" if directory == "." else directory))
             try:

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import hmac
 import json
+import mmap
 import os
 import socket
 import struct
@@ -167,7 +168,7 @@ def _written(disk: NodeDisk, key: str, size_bytes: int, connection: socket.socke
     """Write what comes as a file, durable, and return its CRC32C. Raises StorageError; OSError of the connection."""
     storage, crc = disk.storage, 0
     part_bytes = min(storage.part_bytes(size_bytes), size_bytes)
-    block = memoryview(bytearray(part_bytes))
+    block = _memory(part_bytes)
     if size_bytes == part_bytes:
         receive_into(connection, block)
         storage.write(key, [block])
@@ -186,6 +187,11 @@ def _written(disk: NodeDisk, key: str, size_bytes: int, connection: socket.socke
             raise
     storage.persist([key])
     return crc
+
+
+def _memory(size_bytes: int) -> memoryview:
+    """Memory that begins at a page where it is large: so a disk takes it without another copy."""
+    return memoryview(bytearray(size_bytes) if size_bytes < mmap.PAGESIZE else mmap.mmap(-1, size_bytes))
 
 
 class NodeClient:

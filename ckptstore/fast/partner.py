@@ -16,13 +16,15 @@ from ckptstore.transfer.planned import PlannedFile, Upload
 from ckptstore.transfer.sources import FileSource
 
 _BLOCK_BYTES = 4 << 20
+_NUM_STREAMS = 2
+"""How many files a rank sends at once. Each takes a part of memory on the other node."""
 _BEAT_SECONDS = 0.5
 
 
 class DoubledUpload:
     """An upload to the disk of this node that has ended when the partner has the same files, durable and equal.
 
-    It takes one block of memory beside that of the upload. Raises what the upload raises, StorageError and its kin for
+    It takes two blocks of memory beside that of the upload. Raises what the upload raises, StorageError and its kin for
     what the partner says, CheckpointDamaged when the copy is not equal.
     """
 
@@ -63,41 +65,63 @@ def copy_to_partner(place: FastPlace, attempt: Attempt, crcs: dict[str, int], *,
 
 
 class _Sending:
-    """Files on their way to another node, on a thread of their own."""
+    """Files on their way to another node, on threads of their own.
+
+    While one file waits for the disk of the other node, another is on the line.
+    """
 
     def __init__(self, client: NodeClient, files: Sequence[PlannedFile]) -> None:
         self._client, self._files = client, files
-        self._crcs: list[int] = []
+        self._crcs: dict[int, int] = {}
+        self._left = iter(enumerate(files))
         self._error: BaseException | None = None
         self._given_up = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ckptstore-partner", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, name="ckptstore-partner", daemon=True)
+            for _ in range(min(_NUM_STREAMS, len(files)))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def result(self, beat: Callable[[], None]) -> list[int]:
         """The digest of each copy, by the partner."""
-        while self._thread.is_alive():
-            self._thread.join(_BEAT_SECONDS)
-            beat()
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(_BEAT_SECONDS)
+                beat()
         if isinstance(self._error, CkptstoreError):
             raise self._error
         if self._error is not None:
             raise RankFailed(f"{type(self._error).__name__}: {self._error}") from self._error
-        return self._crcs
+        return [self._crcs[number] for number in range(len(self._files))]
 
     def give_up(self) -> None:
         """Nobody wants them any more. Returns when no source is read any more."""
+        self._end()
+        for thread in self._threads:
+            thread.join()
+
+    def _end(self) -> None:
         self._given_up.set()
         self._client.interrupt()
-        self._thread.join()
 
     def _run(self) -> None:
         scratch = memoryview(bytearray(_BLOCK_BYTES))
         try:
-            for file in self._files:
+            while (found := self._next()) is not None:
+                number, file = found
                 attempt, name = _named(file.key)
-                self._crcs.append(self._client.write(attempt, name, file.source, scratch, given_up=self._given_up))
+                crc = self._client.write(attempt, name, file.source, scratch, given_up=self._given_up)
+                self._crcs[number] = crc
         except BaseException as error:
-            self._error = error
+            with self._lock:
+                self._error = self._error or error  # what the others say now follows from it
+            self._end()
+
+    def _next(self) -> tuple[int, PlannedFile] | None:
+        with self._lock:
+            return None if self._given_up.is_set() else next(self._left, None)
 
 
 def _named(key: str) -> tuple[Attempt, str]:

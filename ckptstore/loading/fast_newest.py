@@ -50,6 +50,7 @@ def look(job: Job, *, is_loaded: bool = True) -> Findings:
     damaged in one of them is found when the candidates are forgotten.
     """
     place = job.open_fast()
+    place.settle()
     kept: list[Any] = []
 
     known: dict[str, Certificate] = {}

@@ -75,8 +75,8 @@ class FastKeeper:
         place = self._place
         for name in contents.directories:
             place.disk.storage.make_directory(attempt.key(name))
+        place.disk.storage.persist([attempt.key(name) for name in contents.pending])
         if place.tier.copies == 2 and contents.pending:
-            place.disk.storage.persist([attempt.key(name) for name in contents.pending])
             own = {receipt.name: receipt for receipt in contents.receipts}
             crcs = {name: crc for name in contents.pending if (crc := own[name].crc32c) is not None}
             copy_to_partner(place, attempt, crcs, beat=beat)
@@ -131,7 +131,9 @@ class FastKeeper:
             remove_files(self.storage, attempt)
 
     def committed(self, kept: Certificate, *, seconds: float, slowest: Sequence[Any]) -> None:
-        """See `Keeper.committed`."""
+        """See `Keeper.committed`. On each node one rank deletes what this one supersedes."""
+        if self._place.members.is_reporter:
+            self._place.delete_old()
         manifest = kept.manifest
         emit(
             FastCommitted(

@@ -156,6 +156,8 @@ class StateSaver:
             record = story.finish(keeper, stored, begun)
             self._kept, self._last_record = shard.kept, (record, time.monotonic())
             return record
+        assert job.fast is not None  # its keeper has it
+        job.fast.settle()  # a disk has room for what is being saved beside what stays, and for no more
         try:
             return self._offered(story.finish(keeper, stored, begun))
         except StorageFull as error:

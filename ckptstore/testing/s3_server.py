@@ -22,12 +22,13 @@ from typing import Any
 
 from ckptstore.testing.s3.connection import ClientConnection
 from ckptstore.testing.s3.control import stats
+from ckptstore.testing.s3.link import Link
 from ckptstore.testing.s3.objects import LoggedRequest, Objects, StoredObject
 from ckptstore.testing.s3.rules import Fault, Faults
 from ckptstore.testing.s3.service import Service
 from ckptstore.testing.s3.shared import Shared
 
-__all__ = ["Fault", "Faults", "LoggedRequest", "S3Server", "StoredObject", "s3_server"]
+__all__ = ["Fault", "Faults", "Link", "LoggedRequest", "S3Server", "StoredObject", "s3_server"]
 
 _START_SECONDS = 30.0
 
@@ -62,6 +63,7 @@ class S3Server:
             verify=verify,
             keep_bodies=keep_bodies,
             md5_etags=md5_etags,
+            link=Link(),
         )
         for name in buckets:
             service.objects.buckets[name] = {}
@@ -90,6 +92,15 @@ class S3Server:
     def faults(self) -> Faults:
         """What goes wrong."""
         return self._shared.faults
+
+    @property
+    def link(self) -> Link:
+        """The line between it and its clients: at first one that takes no time. Another one may take its place."""
+        return self._shared.link
+
+    @link.setter
+    def link(self, link: Link) -> None:
+        self._shared.link = link
 
     @property
     def log(self) -> list[LoggedRequest]:
@@ -197,7 +208,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-bodies", action="store_false", dest="keep_bodies", help="keep only sizes")
     parser.add_argument("--access-key", action="append", default=None, dest="access_keys", help="let in only these")
     parser.add_argument("--min-part-bytes", type=int, default=None)
-    server = S3Server(**vars(parser.parse_args(arguments)))
+    parser.add_argument("--bytes-per-second", type=float, default=None, help="each way, of all connections together")
+    parser.add_argument("--latency-seconds", type=float, default=0.0, help="what each request waits for")
+    given = vars(parser.parse_args(arguments))
+    link = Link(bytes_per_second=given.pop("bytes_per_second"), latency_seconds=given.pop("latency_seconds"))
+    server = S3Server(**given)
+    server.link = link
     server.start()
     print(server.endpoint_url, flush=True)
     try:

@@ -130,12 +130,20 @@ def test_a_floor_that_is_too_high_fails_and_a_lower_one_holds() -> None:
     assert floors({"workload": "save", "role": "limit", "floor": 0.51}) == ["BELOW"]
 
 
+def test_a_floor_can_be_against_the_slowest_of_some() -> None:
+    both = {"workload": "save", "slowest_of": ["raw disk", "DCP FileSystemWriter"]}
+    assert floors({**both, "floor": 1.8}) == ["ok"]
+    assert floors({**both, "floor": 1.9}) == ["BELOW"]
+    assert floors({**both, "slowest_of": ["DCP FileSystemWriter", "gone"], "floor": 0.1}) == ["BELOW"]
+    assert floors({**both, "slowest_of": [], "floor": 0.1}) == ["BELOW"]
+
+
 def test_a_floor_against_nobody_does_not_hold_and_one_of_another_workload_is_not_asked() -> None:
     assert floors({"workload": "save", "contender": "gone", "floor": 0.1}) == ["BELOW"]
     assert floors({"workload": "load", "contender": "gone", "floor": 0.1}) == []
 
 
-@pytest.mark.parametrize("name", ["floors", "floors-disk", "floors-s3"])
+@pytest.mark.parametrize("name", ["floors", "floors-disk", "floors-s3", "floors-tier"])
 def test_the_recorded_floors_can_be_read(name: str) -> None:
     root = Path(__file__).parents[2]
     recorded = read_floors(root / f"benchmarks/{name}.json")

@@ -68,6 +68,31 @@ def test_a_save_is_measured_beside_a_peer_and_the_limit_and_leaves_nothing(tmp_p
     assert not (tmp_path / "new").exists()
 
 
+def test_a_fast_tier_is_measured_and_asks_the_bucket_for_nothing_before_a_checkpoint_is_complete(
+    tmp_path: Path,
+) -> None:
+    told, shown = tmp_path / "told.json", tmp_path / "shown.html"
+    options = ["--size", "2MiB", "--shape", "tensors", "--repeat", 1, "--peers", "none", "--latency-ms", 1]
+    bench("tier", *options, "--to", tmp_path / "place", "--json", told, "--html", shown)
+    found, value = measured(told), json.loads(told.read_text())
+    names = ("complete", "copies", "stall", "resume", "resume-partner", "resume-bucket", "steps")
+    assert list(found) == [f"tier-{name}{line}" for line in ("", "-full-speed") for name in names]
+    failed = [one for workload in value["workloads"] for one in workload["outcomes"] if one["status"] != "measured"]
+    assert failed == []
+    for workload in ("tier-complete", "tier-copies-full-speed"):
+        assert [one["requests"] for one in found[workload]["ckptstore"]["samples"]] == [0]
+    assert found["tier-complete"]["ckptstore, no tier"]["samples"][0]["requests"] > 0
+    resumes = {name: one["samples"][0] for name, one in found["tier-resume"].items()}
+    assert resumes["ckptstore"]["received_bytes"] < 1 << 20, "what the disk has is not read from the bucket"
+    assert resumes["ckptstore, from the partner"]["received_bytes"] < 1 << 20
+    assert resumes["ckptstore, from the bucket"]["received_bytes"] > 2 << 20
+    lines = [workload["facts"]["line"] for workload in value["workloads"][:: len(names)]]
+    assert lines == ["the line to the bucket has 200 MB/s and 1 ms", "the bucket answers at full speed"]
+    assert "requests to the bucket before it was complete" in value["workloads"][0]["facts"]
+    assert "two copies" in shown.read_text()
+    assert not (tmp_path / "place").exists()
+
+
 @pytest.mark.slow
 def test_benchmarks_for_developers_have_floors_too(tmp_path: Path) -> None:
     floors, root = tmp_path / "floors.json", Path(__file__).parents[2]
@@ -174,6 +199,10 @@ def test_nothing_is_loaded_from_a_server_that_keeps_nothing() -> None:
     assert "s3-sink keeps nothing that load could read" in result.output
 
 
+def test_a_fast_tier_is_measured_on_a_disk_alone() -> None:
+    assert "s3-test is no disk" in bench("tier", "--to", "s3-test", code=InvalidInput.exit_code).output
+
+
 def test_unknown_peers_and_sizes_are_refused() -> None:
     assert "does not know tape" in bench("save", "--peers", "tape", code=InvalidInput.exit_code).output
     bench("save", "--size", "many", code=2)
@@ -246,6 +275,7 @@ def test_a_rank_that_writes_slowly_is_seen_in_the_timeline(tmp_path: Path) -> No
         (("save", "--tensor-size", "1MiB"), "--tensor-size has no effect on the shape llama-8b"),
         (("save", "--shape", "tensors", "--tensor-size", "0"), "--tensor-size is 0"),
         (("save", "--latency-ms", "5"), "--latency-ms has no effect here"),
+        (("save", "--bandwidth-mb", "5"), "--bandwidth-mb has no effect here"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(given: tuple[str, ...], message: str, tmp_path: Path) -> None:

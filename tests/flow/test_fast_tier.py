@@ -5,9 +5,12 @@ Ranks are threads, nodes are directories with names; the rest is real, the conne
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import subprocess
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -360,6 +363,29 @@ def test_only_what_is_superseded_goes(jobs: Jobs) -> None:
     jobs.run("a", lambda store, rank: resume(store, rank), keep=3)
     assert steps() == [1, 2, 3]
     assert jobs.run("a", flow, keep=1, drain_bytes_per_second=None) == [[[4], [5], [6]]]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_every_file_is_made_durable_once_before_its_checkpoint_is_certified(
+    jobs: Jobs, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_fsync, flushed, lock = os.fsync, Counter[str](), threading.Lock()
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_file() and not (path.parent / "fast.json").exists() and "-tmp-" not in path.name:
+            with lock:
+                flushed[str(path)] += 1
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    large = torch.ones(5 << 20)
+    jobs.run("aab", lambda store, rank: store.save(1, {**state_of(1, rank), "large": large}), copies=copies)
+    for node in "ab":
+        (attempt,) = jobs.attempts(node)
+        stored = {str(file) for file in attempt.iterdir() if file.name != "fast.json"}
+        assert len(stored) >= (1 if copies == 1 and node == "b" else 3)
+        assert {path: flushed[path] for path in stored} == dict.fromkeys(stored, 1)
 
 
 def test_a_save_that_fails_leaves_nothing(jobs: Jobs) -> None:

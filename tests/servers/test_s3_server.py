@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from typing import Any
 
 import pytest
 
-from ckptstore.testing.s3_server import Fault, S3Server, s3_server
+from ckptstore.testing.s3_server import Fault, Link, S3Server, s3_server
 
 boto3 = pytest.importorskip("boto3")
 
@@ -244,3 +246,26 @@ def test_a_server_that_keeps_nothing_large_keeps_what_is_small_and_comes_in_chun
             assert connection.getresponse().read() == body
         assert server.objects.buckets["b"]["large"].size_bytes == 1_500_000
         connection.close()
+
+
+def test_all_clients_share_the_line_to_a_server_each_way() -> None:
+    with s3_server(buckets=["b"]) as server:
+        server.link = Link(bytes_per_second=20e6, latency_seconds=0.05)
+        began = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda key: client(server).put_object(Bucket="b", Key=key, Body=BODY), "ab"))
+        assert time.monotonic() - began > 2 * len(BODY) / 20e6
+        began = time.monotonic()
+        assert client(server).get_object(Bucket="b", Key="a")["Body"].read() == BODY
+        assert time.monotonic() - began > len(BODY) / 20e6 + 0.05 - 256 * 1024 / 20e6, "the last piece is on its way"
+        began = time.monotonic()
+        client(server).head_object(Bucket="b", Key="b")
+        assert time.monotonic() - began > 0.05
+        urllib.request.urlopen(f"{server.endpoint_url}/_control/stats", timeout=10).close()
+        assert server.stats["requests"] == 4, "what controls the server is none of its requests"
+
+
+@pytest.mark.parametrize("wrong", [{"bytes_per_second": 0.0}, {"latency_seconds": -1.0}])
+def test_no_line_is_that_slow(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        Link(**wrong)

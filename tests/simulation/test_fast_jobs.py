@@ -54,10 +54,11 @@ def test_oldest_first_is_found(simulation: Simulation, monkeypatch: pytest.Monke
 
 
 def test_a_deletion_that_is_too_early_is_found(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
-    def has_saved(self: fast_place.FastPlace, attempt: Any) -> None:
-        self.disk.delete_as(self.epoch, attempt)
+    def delete_all(self: fast_place.FastPlace) -> None:
+        for attempt in self.disk.attempts():
+            self.disk.delete_as(self.epoch, attempt)
 
-    monkeypatch.setattr(fast_place.FastPlace, "has_saved", has_saved)
+    monkeypatch.setattr(fast_place.FastPlace, "delete_old", delete_all)
     rule = "what is neither durable nor superseded stays"
     assert rule in _rules(simulation, 20, rule)
 

@@ -207,5 +207,62 @@ def test_what_is_given_up_is_not_read_any_more(disk: NodeDisk, monkeypatch: pyte
             sending.result(lambda: None)
 
 
+class Meeting:
+    """A source of which the first byte is read once all parties read theirs."""
+
+    size_bytes = 5000
+    payloads: Sequence[tuple[int, int]] = ()
+    in_memory = True
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self._barrier = barrier
+
+    @contextmanager
+    def open(self) -> Iterator[Any]:
+        def read(offset: int, size_bytes: int, scratch: memoryview) -> list[memoryview]:
+            self._barrier.wait(30)
+            return [memoryview(b"x" * size_bytes)]
+
+        yield read
+
+
+def test_two_files_are_on_their_way_to_the_partner_at_once(client: NodeClient) -> None:
+    from ckptstore.fast.partner import _Sending
+    from ckptstore.transfer.planned import PlannedFile
+
+    barrier = threading.Barrier(2)
+    files = [PlannedFile(ATTEMPT.key(name), Meeting(barrier)) for name in "abcd"]
+    assert _Sending(client, files).result(lambda: None) == [crc32c(b"x" * 5000)] * 4
+    assert _Sending(client, []).result(lambda: None) == []
+
+
+def test_the_first_error_ends_what_else_is_on_its_way(disk: NodeDisk, client: NodeClient) -> None:
+    """Else a save that has failed would wait for all that can still be sent."""
+    from ckptstore.fast.partner import _Sending
+    from ckptstore.transfer.planned import PlannedFile
+
+    class Broken(Slow):
+        size_bytes = 5000
+
+        @contextmanager
+        def open(self) -> Iterator[Any]:
+            def read(offset: int, size_bytes: int, scratch: memoryview) -> list[memoryview]:
+                while not endless.reads:
+                    time.sleep(0.01)
+                raise InvalidInput("the source is broken")
+
+            yield read
+
+    endless = Slow()
+    endless.size_bytes = 1 << 30
+    sources = {"a": endless, "b": Broken(), "c": Slow()}
+    sending = _Sending(client, [PlannedFile(ATTEMPT.key(name), source) for name, source in sources.items()])
+    with pytest.raises(InvalidInput, match="the source is broken"):
+        sending.result(lambda: None)
+    assert endless.reads > 0
+    assert sources["c"].reads == 0
+    sending.give_up()
+
+
 def test_an_address_is_found() -> None:
     assert own_addresses()[-1] == "127.0.0.1"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 VERSION = 1
 GIB = 1 << 30
-WORKLOADS = ("save", "load", "async", "directory", "node-cache", "ranks", "ls")
+WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks", "ls")
 OURS = "ckptstore"
 S3_TEST = "s3-test"
 S3_SINK = "s3-sink"
@@ -40,8 +40,10 @@ class Asked:
     max_ranks: int = 16_384
     """The most ranks that are simulated."""
     latency_seconds: float | None = None
-    """What each request waits for, to the test server or of a simulated commit; None is 0 for the one and 0.005 for the
-    other."""
+    """What each request waits for, to the test server or of a simulated commit; None is 0 for the one, 0.005 for the
+    other, and 0.03 for the bucket of a fast tier."""
+    bytes_per_second: float | None = None
+    """How fast the line to the test server is, each way; None for no limit, and 200e6 for the bucket of a fast tier."""
 
     def wants(self, family: str) -> bool:
         """Whether peers of that family take part."""

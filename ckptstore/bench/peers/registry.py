@@ -15,6 +15,20 @@ from ckptstore.bench.peers.own import (
     DirectoryCkptstore,
     LinkedCkptstore,
 )
+from ckptstore.bench.peers.tier import (
+    CappedDrain,
+    FromBucket,
+    FromDisk,
+    FromEmptyNodes,
+    FromOwnNode,
+    FromPartner,
+    NoDrain,
+    NoTier,
+    OneCopy,
+    ToDisk,
+    TwoCopies,
+)
+from ckptstore.bench.peers.tier_limits import BothCopies, Loopback, RawNode
 from ckptstore.bench.peers.torch_checkpointing import AsyncTorchCheckpointing, TorchCheckpointing
 
 _STATES: tuple[type[Contender], ...] = (
@@ -34,9 +48,12 @@ CONTENDERS: dict[str, tuple[type[Contender], ...]] = {
     "async": (AsyncCkptstore, AsyncCkptstoreProcess, AsyncDcp, AsyncDcpProcess, AsyncTorchCheckpointing, Memcpy),
     "directory": (DirectoryCkptstore, LinkedCkptstore, RayPersist, CopyRecursively, RawDisk, RawRequests),
     "node-cache": (OneDownload, RayAsDirectory, RawDownload),
+    "tier-save": (OneCopy, TwoCopies, NoTier, ToDisk, AsyncDcp, RawNode, BothCopies, Loopback, Memcpy),
+    "tier-resume": (FromOwnNode, FromPartner, FromEmptyNodes, FromDisk, FromBucket, RawDiskLoad),
+    "tier-steps": (CappedDrain, NoDrain),
     "ranks": (Ckptstore, Dcp, DcpFsspec, DcpS3, RawDisk, RawRequests),
 }
-"""In the order of the tables."""
+"""In the order of the tables. What begins with "tier-" are the contests of the workload "tier"."""
 
 FAMILIES = tuple(dict.fromkeys(one.family for found in CONTENDERS.values() for one in found if one.role == "peer"))
 """What `--peers` knows."""

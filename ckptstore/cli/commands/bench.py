@@ -19,7 +19,7 @@ from ckptstore.errors import InvalidInput
 if TYPE_CHECKING:
     from ckptstore.bench.figures.report import Report, Workload
 
-_WORKLOADS = ("save", "load", "async", "directory", "node-cache", "ranks", "ls")
+_WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks", "ls")
 _SHAPES = ("tensors", "llama-1b", "llama-8b", "llama-70b", "llama-405b", "files")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _BELOW_FLOOR = 1
@@ -40,7 +40,9 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
 @click.option("--to", help="A path, a URI, or s3-test or s3-sink: S3 in memory.  [temporary directory]")
 @click.option("--size", default="2GiB", show_default=True, callback=_parse_size, help="Of the state over all ranks.")
 @click.option("--scale", type=click.FloatRange(0, 1, min_open=True), help="A share of a Llama, in place of --size.")
-@click.option("--ranks", type=click.IntRange(1, 256), default=1, show_default=True, help="Real processes.")
+@click.option(
+    "--ranks", type=click.IntRange(1, 256), default=1, show_default=True, help="Real processes; with tier on each node."
+)
 @click.option("--shape", type=click.Choice(_SHAPES), default="llama-8b", show_default=True, help="What is saved.")
 @click.option("--tensor-size", callback=_parse_size, help="Of the shape tensors.  [16MiB]")
 @click.option("--peers", default="all", show_default=True, help="all, none, or names such as dcp,ray,torch.")
@@ -48,7 +50,12 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
 @click.option("--durable/--no-durable", default=True, show_default=True, help="fsync by all of them, or by none.")
 @click.option("--drop-caches", is_flag=True, help="Load from the disk, not from the page cache; needs root.")
 @click.option("--max-ranks", type=click.IntRange(64), default=16_384, show_default=True, help="Most simulated ranks.")
-@click.option("--latency-ms", type=click.FloatRange(0), help="Of each S3 test request [0], and in simulations [5].")
+@click.option(
+    "--latency-ms", type=click.FloatRange(0), help="Of S3 test requests [0; tier: 30], and in simulations [5]."
+)
+@click.option(
+    "--bandwidth-mb", type=click.FloatRange(0, min_open=True), help="Each way, of the S3 test server [tier: 200]."
+)
 @click.option("--json", "json_path", metavar="FILE", help="Write the report there; - for the standard output.")
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with charts."
@@ -80,6 +87,7 @@ def command(what: str, files: tuple[Path, ...], json_path: str | None, **given: 
 
 def _measure(what: str, given: dict[str, Any]) -> Report:
     try:
+        from ckptstore.bench.destination import is_disk
         from ckptstore.bench.figures.report import Asked
         from ckptstore.bench.peers.registry import FAMILIES
         from ckptstore.bench.run import run
@@ -89,8 +97,12 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
     unknown = sorted({*peers} - {*FAMILIES, "all", "none"})
     if unknown:
         raise InvalidInput(f"--peers does not know {', '.join(unknown)}", hint=f"all, none, or {', '.join(FAMILIES)}")
+
+    def possible(name: str) -> bool:
+        return name != "tier" or is_disk(given["to"])
+
     asked = Asked(
-        workloads=_WORKLOADS if what == "all" else (what,),
+        workloads=tuple(name for name in _WORKLOADS if what == name or (what == "all" and possible(name))),
         to=given["to"],
         size_bytes=given["size"],
         scale=given["scale"],
@@ -103,6 +115,7 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
         drop_caches=given["drop_caches"],
         max_ranks=given["max_ranks"],
         latency_seconds=None if given["latency_ms"] is None else given["latency_ms"] / 1000,
+        bytes_per_second=None if given["bandwidth_mb"] is None else given["bandwidth_mb"] * 1e6,
     )
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed then too
     try:

@@ -171,11 +171,18 @@ class ClientConnection(asyncio.BufferedProtocol):
         fault = request.fault
         if fault is not None and fault.action == "reset" and request.received_bytes >= fault.after_bytes:
             self._reset()
-        elif fault is not None and fault.action == "bandwidth" and count:
+        elif count and (wait_seconds := self._seconds_of(request, count)) > 0:
             self._transport.pause_reading()
-            self._loop.call_later(count / fault.bytes_per_second, self._resume, request)
+            self._loop.call_later(wait_seconds, self._resume, request)
         elif request.complete:
             self._answer(request)
+
+    def _seconds_of(self, request: Arriving, count: int) -> float:
+        """How long the bytes that have come would have been on their way."""
+        if request.hit_by("bandwidth"):
+            assert request.fault is not None
+            return count / request.fault.bytes_per_second
+        return 0.0 if request.target.startswith(control.PREFIX) else self._shared.link.wait_seconds("in", count)
 
     def _resume(self, request: Arriving) -> None:
         if not self._broken:
@@ -189,7 +196,9 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._answering = self._loop.create_task(self._answer_to(request))
 
     async def _answer_to(self, request: Arriving) -> None:
-        fault = request.fault
+        fault, latency_seconds = request.fault, self._shared.link.latency_seconds
+        if latency_seconds and not request.target.startswith(control.PREFIX):
+            await asyncio.sleep(latency_seconds)
         if fault is not None and fault.action == "delay":
             await asyncio.sleep(fault.seconds or 0.0)
         if fault is not None and fault.action == "stall":
@@ -279,7 +288,19 @@ class ClientConnection(asyncio.BufferedProtocol):
         else:
             self._transport.write(head)
             for piece in pieces:
-                await self._write(piece)
+                await self._send_piece(request, piece)
+
+    async def _send_piece(self, request: Arriving, piece: bytes | memoryview) -> None:
+        """Send a part of a large body, no faster than the line is."""
+        link = self._shared.link
+        if link.bytes_per_second is None or request.target.startswith(control.PREFIX):
+            await self._write(piece)
+            return
+        view = memoryview(piece)
+        for start in range(0, len(view), _CHUNK_BYTES):
+            chunk = view[start : start + _CHUNK_BYTES]
+            await asyncio.sleep(link.wait_seconds("out", len(chunk)))
+            await self._write(chunk)
 
     async def _send_faulty(self, pieces: Sequence[bytes | memoryview], fault: Fault) -> None:
         sent_bytes = 0

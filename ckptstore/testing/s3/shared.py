@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from ckptstore.testing.s3.link import Link
 from ckptstore.testing.s3.objects import LoggedRequest
 from ckptstore.testing.s3.rules import Faults
 from ckptstore.testing.s3.service import Service
@@ -20,6 +21,7 @@ class Shared:
     verify: bool
     keep_bodies: bool
     md5_etags: bool
+    link: Link
     in_flight: int = 0
     most_in_flight: int = 0
     transports: set[asyncio.Transport] = field(default_factory=set)
