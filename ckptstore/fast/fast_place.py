@@ -113,14 +113,15 @@ class FastPlace:
 
         What is superseded goes, and so does what failed saves of this job have left. It needs no look at the log: a
         later job marks its epoch on this disk before it looks, and no job of a lower one deletes after that. A failure
-        is only logged: the next save tries again.
+        is only logged: the next save tries again. So it does with one that somebody reads.
         """
         self.saved.append(str(attempt))
-        old = [name for name in self.saved[: -self.tier.keep] if name not in self.in_use]
+        old = {name for name in self.saved[: -self.tier.keep] if name not in self.in_use}
         try:
             for other in self.disk.attempts():
-                if str(other) in old or (other.epoch == self.epoch and str(other) not in self.saved):
-                    self.disk.delete_as(self.epoch, other)
+                is_old = str(other) in old or (other.epoch == self.epoch and str(other) not in self.saved)
+                if is_old and not self.disk.delete_as(self.epoch, other):
+                    old.discard(str(other))
         except CkptstoreError as error:
             logger.warning("old fast checkpoints on %s could not be deleted: %s", self.disk.node, error)
         else:

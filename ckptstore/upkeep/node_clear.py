@@ -197,7 +197,8 @@ def _lacking(record: Record, storage: Storage) -> str:
 def _delete(store: HeldStore, found: HeldAttempt) -> str:
     """Why it is still there, "" if it is not."""
     try:
-        store.disk.delete_as(store.epoch, found.attempt)
+        if not store.disk.delete_as(store.epoch, found.attempt):
+            return "somebody reads it now"
     except CkptstoreError as error:
         return error.message
     if store.disk.storage.local_path(found.attempt.prefix.rstrip("/")).exists():
