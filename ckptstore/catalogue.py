@@ -12,7 +12,7 @@ from ckptstore.errors import StoreMissing
 from ckptstore.format.changes import Change, Pin, Unpin
 from ckptstore.format.record import Record
 from ckptstore.job import Job, record_of_step
-from ckptstore.loading.near import NearNode
+from ckptstore.loading.near_node import NearNode
 from ckptstore.loading.restoring import restore
 from ckptstore.loading.story import files_of
 from ckptstore.log.identity import read_identity

@@ -75,7 +75,7 @@ class NearNode:
             return []
         if here.fault:
             raise StorageError(f"The fast checkpoints on {node} cannot be listed: {here.fault}")
-        view = read_log(job, store_id, here.attempts)
+        view = read_log(job.log, job.storage, store_id, here.attempts, newest=job.log.checked_newest())
         found = []
         for each in here.attempts:
             judged = judge(each, view)
