@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptstore.errors import CkptstoreError
+from ckptstore.format.manifest import Manifest
 from ckptstore.format.record import Record
-from ckptstore.format.timings import clean_node
-from ckptstore.group.base import this_node
 from ckptstore.job import Job
 from ckptstore.report.document import SeenFast, finite
-from ckptstore.upkeep.node_clear import Judged, judge, read_log
-from ckptstore.upkeep.node_inventory import HeldAttempt, held_store
+from ckptstore.upkeep.node_view import NodeFast, view_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,41 +17,31 @@ class SeenNode:
     """One look at a directory."""
 
     fast: tuple[SeenFast, ...] = ()
+    newest: Manifest | None = None
+    """Of the newest that a job could resume from."""
+    not_durable_since: float | None = None
     trouble: tuple[str, ...] = ()
-
-    @property
-    def newest(self) -> SeenFast | None:
-        """The newest that a job could resume from."""
-        return next((one for one in reversed(self.fast) if one.is_usable), None)
-
-    @property
-    def not_durable_since(self) -> float | None:
-        """When the oldest was saved that is newer than what the store has; None where there is none."""
-        return min(
-            (one.created_at for one in self.fast if one.standing == "only-here" and one.created_at is not None),
-            default=None,
-        )
 
 
 def look_at_node(job: Job, directory: str, store_id: str, *, newest: Record | None) -> SeenNode:
     """What lies below the directory for one store. What cannot be read is trouble."""
-    node = clean_node(this_node())
     try:
-        here = held_store(directory, store_id, node=node)
-        if here is None:
-            return SeenNode()
-        view = read_log(job.log, job.storage, store_id, here.attempts, newest=newest)
+        view = view_node(directory, store_id, job.log, job.storage, newest=newest)
     except CkptstoreError as error:
         return SeenNode(trouble=(f"the fast checkpoints below {directory} cannot be looked at: {error.message}",))
-    fast = sorted((_seen(each, judge(each, view)) for each in here.attempts), key=_order)
-    trouble = [f"the fast checkpoints below {directory} cannot be listed: {here.fault}"] if here.fault else []
-    return SeenNode(tuple(fast), (*trouble, *_damaged(here.attempts)))
+    trouble = [f"the fast checkpoints below {directory} cannot be listed: {view.fault}"] if view.fault else []
+    trouble += [f"the fast checkpoint {one.found.attempt} on this node: {one.fault}" for one in view.fast if one.fault]
+    return SeenNode(
+        fast=tuple(map(_seen, view.fast)),
+        newest=view.newest.manifest if view.newest else None,
+        not_durable_since=view.not_durable_since,
+        trouble=tuple(trouble),
+    )
 
 
-def _seen(found: HeldAttempt, judged: Judged) -> SeenFast:
-    certificate = found.certificate
+def _seen(one: NodeFast) -> SeenFast:
+    found, judged, certificate = one.found, one.judged, one.certificate
     manifest = certificate.manifest if certificate else None
-    usable = certificate is not None and not found.missing and judged.standing in ("only-here", "durable", "superseded")
     return SeenFast(
         attempt=str(found.attempt),
         step=found.attempt.step,
@@ -70,18 +57,5 @@ def _seen(found: HeldAttempt, judged: Judged) -> SeenFast:
         reason=judged.reason,
         number=judged.record.number if judged.record and judged.standing == "durable" else None,
         num_missing=len(found.missing),
-        is_usable=usable,
+        is_usable=one.is_usable,
     )
-
-
-def _order(fast: SeenFast) -> tuple[int, int, str]:
-    return fast.epoch, fast.save_number or 0, fast.attempt
-
-
-def _damaged(attempts: Iterable[HeldAttempt]) -> list[str]:
-    found = []
-    for each in attempts:
-        lost = f"{each.missing[0]} is not there with its size" if each.missing else ""
-        if why := each.fault or lost:
-            found.append(f"the fast checkpoint {each.attempt} on this node: {why}")
-    return found

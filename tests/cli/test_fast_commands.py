@@ -459,3 +459,19 @@ def test_ls_and_show_look_at_the_node_too(run: Any, run_json: Any, node: Node) -
     for arguments in (["ls", node.root], ["show", node.root]):
         assert "no directory" in run(*arguments, "--fast", node.path / "typo", code=2).stderr
     assert "Leave --fast out" in run("show", f"{node.root}@best:loss", "--fast", node.path, code=2).stderr
+
+
+def test_watch_looks_at_the_node_too(run: Any, run_json: Any, node: Node) -> None:
+    node.drained(30)
+    level = run_json("watch", node.root, "--once", "--fast", node.path)["on_node"]
+    assert (level["step"], level["is_durable"], level["not_durable_seconds"]) == (30, True, None)
+    node.only_here(40, 40)
+    behind = run_json("watch", node.root, "--once", "--fast", node.path)["on_node"]
+    assert (behind["step"], behind["is_durable"]) == (40, False)
+    assert behind["not_durable_seconds"] >= behind["age_seconds"] > 0
+    assert "the store has been behind for" in run("watch", node.root, "--once", "--fast", node.path).stdout
+    assert run_json("watch", node.root, "--once")["on_node"] is None
+    node.path.chmod(0o750)
+    (note,) = run_json("watch", node.root, "--once", "--fast", node.path)["notes"]
+    assert "lets other users in" in note
+    run("watch", node.root, "--once", "--fast", node.path / "typo", code=2)
