@@ -475,3 +475,30 @@ def test_watch_looks_at_the_node_too(run: Any, run_json: Any, node: Node) -> Non
     (note,) = run_json("watch", node.root, "--once", "--fast", node.path)["notes"]
     assert "lets other users in" in note
     run("watch", node.root, "--once", "--fast", node.path / "typo", code=2)
+
+
+def test_doctor_looks_at_a_directory_for_fast_checkpoints(
+    run_json: Any, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache" / "mine"))
+
+    def fast(path: Path, *, code: int = 0) -> dict[str, Any]:
+        found = run_json("doctor", node.root, "--fast", path, code=code)["findings"]
+        return {one["name"].removeprefix("fast "): one for one in found if one["name"].startswith("fast ")}
+
+    node.drained(30)
+    node.only_here(40, 40)
+    before = sorted(path.name for path in node.path.rglob("*"))
+    found = fast(node.path)
+    assert set(found) == {"directory", "disk", "locks", "throughput", "checkpoints"}
+    assert found["locks"]["status"] == found["checkpoints"]["status"] == "ok"
+    assert "the newest of this store is step 40; the store has been behind for" in found["checkpoints"]["detail"]
+    assert sorted(path.name for path in node.path.rglob("*")) == before
+    next(path for path in node.path.glob("*/checkpoints/step-0000000040*/*") if path.name != CERTIFICATE_NAME).unlink()
+    assert fast(node.path)["checkpoints"]["status"] == "warning"
+    new = fast(tmp_path / "not" / "there")
+    assert list(new) == ["directory"]
+    assert "creates it" in new["directory"]["detail"]
+    assert not (tmp_path / "not").exists()
+    node.path.chmod(0o755)
+    assert fast(node.path, code=2)["directory"]["status"] == "failed"
