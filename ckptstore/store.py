@@ -396,6 +396,11 @@ def start_shard(
     return pending
 
 
+def wait_in_flight(store: CheckpointStore) -> None:
+    """Wait for the save in flight, and for no drain: no other rank has to do so too."""
+    store._background.wait()
+
+
 def settle_saves(store: CheckpointStore, *, max_failures: int = 0) -> None:
     """Wait for the save in flight, and raise here what it failed with, unless somebody has seen it already."""
     store._background.wait()

@@ -158,7 +158,14 @@ class StateSaver:
         except StorageFull as error:
             if error.committed is not False:
                 raise
-            emit(FastFull(step=begun.request.step, rank=job.group.rank, error=error.message))
+            emit(
+                FastFull(
+                    step=begun.request.step,
+                    rank=job.group.rank,
+                    error=error.message,
+                    store=job.storage.uri,
+                )
+            )
         shard.move(job.storage, job.transfer.upload)
         to_log = LogKeeper(job)
         record = story.finish(to_log, stored, story.begin_elsewhere(begun, to_log))
