@@ -53,10 +53,10 @@ def examine_fast(directory: str, storage: Storage, config: StoreConfig) -> list[
 def _finding(name: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
-    except OSError as error:
-        told = error if isinstance(error, CkptstoreError) else StorageError(f"{error.strerror}: {error.filename}")
     except CkptstoreError as error:
         told = error
+    except OSError as error:
+        told = StorageError(f"{error.strerror}: {error.filename}")
     return Finding(name=name, status="failed", detail=told.message, hint=told.hint or "", code=told.code)
 
 

@@ -247,3 +247,40 @@ def test_what_another_process_reads_stays(jobs: Jobs) -> None:
             reader.communicate("")
             store.save(step + 3, state_of(step + 3))
             assert len(jobs.attempts("a")) == 1
+
+
+def test_health_tells_what_the_store_lacks_whatever_the_reason(jobs: Jobs) -> None:
+    """A checkpoint that a job went on from, one whose drain failed, and neither once a newer one is durable."""
+    tier = FastTier(jobs.disk("a"), node="a", keep=9, drain=KeepEvery(steps=1000))
+    with open_store(jobs.root / "store", fast=tier) as store:
+        store.save_async(1, state_of(1)).durable()
+        store.save(2, state_of(2))
+        store._deadline.set(0.0)
+    with open_store(jobs.root / "store", fast=tier) as store:
+        store.resume(state_of(-1))
+        health = store.health()
+        assert (health.fast_step, health.durable_step, health.error) == (2, None, None)
+        assert health.not_durable_seconds == health.fast_age_seconds is not None
+        pending = store.save_async(3, state_of(3))
+        pending.durable()
+        health = store.health()
+        assert (health.fast_step, health.durable_step, health.not_durable_seconds) == (3, 3, None)
+        lost = store.save_async(4, state_of(4))
+        lost.result()
+        data = next(path for path in jobs.attempts("a")[-1].iterdir() if path.name.endswith(".distcp"))
+        damaged = bytearray(data.read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        data.unlink()
+        data.write_bytes(damaged)
+        with pytest.raises(CheckpointDamaged):
+            lost.durable()
+        health = store.health()
+        assert (health.fast_step, health.durable_step, health.draining) == (4, 3, None)
+        assert health.not_durable_seconds is not None, "nothing drains, and the store lacks step 4"
+        assert data.name in str(health.error)
+        store.save_async(5, state_of(5)).durable()
+        health = store.health()
+        assert (health.durable_step, health.not_durable_seconds, health.error) == (5, None, None)
+    with open_store(jobs.root / "store") as store:
+        store.resume(state_of(-1))
+        assert store.health().durable_step == 5

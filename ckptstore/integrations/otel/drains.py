@@ -103,7 +103,7 @@ class DrainMeters:
                 tier.waiting.clear()
 
     def _follow(self, event: Heard, place: Place, now: float) -> None:
-        where = {STORE: place[0], RANK: place[1]}
+        where: dict[str, str | int] = {STORE: place[0], RANK: place[1]}
         if isinstance(event, FastCommitted):
             self._complete(place, event.step, now).waiting[event.attempt] = now
             return

@@ -64,9 +64,9 @@ class Following:
         store_uri: str,
         tracker: Tracker,
         *,
-        settle: Callable[[], object] = lambda: None,
+        settle: Callable[[], object] | None = None,
         close_seconds: float,
-        goes_on: Callable[[], bool] = lambda: False,
+        goes_on: Callable[[], bool] | None = None,
     ) -> None:
         self._store_uri = store_uri
         self._tracker = tracker
@@ -106,13 +106,14 @@ class Following:
         Raises nothing. May be called again. Of an open store with a fast tier nothing ends here, but when the store is
         closed: the newest checkpoint comes into the store then.
         """
-        if not self._goes_on():
+        if self._goes_on is None or not self._goes_on():
             self._end()
 
     def _end(self) -> None:
         if self._is_forked or self._ends_at is not None:
             return
-        self._settle()
+        if self._settle is not None:
+            self._settle()
         self._listening.close()
         atexit.unregister(self._end)
         with self._changed:
