@@ -20,9 +20,9 @@ from ckptstore.runtime.shown import show_duration, show_size
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.disk.private import privacy_fault
-from ckptstore.upkeep.finding import IN_MEMORY, Finding
+from ckptstore.upkeep.check_finding import IN_MEMORY, Finding
 from ckptstore.upkeep.node_inventory import take_inventory
-from ckptstore.upkeep.node_view import NodeView, view_node
+from ckptstore.upkeep.node_view import FastOnNode, view_node
 
 _BULK_BYTES = 32 << 20
 _LITTLE_SHARE = 0.05
@@ -127,7 +127,7 @@ def _checkpoints(path: Path, storage: Storage, config: StoreConfig) -> Finding:
     total = sum(each.size_bytes for store in inventory.stores for each in store.attempts)
     words = [f"{show_size(total)} of {len(inventory.stores)} stores" if inventory.stores else "none"]
     store_id = read_identity(storage)
-    view = NodeView()
+    view = FastOnNode()
     if store_id is not None:
         log = Log(storage, retry=config.retry)
         view = view_node(path, store_id, log, storage, newest=log.newest())

@@ -41,7 +41,7 @@ class NodeFast:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeView:
+class FastOnNode:
     """All of one store."""
 
     fast: tuple[NodeFast, ...] = ()
@@ -66,7 +66,7 @@ class NodeView:
 
 def view_node(
     directory: str | os.PathLike[str], store_id: str, log: LogReader, storage: Storage, *, newest: Record | None
-) -> NodeView:
+) -> FastOnNode:
     """Look below a directory of this node. `newest` is the newest record of the log.
 
     Raises InvalidInput where the directory is not private to this user, StorageError, CheckpointDamaged where the log
@@ -74,10 +74,10 @@ def view_node(
     """
     here = held_store(directory, store_id, node=clean_node(this_node()))
     if here is None:
-        return NodeView()
+        return FastOnNode()
     view = read_log(log, storage, store_id, here.attempts, newest=newest)
     fast = sorted((NodeFast(each, judge(each, view)) for each in here.attempts), key=_order)
-    return NodeView(tuple(fast), here.fault, sum(each.size_bytes for each in here.attempts))
+    return FastOnNode(tuple(fast), here.fault, sum(each.size_bytes for each in here.attempts))
 
 
 def _order(one: NodeFast) -> tuple[int, int]:
