@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint
@@ -11,6 +12,7 @@ from ckptstore.errors import StoreMissing
 from ckptstore.format.changes import Change, Pin, Unpin
 from ckptstore.format.record import Record
 from ckptstore.job import Job, record_of_step
+from ckptstore.loading.near_node import NearNode
 from ckptstore.loading.restoring import restore
 from ckptstore.loading.story import files_of
 from ckptstore.log.identity import read_identity
@@ -23,12 +25,17 @@ from ckptstore.upkeep.retain import retain, roll_back
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One live checkpoint in a listing."""
+    """One checkpoint in a listing: a live one or, where those were asked for, a fast one."""
 
     checkpoint: Checkpoint
     is_pinned: bool
     is_latest: bool
+    """Whether it is the latest of the store."""
     is_resume_source: bool
+    is_durable: bool = True
+    """Whether it is in the store."""
+    is_fast: bool = False
+    """Whether it is on the disk of this node; False too where nobody asked."""
 
 
 @bounded
@@ -52,14 +59,36 @@ class Catalogue:
         """Whether there is a store at the URI; the first save creates it. One request."""
         return read_identity(self._job.storage) is not None
 
+    @cached_property
+    def _near(self) -> NearNode:
+        return NearNode(self._job)
+
     @property
     def _job(self) -> Job:
         """The job, for everything that needs the store to be open."""
         self._held.check_open()
         return self._held
 
-    def latest(self) -> Checkpoint | None:
-        """The checkpoint that was committed last and is live; None in an empty store. At most two requests."""
+    def latest(self, *, fast: bool = False) -> Checkpoint | None:
+        """The checkpoint that was committed last and is live; None in an empty store. At most two requests.
+
+        With `fast` it is the newest that can be used, in the store or on the disk of this node. Its `is_durable` tells
+        which. Void ones, foreign ones and those that lack files are passed over, with `CheckpointSkipped` events.
+        Digests are compared when it is read.
+
+        This process asks no other: it sees the certificates on its own node alone, and a newer checkpoint may be
+        complete elsewhere. It reads the files on this node, and those of the other nodes of the job if it belongs to
+        one that has saved or resumed. For a file that lies elsewhere alone, StorageError names step, rank, file and
+        node. Ranks may see different checkpoints: to go on from one, call `resume`.
+
+        A fast checkpoint stays while it is read. Between two calls it may be deleted from the node: then it is read
+        from the store if it came there, and else CheckpointGone is raised. With `fast` a few requests more are made.
+        Raises InvalidInput where the store was opened without a fast tier.
+        """
+        if fast:
+            newer = [near for near in self._near.look() if not near.is_durable and not near.is_superseded]
+            if newer:
+                return Checkpoint(newer[-1].files)
         record = self._job.log.latest()
         return self._checkpoint(record) if record else None
 
@@ -94,21 +123,32 @@ class Catalogue:
     def __contains__(self, step: object) -> bool:
         return any(checkpoint.step == step for checkpoint in self)
 
-    def entries(self) -> list[Entry]:
-        """All live checkpoints in the order of their commits, with what protects them."""
+    def entries(self, *, fast: bool = False) -> list[Entry]:
+        """All live checkpoints in the order of their commits, with what protects them.
+
+        With `fast` also those on the disk of this node that can be used, in the order of their saves; see `latest`.
+        """
+        near = {one.attempt: one for one in self._near.look()} if fast else {}
         newest = self._job.log.newest()
         if newest is None:
             return []
         state = newest.state
-        return [
+        records = self._job.log.records(state.live)
+        entries = [
             Entry(
                 checkpoint=self._checkpoint(record),
                 is_pinned=record.number in state.pinned,
                 is_latest=record.number == state.latest,
                 is_resume_source=record.number == state.resume_from,
+                is_fast=near.pop(record.entry.attempt, None) is not None,
             )
-            for record in self._job.log.records(state.live)
+            for record in records
         ]
+        if not near:
+            return entries
+        ordered = [(record.entry.order, entry) for record, entry in zip(records, entries, strict=True)]
+        ordered += [(one.order, _fast_entry(Checkpoint(one.files))) for one in near.values()]
+        return [entry for _, entry in sorted(ordered, key=lambda pair: pair[0])]
 
     def verify_log(self) -> list[str]:
         """Read every record of the log, and return what is wrong with them or with their order; empty when all is well.
@@ -193,6 +233,17 @@ class Catalogue:
 
     def _checkpoint(self, record: Record) -> Checkpoint:
         return Checkpoint(files_of(self._job, record))
+
+
+def _fast_entry(checkpoint: Checkpoint) -> Entry:
+    return Entry(
+        checkpoint=checkpoint,
+        is_pinned=False,
+        is_latest=False,
+        is_resume_source=False,
+        is_durable=False,
+        is_fast=True,
+    )
 
 
 def job_of(catalogue: Catalogue) -> Job:

@@ -27,7 +27,7 @@ from ckptstore.saving.phases import SaveClock
 if TYPE_CHECKING:
     from ckptstore.format.naming import Suffix
     from ckptstore.loading.load_report import Dtype, ReadOnce
-    from ckptstore.saving.drain.health import StoreHealth
+    from ckptstore.saving.drain.health import ResumedFrom, StoreHealth
     from ckptstore.saving.request import Exists, Request
     from ckptstore.saving.save_state import Saved, StateSaver
     from ckptstore.saving.shard import Shard
@@ -53,6 +53,7 @@ class CheckpointStore(Catalogue):
         self._deadline = Deadline()
         self._called: SaveClock | None = None
         """The clock of a call that began before `_clock` was asked for."""
+        self._resumed: ResumedFrom | None = None
 
     def _in_turn(self, *, max_failures: int | None = None) -> Job:
         """The job, for a collective call, after what was in flight. With `max_failures`, what that failed with is
@@ -193,14 +194,16 @@ class CheckpointStore(Catalogue):
         return None if drain is None else self._checkpoint(drain.result(0.0))
 
     def health(self) -> StoreHealth:
-        """How far the store is behind the states that this process has saved. No request is made.
+        """How far the store is behind the states that this process has saved, or resumed from. No request is made.
 
         Without a fast tier it is never behind: a save ends when its checkpoint is in the store.
         """
         from ckptstore.saving.drain.health import health_of
 
         self._held.check_open()
-        return self._state_saver.health() if "_state_saver" in self.__dict__ else health_of(None, None, None)
+        if "_state_saver" in self.__dict__:
+            return self._state_saver.health(self._resumed)
+        return health_of(None, None, None, self._resumed)
 
     def install_sigterm(self, seconds: float) -> None:
         """On SIGTERM, note that this process has `seconds` left, and do nothing else; see `stop_requested`.
@@ -311,7 +314,7 @@ class CheckpointStore(Catalogue):
         """
         if state is None:
             files = resume(self._in_turn())
-            return Checkpoint(files) if files else None
+            return self._gone_on_from(Checkpoint(files)) if files else None
         asked = {"include": include, "strict": strict, "device": device, "dtype": dtype, "read_once": read_once}
         return self._load(state, claim=True, per_rank=per_rank, allow_pickle=allow_pickle, **asked)
 
@@ -363,9 +366,18 @@ class CheckpointStore(Catalogue):
         found = load_newest(self._in_turn(), state, LoadOptions(**options), claim=claim, order=order)
         if found is None:
             return None
+        checkpoint = Checkpoint(found.files, load_report=found.report)
         if claim:
             self._state_saver.prepare(found.sizes_bytes)
-        return Checkpoint(found.files, load_report=found.report)
+            self._gone_on_from(checkpoint)
+        return checkpoint
+
+    def _gone_on_from(self, checkpoint: Checkpoint) -> Checkpoint:
+        from ckptstore.saving.drain.health import ResumedFrom
+
+        is_durable = checkpoint.number is not None
+        self._resumed = ResumedFrom.of(checkpoint.step, checkpoint.created_at, is_durable=is_durable)
+        return checkpoint
 
 
 def save_shard(store: CheckpointStore, make: Callable[[Job], tuple[Request, Shard]]) -> Checkpoint:
@@ -402,6 +414,11 @@ def start_shard(
         store._background.start(pending, finish)
         not_started.pop_all()
     return pending
+
+
+def wait_in_flight(store: CheckpointStore) -> None:
+    """Wait for the save in flight, and for no drain: no other rank has to do so too."""
+    store._background.wait()
 
 
 def settle_saves(store: CheckpointStore, *, max_failures: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from ckptstore.errors import InvalidInput
+from ckptstore.fast.tier import FastTier
 from ckptstore.storage.uri import parse_uri
 from ckptstore.transfer.executor import Executor, InProcess
 
@@ -35,6 +37,27 @@ def storage_option(function: F) -> F:
         callback=lambda _ctx, _param, values: parse_storage_options(values),
         help="An option for the storage's client, in fsspec's names; never shown.",
     )(function)
+
+
+def fast_option(function: F) -> F:
+    """`--fast DIR`, as `fast_path`: what of fast checkpoints lies on this node."""
+    return click.option(
+        "--fast",
+        "fast_path",
+        type=click.Path(),
+        metavar="DIR",
+        help="Look at the fast checkpoints below DIR on this node too; DIR as the job's FastTier has it.",
+    )(function)
+
+
+def tier_at(path: str | None) -> FastTier | None:
+    """What `--fast` names. Raises InvalidInput where there is no directory: a name with a typing error must not look
+    like an empty one."""
+    if path is None:
+        return None
+    if os.path.islink(path) or not os.path.isdir(path):
+        raise InvalidInput(f"{path} is no directory, or a symbolic link", hint="Give the directory itself")
+    return FastTier(path)
 
 
 def engine_option(function: F) -> F:

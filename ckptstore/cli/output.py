@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,6 +13,7 @@ import click
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.cli.terminal import is_terminal, print_table
+from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.format.encoding import dump_json
 from ckptstore.runtime.shown import printable
 
@@ -73,6 +75,23 @@ def echo_fields(fields: Mapping[str, str]) -> None:
 def show_time(seconds: float) -> str:
     """A time for people, in UTC: "2026-11-20 12:00:05"."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def show_where(*, is_durable: bool, is_fast: bool) -> str:
+    """Where a checkpoint is: in the store, on this node, or both."""
+    return ", ".join([*(["store"] if is_durable else []), *(["node"] if is_fast else [])])
+
+
+@contextmanager
+def told_skipped() -> Iterator[None]:
+    """What is passed over is told on stderr while the context lasts."""
+
+    def hear(event: Event) -> None:
+        if isinstance(event, CheckpointSkipped):
+            click.echo(f"left out: step {event.step}: {printable(event.reason)}", err=True)
+
+    with listening(hear, CheckpointSkipped):
+        yield
 
 
 def show_metrics(metrics: Mapping[str, float]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput, NoUsableCheckpoint, StoreMissing
+from ckptstore.fast.tier import FastTier
 from ckptstore.format.layout import MANIFEST_NAME, STORE_KEY
 from ckptstore.opening import open_store
 from ckptstore.retention import Mode
@@ -105,14 +106,21 @@ def opened_step(text: str, storage_options: Mapping[str, Any]) -> Iterator[tuple
 
 
 @contextmanager
-def opened_checkpoint(text: str, storage_options: Mapping[str, Any]) -> Iterator[Checkpoint]:
-    """The checkpoint that TARGET names; of a store alone its latest one."""
+def opened_checkpoint(
+    text: str, storage_options: Mapping[str, Any], *, fast: FastTier | None = None
+) -> Iterator[Checkpoint]:
+    """The checkpoint that TARGET names; of a store alone its latest one. With `fast` it may lie on this node alone.
+
+    Raises InvalidInput where `fast` is given, and TARGET asks for the best one or is a checkpoint directory.
+    """
     target = find_target(text, storage_options)
     if target.step is None and is_checkpoint(target.uri, storage_options):
+        if fast is not None:
+            raise InvalidInput(f"{text} is a checkpoint, and fast ones belong to a store", hint="Leave --fast out")
         yield Checkpoint.from_uri(target.uri, storage_options=storage_options)
         return
-    with opened_store(target.uri, storage_options) as store:
-        yield checkpoint_in(store, target.step)
+    with opened_store(target.uri, storage_options, fast=fast) as store:
+        yield checkpoint_in(store, target.step) if fast is None else _any_checkpoint_in(store, target.step)
 
 
 def is_checkpoint(uri: str, storage_options: Mapping[str, Any]) -> bool:
@@ -128,6 +136,16 @@ def _is_something(uri: str, storage_options: Mapping[str, Any]) -> bool:
 def _holds(uri: str, storage_options: Mapping[str, Any], *keys: str) -> bool:
     with closing(open_place(uri, storage_options=storage_options)) as place:
         return any(file.key == key for key in keys for file in place.storage.list(key))
+
+
+def _any_checkpoint_in(store: CheckpointStore, step: int | str | Best | None) -> Checkpoint:
+    """`checkpoint_in`, with what lies on this node: of a step the one that was saved last."""
+    if isinstance(step, Best):
+        raise InvalidInput("The best checkpoint is one of the store", hint="Leave --fast out, or name a step")
+    if isinstance(step, int):
+        found = [entry.checkpoint for entry in store.entries(fast=True) if entry.checkpoint.step == step]
+        return found[-1] if found else store[step]
+    return store.latest(fast=True) or checkpoint_in(store, step)
 
 
 def checkpoint_in(store: CheckpointStore, step: int | str | Best | None) -> Checkpoint:

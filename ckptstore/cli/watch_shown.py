@@ -13,7 +13,7 @@ import click
 
 from ckptstore.cli.output import print_json_line, show_time
 from ckptstore.cli.terminal import Line, Redrawn
-from ckptstore.cli.watch_words import age_words, attempt_facts, commit_facts, sign_words
+from ckptstore.cli.watch_words import age_words, attempt_facts, commit_facts, node_words, sign_words
 from ckptstore.errors import CkptstoreError
 from ckptstore.runtime.shown import printable, show_duration
 from ckptstore.watching.look import Happening, Look, SeenAttempt, SeenCommit
@@ -49,6 +49,9 @@ class JsonLines:
         """See `WatchForm.show`."""
         fields = dataclasses.asdict(look)
         fields["durable"] = None if look.durable is None else _commit_json(look.durable, look.at)
+        if look.on_node is not None:
+            ages = {"age_seconds": look.on_node.created_at, "not_durable_seconds": look.on_node.not_durable_since}
+            fields["on_node"] |= {name: None if at is None else max(0.0, look.at - at) for name, at in ages.items()}
         fields["commits"] = [_commit_json(commit, look.at) for commit in look.commits]
         self._fields = _valid(fields)
         print_json_line(**self._fields, trouble=None)
@@ -82,6 +85,7 @@ class TextLines:
         self._is_first = True
         self._trouble = ""
         self._notes: set[str] = set()
+        self._on_node: tuple[int | None, bool] | None = None
 
     def show(self, look: Look) -> None:
         """See `WatchForm.show`."""
@@ -98,10 +102,18 @@ class TextLines:
         for attempt in look.attempts:
             self._show_attempt(attempt, look.at, is_begun=attempt.step in begun)
         self._shown = {name: shown for name, shown in self._shown.items() if name in _names(look)}
+        self._show_node(look)
         for note in look.notes:
             if note not in self._notes:
                 self._notes.add(note)
                 self._echo(look.at, printable(note))
+
+    def _show_node(self, look: Look) -> None:
+        """A line for each fast checkpoint that is the newest here when somebody looks."""
+        seen = look.on_node
+        if seen is not None and (seen.step, seen.is_durable) != self._on_node:
+            self._on_node = seen.step, seen.is_durable
+            self._echo(look.at, f"on this node: {node_words(seen, now=look.at)}")
 
     def _show_attempt(self, attempt: SeenAttempt, at: float, *, is_begun: bool) -> None:
         known, present = self._shown.get(attempt.attempt), (attempt.status, attempt.size_bytes)
@@ -201,6 +213,8 @@ def picture_lines(look: Look, *, now: float, columns: int) -> Iterator[Line]:
     if look.durable is not None:
         words = f"step {look.durable.step}, {age_words(look.durable, now=now)}, number {look.durable.number}"
     yield from _styled("", "durable", words, columns)
+    if look.on_node is not None:
+        yield from _styled("", "this node", node_words(look.on_node, now=now), columns)
     for attempt in look.attempts[:_MOST_ATTEMPTS]:
         yield from _attempt_lines(attempt, later_seconds, columns)
     if len(look.attempts) > _MOST_ATTEMPTS:

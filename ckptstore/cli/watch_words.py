@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptstore.cli.output import show_metrics
 from ckptstore.runtime.shown import show_duration, show_size, show_speed
-from ckptstore.watching.look import SeenAttempt, SeenCommit, SeenSigns
+from ckptstore.watching.look import SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
 
 
 def attempt_facts(attempt: SeenAttempt, *, silent_seconds: float | None = None) -> list[str]:
@@ -37,6 +37,16 @@ def commit_facts(commit: SeenCommit) -> list[str]:
 def age_words(commit: SeenCommit, *, now: float) -> str:
     """How long ago it was committed, by the clock of its leader."""
     return f"{show_duration(max(0.0, now - commit.created_at))} ago"
+
+
+def node_words(seen: SeenOnNode, *, now: float) -> str:
+    """What this node has, and since when the store lacks something of it."""
+    if seen.step is None or seen.created_at is None:
+        return "no fast checkpoint"
+    words = f"step {seen.step}, {show_duration(max(0.0, now - seen.created_at))} ago"
+    if seen.not_durable_since is None:
+        return f"{words}, and the store is not behind"
+    return f"{words}; the store has been behind for {show_duration(max(0.0, now - seen.not_durable_since))}"
 
 
 def sign_words(signs: SeenSigns, *, later_seconds: float = 0.0) -> str:

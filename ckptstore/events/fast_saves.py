@@ -53,6 +53,8 @@ class FastFull(Event):
     step: int
     rank: int
     error: str
+    store: str = ""
+    """The root of the store, without secrets."""
 
     def line(self) -> str:
         return f"step {self.step} goes to the store directly, since the disk of a node is full: {self.error}"
@@ -70,6 +72,8 @@ class DrainStarted(Event):
     """Of this rank."""
     size_bytes: int
     """Of this rank."""
+    store: str = ""
+    """The root of the store, without secrets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,8 @@ class DrainEnded(Event):
     """What this rank sent."""
     seconds: float
     """Since `DrainStarted`."""
+    store: str = ""
+    """The root of the store, without secrets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +105,8 @@ class DrainFailed(Event):
     attempt: str
     rank: int
     error: str
+    store: str = ""
+    """The root of the store, without secrets."""
 
     def line(self) -> str:
         return f"step {self.step} does not come into the store: {self.error}"
@@ -114,6 +122,8 @@ class DrainStalled(Event):
     attempt: str
     rank: int
     error: str
+    store: str = ""
+    """The root of the store, without secrets."""
 
     def log_level(self) -> int:
         return logging.DEBUG if self.rank else self.level
@@ -131,6 +141,8 @@ class DrainRecovered(Event):
     rank: int
     seconds: float
     """Since `DrainStalled`."""
+    store: str = ""
+    """The root of the store, without secrets."""
 
     def log_level(self) -> int:
         return logging.DEBUG if self.rank else self.level

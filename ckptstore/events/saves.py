@@ -149,6 +149,8 @@ class SaveEnded(Event):
     """Those of them that were made again."""
     error_type: str | None
     """The class of the error that it ended with."""
+    is_fast: bool = False
+    """Whether it went to the disks of nodes: then it is not in the store (yet)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

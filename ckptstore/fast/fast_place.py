@@ -151,7 +151,7 @@ class FastPlace:
         What is superseded goes, and so does what failed saves of this job have left. Nobody waits for the deletion but
         the next save before it writes (`settle`). It needs no look at the log: a later job marks its epoch on this disk
         before it looks, and no job of a lower one deletes after that. A failure is only logged: the next save tries
-        again.
+        again. So it does with one that somebody reads.
         """
         self.settle()
         old = {name for name in self.saved[: -self.tier.keep] if name not in self.in_use}
@@ -175,12 +175,14 @@ class FastPlace:
 
     def _delete(self, attempts: Sequence[Attempt], old: Collection[str]) -> None:
         try:
+            gone = set(old)
             for attempt in attempts:
-                self.disk.delete_as(self.epoch, attempt)
+                if str(attempt) in self.in_use or not self.disk.delete_as(self.epoch, attempt):
+                    gone.discard(str(attempt))
         except CkptstoreError as error:
             logger.warning("old fast checkpoints on %s could not be deleted: %s", self.disk.node, error)
         else:
-            self.saved = [name for name in self.saved if name not in old]
+            self.saved = [name for name in self.saved if name not in gone]
 
     def close(self) -> None:
         """Give threads, connections and buffers back."""

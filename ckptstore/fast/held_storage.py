@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, StorageError
-from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
 from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.fast.node_server import NodeClient
 from ckptstore.format.manifest import Receipt
@@ -34,11 +36,13 @@ class HeldStorage:
         clients: Mapping[str, NodeClient],
         *,
         store: Storage | None,
+        later: Callable[[], Storage | None] | None = None,
     ) -> None:
         """`holders` are the nodes by rank, `clients` reach those that are not this one. `store` has the same files
-        under the same keys, where the checkpoint is durable."""
+        under the same keys, where the checkpoint is durable. `later` is asked for it again when no node gives a file:
+        the checkpoint may have become durable meanwhile."""
         self._disk, self._certificate, self._clients, self._store = disk, certificate, clients, store
-        self._holders = holders
+        self._holders, self._later = holders, later
         self._prefix = certificate.attempt.prefix
         self._doubts: Counter[tuple[str, int, int | None]] = Counter()
         self._told: set[str] = set()
@@ -55,14 +59,53 @@ class HeldStorage:
             node for node in self._holders.get(receipt.rank, ()) if node == self._disk.node or node in self._clients
         ]
         nodes.sort(key=lambda node: node != self._disk.node)
+        if not nodes:
+            self._ask_store()
         return [*nodes, *([""] if self._store is not None else [])]
+
+    def _ask_store(self) -> bool:
+        """Whether the store has it now, where that was not known."""
+        if self._store is not None or self._later is None:
+            return False
+        self._store = self._later()
+        return self._store is not None
+
+    def held(self) -> AbstractContextManager[None]:
+        """No process of this node deletes the checkpoint here while the context lasts."""
+        return self._disk.reading(self._certificate.attempt)
+
+    def is_gone(self) -> bool:
+        """Whether it was known by its certificate on this node, which was deleted since, and is not in the store."""
+        certificate = self._disk.storage.local_path(self._certificate.attempt.key(CERTIFICATE_NAME))
+        return self._later is not None and self._store is None and not os.path.lexists(certificate)
+
+    def receipts_here(self) -> tuple[Receipt, ...]:
+        """The files that some place has, and those that this node should have."""
+        own = self._certificate.holders.get(self._disk.node, ())
+        files = self._certificate.manifest.files
+        return tuple(receipt for receipt in files if receipt.rank in own or self._places(receipt))
+
+    def unreachable(self, receipt: Receipt) -> StorageError:
+        """Of a file that no place has."""
+        nodes = sorted(node for node, ranks in self._certificate.holders.items() if receipt.rank in ranks)
+        return StorageError(
+            f"{receipt.name} of rank {receipt.rank} lies on {' and '.join(nodes)}, which this process does not reach",
+            step=self._certificate.manifest.step,
+            rank=receipt.rank,
+            file=receipt.name,
+            hint="Read it there, resume with all nodes, or wait until the checkpoint is in the store",
+        )
 
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
         """See `Storage.read_into`; there are no versions."""
         receipt = self._receipt(key)
-        places = self._places(receipt)
         with self._lock:
             first = self._doubts[key, offset, sum(map(len, views))] + self._doubts[key, 0, None]
+        if first:
+            self._ask_store()
+        places = self._places(receipt)
+        if not places:
+            raise self.unreachable(receipt)
         self._from_any(key, places, first, lambda place: self._read(place, receipt, key, offset, views))
 
     def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
@@ -92,7 +135,12 @@ class HeldStorage:
             if place != places[0]:
                 self._tell(key, place, failure)
             return found
-        raise failure or FileMissing(f"No node that is here has {key}", file=key)
+        assert failure is not None  # there is a place
+        if self._ask_store():
+            found = action("")
+            self._tell(key, "", failure)
+            return found
+        raise failure
 
     def _tell(self, key: str, place: str, failure: CkptstoreError | None) -> None:
         with self._lock:

@@ -200,10 +200,24 @@ class NodeDisk:
         except OSError as error:
             raise posix.translate(error, what="Writing", file=_EPOCH_KEY, directory=os.path.dirname(path)) from error
 
-    def delete_as(self, epoch: int, attempt: Attempt) -> None:
+    def delete_as(self, epoch: int, attempt: Attempt) -> bool:
         """`delete` for a job with this writer epoch. Raises StoreFenced where a later job was here, StorageError."""
         with self._alone(epoch):
-            self.delete(attempt)
+            return self.delete(attempt)
+
+    @contextlib.contextmanager
+    def reading(self, attempt: Attempt) -> Iterator[None]:
+        """Keep every process of this node from deleting an attempt while the context lasts. A process that is killed
+        keeps nothing. Where the attempt has no certificate here, nothing is held."""
+        descriptor = _open_certificate(self.storage.local_path(attempt.key(CERTIFICATE_NAME)))
+        try:
+            if descriptor is not None:
+                with contextlib.suppress(OSError):  # it is being deleted, or this file system has no locks
+                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
 
     @contextlib.contextmanager
     def _alone(self, epoch: int) -> Iterator[None]:
@@ -224,19 +238,26 @@ class NodeDisk:
         finally:
             os.close(descriptor)
 
-    def delete(self, attempt: Attempt) -> None:
-        """Delete the directory of an attempt, its certificate first. What was begun and not ended is deleted by the
-        next call. Symbolic links in it stay, and so does what they lead to. Raises StorageError."""
+    def delete(self, attempt: Attempt) -> bool:
+        """Delete the directory of an attempt, its certificate first; False where somebody reads it, so that it stays.
+
+        What was begun and not ended is deleted by the next call. Symbolic links in it stay, and so does what they lead
+        to. Raises StorageError.
+        """
         directory = self.storage.local_path(attempt.prefix.rstrip("/"))
-        self.storage.delete([attempt.key(CERTIFICATE_NAME)])
+        with _unread(directory / CERTIFICATE_NAME) as is_unread:
+            if not is_unread:
+                return False
+            self.storage.delete([attempt.key(CERTIFICATE_NAME)])
         try:
             posix.flush_directory(str(directory))
         except FileNotFoundError:
-            return
+            return True
         except OSError as error:
             raise posix.translate(error, what="Deleting", file=str(directory), directory=str(directory)) from error
         self.storage.delete([file.key for file in self.storage.list(attempt.prefix)])
         self.storage.remove_directories(attempt.prefix.rstrip("/"))
+        return True
 
     def _flush_directories(self, keys: Collection[str]) -> None:
         """Make all directories durable that lead to these files, with the names in them."""
@@ -252,6 +273,30 @@ class NodeDisk:
         files = {file.key[start:]: file.size_bytes for file in self.storage.list(attempt.prefix)}
         files.pop(CERTIFICATE_NAME, None)
         return files
+
+
+def _open_certificate(path: Path) -> int | None:
+    """None where there is none that can be opened."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def _unread(certificate: Path) -> Iterator[bool]:
+    """Whether nobody reads the attempt of a certificate. Nobody begins to while the context lasts."""
+    descriptor, is_unread = _open_certificate(certificate), True
+    try:
+        if descriptor is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:  # any other error: this file system has no locks
+                is_unread = not isinstance(error, BlockingIOError)
+        yield is_unread
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def disk_storage(path: Path, *, durable: bool, direct_io: bool) -> LocalStorage:

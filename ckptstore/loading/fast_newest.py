@@ -128,7 +128,8 @@ def resumed(job: Job, seen: Findings, files: CheckpointFiles | None) -> None:
         try:
             assert attempt is not None  # the leader got it from this node
             logger.info("the fast checkpoint %s on %s is deleted: %s", name, place.disk.node, reason)
-            place.disk.delete_as(place.epoch, attempt)
+            if not place.disk.delete_as(place.epoch, attempt):
+                place.saved.insert(0, name)  # somebody reads it: the next save tries again
         except CkptstoreError as error:
             logger.warning("the fast checkpoint %s on %s could not be deleted: %s", name, place.disk.node, error)
 

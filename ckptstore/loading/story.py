@@ -12,9 +12,10 @@ import shutil
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import (
@@ -27,6 +28,8 @@ from ckptstore.errors import (
     StorageFull,
 )
 from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.held_storage import HeldStorage
+from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.format.record import Record
@@ -36,6 +39,7 @@ from ckptstore.log import Log
 from ckptstore.node_cache import NodeCache
 from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.uri import local_path
 from ckptstore.transfer import RangeRead, Transfer, Wanted
 from ckptstore.transfer.opened import OpenedPlace
@@ -124,13 +128,16 @@ class CheckpointFiles:
 
     @contextmanager
     def held(self, *, is_handed_out: bool = False) -> Iterator[None]:
-        """Keep a prune away while the context lasts: by a lease on a disk; elsewhere the grace period has to do. This
-        process deletes no fast checkpoint that it holds; another one of the node may.
+        """Keep a prune away while the context lasts: by a lease on a disk; elsewhere the grace period has to do. What
+        lies on the disk of this node is locked, so that no process of the node deletes it.
 
         Raises CheckpointGone when a prune was first. `is_handed_out` as for `leases.hold`.
         """
-        if self.certificate is not None and self.job is not None and self.job.fast is not None:
-            with self.job.fast.using(str(self.certificate.attempt)):
+        if self.certificate is not None:
+            with ExitStack() as stack:
+                if self.job is not None and self.job.fast is not None:
+                    stack.enter_context(self.job.fast.using(str(self.certificate.attempt)))
+                stack.enter_context(self._read_lock(self.certificate))
                 yield
             return
         if self.record is None or not isinstance(self.storage, Disk):
@@ -144,6 +151,11 @@ class CheckpointFiles:
                 raise CheckpointGone(f"Step {self.record.entry.step} was removed", step=self.record.entry.step)
             yield
 
+    def _read_lock(self, certificate: Certificate) -> AbstractContextManager[None]:
+        if isinstance(self.storage, HeldStorage):
+            return self.storage.held()
+        return NodeDisk(cast(LocalStorage, self.storage), "").reading(certificate.attempt)
+
     @contextmanager
     def missing_is_damage(self) -> Iterator[None]:
         """Of whatever reads files of the checkpoint: one that is missing raises CheckpointDamaged, or CheckpointGone
@@ -155,6 +167,10 @@ class CheckpointFiles:
             manifest = self.storage.list(self.prefix + MANIFEST_NAME)
             if self.record is not None and self.certificate is None and not any(True for _ in manifest):
                 raise CheckpointGone(f"Step {step} was removed while it was read", step=step) from error
+            if self.certificate is not None and isinstance(self.storage, HeldStorage) and self.storage.is_gone():
+                step = self.certificate.manifest.step
+                text = f"Step {step} was deleted from the disk of this node, and the store does not have it"
+                raise CheckpointGone(text, step=step, hint="Newer ones took its place: look again") from error
             name = (error.file or "").removeprefix(self.prefix)
             raise CheckpointDamaged(f"{name or 'A file'} is missing: {error.message}", step=step, file=name) from error
 
@@ -168,6 +184,8 @@ class CheckpointFiles:
         stored = self.stored_sizes(manifest)
         for receipt in manifest.files:
             found = stored.get(receipt.name)
+            if found is None and isinstance(self.storage, HeldStorage):
+                raise self.storage.unreachable(receipt)
             if found != receipt.size_bytes:
                 what = "is missing" if found is None else f"has {found} bytes"
                 raise CheckpointDamaged(
@@ -178,7 +196,9 @@ class CheckpointFiles:
                 )
 
     def receipts_here(self, manifest: Manifest) -> tuple[Receipt, ...]:
-        """The files that should be here: all, but of a fast checkpoint on the disk of a node those of its ranks."""
+        """The files that should be here: all, but of a fast checkpoint those that this process reaches."""
+        if isinstance(self.storage, HeldStorage):
+            return self.storage.receipts_here()
         if self.certificate is None or self.job is None or self.job.fast is None or not isinstance(self.storage, Disk):
             return manifest.files
         ranks = self.certificate.holders.get(self.job.fast.disk.node, ())

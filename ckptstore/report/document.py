@@ -17,6 +17,7 @@ from ckptstore.format.encoding import float_name
 VERSION = 1
 
 Status = Literal["live", "trash", "deleted"]
+Standing = Literal["durable", "superseded", "void", "only-here", "unfinished", "damaged", "foreign", "unknown"]
 ChangeKind = Literal[
     "claim", "commit", "remove", "prune", "rollback", "pin", "unpin", "restore", "resume", "noop", "unreadable"
 ]
@@ -40,6 +41,13 @@ class SeenCheckpoint:
     """One of "live", "trash", or "deleted" when the log has dropped it for good."""
     created_at: float
     """When it was saved, in seconds since the epoch by the leader's clock."""
+    committed_at: float
+    """When its record was written, by the same clock. With a fast tier that is when it came into the store."""
+    save_number: int
+    """The number of the save among those of its job, from 1; 0 where the record does not tell."""
+    saves_before: int
+    """How many saves of its job since the checkpoint before are not in the store: they failed or, with a fast tier, a
+    newer one was there first or they were not due."""
     world_size: int
     """How many ranks wrote it."""
     size_bytes: int
@@ -89,6 +97,63 @@ class SeenChange:
     """The checkpoints that it made live, or changed."""
     epoch: int | None = None
     """The writer epoch of the job that wrote it; None for a command line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenResume:
+    """A job with a fast tier said from where it goes on."""
+
+    number: int
+    """Of the record that says so."""
+    at: float
+    """When it was written, by the writer's clock."""
+    epoch: int
+    """The writer epoch of the job."""
+    attempt: str
+    """The directory of what it resumed from; "" where it found nothing."""
+    step: int | None
+    """The step of that; None where it found nothing."""
+    source: int | None
+    """The number of the checkpoint, where it was in the store; None for a fast one that was on the nodes alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenFast:
+    """One attempt on the disk of this node."""
+
+    attempt: str
+    """The name of its directory."""
+    step: int
+    """The step that it was saved for."""
+    epoch: int
+    """The writer epoch of the job that saved it."""
+    save_number: int | None
+    """The number of the save among those of its job; None without a certificate that can be read."""
+    created_at: float | None
+    """When it was saved by the leader's clock or, without a certificate, when its newest file was written; None for an
+    empty directory."""
+    world_size: int | None
+    """How many ranks wrote it; None without a certificate."""
+    size_bytes: int
+    """Of all its files on all nodes; without a certificate of those that are here."""
+    here_bytes: int
+    """Of the files that are here."""
+    nodes: tuple[str, ...]
+    """The nodes that had its files when it was complete."""
+    metrics: Mapping[str, float | str]
+    """As those of a checkpoint."""
+    standing: Standing
+    """What it is to the store: "durable" when the store has it, "superseded" when the store has a newer one, "void"
+    when nobody may resume from it, "only-here" when the store has neither it nor a newer one, "unfinished" without a
+    certificate, "damaged" when that cannot be read, "foreign" when it is of another store or another history."""
+    reason: str
+    """Why, in words."""
+    number: int | None
+    """Of the checkpoint in the store, where it is durable."""
+    num_missing: int
+    """How many files this node should have and does not."""
+    is_usable: bool
+    """Whether it is certified and whole here, and a job may resume from it. Digests are not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +239,14 @@ class Health:
     """When the latest live checkpoint was committed; None when nothing is live."""
     last_durable_step: int | None = None
     """The step of it."""
+    last_fast_at: float | None = None
+    """When the newest fast checkpoint on this node was saved from which a job could resume; None where there is none,
+    and where nobody asked for those on this node."""
+    last_fast_step: int | None = None
+    """The step of it."""
+    not_durable_since: float | None = None
+    """When the oldest fast checkpoint on this node was saved that is newer than what the store has; None where there is
+    none."""
     gaps: tuple[str, ...] = ()
     """What is wrong with the records of the log, or with their order."""
     garbage_bytes: int = 0
@@ -220,6 +293,12 @@ class SeenStore:
     """Every one that the log knows, oldest first."""
     changes: tuple[SeenChange, ...] = ()
     """Every record, oldest first."""
+    resumes: tuple[SeenResume, ...] = ()
+    """From where jobs with a fast tier went on, oldest first."""
+    fast_directory: str = ""
+    """Where fast checkpoints on this node were looked for; "" where nobody asked for those."""
+    fast: tuple[SeenFast, ...] = ()
+    """What is there, in the order of the saves."""
     torn: tuple[TornAttempt, ...] = ()
     """Attempts without a commit."""
     sizes: tuple[SizePoint, ...] = ()

@@ -30,6 +30,7 @@ from ckptstore.report.condition import LISTED_FILES, Condition, look_around
 from ckptstore.report.document import Bounds, Health, SeenCheckpoint, SeenStore, as_float, finite
 from ckptstore.report.history import History, Life
 from ckptstore.report.lines import Lines, can_be_named
+from ckptstore.report.node import SeenNode, look_at_node
 from ckptstore.report.trees import Forest, ReadTree, read_tree
 from ckptstore.retention import Candidate, Mode, mode_of, ranked
 from ckptstore.runtime.extras import not_installed
@@ -57,6 +58,8 @@ class Sighting:
     num_trees: int = NUM_TREES
     needs_options: Sequence[str] = ()
     """The names of the storage options with which the store was opened."""
+    fast_directory: str = ""
+    """Where fast checkpoints on this node are looked for; "" for nowhere."""
     rest_seconds: float = 0.0
     """How long after one listing of the files the next one has to wait, at least; 20 times as long as it took."""
     _history: History = field(default_factory=History)
@@ -93,16 +96,25 @@ class Sighting:
         self._read_manifests([life.number for life in live[-NUM_TIMINGS:]])
         forest = self._read_trees(_worth_a_tree(live, state, best))
         lines = Lines(self.store.uri, state, history.lives)
+        node = self._look_at_node(self._identity.store_id)
         grace_seconds = job.config.grace_seconds
         return SeenStore(
             uri=self.store.uri,
             store_id=self._identity.store_id,
-            metrics=tuple(sorted({name for life in history.lives.values() for name in life.entry.metrics})),
+            metrics=tuple(
+                sorted(
+                    {name for life in history.lives.values() for name in life.entry.metrics}
+                    | {name for one in node.fast for name in one.metrics}
+                )
+            ),
             metric_modes=modes,
             checkpoints=tuple(
                 self._seen(life, state, best, lines, grace_seconds=grace_seconds) for life in history.lives.values()
             ),
             changes=tuple(history.changes),
+            resumes=tuple(history.resumes),
+            fast_directory=self.fast_directory,
+            fast=node.fast,
             torn=tuple(self._condition.torn),
             sizes=tuple(history.sizes),
             layouts=tuple(forest.layouts),
@@ -111,7 +123,7 @@ class Sighting:
             commands=lines.of_store(),
             needs_options=tuple(self.needs_options),
             bounds=_bounds(self.num_trees, grace_seconds),
-            health=self._health(live[-1] if live else None),
+            health=self._health(live[-1] if live else None, node),
         )
 
     def _read_log(self) -> None:
@@ -135,6 +147,11 @@ class Sighting:
         self._condition = look_around(job_of(self.store), newest, self._history.lives)
         ended = time.monotonic()
         self._listed_until = ended + max(self.rest_seconds, 20 * (ended - began))
+
+    def _look_at_node(self, store_id: str) -> SeenNode:
+        if not self.fast_directory:
+            return SeenNode()
+        return look_at_node(job_of(self.store), self.fast_directory, store_id, newest=self._history.newest)
 
     def _read_manifests(self, numbers: Sequence[int]) -> None:
         def read(number: int) -> Mapping[str, Any] | None:
@@ -197,6 +214,9 @@ class Sighting:
             kind=entry.kind,
             status=life.status,
             created_at=entry.created_at,
+            committed_at=life.committed_at,
+            save_number=entry.save_number,
+            saves_before=life.saves_before,
             world_size=entry.world_size,
             size_bytes=entry.size_bytes,
             metrics={name: finite(value) for name, value in entry.metrics.items()},
@@ -214,7 +234,7 @@ class Sighting:
             timings=self._timings.get(number),
         )
 
-    def _health(self, latest: Life | None) -> Health:
+    def _health(self, latest: Life | None, node: SeenNode) -> Health:
         history, condition = self._history, self._condition
         steps = {number: history.lives[number].entry.step for number in self._damage if number in history.lives}
         damaged = [
@@ -223,7 +243,7 @@ class Sighting:
         ]
         if len(self._damage) > MOST_TOLD:
             damaged.append(f"{len(self._damage) - MOST_TOLD} more checkpoints have such trouble")
-        trouble = [*damaged, *condition.trouble]
+        trouble = [*damaged, *condition.trouble, *node.trouble]
         if not can_be_named(self.store.uri):
             trouble.append("there are no lines to copy: a shell elsewhere could not be given this URI")
         committed_at = None
@@ -232,6 +252,9 @@ class Sighting:
         return Health(
             last_durable_at=committed_at,
             last_durable_step=latest.entry.step if latest else None,
+            last_fast_at=node.newest.created_at if node.newest else None,
+            last_fast_step=node.newest.step if node.newest else None,
+            not_durable_since=node.not_durable_since,
             gaps=tuple(history.problems),
             garbage_bytes=condition.garbage_bytes,
             garbage_files=condition.garbage_files,

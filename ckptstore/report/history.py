@@ -22,11 +22,11 @@ from ckptstore.format.changes import (
     Unpin,
 )
 from ckptstore.format.encoding import shortened
-from ckptstore.format.layout import record_key
+from ckptstore.format.layout import Attempt, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.chain import link_problem, record_problem
 from ckptstore.log.reader import Probed
-from ckptstore.report.document import ChangeKind, SeenChange, SizePoint, Status
+from ckptstore.report.document import ChangeKind, SeenChange, SeenResume, SizePoint, Status
 
 MOST_NAMED = 8
 """Of more checkpoints than so many, the text of a change names the first alone."""
@@ -38,6 +38,10 @@ class Life:
 
     number: int
     entry: CheckpointEntry
+    committed_at: float = 0.0
+    """When its record was written, by the writer's clock."""
+    saves_before: int = 0
+    """How many saves of its job since the checkpoint before have no record."""
     status: Status = "live"
     removed_by: int = 0
     """The record that put it in the trash, or else dropped it; 0 while it is live."""
@@ -56,6 +60,8 @@ class History:
         """Every record."""
         self.sizes: list[SizePoint] = []
         """After every record that changed them."""
+        self.resumes: list[SeenResume] = []
+        """From where jobs with a fast tier went on."""
         self.problems: list[str] = []
         """What is wrong with the records or with their order."""
         self.newest: Record | None = None
@@ -63,6 +69,10 @@ class History:
         self._is_whole = True
         """Whether the record before the next one could be read."""
         self._epoch = 0
+        self._saves: dict[int, int] = {}
+        """By writer epoch, the highest number of a save that was committed."""
+        self._numbers: dict[str, int] = {}
+        """Of the checkpoints, by attempt."""
         self._live: set[int] = set()
         self._pinned: set[int] = set()
         self._bytes: dict[Status, int] = {"live": 0, "trash": 0, "deleted": 0}
@@ -113,11 +123,7 @@ class History:
             text = f"{self._named(change.numbers)} no longer pinned"
             return _seen(record, "unpin", text, numbers=change.numbers, epoch=change.epoch)
         if isinstance(change, Resumed):
-            source = (
-                f"went on from {change.attempt or change.source}" if change.source else "found nothing and began anew"
-            )
-            text = f"the job of writer epoch {change.epoch} {source}"
-            return _seen(record, "resume", text, epoch=change.epoch)
+            return self._resumed(record, change)
         return _seen(record, "noop", "nothing changed: it took the number of a write whose fate was unknown")
 
     def _claimed(self, record: Record, change: Claim) -> SeenChange:
@@ -130,9 +136,30 @@ class History:
         text = f"a job of {ranks} took the store over; {found}"
         return _seen(record, "claim", text, numbers=[source.number] if source else (), epoch=self._epoch)
 
+    def _resumed(self, record: Record, change: Resumed) -> SeenChange:
+        attempt = Attempt.parse(change.attempt)
+        source = self._numbers.get(change.attempt)
+        self.resumes.append(
+            SeenResume(
+                number=record.number,
+                at=record.created_at,
+                epoch=change.epoch,
+                attempt=change.attempt,
+                step=attempt.step if attempt else None,
+                source=source,
+            )
+        )
+        where = f"number {source}" if source else "which the nodes had and the store had not"
+        found = f"went on from {f'step {attempt.step}' if attempt else change.source}, {where}"
+        text = f"the job of writer epoch {change.epoch} {found if change.source else 'found nothing and began anew'}"
+        return _seen(record, "resume", text, numbers=[source] if source else (), epoch=change.epoch)
+
     def _committed(self, record: Record, change: Commit) -> SeenChange:
         entry = change.entry
-        self.lives[record.number] = Life(record.number, entry)
+        before, after = self._saves.get(entry.epoch, 0), entry.save_number
+        self._saves[entry.epoch], self._numbers[entry.attempt] = max(before, after), record.number
+        saves_before = max(0, after - before - 1)
+        self.lives[record.number] = Life(record.number, entry, record.created_at, saves_before)
         self._live.add(record.number)
         self._bytes["live"] += entry.size_bytes
         replaced = [number for number in change.replaces if number not in self._pinned]

@@ -42,6 +42,16 @@ class FastKeeper:
         return self._place.disk.storage
 
     @property
+    def store_uri(self) -> str:
+        """See `Keeper.store_uri`."""
+        return self._job.storage.uri
+
+    @property
+    def is_fast(self) -> bool:
+        """See `Keeper.is_fast`."""
+        return True
+
+    @property
     def rank(self) -> int:
         """This process in its job."""
         return self._place.members.rank

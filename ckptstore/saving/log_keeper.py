@@ -33,6 +33,16 @@ class LogKeeper:
         return self.job.storage
 
     @property
+    def store_uri(self) -> str:
+        """See `Keeper.store_uri`."""
+        return self.storage.uri
+
+    @property
+    def is_fast(self) -> bool:
+        """See `Keeper.is_fast`."""
+        return False
+
+    @property
     def rank(self) -> int:
         """This process in its job."""
         return self.job.group.rank

@@ -104,9 +104,9 @@ class SaveClock:
             self.ended("commit")
 
     @contextmanager
-    def part(self, store: str, *, is_last: bool) -> Iterator[None]:
-        """A part of the save, to the storage of that URI, is done in this context. An error ends the save, and so does
-        its last part."""
+    def part(self, store: str, *, is_last: bool, is_fast: bool = False) -> Iterator[None]:
+        """A part of the save, to the store of that URI or with `is_fast` to nodes, is done in this context. An error
+        ends the save, and so does its last part."""
         try:
             with counting() as traffic:
                 try:
@@ -114,12 +114,12 @@ class SaveClock:
                 finally:
                     self._traffic.add(traffic)
         except BaseException as error:
-            self._over(error, store)
+            self._over(error, store, is_fast=is_fast)
             raise
         if is_last:
-            self._over(None, store)
+            self._over(None, store, is_fast=is_fast)
 
-    def _over(self, error: BaseException | None, store: str) -> None:
+    def _over(self, error: BaseException | None, store: str, *, is_fast: bool) -> None:
         if is_heard(SaveEnded):
             seconds, released = self.elapsed_seconds, self._released_seconds
             emit(
@@ -136,6 +136,7 @@ class SaveClock:
                     requests=self._traffic.requests,
                     retries=self._traffic.retries,
                     error_type=None if error is None else type(error).__name__,
+                    is_fast=is_fast,
                 )
             )
 

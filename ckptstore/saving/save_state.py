@@ -21,7 +21,7 @@ from ckptstore.retention import Candidate
 from ckptstore.saving import story
 from ckptstore.saving.background import Background, PendingSave
 from ckptstore.saving.drain import Drain, Drainer
-from ckptstore.saving.drain.health import StoreHealth, health_of
+from ckptstore.saving.drain.health import ResumedFrom, StoreHealth, health_of
 from ckptstore.saving.fast_keeper import FastKeeper
 from ckptstore.saving.log_keeper import LogKeeper
 from ckptstore.saving.phases import SaveClock
@@ -163,7 +163,14 @@ class StateSaver:
         except StorageFull as error:
             if error.committed is not False:
                 raise
-            emit(FastFull(step=begun.request.step, rank=job.group.rank, error=error.message))
+            emit(
+                FastFull(
+                    step=begun.request.step,
+                    rank=job.group.rank,
+                    error=error.message,
+                    store=job.storage.uri,
+                )
+            )
         shard.move(job.storage, job.transfer.upload)
         to_log = LogKeeper(job)
         record = story.finish(to_log, stored, story.begin_elsewhere(begun, to_log))
@@ -201,9 +208,10 @@ class StateSaver:
         self._drainer.finish(timeout_seconds)
         return newest
 
-    def health(self) -> StoreHealth:
-        """How far the store is behind what this process has saved. No request is made."""
-        return health_of(self._last_fast, self._last_record, self._drainer.health() if self._drainer else None)
+    def health(self, resumed: ResumedFrom | None) -> StoreHealth:
+        """How far the store is behind what this process has saved, or resumed from. No request is made."""
+        drains = self._drainer.health() if self._drainer else None
+        return health_of(self._last_fast, self._last_record, drains, resumed)
 
     def warm_up(self, state: Mapping[str, Any], *, options: StateOptions, uploader: str) -> None:
         """Do now what only a first asynchronous save would do. Collective; nothing is written."""

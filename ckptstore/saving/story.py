@@ -38,6 +38,14 @@ class Keeper(Protocol[Kept]):
         """Where the checkpoints lie."""
 
     @property
+    def store_uri(self) -> str:
+        """What events call the store, without secrets."""
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether what it keeps lies on the disks of nodes."""
+
+    @property
     def rank(self) -> int:
         """What events call this process."""
 
@@ -115,7 +123,7 @@ def begin(
         begun = keeper.begin(request, decision, beat)
         return {**begun, **tracing.told(lambda: clock.traced(str(keeper.attempt(request, begun))))}
 
-    with clock.part(keeper.storage.uri, is_last=False):
+    with clock.part(keeper.store_uri, is_fast=keeper.is_fast, is_last=False):
         begun = meet(group, "save", shard, request, agree)
         attempt = keeper.attempt(request, begun)
         tracing.hear(begun, lambda: clock.traced(str(attempt)))
@@ -130,7 +138,7 @@ def finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
     Every rank stores its files; when all have, the leader publishes. A rank that does not hear what became of it looks
     once. Only the leader removes files, and only after its own verdict.
     """
-    with begun.clock.part(keeper.storage.uri, is_last=True):
+    with begun.clock.part(keeper.store_uri, is_fast=keeper.is_fast, is_last=True):
         return _finish(keeper, shard, begun)
 
 

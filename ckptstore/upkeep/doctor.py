@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import AccessDenied, CheckpointDamaged, CkptstoreError, FileMissing, StorageError, all_errors
@@ -25,16 +25,15 @@ from ckptstore.storage.base import Bucket, Disk, Storage, WritesParts
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.probe import has_exclusive_create
 from ckptstore.storage.uri import parse_uri
+from ckptstore.upkeep.check_finding import IN_MEMORY, Finding
+from ckptstore.upkeep.doctor_fast import examine_fast
 from ckptstore.upkeep.ray_snapshot import ROOT_NAME, SNAPSHOT_NAME, obstacle, read_snapshot
-
-Status = Literal["ok", "warning", "failed", "unknown"]
 
 _BULK_BYTES = 8 << 20
 _MAX_SKEW_SECONDS = 30.0
 _KEEP = ("versioning", "soft delete", "object lock")
 _RETRY = RetryConfig(retry_attempts=3, retry_deadline_seconds=15.0, retry_wait_max_seconds=2.0)
 """Somebody waits for the answer, and what fails three times is worth telling."""
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _LIFECYCLE = {
     "s3": """aws s3api put-bucket-lifecycle-configuration --bucket BUCKET --lifecycle-configuration '{"Rules": [{"ID": \
 "unfinished-uploads", "Status": "Enabled", "Filter": {"Prefix": ""}, "AbortIncompleteMultipartUpload": \
@@ -44,19 +43,6 @@ _LIFECYCLE = {
     "az": "Azure drops blocks that were not committed after 7 days by itself",
 }
 _FAMILIES = {"abfs": "az"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What one check found."""
-
-    name: str
-    status: Status
-    detail: str
-    hint: str = ""
-    """What to do about it."""
-    code: str = ""
-    """The code of the error that made it fail, see `errors`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +93,12 @@ def examine(
     storage_options: Mapping[str, Any] | None = None,
     engine: str | None = None,
     config: StoreConfig | None = None,
+    fast_directory: str | None = None,
 ) -> Examination:
     """Try everything that a store at `uri` would need. Nothing is raised for what fails there: it is a finding.
 
-    Moves about 50 MiB. Raises InvalidInput for a URI, option or engine that cannot be used.
+    Moves about 50 MiB. With a directory for fast checkpoints of this node that is looked at too. Raises InvalidInput
+    for a URI, option or engine that cannot be used.
     """
     choice = choose_engine(uri, storage_options=storage_options, engine=engine)
     config = config or StoreConfig.from_env()
@@ -124,6 +112,8 @@ def examine(
                 findings.append(_finding(name, check, place))
             if (found := _ray_snapshot(place)) is not None:
                 findings.append(found)
+            if fast_directory is not None:
+                findings += examine_fast(fast_directory, storage, config)
         finally:
             removal = _clean_up(place, is_new=is_new)
         return Examination(uri=storage.uri, engine=choice.engine, findings=(*findings, removal))
@@ -317,7 +307,7 @@ def _durability(place: _Place) -> Finding:
     if not isinstance(storage, Disk):
         return Finding(name=name, status="ok", detail="durable when the storage has answered")
     kind = filesystem_of(Path(os.path.realpath(storage.local_path(""))))
-    if kind in _IN_MEMORY:
+    if kind in IN_MEMORY:
         return Finding(name=name, status="warning", detail=f"{kind}: lost when the machine restarts")
     shared = "; other nodes may see it" if is_network(kind) else "; this node alone sees it"
     return Finding(name=name, status="ok", detail=f"{kind or 'a file system that has no name'}{shared}")

@@ -13,7 +13,7 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest, sha256_of
 from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
-from ckptstore.job import Job
+from ckptstore.log.reader import LogReader
 from ckptstore.storage.base import Storage
 from ckptstore.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory
 
@@ -57,19 +57,20 @@ class Cleared:
     """Why it was not deleted; "" where it was."""
 
 
-def read_log(job: Job, store_id: str, found: Iterable[HeldAttempt]) -> LogView:
-    """Ask the log what it knows of these: the log itself, since a hint may be that of a copy. Raises CheckpointDamaged
-    where it cannot be read, StorageError."""
-    log, newest = job.log, job.log.checked_newest()
+def read_log(
+    log: LogReader, storage: Storage, store_id: str, found: Iterable[HeldAttempt], *, newest: Record | None
+) -> LogView:
+    """Ask the log what it knows of these. Who deletes gives the newest record as the log itself has it, since a hint
+    may be that of a copy. Raises CheckpointDamaged where the log cannot be read, StorageError."""
     if newest is None:
-        return LogView(uri=job.storage.uri, store_id=store_id, storage=job.storage, newest=None)
+        return LogView(uri=storage.uri, store_id=store_id, storage=storage, newest=None)
     state = newest.state
     numbers = sorted({each.certificate.claim_number for each in found if each.certificate is not None})
     claims = zip(numbers, log.found(numbers), strict=True)
     return LogView(
-        uri=job.storage.uri,
+        uri=storage.uri,
         store_id=store_id,
-        storage=job.storage,
+        storage=storage,
         newest=newest,
         live={record.entry.attempt: record for record in log.records(state.live)},
         trashed={record.entry.attempt: record for record in log.records(state.trash)},
@@ -197,7 +198,8 @@ def _lacking(record: Record, storage: Storage) -> str:
 def _delete(store: HeldStore, found: HeldAttempt) -> str:
     """Why it is still there, "" if it is not."""
     try:
-        store.disk.delete_as(store.epoch, found.attempt)
+        if not store.disk.delete_as(store.epoch, found.attempt):
+            return "somebody reads it now"
     except CkptstoreError as error:
         return error.message
     if store.disk.storage.local_path(found.attempt.prefix.rstrip("/")).exists():

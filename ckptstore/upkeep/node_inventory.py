@@ -97,6 +97,28 @@ def take_inventory(directory: str | os.PathLike[str]) -> Inventory:
         raise posix.translate(error, what="Listing", file=str(given), directory=str(given)) from error
 
 
+def held_store(directory: str | os.PathLike[str], store_id: str, *, node: str) -> HeldStore | None:
+    """The part of the directory that belongs to one store, on the node of that name; None where there is none.
+
+    Raises InvalidInput where it is not private to this user: then others may have put anything there.
+    """
+    given = Path(os.path.abspath(directory))
+    path = Path(os.path.realpath(given.parent)) / given.name / store_id
+    if not STORE_ID.fullmatch(store_id) or not os.path.lexists(path / CHECKPOINT_PREFIX.rstrip("/")):
+        return None
+    try:
+        unsafe = _spoken_fault(path.parent)
+    except OSError as error:
+        raise posix.translate(error, what="Looking at", file=str(path), directory=str(path)) from error
+    found = _store(path, {}, node=node)
+    if fault := unsafe or found.privacy_fault:
+        raise InvalidInput(
+            f"The directory for fast checkpoints {fault}",
+            hint="Whoever else can write there could put anything into a checkpoint, so nothing there is read",
+        )
+    return found
+
+
 def _directories(path: Path, prefix: str, others: dict[str, str]) -> Iterator[Path]:
     """What is a directory and no link, by name; all else joins `others`."""
     with os.scandir(path) as entries:
@@ -122,8 +144,8 @@ def _is_of_a_tier(path: Path, others: dict[str, str]) -> bool:
     return False
 
 
-def _store(path: Path, others: dict[str, str]) -> HeldStore:
-    disk = NodeDisk(LocalStorage(path), clean_node(this_node()))
+def _store(path: Path, others: dict[str, str], *, node: str = "") -> HeldStore:
+    disk = NodeDisk(LocalStorage(path), node or clean_node(this_node()))
     checkpoints = path / CHECKPOINT_PREFIX.rstrip("/")
     unsafe, fault, epoch = "", "", 0
     attempts: list[HeldAttempt] = []

@@ -69,6 +69,20 @@ class SeenCommit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeenOnNode:
+    """The fast checkpoints of this store on the node of whoever watches."""
+
+    step: int | None
+    """Of the newest that a job could resume from; None where there is none."""
+    created_at: float | None
+    """When that was saved, by the clock of its leader."""
+    is_durable: bool
+    """Whether the store has that one, or a newer one."""
+    not_durable_since: float | None
+    """When the oldest was saved that is newer than what the store has; None where there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SeenSigns:
     """Signs of life that the ranks of the owner gave in the store. Ranks give them while they exchange or store, and
     only where a `StorageGroup` connects them."""
@@ -106,6 +120,8 @@ class Look:
     num_live: int
     durable: SeenCommit | None
     """The latest live checkpoint: what a resume would find."""
+    on_node: SeenOnNode | None
+    """None where nobody asked for what is on the node."""
     commits: tuple[SeenCommit, ...]
     """The last ones, the newest first. Some may be in the trash."""
     attempts: tuple[SeenAttempt, ...]

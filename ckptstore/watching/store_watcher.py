@@ -21,9 +21,10 @@ from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
 from ckptstore.log.reader import LogReader
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.open import open_storage
+from ckptstore.upkeep.node_view import view_node
 from ckptstore.watching.attempt_finder import AttemptFinder, FoundAttempt
 from ckptstore.watching.in_flight import NO_SIGN, ExpectedSize, InFlight
-from ckptstore.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenSigns
+from ckptstore.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
 from ckptstore.watching.signs import SignsOfLife
 
 NUM_COMMITS = 5
@@ -44,11 +45,14 @@ class StoreWatcher:
         self,
         storage: Storage,
         *,
+        fast_directory: str = "",
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Nothing is asked before the first look. The storage is closed with `close`."""
+        """Nothing is asked before the first look. The storage is closed with `close`. Fast checkpoints on this node are
+        looked for below `fast_directory`, where one is given."""
         self.storage = storage
+        self._fast_directory, self._store_id = fast_directory, ""
         self._clock, self._wall_clock = clock, wall_clock
         self._log = LogReader(storage, retry=_ONCE)
         self._finder = AttemptFinder(storage)
@@ -65,9 +69,9 @@ class StoreWatcher:
         self._has_looked = False
 
     @staticmethod
-    def at(uri: str, storage_options: Mapping[str, Any] | None = None) -> StoreWatcher:
+    def at(uri: str, storage_options: Mapping[str, Any] | None = None, *, fast_directory: str = "") -> StoreWatcher:
         """A watcher of the store at a URI. Raises InvalidInput as `open_store` does."""
-        return StoreWatcher(open_storage(uri, storage_options=storage_options))
+        return StoreWatcher(open_storage(uri, storage_options=storage_options), fast_directory=fast_directory)
 
     def close(self) -> None:
         """Give connections back."""
@@ -89,6 +93,7 @@ class StoreWatcher:
         self._read_log()  # after the listing: what was in flight there and is committed now is found here
         signs, notes = self._look_at_signs()
         durable = self._durable()
+        on_node, faults = self._look_at_node()
         self._follow(found)
         attempts = self._seen(signs)
         newest, self._has_looked = self._newest, True
@@ -99,11 +104,12 @@ class StoreWatcher:
             epoch=newest.state.epoch if newest else 0,
             num_live=len(newest.state.live) if newest else 0,
             durable=durable,
+            on_node=on_node,
             commits=tuple(self._commits[number] for number in sorted(self._commits, reverse=True)[:NUM_COMMITS]),
             attempts=tuple(sorted(attempts, key=lambda item: (-item.step, item.attempt))),
             signs=signs,
             changes=changes,
-            notes=(*self._finder.notes, *notes),
+            notes=(*self._finder.notes, *notes, *faults),
         )
 
     def _check_store(self) -> None:
@@ -114,6 +120,7 @@ class StoreWatcher:
             raise InvalidInput(
                 f"The checkpoints at {self.storage.uri} are kept by {identity.kept_by}, and have no log to watch"
             )
+        self._store_id = identity.store_id
 
     def _check_there(self) -> None:
         """A disk that is not mounted any more looks like an empty one."""
@@ -225,6 +232,26 @@ class StoreWatcher:
             if kind in (None, commit.kind) and world_size in (None, commit.world_size):
                 return ExpectedSize(commit.size_bytes, commit.step)
         return None
+
+    def _look_at_node(self) -> tuple[SeenOnNode | None, list[str]]:
+        """What is on this node, and what is wrong there."""
+        if not self._fast_directory:
+            return None, []
+        try:
+            view = view_node(self._fast_directory, self._store_id, self._log, self.storage, newest=self._newest)
+        except CkptstoreError as error:
+            if error.retryable:
+                raise
+            return None, [f"the fast checkpoints on this node cannot be seen: {error.message}"]
+        manifest, since = view.newest.manifest if view.newest else None, view.not_durable_since
+        seen = SeenOnNode(
+            step=manifest.step if manifest else None,
+            created_at=manifest.created_at if manifest else None,
+            is_durable=since is None,
+            not_durable_since=since,
+        )
+        faults = [f"step {one.found.attempt.step} on this node: {one.fault}" for one in view.fast if one.fault]
+        return seen, [*([view.fault] if view.fault else []), *faults]
 
     def _look_at_signs(self) -> tuple[SeenSigns | None, list[str]]:
         if self._signs is None:

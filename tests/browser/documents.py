@@ -44,6 +44,9 @@ def checkpoint(number: int, step: int, **more: Any) -> dict[str, Any]:
         "kind": "state",
         "status": "live",
         "created_at": BEGIN + 600 * number,
+        "committed_at": BEGIN + 600 * number + 90,
+        "save_number": number,
+        "saves_before": 0,
         "world_size": 4,
         "size_bytes": 50_000_000 + 1000 * number,
         "metrics": {"accuracy": 1 - loss / 5, "loss": loss},
@@ -87,6 +90,9 @@ def store(checkpoints: list[dict[str, Any]], *, uri: str = "runs/first", **more:
     health = {
         "last_durable_at": latest["created_at"] if latest else None,
         "last_durable_step": latest["step"] if latest else None,
+        "last_fast_at": None,
+        "last_fast_step": None,
+        "not_durable_since": None,
         "gaps": [],
         "garbage_bytes": 0,
         "garbage_files": 0,
@@ -103,6 +109,9 @@ def store(checkpoints: list[dict[str, Any]], *, uri: str = "runs/first", **more:
         "metric_modes": {"loss": "min"},
         "checkpoints": checkpoints,
         "changes": changes,
+        "resumes": [],
+        "fast_directory": "",
+        "fast": [],
         "torn": [],
         "sizes": sizes,
         "layouts": [],
@@ -205,6 +214,53 @@ def trained() -> dict[str, Any]:
     return value
 
 
+def fast(step: int, save_number: int | None, standing: str, **more: Any) -> dict[str, Any]:
+    """An attempt on a node, which can be used where it has a certificate."""
+    own = {
+        "attempt": f"step-{step:010d}-e0002-{step:08x}",
+        "step": step,
+        "epoch": 2,
+        "save_number": save_number,
+        "created_at": BEGIN + 600 * 26 + step,
+        "world_size": 4,
+        "size_bytes": 50_000_000,
+        "here_bytes": 25_000_000,
+        "nodes": ["node-1", "node-2"],
+        "metrics": {"loss": 0.5},
+        "standing": standing,
+        "reason": "the store does not have it",
+        "number": None,
+        "num_missing": 0,
+        "is_usable": standing in ("only-here", "durable", "superseded"),
+    }
+    return {**own, **more}
+
+
+def with_fast_tier() -> dict[str, Any]:
+    """The same store, of a job that saves to its nodes first: its last save is not in the store yet."""
+    value = trained()
+    value["fast_directory"] = "/mnt/nvme/ckpt"
+    value["fast"] = [
+        fast(5250, 24, "superseded", reason="record 26 has step 5500, which is newer"),
+        fast(5500, 26, "durable", number=26),
+        fast(5600, 27, "only-here"),
+        fast(5650, 28, "only-here", num_missing=2, is_usable=False),
+        fast(5700, None, "unfinished", world_size=None, nodes=[], metrics={}, reason="it has no certificate here"),
+    ]
+    source = value["checkpoints"][13]
+    resume = {"number": 19, "at": BEGIN + 10_600, "epoch": 2, "attempt": source["attempt"]}
+    lost = {"number": 20, "at": BEGIN + 10_700, "epoch": 3, "attempt": "step-0000003600-e0001-0badf00d"}
+    value["resumes"] = [
+        {**resume, "step": source["step"], "source": source["number"]},
+        {**lost, "step": 3600, "source": None},
+        {**resume, "number": 21, "attempt": "", "step": None, "source": None},
+    ]
+    value["checkpoints"][23]["saves_before"] = 2
+    at = value["fast"][2]["created_at"]
+    value["health"] |= {"last_fast_at": at, "last_fast_step": 5600, "not_durable_since": at}
+    return value
+
+
 def large(num_checkpoints: int, num_tensors: int) -> dict[str, Any]:
     """One of the size at which the page must still be quick."""
     found = [checkpoint(index + 2, (index + 1) * 10) for index in range(num_checkpoints)]
@@ -257,6 +313,10 @@ def hostile() -> dict[str, Any]:
     }
     value["torn"] = [torn, {**torn, "step": None}]
     lease = {"holder": MARKUP, "number": 2, "age_seconds": 1.0}
+    value["fast_directory"] = MARKUP
+    names = {"attempt": MARKUP, "reason": MARKUP, "nodes": [MARKUP], "metrics": {MARKUP: 2.0, "__proto__": 1.0}}
+    value["fast"] = [fast(7, 1, "only-here", **names), fast(8, 2, "foreign", **names)]
+    value["resumes"] = [{"number": 2, "at": BEGIN, "epoch": 1, "attempt": MARKUP, "step": 3, "source": None}]
     value |= {"commands": {MARKUP: MARKUP}, "needs_options": [MARKUP]}
     value["health"] |= {"gaps": [MARKUP], "trouble": [MARKUP], "leases": [lease]}
     return value

@@ -15,7 +15,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from documents import BEGIN, MARKUP, checkpoint, document, hostile, large, store, trained
+from documents import BEGIN, MARKUP, checkpoint, document, hostile, large, store, trained, with_fast_tier
 from reading import Reader
 from selenium.webdriver.common.keys import Keys
 
@@ -39,7 +39,7 @@ def opened(reader: Reader, number: int) -> str:
 
 
 def test_the_documents_of_these_tests_are_as_those_of_stores() -> None:
-    value = json.loads(json.dumps(document(trained(), hostile(), large(300, 1000), store([]))))
+    value = json.loads(json.dumps(document(trained(), with_fast_tier(), hostile(), large(300, 1000), store([]))))
     jsonschema.validate(value, SCHEMA, jsonschema.Draft202012Validator)
 
 
@@ -78,6 +78,8 @@ def test_a_hostile_store_is_shown_literally_and_runs_nothing(reader: Reader) -> 
     assert reader.text("#tensor-changes") == "Tensors: 8 equal."
     assert MARKUP in reader.texts("#metric-changes td:first-child")
     assert set(reader.column("Change", table="#log-body > div:last-of-type table")) == {MARKUP}
+    assert set(reader.column("Why", table="#fast-body table")) == {MARKUP}
+    assert reader.column("Attempt", table="#fast-body > div:last-of-type table") == [MARKUP]
     reader.one('[data-key="group/constructor."]').click()
     assert reader.column("Name", table="#tensors-body table") == ["prototype"]
     reader.one(".chart").click()
@@ -86,6 +88,27 @@ def test_a_hostile_store_is_shown_literally_and_runs_nothing(reader: Reader) -> 
     assert reader.run("return document.scripts.length") == 2
     assert reader.errors() == []
     assert reader.requests() == []
+
+
+def test_a_fast_tier_is_shown_beside_the_store(reader: Reader) -> None:
+    reader.show(page(document(with_fast_tier())))
+    assert reader.texts(".card b")[:3] == ["step 5500", "step 5600", "saved"]
+    table = "#fast-body .table:nth-of-type(1) table, #fast-body table"
+    assert reader.column("Step", table=table) == ["5650", "5600", "5500", "5250", "5700"]
+    assert reader.column("State", table=table) == [
+        "2 files missing",
+        "on nodes alone",
+        "in the store",
+        "the store has a newer one",
+        "unfinished",
+    ]
+    assert reader.column("From", table="#fast-body > div:last-of-type table") == ["nothing", "nodes", "store"]
+    assert "on this node, not in the store" in reader.text("#fast-body .key")
+    assert "on this node, not in the store" in reader.text("#curves-body .key")
+    reader.show(page(document(trained())))
+    assert not reader.one("#fast").is_displayed()
+    assert not reader.one("#to-fast").is_displayed()
+    assert reader.errors() == []
 
 
 @pytest.mark.slow

@@ -426,3 +426,79 @@ def test_clear_beside_a_job_that_saves(
     (store,) = run_json("fast", "ls", path)["stores"]
     (last,) = [each for each in store["checkpoints"] if each["step"] == int(told[-1].split()[1])]
     assert (last["is_certified"], last["missing"], last["fault"], last["ranks"]) == (True, [], "", [0])
+
+
+def test_ls_and_show_look_at_the_node_too(run: Any, run_json: Any, node: Node) -> None:
+    """Step 20 is in the store, 30 on the node too, 40 on the node alone; of 50 a file is missing."""
+    node.drained(30)
+    node.only_here(40, 40)
+    damaged = node.only_here(50, 50)
+    next(path for path in node.path.glob(f"*/{damaged.prefix}*") if path.name != CERTIFICATE_NAME).unlink()
+    told = run("ls", node.root, "--fast", node.path)
+    lines = [line.split() for line in told.stdout.splitlines()]
+    assert [line[1] for line in lines[1:3]] == ["20", "30"]
+    assert lines[0][4:6] == ["size", "where"]
+    assert "store, node" in told.stdout
+    assert lines[3][0] == "40"  # no record has a number for it
+    assert "node" in lines[3]
+    assert "left out: step 50: " in told.stderr
+    found = run_json("ls", node.root, "--fast", node.path, "--sort", "-step")["checkpoints"]
+    assert [(one["step"], one["is_durable"], one["is_fast"]) for one in found] == [
+        (40, False, True),
+        (30, True, True),
+        (20, True, False),
+    ]
+    assert not any(one["is_fast"] for one in run_json("ls", node.root)["checkpoints"])
+
+    shown = run_json("show", node.root, "--fast", node.path)
+    assert (shown["checkpoint"]["step"], shown["checkpoint"]["number"], shown["is_durable"]) == (40, None, False)
+    assert all(file["is_here"] for file in shown["files"])
+    assert "none, it is on nodes alone" in run("show", f"{node.root}@40", "--fast", node.path).stdout
+    assert run_json("show", f"{node.root}@20", "--fast", node.path)["is_durable"]
+    run("show", f"{node.root}@60", "--fast", node.path, code=4)
+    for arguments in (["ls", node.root], ["show", node.root]):
+        assert "no directory" in run(*arguments, "--fast", node.path / "typo", code=2).stderr
+    assert "Leave --fast out" in run("show", f"{node.root}@best:loss", "--fast", node.path, code=2).stderr
+
+
+def test_watch_looks_at_the_node_too(run: Any, run_json: Any, node: Node) -> None:
+    node.drained(30)
+    level = run_json("watch", node.root, "--once", "--fast", node.path)["on_node"]
+    assert (level["step"], level["is_durable"], level["not_durable_seconds"]) == (30, True, None)
+    node.only_here(40, 40)
+    behind = run_json("watch", node.root, "--once", "--fast", node.path)["on_node"]
+    assert (behind["step"], behind["is_durable"]) == (40, False)
+    assert behind["not_durable_seconds"] >= behind["age_seconds"] > 0
+    assert "the store has been behind for" in run("watch", node.root, "--once", "--fast", node.path).stdout
+    assert run_json("watch", node.root, "--once")["on_node"] is None
+    node.path.chmod(0o750)
+    (note,) = run_json("watch", node.root, "--once", "--fast", node.path)["notes"]
+    assert "lets other users in" in note
+    run("watch", node.root, "--once", "--fast", node.path / "typo", code=2)
+
+
+def test_doctor_looks_at_a_directory_for_fast_checkpoints(
+    run_json: Any, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache" / "mine"))
+
+    def fast(path: Path, *, code: int = 0) -> dict[str, Any]:
+        found = run_json("doctor", node.root, "--fast", path, code=code)["findings"]
+        return {one["name"].removeprefix("fast "): one for one in found if one["name"].startswith("fast ")}
+
+    node.drained(30)
+    node.only_here(40, 40)
+    before = sorted(path.name for path in node.path.rglob("*"))
+    found = fast(node.path)
+    assert set(found) == {"directory", "disk", "locks", "throughput", "checkpoints"}
+    assert found["locks"]["status"] == found["checkpoints"]["status"] == "ok"
+    assert "the newest of this store is step 40; the store has been behind for" in found["checkpoints"]["detail"]
+    assert sorted(path.name for path in node.path.rglob("*")) == before
+    next(path for path in node.path.glob("*/checkpoints/step-0000000040*/*") if path.name != CERTIFICATE_NAME).unlink()
+    assert fast(node.path)["checkpoints"]["status"] == "warning"
+    new = fast(tmp_path / "not" / "there")
+    assert list(new) == ["directory"]
+    assert "creates it" in new["directory"]["detail"]
+    assert not (tmp_path / "not").exists()
+    node.path.chmod(0o755)
+    assert fast(node.path, code=2)["directory"]["status"] == "failed"

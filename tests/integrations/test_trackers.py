@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from ckptstore import Checkpoint, CkptstoreError, InvalidInput, StorageGroup, open_store
+from ckptstore import Checkpoint, CkptstoreError, FastTier, InvalidInput, KeepEvery, StorageGroup, open_store
 from ckptstore.integrations.trackers import Reference, choose, follow, following
 from ckptstore.interchange.copying import copy_store
 from ckptstore.testing import run_ranks
@@ -191,6 +192,24 @@ def test_the_end_of_the_store_is_the_end_of_following(store_root: Path) -> None:
     with open_store(store_root) as store:
         store.save(2, {"weight": 2})
     assert (notebook.steps, notebook.num_closed) == ([1], 1)
+
+
+def test_a_fast_checkpoint_is_told_when_it_is_in_the_store_and_not_before(store_root: Path, tmp_path: Path) -> None:
+    """Step 2 never comes there, 3 does when the store is closed."""
+    state = {"w": torch.zeros(100)}
+    tracker = Notebook()
+    tier = FastTier(tmp_path / "fast", keep=9, drain=KeepEvery(steps=1000))
+    with open_store(store_root, fast=tier) as store, follow(store, tracker):
+        pending = store.save_async(1, state, metrics={"loss": 0.5})
+        fast = pending.result()
+        pending.durable()
+        for step in (2, 3):
+            fast = store.save(step, state)
+        with pytest.raises(InvalidInput, match="what the store has"):
+            Reference.to(fast)
+    assert tracker.steps == [1, 3]
+    assert tracker.taken[0].metrics == {"loss": 0.5}
+    assert Reference.to(open_store(store_root)[3]) == tracker.taken[1]
 
 
 def test_a_save_that_fails_is_not_told(store_root: Path) -> None:

@@ -52,6 +52,11 @@ def exported() -> Iterator[CollectorRegistry]:
 
 def save_and_load(root: Path, *steps: int) -> None:
     """Some saves, a load, and a save that fails."""
+    import torch
+
+    fast = ckptstore.FastTier(root.with_name("fast"))
+    with ckptstore.open_store(root.with_name("tiered"), group="solo", fast=fast) as store:
+        store.save_async(steps[-1], {"w": torch.zeros(10)}).durable()
     with ckptstore.open_store(root, group="solo") as store:
         for step in steps:
             store.save_directory(step, Path(__file__).parent)
@@ -62,7 +67,7 @@ def save_and_load(root: Path, *steps: int) -> None:
 
 def test_every_expression_names_metrics_and_labels_that_exist(tmp_path: Path) -> None:
     with exported() as registry:
-        save_and_load(tmp_path, 1)
+        save_and_load(tmp_path / "store", 1)
         samples = [sample for metric in registry.collect() for sample in metric.samples]
     metrics = {sample.name for sample in samples}
     labels = {name for sample in samples for name in sample.labels}
@@ -113,12 +118,14 @@ def promtool(*arguments: str | Path) -> str:
 
 def test_the_alerts_fire_when_they_should(tmp_path: Path) -> None:
     """By Prometheus's own tester of rules, in its time: a checkpoint that grows old, and a save that fails."""
-    assert "SUCCESS: 2 rules found" in promtool("check", "rules", RULES)
+    assert "SUCCESS: 3 rules found" in promtool("check", "rules", RULES)
     store = 'ckptstore_store="s3://bucket/run"'
     series = [
         {"series": f'ckptstore_durable_age_seconds{{{store}, ckptstore_rank="0"}}', "values": "0+60x90"},
         {"series": f'ckptstore_durable_age_seconds{{{store}, ckptstore_rank="1"}}', "values": "1+60x90"},
         {"series": f'ckptstore_failures_total{{{store}, ckptstore_operation="save"}}', "values": "0x90"},
+        {"series": f'ckptstore_drain_age_seconds{{{store}, ckptstore_rank="0"}}', "values": "0x10 0+60x70 0x10"},
+        {"series": f'ckptstore_drain_age_seconds{{{store}, ckptstore_rank="1"}}', "values": "0x90"},
         {
             "series": f'ckptstore_failures_total{{{store}, ckptstore_operation="save", error_type="StorageFull"}}',
             "values": "_x40 1x50",
@@ -130,6 +137,7 @@ def test_the_alerts_fire_when_they_should(tmp_path: Path) -> None:
         return {"eval_time": f"{minutes}m", "alertname": alert, "exp_alerts": expected}
 
     old, fail = "CkptstoreDurableCheckpointTooOld", "CkptstoreSavesFail"
+    behind = "CkptstoreStoreBehindNodes"
     rules = yaml.safe_load(RULES.read_text())
     for rule in rules["groups"][0]["rules"]:
         del rule["annotations"]
@@ -140,6 +148,9 @@ def test_the_alerts_fire_when_they_should(tmp_path: Path) -> None:
         at(39, fail, None),
         at(45, fail, {"severity": "warning"}),
         at(70, fail, None),
+        at(74, behind, None),
+        at(80, behind, {"severity": "warning"}),
+        at(85, behind, None),
     ]
     whole = {
         "rule_files": ["rules.yml"],
@@ -204,14 +215,17 @@ def test_a_real_prometheus_answers_what_the_dashboard_asks(tmp_path: Path) -> No
 def check_answers(prometheus: Prometheus, root: Path) -> None:
     """Save, and read back from Prometheus what was saved."""
     save_and_load(root, 1)
-    prometheus.wait("ckptstore_durable_step", 1)
+    place = f'{{ckptstore_store="{root}"}}'
+    prometheus.wait(f"ckptstore_durable_step{place}", 1)
     save_and_load(root, 2, 3)
-    prometheus.wait("ckptstore_durable_step", 3)
+    prometheus.wait(f"ckptstore_durable_step{place}", 3)
+    prometheus.wait("ckptstore_fast_step", 3)
     prometheus.wait("sum(ckptstore_failures_total)", 2)
     prometheus.wait("sum(ckptstore_load_duration_seconds_count)", 2)
     with ckptstore.open_store(root, group="solo") as store:
         size_bytes = sum(store[step].size_bytes for step in (1, 2, 3))
-    assert prometheus.values('ckptstore_io_bytes_total{ckptstore_io_direction="write"}') == [size_bytes]
+    written = f'ckptstore_io_bytes_total{{ckptstore_io_direction="write", ckptstore_store="{root}"}}'
+    assert prometheus.values(written) == [size_bytes]
     assert prometheus.values(f'ckptstore_durable_step{{ckptstore_store="{root}"}}') == [3]
 
     alerts = {rule["name"] for rule in prometheus.ask("rules")["groups"][0]["rules"]}

@@ -25,7 +25,7 @@ from ckptstore.cli.commands import watch
 from ckptstore.cli.watch_shown import JsonLines, TextLines, picture_lines
 from ckptstore.errors import StorageUnavailable
 from ckptstore.runtime.shown import printable
-from ckptstore.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenSigns
+from ckptstore.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
 
 DEADLINE_SECONDS = 120.0
 MIB = 1 << 20
@@ -70,6 +70,7 @@ def look(**fields: Any) -> Look:
         "epoch": 1,
         "num_live": 2,
         "durable": commit(loss=0.25),
+        "on_node": None,
         "commits": (commit(loss=0.25), commit(20, loss=0.5)),
         "attempts": (attempt(),),
         "signs": SeenSigns(num_ranks=2, last_seconds=3.0, oldest_rank=1, oldest_seconds=20.0),
@@ -91,6 +92,31 @@ def test_a_picture_has_the_rate_the_guess_and_ages_that_go_on() -> None:
     assert text == ("24.0 MiB of about 45.0 MiB (as step 30), 4 files, 2 uploads begun, 3.0 MiB/s, about 7 s left")
     assert lines[5] == "signs      2 ranks, last 13 s ago, rank 1 30 s ago"
     assert lines[6] == "commits    step 30  40 s ago  number 3  45.0 MiB  2 ranks  loss=0.25"
+
+
+def test_the_age_on_the_node_stands_next_to_the_durable_one(capsys: pytest.CaptureFixture[str]) -> None:
+    behind = SeenOnNode(step=45, created_at=999_990.0, is_durable=False, not_durable_since=999_900.0)
+    lines = picture(look(on_node=behind), later_seconds=10.0)
+    assert lines[1:3] == [
+        "durable    step 30, 40 s ago, number 3",
+        "this node  step 45, 20 s ago; the store has been behind for 110 s",
+    ]
+    level = SeenOnNode(step=45, created_at=999_990.0, is_durable=True, not_durable_since=None)
+    text = TextLines()
+    for seen in (
+        behind,
+        behind,
+        level,
+        level,
+        SeenOnNode(**dict.fromkeys(("step", "created_at", "not_durable_since")), is_durable=True),
+    ):
+        text.show(look(on_node=seen, attempts=()))
+    told = [line.partition("on this node: ")[2] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert told == [
+        "step 45, 10 s ago; the store has been behind for 100 s",
+        "step 45, 10 s ago, and the store is not behind",
+        "no fast checkpoint",
+    ]
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])

@@ -14,17 +14,23 @@ from ckptstore.upkeep.doctor import Examination, examine
 @click.command()
 @click.argument("uri")
 @click.option("--engine", type=click.Choice(["obstore", "fsspec"]), help="Use this engine, or fail.")
+@click.option("--fast", "fast_path", metavar="DIR", help="Try this directory for fast checkpoints on this node too.")
 @storage_option
 @as_json
-def command(uri: str, engine: str | None, storage_options: dict[str, Any], as_json: bool) -> None:
+def command(
+    uri: str, engine: str | None, fast_path: str | None, storage_options: dict[str, Any], as_json: bool
+) -> None:
     """Try everything that a store at URI needs: permissions, conditional creates, clocks, speed, locks, the log.
 
     Of a run of Ray Train it says too whether Ray's own list of checkpoints is whole.
 
-    Writes some 30 MiB below probe/ and removes them again. The exit code is 0, also with warnings, or that of the first
-    thing that failed.
+    With --fast: whether DIR is private, its file system, room, locks and speed, what lies there, and how far the store
+    is behind it.
+
+    Writes some 30 MiB below probe/, and 32 MiB below DIR, and removes them again. The exit code is 0, also with
+    warnings, or that of the first thing that failed.
     """
-    found = examine(uri, storage_options=storage_options, engine=engine)
+    found = examine(uri, storage_options=storage_options, engine=engine, fast_directory=fast_path)
     if as_json:
         fields = ("name", "status", "detail", "hint", "code")
         findings = [{name: getattr(finding, name) for name in fields} for finding in found.findings]

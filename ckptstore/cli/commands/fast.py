@@ -143,7 +143,7 @@ def _views(inventory: Inventory, uris: Sequence[str], options: Mapping[str, Any]
                 raise InvalidInput(
                     f"{views[store_id].uri} and {job.storage.uri} are one store, or copies", hint="Give one"
                 )
-            views[store_id] = read_log(job, store_id, found)
+            views[store_id] = read_log(job.log, job.storage, store_id, found, newest=job.log.checked_newest())
         yield views
 
 

@@ -12,8 +12,8 @@ import click
 
 from ckptstore.catalogue import Entry, job_of
 from ckptstore.cli.kinds import STORE
-from ckptstore.cli.options import as_json, storage_option
-from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_metrics
+from ckptstore.cli.options import as_json, fast_option, storage_option, tier_at
+from ckptstore.cli.output import checkpoint_json, echo_table, print_json, show_metrics, show_where, told_skipped
 from ckptstore.cli.stores_below import MOST_LISTED, MOST_STORES, StoreBelow, stores_below
 from ckptstore.cli.targets import opened_store
 from ckptstore.errors import InvalidMetric, StoreMissing
@@ -33,6 +33,7 @@ METRICS_WIDTH = 24
 @click.option("--sort", metavar="NAME", help="By number, step, size or a metric, lowest first; =-NAME for highest.")
 @click.option("-n", "limit", type=click.IntRange(min=1), help="Only the N newest, or the first N of --sort.")
 @click.option("--trash", "with_trash", is_flag=True, help="List what is in the trash too.")
+@fast_option
 @storage_option
 @as_json
 def command(
@@ -41,6 +42,7 @@ def command(
     sort: str | None,
     limit: int | None,
     with_trash: bool,
+    fast_path: str | None,
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -48,11 +50,15 @@ def command(
 
     Marks: "latest", "pinned", and "resumed from" for the one that the running job started from. What retention dropped
     is counted below, until its grace period is over. Where STORE is no store, the stores below it are listed.
+
+    With --fast the column "where" tells what is in the store, and what on this node. What no job can resume from is
+    left out, with the reason on stderr.
     """
     try:
-        _list_store(store, metrics, sort, limit, with_trash, storage_options, as_json)
+        with told_skipped():
+            _list_store(store, metrics, sort, limit, with_trash, fast_path, storage_options, as_json)
     except StoreMissing as missing:
-        if metrics or sort or limit or with_trash:
+        if metrics or sort or limit or with_trash or fast_path:
             raise
         _list_below(store, storage_options, missing, as_json=as_json)
 
@@ -93,11 +99,13 @@ def _list_store(
     sort: str | None,
     limit: int | None,
     with_trash: bool,
+    fast_path: str | None,
     storage_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    with opened_store(store, storage_options) as opened:
-        every, trashed = opened.entries(), removed_at(job_of(opened).log)
+    is_fast = fast_path is not None
+    with opened_store(store, storage_options, fast=tier_at(fast_path)) as opened:
+        every, trashed = opened.entries(fast=is_fast), removed_at(job_of(opened).log)
         grace_seconds = job_of(opened).config.grace_seconds
         entries = chosen(every, metrics=metrics, sort=sort, limit=limit)
         trash_bytes = sum(record.entry.size_bytes for record, _ in trashed)
@@ -108,12 +116,13 @@ def _list_store(
             print_json(uri=opened.uri, checkpoints=[_to_json(entry) for entry in entries], trash=trash)
             return
     if entries:
-        headers = ("number", "step", "created", "ranks", "size", *(metrics or ("metrics",)), "marks")
-        echo_table(headers, [_row(entry, metrics) for entry in entries])
+        where = ("where",) if is_fast else ()
+        headers = ("number", "step", "created", "ranks", "size", *where, *(metrics or ("metrics",)), "marks")
+        echo_table(headers, [_row(entry, metrics, with_where=is_fast) for entry in entries])
     else:
         click.echo("no checkpoints")
     if len(entries) < len(every):
-        click.echo(f"{len(every) - len(entries)} more are live")
+        click.echo(f"{len(every) - len(entries)} more are {'there' if is_fast else 'live'}")
     if trashed:
         _echo_trash(trashed, grace_seconds=grace_seconds, is_listed=with_trash)
 
@@ -136,7 +145,7 @@ def chosen(entries: Sequence[Entry], *, metrics: Collection[str], sort: str | No
 
     def place(entry: Entry) -> tuple[bool, float]:
         checkpoint = entry.checkpoint
-        fixed = {"number": checkpoint.number or 0, "step": checkpoint.step, "size": checkpoint.size_bytes}
+        fixed = {"number": checkpoint.number or math.nan, "step": checkpoint.step, "size": checkpoint.size_bytes}
         value = fixed[key] if key in fixed else checkpoint.metrics.get(key, math.nan)
         return (math.isnan(value), 0.0 if math.isnan(value) else sign * value)
 
@@ -178,19 +187,22 @@ def _to_json(entry: Entry) -> dict[str, Any]:
         "is_latest": entry.is_latest,
         "is_pinned": entry.is_pinned,
         "is_resume_source": entry.is_resume_source,
+        "is_durable": entry.is_durable,
+        "is_fast": entry.is_fast,
     }
 
 
-def _row(entry: Entry, metrics: Sequence[str]) -> tuple[str, ...]:
+def _row(entry: Entry, metrics: Sequence[str], *, with_where: bool) -> tuple[str, ...]:
     marks = {"latest": entry.is_latest, "pinned": entry.is_pinned, "resumed from": entry.is_resume_source}
     checkpoint = entry.checkpoint
     known = checkpoint.metrics
     return (
-        str(checkpoint.number),
+        str(checkpoint.number or ""),
         str(checkpoint.step),
         _age(checkpoint.created_at),
         str(checkpoint.world_size),
         show_size(checkpoint.size_bytes),
+        *([show_where(is_durable=entry.is_durable, is_fast=entry.is_fast)] if with_where else []),
         *([f"{known[name]:.6g}" if name in known else "" for name in metrics] if metrics else [_some(known)]),
         ", ".join(mark for mark, is_set in marks.items() if is_set),
     )

@@ -13,7 +13,7 @@ import click
 
 from ckptstore.cli.called import called
 from ckptstore.cli.kinds import STORE
-from ckptstore.cli.options import as_json, options_by_place, storage_option
+from ckptstore.cli.options import as_json, fast_option, options_by_place, storage_option, tier_at
 from ckptstore.errors import InvalidInput, StorageError
 from ckptstore.opening import open_store
 from ckptstore.report.document import Document
@@ -38,10 +38,16 @@ trees_option = click.option(
 @click.argument("stores", type=STORE, nargs=-1, required=True, metavar="STORE...")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page there.")
 @trees_option
+@fast_option
 @storage_option
 @as_json
 def command(
-    stores: tuple[str, ...], html: Path | None, num_trees: int, storage_options: dict[str, Any], as_json: bool
+    stores: tuple[str, ...],
+    html: Path | None,
+    num_trees: int,
+    fast_path: str | None,
+    storage_options: dict[str, Any],
+    as_json: bool,
 ) -> None:
     """Show what is in one or more stores, as one HTML file that needs no network, or as JSON.
 
@@ -52,7 +58,7 @@ def command(
     if html is None and not as_json:
         raise click.UsageError("Ask for --html FILE, for --json, or for both")
     with ExitStack() as stack:
-        overview = opened_overview(stack, stores, storage_options, num_trees=num_trees)
+        overview = opened_overview(stack, stores, storage_options, num_trees=num_trees, fast_path=fast_path)
         document = overview.look()
     if len(overview.errors) == len(overview.sightings):
         raise next(iter(overview.errors.values()))
@@ -79,19 +85,23 @@ def opened_overview(
     storage_options: dict[str, Any],
     *,
     num_trees: int,
+    fast_path: str | None,
     is_live: bool = False,
     rest_seconds: float = 0.0,
 ) -> Overview:
-    """The stores, open until the stack is left. Raises InvalidInput for one that is named twice."""
+    """The stores, open until the stack is left. Raises InvalidInput for one that is named twice,
+    and where there is no directory of fast checkpoints at the path."""
     places = [parse_uri(store).uri for store in stores]
     twice = next((place for place in places if places.count(place) > 1), None)
     if twice is not None:
         raise InvalidInput(f"{twice} is named twice", hint="Name each store once")
+    tier = tier_at(fast_path)
     sightings = [
         Sighting(
             stack.enter_context(open_store(store, storage_options=options, group="solo")),
             num_trees=num_trees,
             needs_options=sorted(options),
+            fast_directory="" if tier is None else os.path.abspath(tier.path),
             rest_seconds=rest_seconds,
         )
         for store, options in zip(stores, options_by_place(storage_options, *stores), strict=True)

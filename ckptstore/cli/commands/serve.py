@@ -10,7 +10,7 @@ import click
 
 from ckptstore.cli.commands.report import opened_overview, tell_trouble, trees_option
 from ckptstore.cli.kinds import STORE
-from ckptstore.cli.options import storage_option
+from ckptstore.cli.options import fast_option, storage_option
 from ckptstore.runtime.extras import needs
 
 
@@ -18,8 +18,11 @@ from ckptstore.runtime.extras import needs
 @click.argument("stores", type=STORE, nargs=-1, required=True, metavar="STORE...")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0 takes a free one.")
 @trees_option
+@fast_option
 @storage_option
-def command(stores: tuple[str, ...], port: int, num_trees: int, storage_options: dict[str, Any]) -> None:
+def command(
+    stores: tuple[str, ...], port: int, num_trees: int, fast_path: str | None, storage_options: dict[str, Any]
+) -> None:
     """Serve the page of `report`, kept up to date, at 127.0.0.1 until Ctrl-C.
 
     The first line on stdout is the address. It has a random token in it: whoever has the address can read, and nobody
@@ -32,7 +35,13 @@ def command(stores: tuple[str, ...], port: int, num_trees: int, storage_options:
     try:
         with ExitStack() as stack:
             overview = opened_overview(
-                stack, stores, storage_options, num_trees=num_trees, is_live=True, rest_seconds=LISTING_REST_SECONDS
+                stack,
+                stores,
+                storage_options,
+                num_trees=num_trees,
+                fast_path=fast_path,
+                is_live=True,
+                rest_seconds=LISTING_REST_SECONDS,
             )
             document = overview.look()
             if len(overview.errors) == len(overview.sightings):

@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptstore.checkpoint import Checkpoint
+from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.cli.kinds import TARGET
-from ckptstore.cli.options import as_json, storage_option
-from ckptstore.cli.output import checkpoint_json, echo_fields, echo_table, print_json, show_metrics, show_time
+from ckptstore.cli.options import as_json, fast_option, storage_option, tier_at
+from ckptstore.cli.output import (
+    checkpoint_json,
+    echo_fields,
+    echo_table,
+    print_json,
+    show_metrics,
+    show_time,
+    told_skipped,
+)
 from ckptstore.cli.targets import opened_checkpoint
 from ckptstore.errors import InvalidInput
 from ckptstore.format.digest import to_hex
@@ -37,20 +45,31 @@ if TYPE_CHECKING:
     help="The tensors of a state in place of the files: all, or those whose keys fit.",
 )
 @click.option("--timings", "with_timings", is_flag=True, help="In place of the files: what its save took, and where.")
+@fast_option
 @storage_option
 @as_json
 def command(
-    target: str, pattern: str | None, with_timings: bool, storage_options: dict[str, Any], as_json: bool
+    target: str,
+    pattern: str | None,
+    with_timings: bool,
+    fast_path: str | None,
+    storage_options: dict[str, Any],
+    as_json: bool,
 ) -> None:
-    """Show one checkpoint: metrics, metadata, and files, tensors or timings. Of a store alone, its latest."""
+    """Show one checkpoint: metrics, metadata, and files, tensors or timings. Of a store alone, its latest.
+
+    With --fast it may lie on this node alone. Then the files of other nodes are marked.
+    """
     if with_timings and pattern is not None:
         raise InvalidInput("--tensors and --timings each take the place of the files", hint="Ask for one of them")
-    with opened_checkpoint(target, storage_options) as checkpoint:
+    with told_skipped(), opened_checkpoint(target, storage_options, fast=tier_at(fast_path)) as checkpoint:
         tensors = _fitting(checkpoint, pattern)
         timings = _timings(checkpoint) if with_timings else None
         if as_json:
-            files = [_to_json(receipt) for receipt in checkpoint.files]
-            more: dict[str, Any] = {} if tensors is None else {"tensors": [asdict(tensor) for tensor in tensors]}
+            here = _here(checkpoint)
+            files = [_to_json(receipt, here) for receipt in checkpoint.files]
+            more: dict[str, Any] = {"is_durable": checkpoint.is_durable}
+            more |= {} if tensors is None else {"tensors": [asdict(tensor) for tensor in tensors]}
             more |= {} if timings is None else {"timings": timings.to_json()}
             print_json(checkpoint=checkpoint_json(checkpoint), metadata=checkpoint.metadata, files=files, **more)
             return
@@ -85,20 +104,27 @@ def _fitting(checkpoint: Checkpoint, pattern: str | None) -> list[StoredTensor] 
     return found
 
 
-def _to_json(receipt: Receipt) -> dict[str, Any]:
+def _here(checkpoint: Checkpoint) -> frozenset[Receipt] | None:
+    """Of a fast checkpoint the files that can be read here; None of one in a store, which has all."""
+    files = files_behind(checkpoint)
+    return None if files.certificate is None else frozenset(files.receipts_here(files.certificate.manifest))
+
+
+def _to_json(receipt: Receipt, here: frozenset[Receipt] | None) -> dict[str, Any]:
     return {
         "name": receipt.name,
         "original_name": receipt.original_name or receipt.name,
         "rank": receipt.rank,
         "size_bytes": receipt.size_bytes,
         "crc32c": _digest(receipt) or None,
+        "is_here": here is None or receipt in here,
     }
 
 
 def _echo_fields(checkpoint: Checkpoint) -> None:
     fields = {
         "step": str(checkpoint.step),
-        "number": "none, it lies outside of a store" if checkpoint.number is None else str(checkpoint.number),
+        "number": _number(checkpoint),
         "uri": checkpoint.uri,
         "kind": checkpoint.kind,
         "created (UTC)": show_time(checkpoint.created_at),
@@ -110,14 +136,29 @@ def _echo_fields(checkpoint: Checkpoint) -> None:
     echo_fields(fields)
 
 
+def _number(checkpoint: Checkpoint) -> str:
+    if checkpoint.number is not None:
+        return str(checkpoint.number)
+    if files_behind(checkpoint).certificate is None:
+        return "none, it lies outside of a store"
+    return "none yet, it came into the store just now" if checkpoint.is_durable else "none, it is on nodes alone"
+
+
 def _echo_files(checkpoint: Checkpoint) -> None:
+    here = _here(checkpoint)
     rows = [
-        (receipt.name, str(receipt.rank), show_size(receipt.size_bytes), _digest(receipt) or "none")
+        (
+            receipt.name,
+            str(receipt.rank),
+            show_size(receipt.size_bytes),
+            _digest(receipt) or "none",
+            *([] if here is None else ["yes" if receipt in here else "no"]),
+        )
         for receipt in checkpoint.files
     ]
     if rows:
         click.echo()
-        echo_table(("file", "rank", "size", "crc32c"), rows)
+        echo_table(("file", "rank", "size", "crc32c", *([] if here is None else ["here"])), rows)
 
 
 def _echo_tensors(tensors: list[StoredTensor]) -> None:

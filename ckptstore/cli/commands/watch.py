@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import queue
 import select
 import signal
@@ -16,7 +17,7 @@ import click
 
 from ckptstore.cli import INTERRUPTED
 from ckptstore.cli.kinds import DURATION, STORE
-from ckptstore.cli.options import storage_option
+from ckptstore.cli.options import fast_option, storage_option, tier_at
 from ckptstore.cli.terminal import Redrawn
 from ckptstore.cli.watch_shown import JsonLines, OnePicture, Picture, TextLines, WatchForm
 from ckptstore.errors import CkptstoreError, InvalidInput
@@ -36,20 +37,29 @@ _PATIENCE_SECONDS = 2.0
 @click.argument("store", type=STORE)
 @click.option("--interval", type=DURATION, help="Between two looks; 2s on a disk, 5s elsewhere.")
 @click.option("--once", is_flag=True, help="Look once, and end.")
+@fast_option
 @storage_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each look, a line each.")
-def command(store: str, interval: float | None, once: bool, storage_options: dict[str, Any], as_json: bool) -> None:
+def command(
+    store: str,
+    interval: float | None,
+    once: bool,
+    fast_path: str | None,
+    storage_options: dict[str, Any],
+    as_json: bool,
+) -> None:
     """Watch what is saved into STORE: attempts in flight, their rate and the time left, the last commits.
 
     On a terminal the picture is drawn again in its place. In a pipe there is a line for each change. What is left is a
     guess: by the rate so far, and by the size of the checkpoint before. Nothing is written to the store, and no job
-    notices.
+    notices. With --fast also: the newest checkpoint on this node, and since when the store lacks what this node has.
     """
     if interval is not None and once:
         raise InvalidInput("--interval means nothing with --once", hint="Leave one of them out")
     if interval is not None and interval < _SHORTEST_SECONDS:
         raise InvalidInput(f"--interval is {interval:g} s, it must be at least {_SHORTEST_SECONDS:g} s")
-    watcher = StoreWatcher.at(store, storage_options)
+    tier = tier_at(fast_path)
+    watcher = StoreWatcher.at(store, storage_options, fast_directory="" if tier is None else os.fspath(tier.path))
     seconds = interval or (_DISK_SECONDS if isinstance(watcher.storage, Disk) else _SERVER_SECONDS)
     try:
         with _ended_by_sigterm(), _Looks(watcher, seconds) as looks:

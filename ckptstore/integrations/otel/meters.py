@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from ckptstore.events import CheckpointResumed, LoadEnded, SaveEnded
-from ckptstore.integrations.otel.names import DIRECTION, ERROR_TYPE, IN_BACKGROUND, OPERATION, RANK, STORE
+from ckptstore.events import CheckpointCommitted, CheckpointResumed, DrainFailed, LoadEnded, SaveEnded
+from ckptstore.integrations.otel.drains import DrainMeters, Heard
+from ckptstore.integrations.otel.names import DIRECTION, ERROR_TYPE, IN_BACKGROUND, IS_FAST, OPERATION, RANK, STORE
 from ckptstore.runtime.fork import new_lock_in_child
 
 _BOUNDS_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
@@ -45,7 +46,10 @@ class Meters:
         self._io = meter.create_counter("ckptstore.io", "By", "Bytes that saves wrote and loads read.")
         self._requests = meter.create_counter("ckptstore.requests", "{request}", "Requests to the storage.")
         self._retries = meter.create_counter("ckptstore.retries", "{request}", "Requests that were made again.")
-        self._failures = meter.create_counter("ckptstore.failures", "{operation}", "Saves and loads that failed.")
+        self._failures = meter.create_counter(
+            "ckptstore.failures", "{operation}", "Saves, loads and drains that failed."
+        )
+        self._drains = DrainMeters(meter, _BOUNDS_SECONDS)
         meter.create_observable_gauge(
             "ckptstore.durable.step", [self._steps], "{step}", "The step of the last durable checkpoint."
         )
@@ -61,24 +65,38 @@ class Meters:
             yield
         finally:
             self._is_on = False
+            self._drains.clear()
             with self._lock:
                 self._durable.clear()
 
     def save_ended(self, event: SaveEnded) -> None:
         """Count a save."""
-        timed = self._counted(event, "save", "write") | {IN_BACKGROUND: event.in_background}
+        timed = self._counted(event, "save", "write") | {IN_BACKGROUND: event.in_background, IS_FAST: event.is_fast}
         self._save_duration.record(event.seconds, timed)
         self._blocked.record(event.stalled_seconds, timed)
-        if event.error_type is None:
+        if event.error_type is None and not event.is_fast:
             self._durable_is(event.store, event.rank, event.step, event.started_at + event.seconds)
+            self._drains.stored(event.store, event.rank)
 
     def load_ended(self, event: LoadEnded) -> None:
         """Count a load."""
         self._load_duration.record(event.seconds, self._counted(event, "load", "read"))
 
     def resumed(self, event: CheckpointResumed) -> None:
-        """What a job goes on from is the last durable checkpoint until it saves."""
-        self._durable_is(event.store, event.rank, event.step, event.created_at)
+        """What a job goes on from is the last durable checkpoint until it saves, or the last fast one where no record
+        has it."""
+        if event.number is not None:
+            self._durable_is(event.store, event.rank, event.step, event.created_at)
+        self._drains.hear(event)
+
+    def fast(self, event: Heard) -> None:
+        """Something happened to a checkpoint that may be a fast one. One that came into the store is as old there as
+        the state in it."""
+        if isinstance(event, CheckpointCommitted) and event.store:
+            self._durable_is(event.store, event.rank, event.step, event.created_at)
+        elif isinstance(event, DrainFailed):
+            self._failures.add(1, {STORE: event.store, RANK: event.rank, OPERATION: "drain"})
+        self._drains.hear(event)
 
     def _counted(self, event: SaveEnded | LoadEnded, operation: str, direction: str) -> _Attributes:
         """Count what both have; the attributes of their duration."""

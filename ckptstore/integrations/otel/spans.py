@@ -14,11 +14,23 @@ from collections.abc import Mapping
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from ckptstore.events import LoadEnded, LoadPhase, SaveEnded, SavePhase
+from ckptstore.events import (
+    DrainEnded,
+    DrainFailed,
+    DrainRecovered,
+    DrainStalled,
+    DrainStarted,
+    LoadEnded,
+    LoadPhase,
+    SaveEnded,
+    SavePhase,
+)
 from ckptstore.integrations.otel.names import (
     ATTEMPT,
     ERROR_TYPE,
     IN_BACKGROUND,
+    IS_FAST,
+    IS_SUPERSEDED,
     NUMBER,
     RANK,
     REQUESTS,
@@ -44,12 +56,14 @@ class Spans:
         self._tracer = tracer
         self._propagator = TraceContextTextMapPropagator()
         self._open: dict[_Key, trace.Span] = {}
+        self._saved: dict[_Key, trace.SpanContext] = {}
+        """Of fast saves, for the drains that come after them."""
         self._lock = threading.Lock()
         in_forked_child(self, Spans._after_fork)
 
     def _after_fork(self) -> None:
         """What its parent has begun ends in the parent."""
-        self._open, self._lock = {}, threading.Lock()
+        self._open, self._saved, self._lock = {}, {}, threading.Lock()
 
     def tell(self, operation: Traced) -> Mapping[str, str]:
         """Leader: the context of its span, as W3C `traceparent`; nothing where nobody collects spans."""
@@ -81,11 +95,50 @@ class Spans:
     def save_ended(self, event: SaveEnded) -> None:
         """End the span of a save; one that failed before the ranks agreed gets its span now."""
         attributes = {STEP: event.step, ATTEMPT: event.attempt or None, IN_BACKGROUND: event.in_background}
-        self._end("save", event.attempt, event, attributes)
+        context = self._end("save", event.attempt, event, {**attributes, IS_FAST: event.is_fast or None})
+        if event.is_fast and event.error_type is None:
+            with self._lock:
+                self._saved[event.attempt, event.rank] = context
+                if len(self._saved) > _MOST_OPEN:
+                    del self._saved[next(iter(self._saved))]
 
     def load_ended(self, event: LoadEnded) -> None:
         """End the span of a load."""
         self._end("load", event.load, event, {STEP: event.step, NUMBER: event.number})
+
+    def drain(self, event: DrainStarted | DrainEnded | DrainFailed | DrainStalled | DrainRecovered) -> None:
+        """A fast checkpoint is on its way into the store: a trace of its own on each rank, with a link to its save. One
+        that nobody has seen begin has no span."""
+        key = (f"drain {event.attempt}", event.rank)
+        with self._lock:
+            is_open = key in self._open
+        if not is_open and isinstance(event, DrainStarted | DrainStalled):  # it may stall before a byte moves
+            self._begin_drain(event, key)
+        is_over = isinstance(event, DrainEnded | DrainFailed)
+        with self._lock:
+            span = self._open.pop(key, None) if is_over else self._open.get(key)
+        if span is None or isinstance(event, DrainStarted):
+            return
+        if isinstance(event, DrainEnded):
+            counted = {SIZE: event.size_bytes, NUMBER: event.number, IS_SUPERSEDED: event.is_superseded}
+            span.set_attributes(_known(counted))
+        elif isinstance(event, DrainFailed):  # no message, as for a save
+            span.set_status(trace.StatusCode.ERROR)
+        else:
+            span.add_event("stalled" if isinstance(event, DrainStalled) else "recovered")
+        if is_over:
+            span.end()
+
+    def _begin_drain(self, event: DrainStarted | DrainStalled, key: _Key) -> None:
+        with self._lock:
+            saved = self._saved.pop((event.attempt, event.rank), None)
+        span = self._tracer.start_span(
+            "ckptstore.drain",
+            trace.set_span_in_context(trace.INVALID_SPAN),
+            attributes=_known({STEP: event.step, ATTEMPT: event.attempt, RANK: event.rank, STORE: event.store or None}),
+            links=[] if saved is None else [trace.Link(saved)],
+        )
+        self._keep_open(key, span)
 
     def end_all(self) -> None:
         """End, now, all that is open."""
@@ -105,14 +158,20 @@ class Spans:
             links=links,
             start_time=_nanoseconds(operation.started_at),
         )
+        self._keep_open((operation.name, operation.rank), span)
+        return span
+
+    def _keep_open(self, key: _Key, span: trace.Span) -> None:
         with self._lock:
-            self._open[operation.name, operation.rank] = span
+            self._open[key] = span
             lost = self._open.pop(next(iter(self._open))) if len(self._open) > _MOST_OPEN else None
         if lost is not None:
             lost.end()
-        return span
 
-    def _end(self, kind: str, name: str, event: SaveEnded | LoadEnded, more: Mapping[str, str | int | None]) -> None:
+    def _end(
+        self, kind: str, name: str, event: SaveEnded | LoadEnded, more: Mapping[str, str | int | None]
+    ) -> trace.SpanContext:
+        """The context of the span that has ended."""
         with self._lock:
             span = self._open.pop((name, event.rank), None)
         if span is None:
@@ -123,6 +182,7 @@ class Spans:
             span.set_attribute(ERROR_TYPE, event.error_type)
             span.set_status(trace.StatusCode.ERROR)
         span.end(_nanoseconds(event.started_at + event.seconds))
+        return span.get_span_context()
 
 
 def _known(attributes: Mapping[str, str | int | None]) -> dict[str, str | int]:

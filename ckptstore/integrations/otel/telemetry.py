@@ -12,7 +12,22 @@ from opentelemetry import metrics, trace
 
 from ckptstore.boundary import boundary
 from ckptstore.errors import InvalidInput
-from ckptstore.events import CheckpointResumed, Event, LoadEnded, LoadPhase, SaveEnded, SavePhase, listening
+from ckptstore.events import (
+    CheckpointCommitted,
+    CheckpointResumed,
+    DrainEnded,
+    DrainFailed,
+    DrainRecovered,
+    DrainStalled,
+    DrainStarted,
+    Event,
+    FastCommitted,
+    LoadEnded,
+    LoadPhase,
+    SaveEnded,
+    SavePhase,
+    listening,
+)
 from ckptstore.integrations.otel.meters import meters_of
 from ckptstore.integrations.otel.spans import Spans
 from ckptstore.runtime.fork import new_lock_in_child
@@ -22,7 +37,8 @@ SCOPE = "ckptstore"
 """The instrumentation scope of all spans and metrics."""
 
 
-_HEARD = (SavePhase, SaveEnded, LoadPhase, LoadEnded, CheckpointResumed)
+_OF_TIERS = (FastCommitted, CheckpointCommitted, DrainEnded, DrainFailed, DrainStalled, DrainRecovered)
+_HEARD = (SavePhase, SaveEnded, LoadPhase, LoadEnded, CheckpointResumed, DrainStarted, *_OF_TIERS)
 
 
 class Telemetry:
@@ -67,6 +83,10 @@ class Telemetry:
             self._meters.load_ended(event)
         elif isinstance(event, CheckpointResumed):
             self._meters.resumed(event)
+        elif isinstance(event, _OF_TIERS):
+            self._meters.fast(event)
+        if isinstance(event, DrainStarted | DrainEnded | DrainFailed | DrainStalled | DrainRecovered):
+            self._spans.drain(event)
 
 
 class _Owner:

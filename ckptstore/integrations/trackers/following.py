@@ -21,7 +21,7 @@ from ckptstore.events import CheckpointCommitted, Event, listening
 from ckptstore.integrations.trackers.reference import Reference
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.uri import parse_uri
-from ckptstore.store import CheckpointStore
+from ckptstore.store import CheckpointStore, wait_in_flight
 
 logger = logging.getLogger("ckptstore.trackers")
 
@@ -59,10 +59,19 @@ class Following:
     """A store that a tracker follows, made by `follow`. A context manager; ends with `close`, with the store, or with
     the process."""
 
-    def __init__(self, store_uri: str, tracker: Tracker, *, settle: Callable[[], object], close_seconds: float) -> None:
+    def __init__(
+        self,
+        store_uri: str,
+        tracker: Tracker,
+        *,
+        settle: Callable[[], object] | None = None,
+        close_seconds: float,
+        goes_on: Callable[[], bool] | None = None,
+    ) -> None:
         self._store_uri = store_uri
         self._tracker = tracker
         self._settle = settle
+        self._goes_on = goes_on
         self._close_seconds = close_seconds
         self._changed = threading.Condition()
         self._waiting: deque[Reference] = deque()
@@ -76,7 +85,7 @@ class Following:
         self._errors: Counter[Reference] = Counter()
         self._listening = ExitStack()
         self._listening.enter_context(listening(self._hear))
-        atexit.register(self.close)
+        atexit.register(self._end)
         in_forked_child(self, Following._after_fork)
 
     @property
@@ -94,13 +103,19 @@ class Following:
     def close(self) -> None:
         """Wait for the save in flight, then at most `close_seconds` for the tracker; a warning says what was not sent.
 
-        Raises nothing. May be called again.
+        Raises nothing. May be called again. Of an open store with a fast tier nothing ends here, but when the store is
+        closed: the newest checkpoint comes into the store then.
         """
+        if self._goes_on is None or not self._goes_on():
+            self._end()
+
+    def _end(self) -> None:
         if self._is_forked or self._ends_at is not None:
             return
-        self._settle()
+        if self._settle is not None:
+            self._settle()
         self._listening.close()
-        atexit.unregister(self.close)
+        atexit.unregister(self._end)
         with self._changed:
             self._ends_at = time.monotonic() + self._close_seconds
             self._changed.notify_all()
@@ -219,6 +234,9 @@ def follow(
     the callbacks of frameworks. A save never waits for the tracker and never fails because of it. What cannot be sent
     waits, at most 1000 references, and is tried again.
 
+    With a fast tier a checkpoint is told when it is in the store; one that never comes there is never told. An open
+    store with one is followed until it is closed.
+
     Args:
         store: an open store, or the URI of one that somebody else in this process opens, such as a callback.
         tracker: what is told; see `Tracker` for what it may do.
@@ -232,12 +250,18 @@ def follow(
     if not close_seconds >= 0:
         raise InvalidInput(f"close_seconds is {close_seconds!r}, it must be at least 0")
     if isinstance(store, str | os.PathLike):
-        return Following(parse_uri(store).uri, tracker, settle=lambda: None, close_seconds=close_seconds)
+        return Following(parse_uri(store).uri, tracker, close_seconds=close_seconds)
     if not isinstance(store, CheckpointStore):
         raise InvalidInput(f"store is a {type(store).__name__}, it is an open store or a URI")
     job = job_of(store)
-    following = Following(store.uri, tracker, settle=store.finish_by, close_seconds=close_seconds)
-    job.at_close(following.close)
+    following = Following(
+        store.uri,
+        tracker,
+        settle=lambda: wait_in_flight(store),
+        close_seconds=close_seconds,
+        goes_on=lambda: job.fast_tier is not None and not job.is_closed,
+    )
+    job.at_close(following._end)
     return following
 
 

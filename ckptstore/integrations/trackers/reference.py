@@ -56,6 +56,11 @@ class Reference:
         Raises InvalidInput for a checkpoint directory that lies on its own: no log says what it is.
         """
         files = files_behind(checkpoint)
+        if files.certificate is not None:
+            raise InvalidInput(
+                f"Step {checkpoint.step} was found on the disks of nodes, and a reference names what the store has",
+                hint="Take it from the store once it is there: what `durable()` of its save returns, or store[step]",
+            )
         if files.record is None:
             raise InvalidInput(f"{checkpoint.uri} lies outside of a store", hint="Take it from an open store")
         entry = files.record.entry

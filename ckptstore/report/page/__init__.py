@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptstore.pages.shell import html_page
 
-_SCRIPTS = ("table", "chart", "curves", "save", "checkpoints", "tensors", "compare", "health", "page")
+_SCRIPTS = ("table", "chart", "curves", "save", "checkpoints", "tensors", "compare", "fast", "health", "page")
 
 
 def page(document: Mapping[str, Any]) -> str:

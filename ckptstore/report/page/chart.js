@@ -55,6 +55,7 @@ const MARKS = {
   deleted: ["dot", "deleted"],
   trash: ["dot", "in the trash"],
   live: ["dot", "live"],
+  fast: ["diamond", "on this node, not in the store"],
   latest: ["ring", "latest"],
   pinned: ["square", "pinned"],
   best: ["star", "best by this metric"],

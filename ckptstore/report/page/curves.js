@@ -73,6 +73,10 @@ function marksOf(store, name) {
       if (checkpoint.resumed_by.length) at("resumed");
     }
   }
+  for (const one of onlyFast(store)) {
+    const y = metricOf(one, name);
+    if (Number.isFinite(y)) marks.push({ kind: "fast", x: one.step, y });
+  }
   for (const attempt of store.torn) if (attempt.step !== null) marks.push({ kind: attempt.in_flight ? "flight" : "torn", x: attempt.step, y: null });
   return marks.filter((mark) => mark.kind in MARKS);
 }
@@ -83,6 +87,10 @@ function metricChart(store, name, width) {
     const y = metricOf(checkpoint, name);
     if (y === undefined) continue;
     points.push({ x: checkpoint.step, y, lines: () => describe(checkpoint, `${name}: ${metricText(y)}`), open: () => openCheckpoint(checkpoint.number) });
+  }
+  for (const one of onlyFast(store)) {
+    const y = metricOf(one, name);
+    if (Number.isFinite(y)) points.push({ x: one.step, y, lines: () => fastLines(one, `${name}: ${metricText(y)}`) });
   }
   for (const attempt of store.torn) {
     if (attempt.step === null) continue;

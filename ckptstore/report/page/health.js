@@ -25,6 +25,7 @@ function drawHealth(store, view) {
   const torn = store.torn.length - flying;
   const cards = [
     health.last_durable_at === null ? card("Last durable save", "none", "", true) : card("Last durable save", `step ${health.last_durable_step}`, `${age}, ${momentText(health.last_durable_at)}`),
+    ...fastCards(store),
     card("Live", counted(count("live").length, "checkpoint"), bytes(last?.live_bytes ?? 0)),
     card("In the trash", counted(count("trash").length, "checkpoint"), bytes(last?.trash_bytes ?? 0)),
     card("Freed for good", bytes(last?.freed_bytes ?? 0), counted(count("deleted").length, "checkpoint")),

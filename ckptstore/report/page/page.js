@@ -17,6 +17,8 @@ const newView = () => ({
   table: { sort: "number", descending: true },
   changes: { sort: "key", descending: false },
   log: { sort: "number", descending: true },
+  fast: { sort: "save", descending: true },
+  resumes: { sort: "number", descending: true },
   torn: { sort: "at", descending: true },
   tree: { number: null, path: "", table: { sort: "size", descending: true } },
 });
@@ -82,6 +84,7 @@ function drawHead() {
 function drawCharts() {
   const { store, view } = current();
   drawCurves(store, view);
+  drawFast(store, view);
   drawSizes(store);
 }
 

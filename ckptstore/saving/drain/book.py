@@ -90,6 +90,8 @@ class Book:
         """The highest number so far."""
         self._wanted = 0
         """The highest number that some rank has active."""
+        self._failed: tuple[float, CkptstoreError] | None = None
+        """When the oldest was offered that has failed since something was durable, and what the last failed with."""
 
     def offer(self, certificate: Certificate, *, is_active: bool) -> Drain:
         """Take a new one in. Raises InvalidInput for one that is not newer than the last."""
@@ -155,6 +157,7 @@ class Book:
         with self.changed:
             covered = [number for number in self._drains if number <= record.entry.save_number]
             self._end(covered, record)
+            self._failed = None
 
     def fail(self, numbers: Collection[int], error: CkptstoreError) -> None:
         """These do not become durable. What was dropped for them has failed too, unless a newer one is active."""
@@ -182,10 +185,14 @@ class Book:
         with self.changed:
             return self._active()
 
-    def oldest(self) -> Drain | None:
-        """The oldest that is not durable; None where all are."""
+    def behind(self) -> tuple[float | None, CkptstoreError | None]:
+        """When the oldest was offered that is not durable, nor is a newer one, None where there is none; and what one
+        of those has failed with last."""
         with self.changed:
-            return next(iter(self._drains.values()), None)
+            oldest = next(iter(self._drains.values()), None)
+            since, error = self._failed or (None, None)
+            waiting = [at for at in (since, oldest.offered_at if oldest else None) if at is not None]
+            return min(waiting, default=None), error
 
     # The caller holds the lock
 
@@ -224,6 +231,9 @@ class Book:
             drain = self._drains.pop(number)
             self._release(drain)
             drain.settle(outcome)
+            if not isinstance(outcome, Record):
+                since = drain.offered_at if self._failed is None else min(drain.offered_at, self._failed[0])
+                self._failed = since, outcome
         self.changed.notify_all()
 
 

@@ -151,6 +151,7 @@ class Rounds:
                     rank=self._rank,
                     num_files=files.num_files,
                     size_bytes=files.size_bytes,
+                    store=self._job.storage.uri,
                 )
             )
         return self._files[1]
@@ -163,7 +164,7 @@ class Rounds:
         _, files, began = self._files
         self._files, now = None, time.monotonic()
         seconds = now - began
-        place: dict[str, Any] = {"step": drain.step, "attempt": drain.attempt, "rank": self._rank}
+        place = self._named(drain)
         is_superseded = record.entry.attempt != drain.attempt
         if is_superseded:
             self._discard(drain)
@@ -181,6 +182,11 @@ class Rounds:
         )
         self._book.settle(record)
 
+    def _named(self, drain: Drain) -> dict[str, Any]:
+        """What every event says of a drain."""
+        store = self._job.storage.uri
+        return {"step": drain.step, "attempt": drain.attempt, "rank": self._rank, "store": store}
+
     def _failed(self, drains: Collection[Drain], error: CkptstoreError) -> None:
         """These were not drained, as far as is known. When the store may answer later, all ranks try again."""
         if self._look(drains):
@@ -193,7 +199,7 @@ class Rounds:
             if self.away_since is None:
                 self.away_since = time.monotonic()
                 for drain in list(drains)[-1:]:
-                    emit(DrainStalled(step=drain.step, attempt=drain.attempt, rank=self._rank, error=str(error)))
+                    emit(DrainStalled(**self._named(drain), error=str(error)))
             return
         self.fail(drains, error)
 
@@ -212,7 +218,7 @@ class Rounds:
     def fail(self, drains: Collection[Drain], error: CkptstoreError) -> None:
         """These do not become durable."""
         for drain in drains:
-            emit(DrainFailed(step=drain.step, attempt=drain.attempt, rank=self._rank, error=str(error)))
+            emit(DrainFailed(**self._named(drain), error=str(error)))
             drain.may_be_committed |= drain.is_begun and error.committed is not False
             error.committed = None if drain.may_be_committed else error.committed
             if not isinstance(error, StoreFenced):  # a job that is fenced removes nothing

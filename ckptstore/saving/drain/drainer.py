@@ -36,7 +36,7 @@ class DrainHealth:
     away_since: float | None
     """When the store failed first, if it has not answered since; None while all is well."""
     error: str | None
-    """What it failed with last."""
+    """What the store failed with last, or a checkpoint that did not come there."""
 
 
 class Drainer:
@@ -91,13 +91,14 @@ class Drainer:
     def health(self) -> DrainHealth:
         """How far the store is behind."""
         steps = {drain.is_begun: drain.step for drain in self._book.all_active()}
-        oldest, durable, error = self._book.oldest(), self._rounds.durable, self._rounds.error
+        durable, (behind_since, failure) = self._rounds.durable, self._book.behind()
+        error = self._rounds.error or failure
         return DrainHealth(
             draining=steps.get(True),
             waiting=steps.get(False),
             durable_step=None if durable is None else durable[0].entry.step,
             durable_at=None if durable is None else durable[1],
-            not_durable_since=None if oldest is None else oldest.offered_at,
+            not_durable_since=behind_since,
             away_since=self._rounds.away_since,
             error=None if error is None else str(error),
         )

@@ -125,6 +125,16 @@ class RayKeeper:
         return self.run.storage
 
     @property
+    def store_uri(self) -> str:
+        """See `Keeper.store_uri`."""
+        return self.storage.uri
+
+    @property
+    def is_fast(self) -> bool:
+        """See `Keeper.is_fast`."""
+        return False
+
+    @property
     def rank(self) -> int:
         """This worker in the run."""
         return self.run.worker.rank

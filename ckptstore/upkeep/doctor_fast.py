@@ -1,0 +1,143 @@
+"""What `examine` finds of a directory for fast checkpoints: whether jobs can use it, and what lies there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+from ckptstore.config import StoreConfig
+from ckptstore.errors import CkptstoreError, InvalidInput, StorageError
+from ckptstore.log import Log
+from ckptstore.log.identity import read_identity
+from ckptstore.node_cache.place import filesystem_of, is_network
+from ckptstore.runtime.shown import show_duration, show_size
+from ckptstore.storage.base import Storage
+from ckptstore.storage.disk.local import LocalStorage
+from ckptstore.storage.disk.private import privacy_fault
+from ckptstore.upkeep.check_finding import IN_MEMORY, Finding
+from ckptstore.upkeep.node_inventory import take_inventory
+from ckptstore.upkeep.node_view import FastOnNode, view_node
+
+_BULK_BYTES = 32 << 20
+_LITTLE_SHARE = 0.05
+"""Of a disk: with less room than that, saves will soon go to the store directly."""
+
+
+def examine_fast(directory: str, storage: Storage, config: StoreConfig) -> list[Finding]:
+    """Look at the directory, and write 32 MiB there that are removed again. `storage` is the place of the store.
+
+    A directory that is not there is looked for no further: a job creates it.
+    """
+    path = Path(os.path.abspath(directory))
+    checks: dict[str, Callable[[], Finding]] = {
+        "fast directory": lambda: _directory(path),
+        "fast disk": lambda: _disk(path),
+        "fast locks": lambda: _locks(path),
+        "fast throughput": lambda: _throughput(path, config),
+        "fast checkpoints": lambda: _checkpoints(path, storage, config),
+    }
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        findings.append(_finding(name, check))
+        if findings[-1].status == "failed" or not path.is_dir():
+            break
+    return findings
+
+
+def _finding(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except CkptstoreError as error:
+        told = error
+    except OSError as error:
+        told = StorageError(f"{error.strerror}: {error.filename}")
+    return Finding(name=name, status="failed", detail=told.message, hint=told.hint or "", code=told.code)
+
+
+def _directory(path: Path) -> Finding:
+    name = "fast directory"
+    if not os.path.lexists(path):
+        parent = next(one for one in path.parents if one.exists())
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise StorageError(f"{path} is not there, and this user cannot create it in {parent}")
+        return Finding(name=name, status="ok", detail=f"{path} is not there yet: the first job creates it")
+    if fault := privacy_fault(path):
+        raise InvalidInput(f"{path} {fault}", hint="Jobs refuse it: give a directory of your own with mode 700")
+    return Finding(name=name, status="ok", detail=f"{path} belongs to this user alone")
+
+
+def _disk(path: Path) -> Finding:
+    kind, usage = filesystem_of(path), shutil.disk_usage(path)
+    detail = f"{kind or 'a file system that has no name'}, {show_size(usage.free)} of {show_size(usage.total)} are free"
+    if kind in IN_MEMORY:
+        hint = "A node that starts again has lost it, and it takes memory from the job. copies=2 helps against one node"
+    elif is_network(kind):
+        hint = "A disk of the node is faster, and a server that is away stops saves too"
+    elif usage.free < _LITTLE_SHARE * usage.total:
+        hint = "Make room: a save that does not fit goes to the store directly"
+    else:
+        return Finding(name="fast disk", status="ok", detail=detail)
+    return Finding(name="fast disk", status="warning", detail=detail, hint=hint)
+
+
+def _locks(path: Path) -> Finding:
+    """What keeps a job from deleting what another process reads."""
+    probe = path / f".ckptstore-probe-{uuid.uuid4().hex}"
+    descriptors = [os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)]
+    try:
+        descriptors.append(os.open(probe, os.O_RDONLY | os.O_CLOEXEC))
+        with suppress(OSError):
+            fcntl.flock(descriptors[1], fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return Finding(name="fast locks", status="ok", detail="they work")
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        probe.unlink()
+    hint = "A checkpoint may be deleted while another process reads it: that read fails. Resume is not concerned"
+    return Finding(name="fast locks", status="warning", detail="they do not work here", hint=hint)
+
+
+def _throughput(path: Path, config: StoreConfig) -> Finding:
+    name, sent = f".ckptstore-probe-{uuid.uuid4().hex}", os.urandom(_BULK_BYTES)
+    storage = LocalStorage(path, direct_io=config.transfer.direct_io)
+    with closing(storage):
+        try:
+            began = time.monotonic()
+            storage.write(name, [memoryview(sent)])
+            storage.persist([name])
+            seconds = time.monotonic() - began
+        finally:
+            storage.delete([name])
+    rate = _BULK_BYTES / max(seconds, 1e-6) / (1 << 20)
+    return Finding(name="fast throughput", status="ok", detail=f"one file at a time, durable: {rate:.0f} MiB/s")
+
+
+def _checkpoints(path: Path, storage: Storage, config: StoreConfig) -> Finding:
+    """Of all stores what it takes, of this store how far it is behind."""
+    name, inventory = "fast checkpoints", take_inventory(path)
+    total = sum(each.size_bytes for store in inventory.stores for each in store.attempts)
+    words = [f"{show_size(total)} of {len(inventory.stores)} stores" if inventory.stores else "none"]
+    store_id = read_identity(storage)
+    view = FastOnNode()
+    if store_id is not None:
+        log = Log(storage, retry=config.retry)
+        view = view_node(path, store_id, log, storage, newest=log.newest())
+        newest, since = view.newest, view.not_durable_since
+        words.append(f"the newest of this store is step {newest.manifest.step}" if newest else "none of this store")
+        if since is not None:
+            words.append(f"the store has been behind for {show_duration(max(0.0, time.time() - since))}")
+    faults = [f"step {one.found.attempt.step}: {one.fault}" for one in view.fast if one.fault]
+    detail = "; ".join([*words, *faults])
+    if faults or view.fault:
+        hint = "A resume takes another copy or an older checkpoint; `ckptstore fast ls --store` shows them"
+        return Finding(name=name, status="warning", detail=detail, hint=hint)
+    return Finding(name=name, status="ok", detail=detail)

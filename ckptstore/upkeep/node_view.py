@@ -1,0 +1,84 @@
+"""What the disk of this node has for one store, judged by its log: for whoever only looks. Nothing is changed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ckptstore.fast.certificate import Certificate
+from ckptstore.format.record import Record
+from ckptstore.format.timings import clean_node
+from ckptstore.group.base import this_node
+from ckptstore.log.reader import LogReader
+from ckptstore.storage.base import Storage
+from ckptstore.upkeep.node_clear import Judged, judge, read_log
+from ckptstore.upkeep.node_inventory import HeldAttempt, held_store
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFast:
+    """One attempt on this node, and what it is to its store."""
+
+    found: HeldAttempt
+    judged: Judged
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """None where there is none that can be read."""
+        return self.found.certificate
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is certified and whole here, and a job may resume from it. Digests are not compared."""
+        may_be_used = self.judged.standing in ("only-here", "durable", "superseded")
+        return self.certificate is not None and not self.found.missing and may_be_used
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with its files, "" if nothing is."""
+        lost = self.found.missing
+        return self.found.fault or (f"{lost[0]} is not there with its size" if lost else "")
+
+
+@dataclass(frozen=True, slots=True)
+class FastOnNode:
+    """All of one store."""
+
+    fast: tuple[NodeFast, ...] = ()
+    """In the order of the saves; those without a certificate first in their epoch."""
+    fault: str = ""
+    """Why the directory cannot be listed."""
+    num_bytes: int = 0
+    """Of all files that are here."""
+
+    @property
+    def newest(self) -> Certificate | None:
+        """That of the newest that a job could resume from."""
+        return next((one.certificate for one in reversed(self.fast) if one.is_usable), None)
+
+    @property
+    def not_durable_since(self) -> float | None:
+        """When the oldest was saved that is newer than what the store has, by the clock of its leader; None where there
+        is none."""
+        waiting = [one.certificate for one in self.fast if one.judged.standing == "only-here"]
+        return min((one.manifest.created_at for one in waiting if one is not None), default=None)
+
+
+def view_node(
+    directory: str | os.PathLike[str], store_id: str, log: LogReader, storage: Storage, *, newest: Record | None
+) -> FastOnNode:
+    """Look below a directory of this node. `newest` is the newest record of the log.
+
+    Raises InvalidInput where the directory is not private to this user, StorageError, CheckpointDamaged where the log
+    cannot be read.
+    """
+    here = held_store(directory, store_id, node=clean_node(this_node()))
+    if here is None:
+        return FastOnNode()
+    view = read_log(log, storage, store_id, here.attempts, newest=newest)
+    fast = sorted((NodeFast(each, judge(each, view)) for each in here.attempts), key=_order)
+    return FastOnNode(tuple(fast), here.fault, sum(each.size_bytes for each in here.attempts))
+
+
+def _order(one: NodeFast) -> tuple[int, int]:
+    return one.found.attempt.epoch, one.certificate.save_number if one.certificate else 0
