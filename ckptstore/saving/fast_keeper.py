@@ -72,8 +72,6 @@ class FastKeeper:
     def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
         """See `Keeper.publish`: the certificate that every node will have."""
         place = self._place
-        for name in contents.directories:
-            place.disk.storage.make_directory(attempt.key(name))
         if place.tier.copies == 2 and contents.pending:
             place.disk.storage.persist([attempt.key(name) for name in contents.pending])
             own = {receipt.name: receipt for receipt in contents.receipts}
@@ -95,6 +93,8 @@ class FastKeeper:
             if not members.is_reporter:
                 return b"null"
             try:
+                for name in Certificate.decode(published).manifest.directories:
+                    self.storage.make_directory(attempt.key(name))
                 self._place.disk.certify(published, ranks=self._place.held_ranks())
             except CkptstoreError as error:
                 return json.dumps(f"{members.node}: {error.message}").encode()
