@@ -358,7 +358,11 @@ class CheckpointStore(Catalogue):
         from ckptstore.loading.load_state import LoadOptions, load_newest
 
         found = load_newest(self._in_turn(), state, LoadOptions(**options), claim=claim, order=order)
-        return Checkpoint(found[0], load_report=found[1]) if found else None
+        if found is None:
+            return None
+        if claim:
+            self._state_saver.prepare(found.sizes_bytes)
+        return Checkpoint(found.files, load_report=found.report)
 
 
 def save_shard(store: CheckpointStore, make: Callable[[Job], tuple[Request, Shard]]) -> Checkpoint:
