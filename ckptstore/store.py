@@ -430,5 +430,9 @@ def settle_saves(store: CheckpointStore, *, max_failures: int = 0) -> None:
 def load_in_order(
     store: CheckpointStore, state: Mapping[str, Any], order: Order, *, claim: bool, per_rank: PerRank = "error"
 ) -> Checkpoint | None:
-    """`resume`, or `load` without a `claim`; the live checkpoints are tried in an order of one's own. Collective."""
+    """`resume`, or `load` without a `claim`; the live checkpoints are tried in an order of one's own. Collective.
+
+    Those on the disks of nodes are tried too where the order is a `FastOrder` and the store is claimed. What the order
+    leaves out stays there if nothing is found.
+    """
     return store._load(state, claim=claim, order=order, per_rank=per_rank)

@@ -7,7 +7,7 @@ the log hears from which one the job goes on → every node deletes what is void
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,11 @@ class Findings:
     merged: Merged | None = None
 
 
-def look(job: Job) -> Findings:
-    """Claim the store, and find everything that this job can go on from, the newest first. Collective."""
+def look(job: Job, order: Callable[[Sequence[FastCandidate]], Sequence[FastCandidate]] | None = None) -> Findings:
+    """Claim the store, and find everything that this job can go on from, the newest first. Collective.
+
+    The leader calls `order` with that, for what is tried, and in which order.
+    """
     place = job.open_fast()
     kept: list[Any] = []
 
@@ -70,7 +73,8 @@ def look(job: Job) -> Findings:
         _tell_refused(merged)
         kept.append((sightings, certificates, claims, merged))
         by_attempt = {record.entry.attempt: record for record in committed}
-        return [_packed(one, by_attempt.get(one.attempt)) for one in merged.candidates]
+        tried = merged.candidates if order is None else order(merged.candidates)
+        return [_packed(one, by_attempt.get(one.attempt)) for one in tried]
 
     told = job.exchange("look", seen, join)
     candidates = [files for one in told for files in _opened(job, place, one)]

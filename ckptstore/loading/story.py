@@ -129,8 +129,10 @@ class CheckpointFiles:
 
         Raises CheckpointGone when a prune was first. `is_handed_out` as for `leases.hold`.
         """
-        if self.certificate is not None and self.job is not None and self.job.fast is not None:
-            with self.job.fast.using(str(self.certificate.attempt)):
+        if self.certificate is not None:  # also where it is durable too: the files are those on the nodes
+            with ExitStack() as stack:
+                if self.job is not None and self.job.fast is not None:
+                    stack.enter_context(self.job.fast.using(str(self.certificate.attempt)))
                 yield
             return
         if self.record is None or not isinstance(self.storage, Disk):
