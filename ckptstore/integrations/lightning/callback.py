@@ -53,7 +53,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             is given or this Trainer has trained already.
         save_options: keywords of `save` or `save_async`, such as `{"incremental": True}`.
         load_options: keywords of `resume`, such as `{"per_rank": "first"}` for another number of ranks.
-        open_keywords: those of `open_store`, for a URI.
+        open_keywords: those of `open_store`, for a URI. With `fast`, or an open store that has a fast tier, a save is
+            complete when it is on the disks of the nodes.
 
     `trainer.test(ckpt_path="best")` and its like read the best checkpoint by `monitor`, see `best_model_path`.
 
