@@ -20,7 +20,7 @@ from ckptstore.loading.newest import Order, newest_first, resume
 from ckptstore.loading.story import fast_files_of, files_of
 from ckptstore.saving import background, story
 from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, UploaderKind
-from ckptstore.saving.directory_shard import directory_of
+from ckptstore.saving.directory_shard import DirectoryShard, directory_of
 from ckptstore.saving.log_keeper import LogKeeper
 from ckptstore.saving.phases import SaveClock
 
@@ -268,10 +268,11 @@ class CheckpointStore(Catalogue):
     ) -> Checkpoint:
         """Save the files of every rank's directory as one checkpoint. Collective.
 
-        Returns on all ranks once the checkpoint is committed: durable, and visible whole. The directory may be deleted
-        then. When it fails, all ranks raise the same error. `error.committed` False says that the checkpoint can never
-        become visible; the leader removes what was written. A rank that does not hear the leader looks into the log.
-        If the log does not have the checkpoint (yet), `error.committed` is None: unknown.
+        Returns on all ranks once the checkpoint is committed: durable, and visible whole; with a fast tier, once it is
+        on the disks of the nodes. The directory may be deleted then. When it fails, all ranks raise the same error.
+        `error.committed` False says that the checkpoint can never become visible; the leader removes what was written.
+        A rank that does not hear the leader looks into the log. If the log does not have the checkpoint (yet),
+        `error.committed` is None: unknown.
 
         Args:
             step: an integer of at least 0, the same on all ranks.
@@ -384,8 +385,8 @@ def save_shard(store: CheckpointStore, make: Callable[[Job], tuple[Request, Shar
     """Save what `make` returns, as `save_directory` does. Collective."""
     clock = store._clock()
     job = store._in_turn(max_failures=0)
-    request, shard = make(job)
-    return Checkpoint(files_of(job, story.save(job.group, LogKeeper(job), shard, request, clock=clock)))
+    _, finish = _begun(store, job, *make(job), clock=clock)
+    return finish(None)
 
 
 def start_shard(
@@ -400,13 +401,12 @@ def start_shard(
         not_started.callback(ended)
         job = store._in_turn(max_failures=0)
         request, shard = make(job)
-        keeper = LogKeeper(job)
-        begun = story.begin(job.group, keeper, shard, request, clock=clock)
+        begun, finish_it = _begun(store, job, request, shard, clock=clock)
         not_started.callback(begun.lane.close)
 
         def finish() -> Checkpoint:
             try:
-                return Checkpoint(files_of(job, story.finish(keeper, shard, begun)))
+                return finish_it(pending)
             finally:
                 ended()
 
@@ -421,6 +421,27 @@ def wait_in_flight(store: CheckpointStore) -> None:
     store._background.wait()
 
 
+def _begun(
+    store: CheckpointStore, job: Job, request: Request, shard: Shard, *, clock: SaveClock
+) -> tuple[story.Begun, Callable[[PendingSave | None], Checkpoint]]:
+    """A save on which the ranks have agreed, and what finishes it, for the pending save that waits for it if there is
+    one. Only files of directories go to the fast tier: what else comes here has no second place to go to."""
+    if job.fast_tier is None or not isinstance(shard, DirectoryShard):
+        keeper = LogKeeper(job)
+        begun = story.begin(job.group, keeper, shard, request, clock=clock)
+        return begun, lambda _pending: Checkpoint(files_of(job, story.finish(keeper, shard, begun)))
+    saver = store._state_saver
+    begun, finish = saver.begin_directory(shard, request, clock=clock)
+
+    def finished(pending: PendingSave | None) -> Checkpoint:
+        saved = finish()
+        if pending is not None:
+            saver.brought(pending, saved, store._saved)
+        return store._saved(saved)
+
+    return begun, finished
+
+
 def settle_saves(store: CheckpointStore, *, max_failures: int = 0) -> None:
     """Wait for the save in flight, and raise here what it failed with, unless somebody has seen it already."""
     store._background.wait()
@@ -430,5 +451,9 @@ def settle_saves(store: CheckpointStore, *, max_failures: int = 0) -> None:
 def load_in_order(
     store: CheckpointStore, state: Mapping[str, Any], order: Order, *, claim: bool, per_rank: PerRank = "error"
 ) -> Checkpoint | None:
-    """`resume`, or `load` without a `claim`; the live checkpoints are tried in an order of one's own. Collective."""
+    """`resume`, or `load` without a `claim`; the live checkpoints are tried in an order of one's own. Collective.
+
+    Those on the disks of nodes are tried too where the order is a `FastOrder` and the store is claimed. What the order
+    leaves out stays there if nothing is found.
+    """
     return store._load(state, claim=claim, order=order, per_rank=per_rank)

@@ -15,6 +15,7 @@ from ckptstore.agent.notices import (
     CheckpointsPassedOver,
     CommitsDelayed,
     CommitsStopped,
+    FolderAhead,
     FolderNotice,
     LocalDeleted,
     OlderFound,
@@ -70,6 +71,9 @@ class Committer:
     _last: tuple[int, float] | None = None
     """The step of the last commit, and when its files were written."""
     _seen_at: dict[tuple[str, str], float] = field(default_factory=dict)
+    """When each of those that are not in the store was seen finished first, by name and fingerprint."""
+    _told_ahead: tuple[str, str] | None = None
+    """The newest of them that was told."""
     _told: set[str] = field(default_factory=set)
     _tries: _Tries = field(default_factory=_Tries)
     _all_ranks: frozenset[int] | None = None
@@ -77,6 +81,8 @@ class Committer:
     """The last look of a round."""
     _suspects: set[str] | None = None
     """Names of what may be in the store, and is compared before it is offered; None before the first look."""
+    _has_compared: bool = False
+    """Whether what was there before the first look was compared with the store."""
     _changes: int = 0
     """How often in a row a checkpoint was no longer what it was."""
     stopped: CkptstoreError | None = None
@@ -164,6 +170,7 @@ class Committer:
         if had_ended:  # nothing changes any more: what looks the same twice is whole
             look = self._seen = self._look()
         self._tell_unknown(look)
+        self._tell_ahead(look)
         self._compare(look)
         self._pass_over_late(look)
         view = self._view(look, had_ended)
@@ -187,9 +194,7 @@ class Committer:
 
     def _view(self, look: Look, had_ended: bool) -> NodeView:
         now, is_open = time.monotonic(), self._open(look)
-        self._seen_at = {
-            key: self._seen_at.get(key, now) for key in [(found.name, found.fingerprint) for found in is_open]
-        }
+        self._note_seen(is_open)
         names = {found.name for found in is_open}
         return NodeView(
             offers=tuple(
@@ -209,6 +214,30 @@ class Committer:
             is_hurried=self.is_hurried,
             has_ended=had_ended,
         )
+
+    def _note_seen(self, is_open: Sequence[Found]) -> None:
+        now = time.monotonic()
+        self._seen_at = {
+            key: self._seen_at.get(key, now) for key in [(found.name, found.fingerprint) for found in is_open]
+        }
+
+    def _tell_ahead(self, look: Look) -> None:
+        """Say what the folder has and the store has not, unless it is one alone that comes there now. What was there
+        before the agent may be in the store: nothing is said before that was compared."""
+        is_open = self._open(look)
+        if not self._has_compared or not is_open or (len(is_open) == 1 and self._tries.count == 0):
+            return
+        self._note_seen(is_open)
+        newest = is_open[-1].name, is_open[-1].fingerprint
+        if newest != self._told_ahead:
+            self._told_ahead = newest
+            emit(
+                FolderAhead(
+                    steps=tuple(found.step for found in is_open),
+                    names=tuple(found.name for found in is_open),
+                    not_durable_seconds=time.monotonic() - min(self._seen_at.values()),
+                )
+            )
 
     def _commit(self, offer: NodeOffer) -> None:
         """Save what the nodes have agreed on. Collective."""
@@ -276,6 +305,7 @@ class Committer:
             self._suspects = {found.name for found in look.finished} | set(look.unfinished)
         due = [found for found in self._open(look) if found.name in self._suspects]
         if not due:
+            self._has_compared = True
             return
         entries = self.store.entries()
         live = {entry.checkpoint.step: entry.checkpoint for entry in entries}
@@ -295,6 +325,7 @@ class Committer:
                 steps, names = self._forget(older)
                 emit(OlderFound(steps=steps, names=names, latest_step=latest.step))
         self._suspects -= {found.name for found in due}
+        self._has_compared = True
 
     def _pass_over_late(self, look: Look) -> None:
         """What is found finished only after a newer one was committed. What is written anew after it is not older."""

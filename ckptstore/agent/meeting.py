@@ -7,13 +7,13 @@ import secrets
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from ckptstore.agent.notices import FolderRestored
 from ckptstore.catalogue import job_of
+from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput
 from ckptstore.events import BytesMoved, emit, listening
-from ckptstore.folders import Folder, JobSeen, newest_first, restore_folder
+from ckptstore.folders import Folder, newest_first, restore_folder, whole_in
 from ckptstore.folders.snapshot import OWN_NAME
 from ckptstore.group import Beat
 from ckptstore.store import CheckpointStore
@@ -69,33 +69,32 @@ def _sees(path: Path) -> bool:
 def restore(store: CheckpointStore, folder: Folder, *, shared: bool) -> None:
     """Claim the store, and bring the newest checkpoint into the folder of each node. Collective.
 
-    From here on an agent that claimed the store before is fenced. What one node alone has finished later than the store
-    stays; several nodes keep it where all have it, and else all go on from what the store has.
+    From here on an agent that claimed the store before is fenced. The folder is a fast tier: what it has finished and
+    the store has not is newer, and stays. Of several nodes the newest counts that all have finished; where that is not
+    newer than what the store has, all go on from the store.
     """
     job = job_of(store)
-    if store.resume() is None:
+    latest = store.resume()
+    if latest is None:
         return
-    keeps_newer = job.group.world_size == 1 or _agree_on_newest(store, folder)
+    is_alone = job.group.world_size == 1
+    common = None if is_alone else _newest_of_all(store, folder, latest)
 
     def bring(beat: Beat) -> None:
         if shared and not job.is_leader:
             return
         with listening(lambda _event: beat(), BytesMoved):  # a long download is no death
-            report = restore_folder(folder, newest_first(store), keeps_newer=keeps_newer)
+            report = restore_folder(
+                folder, newest_first(store), keeps_newer=is_alone or common is not None, only_newer=common
+            )
         if report is not None:
             emit(FolderRestored(**{item.name: getattr(report, item.name) for item in fields(FolderRestored)}))
 
     job.exchange("restore", bring, lambda _told, _beat: None)
 
 
-def _agree_on_newest(store: CheckpointStore, folder: Folder) -> bool:
-    """Whether all nodes have finished the same newest checkpoint."""
-
-    def newest(_beat: object) -> Any:
-        nobody, own = JobSeen(frozenset(), None, is_alive=False), Folder(folder.path, folder.rules)
-        own.look(nobody)
-        finished = own.look(nobody).finished
-        return [finished[-1].step, finished[-1].name] if finished else None
-
-    told = job_of(store).exchange("newest", newest, lambda told, _beat: told)
-    return told[0] is not None and all(item == told[0] for item in told)
+def _newest_of_all(store: CheckpointStore, folder: Folder, latest: Checkpoint) -> str | None:
+    """The name of the newest checkpoint that every node has finished; None where there is none. Collective."""
+    told = job_of(store).exchange("newest", lambda _beat: whole_in(folder, latest), lambda told, _beat: told)
+    common = set.intersection(*({(step, name) for step, name in whole} for whole in told))
+    return max(common)[1] if common else None

@@ -102,6 +102,21 @@ class CommitsDelayed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FolderAhead(Event):
+    """The folder has finished checkpoints that are not in the store yet, and more than the one that comes next, or the
+    last try has failed. Told when there is a newer one."""
+
+    steps: tuple[int, ...]
+    names: tuple[str, ...]
+    not_durable_seconds: float
+    """How long the first of them has waited."""
+
+    def line(self) -> str:
+        waited = show_seconds(self.not_durable_seconds)
+        return f"in the folder, and not in the store yet: {', '.join(self.names)}, the first for {waited}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsLeft(Event):
     """The agent ends, and these finished checkpoints of the folder are not in the store."""
 

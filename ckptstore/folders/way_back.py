@@ -64,7 +64,7 @@ class _Fetched:
 
 
 def restore_folder(
-    folder: Folder, checkpoints: Sequence[Checkpoint], *, keeps_newer: bool = True
+    folder: Folder, checkpoints: Sequence[Checkpoint], *, keeps_newer: bool = True, only_newer: str | None = None
 ) -> RestoreReport | None:
     """Put the first of these checkpoints that is whole where it lay in the folder; None if there are none.
 
@@ -79,6 +79,7 @@ def restore_folder(
         folder: on this node.
         checkpoints: in the order in which they are tried, the newest first as a rule.
         keeps_newer: False where several nodes restore, which must all come to the same step.
+        only_newer: the name of the only one that may stay, where several nodes have agreed on it.
 
     Raises NoUsableCheckpoint when none of them can be used, InvalidSource for a link on the way, StorageFull and
     StorageError where the folder cannot be written to.
@@ -91,7 +92,7 @@ def restore_folder(
             if home is None:
                 skipped.append(f"step {checkpoint.step} did not come from a folder")
                 continue
-            report = _restore(folder, checkpoint, home, keeps_newer, tuple(skipped))
+            report = _restore(folder, checkpoint, home, (keeps_newer, only_newer), tuple(skipped))
             return _with_best(folder, checkpoints, home, report) if report.is_restored else report
         except CkptstoreError as error:
             if not isinstance(error, CheckpointDamaged | CheckpointGone | FileMissing):
@@ -107,6 +108,13 @@ def restore_folder(
 def newest_first(store: Catalogue, step: int | None = None) -> list[Checkpoint]:
     """The checkpoints of a store, the newest first; or one alone. Raises InvalidInput if the store does not have it."""
     return [store[step]] if step is not None else list(store)[::-1]
+
+
+def whole_in(folder: Folder, like: Checkpoint) -> list[tuple[int, str]]:
+    """Step and name of everything that a folder has finished, where no job writes to it. `like` is a checkpoint of the
+    same training."""
+    local = candidates_of(folder, _ranks_of(like))
+    return [(it.step, it.name) for it in local if it.step is not None and folder.is_whole(it)]
 
 
 def same(folder: Folder, found: Found, checkpoint: Checkpoint) -> bool:
@@ -128,13 +136,15 @@ def _home(checkpoint: Checkpoint) -> Home | None:
 
 
 def _restore(
-    folder: Folder, checkpoint: Checkpoint, home: Home, keeps_newer: bool, skipped: tuple[str, ...]
+    folder: Folder, checkpoint: Checkpoint, home: Home, keeps: tuple[bool, str | None], skipped: tuple[str, ...]
 ) -> RestoreReport:
     refuse_links(folder.path, home.name)
     told: dict[str, Any] = {"step": checkpoint.step, "name": home.name, "uri": checkpoint.uri, "skipped": skipped}
     done = _Fetched()
     local = candidates_of(folder, _ranks_of(checkpoint))
-    stays, why_not = _staying(folder, local, checkpoint, home) if keeps_newer else (None, None)
+    keeps_newer, only_newer = keeps
+    may_stay = [it for it in local if keeps_newer and only_newer in (None, it.name)]
+    stays, why_not = _staying(folder, may_stay, checkpoint, home)
     if stays is None:
         _bring(folder, checkpoint, home, done)
     step, name = (stays.step or 0, stays.name) if stays else (checkpoint.step, home.name)

@@ -7,7 +7,7 @@ the log hears from which one the job goes on → every node deletes what is void
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +43,17 @@ class Findings:
     merged: Merged | None = None
 
 
-def look(job: Job, *, is_loaded: bool = True) -> Findings:
+def look(
+    job: Job,
+    order: Callable[[Sequence[FastCandidate]], Sequence[FastCandidate]] | None = None,
+    *,
+    is_loaded: bool = True,
+) -> Findings:
     """Claim the store, and find everything that this job can go on from, the newest first. Collective.
 
-    Without `is_loaded` nothing is read now, and each candidate is there once, with all places of its files: what is
-    damaged in one of them is found when the candidates are forgotten.
+    The leader calls `order` with that, for what is tried, and in which order. Without `is_loaded` nothing is read now,
+    and each candidate is there once, with all places of its files: what is damaged in one of them is found when the
+    candidates are forgotten.
     """
     place = job.open_fast()
     place.settle()
@@ -77,7 +83,8 @@ def look(job: Job, *, is_loaded: bool = True) -> Findings:
         _tell_refused(merged)
         kept.append((sightings, certificates, claims, merged))
         by_attempt = {record.entry.attempt: record for record in committed}
-        return [_packed(one, by_attempt.get(one.attempt), sightings) for one in merged.candidates]
+        tried = merged.candidates if order is None else order(merged.candidates)
+        return [_packed(one, by_attempt.get(one.attempt), sightings) for one in tried]
 
     told = job.exchange("look", seen, join)
     candidates: list[CheckpointFiles] = []

@@ -23,7 +23,7 @@ from ckptstore.loading import fast_newest
 from ckptstore.loading.index_read import read_own_parts
 from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
 from ckptstore.loading.load_watch import LoadWatch, watched
-from ckptstore.loading.newest import Order, first_usable, newest_first, told_resumed
+from ckptstore.loading.newest import FastOrder, Order, first_usable, newest_first, told_resumed
 from ckptstore.loading.story import CheckpointFiles, NodeCopies, files_of
 from ckptstore.log.identity import read_identity
 from ckptstore.runtime.beat import no_beat
@@ -87,15 +87,16 @@ def load_newest(
     when no checkpoint is left (the state may hold anything then), StateMismatch for one that does not fit.
     """
     group = job.group
-    is_fast = claim and job.fast_tier is not None and order is newest_first
+    of_fast = order.of_fast if isinstance(order, FastOrder) else None
+    is_fast = claim and job.fast_tier is not None and (order is newest_first or of_fast is not None)
     with watched(group.rank, job.storage.uri) as load:
-        seen = fast_newest.look(job) if is_fast else None
+        seen = fast_newest.look(job, of_fast) if is_fast else None
         found = first_usable(
             seen.candidates if seen is not None else _candidates(job, load, claim=claim, order=order),
             lambda files: _load(group, files, state, options, load),
             no_beat,
         )
-        if seen is not None:
+        if seen is not None and (found is not None or of_fast is None):  # what an order left out is not given up
             fast_newest.resumed(job, seen, None if found is None else found[0])
     if found is None:
         return None

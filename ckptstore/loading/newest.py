@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidName, NoUsableCheckpoint, StorageError
 from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
+from ckptstore.fast.candidates import FastCandidate
 from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.job import Job
@@ -18,6 +19,17 @@ T = TypeVar("T")
 
 Order = Callable[[Sequence[int]], Iterable[int]]
 """From the numbers of the live checkpoints, oldest first, to the order in which they are tried. The leader calls it."""
+
+
+@runtime_checkable
+class FastOrder(Protocol):
+    """An `Order` that knows of fast checkpoints too."""
+
+    def __call__(self, numbers: Sequence[int]) -> Iterable[int]:
+        """See `Order`."""
+
+    def of_fast(self, candidates: Sequence[FastCandidate]) -> Sequence[FastCandidate]:
+        """From what the nodes and the store have, newest first, to the order in which they are tried."""
 
 
 def newest_first(numbers: Sequence[int]) -> Iterable[int]:

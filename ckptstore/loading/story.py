@@ -133,7 +133,7 @@ class CheckpointFiles:
 
         Raises CheckpointGone when a prune was first. `is_handed_out` as for `leases.hold`.
         """
-        if self.certificate is not None:
+        if self.certificate is not None:  # also where it is durable too: the files are those on the nodes
             with ExitStack() as stack:
                 if self.job is not None and self.job.fast is not None:
                     stack.enter_context(self.job.fast.using(str(self.certificate.attempt)))

@@ -19,7 +19,7 @@ from ckptstore.saving.shard import Contents, Decision
 from ckptstore.saving.story import checked
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.transfer import Transfer
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer.planned import PlannedFile, Upload
 
 
 class DirectoryShard:
@@ -39,11 +39,15 @@ class DirectoryShard:
         """`find` looks what this rank's directory holds; nothing is looked at yet."""
         self._rank = rank
         self._storage = storage
-        self._transfer = transfer
+        self._upload: Upload = transfer.upload
         self._find = find
         self._suffix, self._shared, self._link = suffix, shared, link
         self._found = Directory()
         self._agreement: Naming | None = None
+
+    def move(self, storage: Storage, upload: Upload) -> None:
+        """Store everything in another storage from now on."""
+        self._storage, self._upload = storage, upload
 
     def describe(self) -> bytes:
         found = self._found = self._find()
@@ -68,7 +72,7 @@ class DirectoryShard:
         receipts = self._link_files(attempt, names) if self._link else []
         for receipt in receipts:
             del names[receipt.original_name or receipt.name]
-        receipts += self._upload(attempt, names, beat)
+        receipts += self._send(attempt, names, beat)
         return json.dumps([receipt.to_json() for receipt in receipts]).encode()
 
     def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
@@ -92,14 +96,14 @@ class DirectoryShard:
             storage.persist([prefix + receipt.name for receipt in receipts])
         return receipts
 
-    def _upload(self, attempt: Attempt, names: dict[str, str], beat: Beat) -> list[Receipt]:
+    def _send(self, attempt: Attempt, names: dict[str, str], beat: Beat) -> list[Receipt]:
         prefix, rank = attempt.prefix, self._rank
         files = [PlannedFile(prefix + stored, self._found.files[name]) for name, stored in names.items()]
         size_bytes = sum(file.source.size_bytes for file in files)
         emit(
             SaveStarted(step=attempt.step, attempt=str(attempt), rank=rank, num_files=len(files), size_bytes=size_bytes)
         )
-        done = self._transfer.upload(files, beat=beat)
+        done = self._upload(files, beat=beat)
         return [
             Receipt(stored, file.size_bytes, file.crc32c, rank, name if name != stored else None)
             for (name, stored), file in zip(names.items(), done, strict=True)

@@ -83,8 +83,6 @@ class FastKeeper:
     def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
         """See `Keeper.publish`: the certificate that every node will have. All ranks hear it, so it is packed."""
         place = self._place
-        for name in contents.directories:
-            place.disk.storage.make_directory(attempt.key(name))
         place.disk.storage.persist([attempt.key(name) for name in contents.pending])
         if place.tier.copies == 2 and contents.pending:
             own = {receipt.name: receipt for receipt in contents.receipts}
@@ -106,6 +104,8 @@ class FastKeeper:
             if not members.is_reporter:
                 return b"null"
             try:
+                for name in Certificate.decode(data).manifest.directories:
+                    self._place.disk.storage.make_directory(attempt.key(name))
                 self._place.disk.certify(data, ranks=self._place.held_ranks())
             except CkptstoreError as error:
                 return json.dumps(f"{members.node}: {error.message}").encode()

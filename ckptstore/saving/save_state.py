@@ -1,4 +1,7 @@
-"""Saving a state: at once, or staged and then in the background. The story itself is in `ckptstore.saving.story`."""
+"""Saving a state: at once, or staged and then in the background. And files, where there is a fast tier.
+
+The story itself is in `ckptstore.saving.story`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from ckptstore.job import Job
 from ckptstore.retention import Candidate
 from ckptstore.saving import story
 from ckptstore.saving.background import Background, PendingSave
+from ckptstore.saving.directory_shard import DirectoryShard
 from ckptstore.saving.drain import Drain, Drainer
 from ckptstore.saving.drain.health import ResumedFrom, StoreHealth, health_of
 from ckptstore.saving.fast_keeper import FastKeeper
@@ -113,8 +117,7 @@ class StateSaver:
 
         def finish() -> Any:
             saved = self._finish(target, staged, shard, begun)
-            if isinstance(saved, FastSaved):
-                pending.brought_by(lambda timeout_seconds: done(self.durable(saved.drain, timeout_seconds)))
+            self.brought(pending, saved, done)
             return done(saved)
 
         try:
@@ -129,8 +132,28 @@ class StateSaver:
             begun.lane.close()
             raise
 
+    def begin_directory(
+        self, shard: DirectoryShard, request: Request, *, clock: SaveClock
+    ) -> tuple[story.Begun, Callable[[], Saved]]:
+        """The first meeting of a save of files to the fast tier, and what finishes that save on any thread. Both are
+        collective."""
+        if request.options["link"]:
+            raise InvalidInput(
+                "A hard link is not read, and a fast checkpoint has the digests of all its files",
+                hint="Save without link, or open the store without a fast tier",
+            )
+        target = self._target(request, StateOptions())
+        shard.move(target.storage, self._doubled(target.transfer.upload, target))
+        begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
+        return begun, lambda: self._finish(target, shard, shard, begun)
+
+    def brought(self, pending: PendingSave, saved: Saved, done: Callable[[Saved], Any]) -> None:
+        """Let a pending save say when its fast checkpoint is in the store."""
+        if isinstance(saved, FastSaved):
+            pending.brought_by(lambda timeout_seconds: done(self.durable(saved.drain, timeout_seconds)))
+
     def _target(self, request: Request, options: StateOptions) -> _Target:
-        """Where the state goes first. Collective when that is the fast tier and it was not open."""
+        """Where it goes first. Collective when that is the fast tier and it was not open."""
         job = self.job
         if job.fast_tier is None:
             return _Target(job.storage, job.transfer, LogKeeper(job))
@@ -149,12 +172,13 @@ class StateSaver:
             return upload
         return DoubledUpload(place, upload)
 
-    def _finish(self, target: _Target, stored: Shard, shard: StateShard, begun: story.Begun) -> Saved:
+    def _finish(self, target: _Target, stored: Shard, shard: StateShard | DirectoryShard, begun: story.Begun) -> Saved:
         """What follows the agreement, on any thread. Where the disk of a node is full, it goes to the store."""
         keeper, job = target.keeper, self.job
         if isinstance(keeper, LogKeeper):
             record = story.finish(keeper, stored, begun)
-            self._kept, self._last_record = shard.kept, (record, time.monotonic())
+            self._kept = shard.kept if isinstance(shard, StateShard) else None
+            self._last_record = record, time.monotonic()
             return record
         assert job.fast is not None  # its keeper has it
         job.fast.settle()  # a disk has room for what is being saved beside what stays, and for no more

@@ -15,6 +15,7 @@ from ckptstore.agent.keep import parse_keep
 from ckptstore.agent.nodes import Nodes, find_nodes
 from ckptstore.agent.rounds import LONELY_SECONDS, NodeOffer, NodeView, choose
 from ckptstore.errors import InvalidInput
+from ckptstore.folders import Folder, JobSeen, Rules
 from ckptstore.retention import KeepAny, KeepBest, KeepEvery, KeepLatest, KeepSince
 
 
@@ -47,6 +48,18 @@ def test_disks_of_their_own(start: Start, tmp_path: Path) -> None:
     assert (second / "checkpoint-3/a.bin").exists()
     with open_store(store) as opened:
         assert [checkpoint.step for checkpoint in opened] == [1, 2, 3, 4, 5, 6]
+    for folder, step in ((first, 7), (second, 7), (second, 8)):  # the store has neither, and one node not the last
+        shutil.copytree(folder / "checkpoint-6", folder / f"checkpoint-{step}")
+        (folder / f"checkpoint-{step}/trainer_state.json").write_text(f'{{"global_step": {step}, "log_history": []}}')
+    for folder in (first, second):  # the agents have seen them before they were killed
+        seen = Folder(folder, Rules())
+        for _ in range(2):
+            seen.look(JobSeen(frozenset(), None, is_alive=False, ended_well=True))
+    said = nodes(start, "three", store, [first, second], *own)
+    assert all("begins at 7" in output for output in said), said
+    assert list((second / ".ckptstore/aside").glob("*/checkpoint-8")) or "checkpoint-8 →" in said[1]
+    with open_store(store) as opened:
+        assert [checkpoint.step for checkpoint in opened] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 def test_a_folder_that_all_share(start: Start, tmp_path: Path) -> None:

@@ -108,6 +108,30 @@ def test_a_killed_trainer_leaves_the_newest_committed(start: Start, tmp_path: Pa
     assert "begins at 3" in again.output
 
 
+def test_what_the_folder_has_finished_is_newer_than_the_store(start: Start, tmp_path: Path, s3_env: Any) -> None:
+    """The agent is killed while the storage is away: the job goes on from the folder, and then the store has it all."""
+    server, env = s3_env
+    out = tmp_path / "out"
+    assert start("s3://test/run", out, trainer=small(out, 1), env=env).code() == 0
+    agent = start("s3://test/run", out, trainer=small(out, 3, "--stay", "--pause", 1), env=env)
+    agent.saw("TrainerStarted")
+    server.faults.add(Fault(action="status", match=".", times=10**6))
+    until = time.monotonic() + 60
+    while not any(told["steps"][-1] == 4 for told in agent.events("FolderAhead")):
+        assert agent.process.poll() is None, agent.output
+        assert time.monotonic() < until, agent.output
+        time.sleep(0.05)
+    agent.process.kill()
+    agent.code()
+    server.faults.replace([])
+    (out / "checkpoint-5").mkdir()
+    (out / "checkpoint-5/model.bin").write_bytes(b"half")
+    again = start("s3://test/run", out, trainer=small(out, 1), env=env)
+    assert again.code() == 0
+    assert "begins at 4" in again.output
+    assert again.committed[-2:] == [4, 5]
+
+
 def test_a_killed_agent_leaves_no_trainer_and_nothing_twice(start: Start, tmp_path: Path) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     words = " ".join(map(str, small(out, 100, "--pause", "0.1", "--limit", 6)))  # what is left to commit stays little

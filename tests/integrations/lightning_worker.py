@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -18,11 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckptstore import open_store
+from ckptstore import FastTier, open_store
 from ckptstore.errors import CkptstoreError, InvalidInput, StateMismatch
 from ckptstore.integrations.lightning import CheckpointStoreCallback
 from ckptstore.integrations.lightning.trainer_parts import check_strategy
-from ckptstore.retention import KeepBest, KeepLatest
+from ckptstore.retention import KeepBest, KeepEvery, KeepLatest
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -128,9 +129,12 @@ def fit(
     stateful_loader: bool = True,
     callbacks: Sequence[pl.Callback] = (),
     trainer: dict[str, Any] | None = None,
+    tier: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """One Trainer from its beginning to its end, or to the step where it is killed."""
+    if tier is not None:
+        options["fast"] = on_node(root, tier)
     if isinstance(root, str):
         options.setdefault("retention", KeepBest(2, metric="val_loss", mode="min") | KeepLatest(2))
         options.setdefault("missing", "worst")
@@ -158,11 +162,18 @@ def fit(
         "num_batches": model.num_batches,
         "rank_given": model.rank_given,
         "resumed": callback.resumed.step if callback.resumed else None,
+        "was_durable": bool(callback.resumed and callback.resumed.is_durable),
         "live": {checkpoint.step: checkpoint.metrics for checkpoint in store},
         "written_by": {receipt.rank for checkpoint in store for receipt in checkpoint.files if _has_tensors(receipt)},
         "waited": stopper.wait_count,
         "verified": all(checkpoint.verify().ok for checkpoint in store),
     }
+
+
+def on_node(root: str, tier: dict[str, Any]) -> FastTier:
+    """Each process is a node of its own, which has a disk."""
+    node = f"node{os.environ.get('RANK', '0')}"
+    return FastTier(f"{root}-{node}", node=node, **tier)
 
 
 def _has_tensors(receipt: Any) -> bool:
@@ -207,17 +218,57 @@ def on_node_of_its_own(root: str, asked: dict[str, Any]) -> dict[str, Any]:
     return {"results": found, "left": os.listdir(disk)}
 
 
-def whole_then_killed(root: str, asked: dict[str, Any], kill_at: int) -> None:
-    """An uninterrupted run, whose result goes to a file, then one that is killed."""
+def whole_then_killed(root: str, asked: dict[str, Any], kill_at: int, tier: dict[str, Any]) -> None:
+    """An uninterrupted run, whose result goes to a file, then one with a fast tier that is killed."""
     result = fit(f"{root}/whole", **asked)
     torch.save(result, f"{root}/whole-{os.environ['RANK']}.pt")
-    fit(f"{root}/killed", **asked, kill_at=kill_at)
+    fit(f"{root}/killed", **asked, tier=tier, kill_at=kill_at)
 
 
-def resumed(root: str, asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def resumed(root: str, asked: dict[str, Any], tier: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The uninterrupted run's result, and that of a run with other initial weights that resumes the killed one."""
     whole = torch.load(f"{root}/whole-{os.environ['RANK']}.pt", weights_only=False)
-    return whole, fit(f"{root}/killed", **asked, seed=7)
+    return whole, fit(f"{root}/killed", **asked, tier=tier, seed=7)
+
+
+def interrupted(root: str) -> tuple[list[str], dict[str, Any]]:
+    """What is left of a tier in the process when a training with it has raised, and the next training there."""
+    asked: dict[str, Any] = {"strategy": "auto", "max_epochs": 3, "every_n_train_steps": 3, "asynchronous": True}
+    with suppress(Stopped):
+        fit(root, **asked, stop_at=8, tier={"drain_bytes_per_second": 1.0})
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ckptstore")]
+    return left, fit(root, **asked, seed=7, tier={})
+
+
+def preempted(root: str) -> tuple[list[int], list[int]]:
+    """SIGTERM during an epoch: what the store has afterwards, when it was told of the time that is left and when not.
+
+    The policy of the tier asks for the first checkpoint of twenty steps alone.
+    """
+    found = []
+    for seconds in (60.0, None):
+        place = f"{root}-{seconds}"
+        tier = on_node(place, {"drain": KeepEvery(steps=20)})
+        callback = CheckpointStoreCallback(place, every_n_train_steps=2, fast=tier)
+        if seconds is not None:
+            callback.store.install_sigterm(seconds)
+        fitter = pl.Trainer(
+            accelerator="cpu", max_epochs=3, callbacks=[callback, Preempts()], logger=False, enable_progress_bar=False
+        )
+        with suppress(SystemExit):
+            fitter.fit(Model(0))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with open_store(place) as store:
+            found.append([checkpoint.step for checkpoint in store])
+    return found[0], found[1]
+
+
+class Preempts(pl.Callback):
+    """A scheduler takes the machine back in step 7."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def without_resume(root: str) -> dict[str, Any]:
@@ -334,8 +385,9 @@ def mistyped(root: str) -> tuple[str, int]:
 
 
 def validated_best(root: str, strategy: str) -> tuple[float, float | None]:
-    """The loss of the best checkpoint in another model, and what was told of it at its save."""
-    callback = CheckpointStoreCallback(root, monitor="val_loss", retention=KeepBest(1, "val_loss") | KeepLatest(1))
+    """The loss of the best checkpoint in another model, and what was told of it at its save, to a fast tier first."""
+    store = open_store(root, retention=KeepBest(1, "val_loss") | KeepLatest(1), fast=on_node(root, {}))
+    callback = CheckpointStoreCallback(store, monitor="val_loss")
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -348,4 +400,6 @@ def validated_best(root: str, strategy: str) -> tuple[float, float | None]:
     )
     trainer.fit(Model(0))
     (found,) = trainer.validate(Model(9), ckpt_path="best", weights_only=False, verbose=False)
-    return found["val_loss"], callback.best_model_score
+    told = callback.best_model_score
+    store.close()
+    return found["val_loss"], told

@@ -37,15 +37,17 @@ def told(done: subprocess.CompletedProcess[str]) -> Any:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_the_store(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_from_the_disk_of_the_node(tmp_path: Path) -> None:
     cfg = {"output_dir": str(tmp_path / "out"), "ckptstore_store": str(tmp_path / "store")}
-    cfg |= {"ckptstore_keep": ["latest=2"]}
+    cfg |= {"ckptstore_keep": ["latest=2"], "ckptstore_fast": str(tmp_path / "disk")}
     whole = told(run("train", given={**cfg, "ckptstore_store": str(tmp_path / "whole")}, kill_at=None, seed=0))
     assert not whole["resumed"]
     shutil.rmtree(tmp_path / "out")
-    assert run("train", given=cfg, kill_at=8, seed=0).returncode == -9
+    slow = {**cfg, "ckptstore_fast_drain_bytes_per_second": 1.0}
+    assert run("train", given=slow, kill_at=8, seed=0).returncode == -9
     shutil.rmtree(tmp_path / "out")  # the next machine has never seen it
     (tmp_path / "out/checkpoint-7").mkdir(parents=True)  # nor is a half-written one taken
+    assert not list((tmp_path / "store").glob("checkpoints/*/ckptstore.json")), "the store has none"
     again = told(run("train", given=cfg, kill_at=None, seed=7))
     assert again["resumed"]
     assert again["losses"] == whole["losses"]
@@ -56,11 +58,18 @@ def test_keys_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     keys |= {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "output_dir": str(tmp_path / "out")}
     store = {"ckptstore_store": str(tmp_path / "store")}
     configs = [{}, {**store, "auto_resume_from_checkpoints": True}, {**store, "ckptstore_keep": ["newest=2"]}]
+    configs += [{**store, "ckptstore_fast_copies": 2}, {**store, "ckptstore_fast": "d", "ckptstore_fast_drain": ["x"]}]
     mistyped, *refused = told(run("refused", keys={**keys, **store, "ckptstore_kep": ["latest=2"]}, configs=configs))
     assert "ckptstore_kep is no key of ckptstore; ckptstore_keep is" in mistyped
     for why, expected in zip(
         refused,
-        ["The plugin has no store", "whole or not", "'newest=2' does not say what to keep"],
+        [
+            "The plugin has no store",
+            "whole or not",
+            "'newest=2' does not say what to keep",
+            "ckptstore_fast_copies is there, and ckptstore_fast is not",
+            "ckptstore_fast_drain: 'x' does not say what to keep",
+        ],
         strict=True,
     ):
         assert expected in why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,34 @@ def check_resumed(whole: dict[str, Any], resumed: dict[str, Any], *, steps: tupl
 
 
 @pytest.mark.slow
-def test_a_killed_job_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_a_killed_job_goes_on_in_the_middle_of_an_epoch_from_the_partner_of_a_lost_node(tmp_path: Path) -> None:
+    """Nothing has come into the store when the job is killed."""
     asked = {"strategy": "ddp", "max_epochs": 4, "every_n_train_steps": 3, "asynchronous": True}
-    run_ranks(2, call, "whole_then_killed", str(tmp_path), asked, 14, env=ELASTIC, expect_killed=[0, 1])
-    results = run_ranks(2, call, "resumed", str(tmp_path), asked, env=ELASTIC)
+    slow = {"copies": 2, "drain_bytes_per_second": 1.0}
+    run_ranks(2, call, "whole_then_killed", str(tmp_path), asked, 14, slow, env=ELASTIC, expect_killed=[0, 1])
+    shutil.rmtree(tmp_path / "killed-node1")
+    results = run_ranks(2, call, "resumed", str(tmp_path), asked, {"copies": 2}, env=ELASTIC)
     for rank, (whole, resumed) in enumerate(results):
-        check_resumed(whole, resumed, steps=(9, 12))  # the save of step 12 may have been in flight
+        assert resumed["resumed"] in (9, 12)  # the save of step 12 may have been in flight
+        assert not resumed["was_durable"]
+        assert sorted(resumed["losses"]) == list(range(resumed["resumed"], 20))
+        assert resumed["losses"] == {step: whole["losses"][step] for step in resumed["losses"]}
+        assert (resumed["num_batches"], resumed["waited"]) == (20, whole["waited"])
         assert resumed["rank_given"] == rank  # what differs between ranks comes back to each
+        last = max(whole["live"])
+        assert resumed["live"][last] == whole["live"][last]  # the newest comes into the store at the end
+        assert resumed["verified"]
+
+
+@pytest.mark.slow
+def test_a_tier_ends_with_the_training(tmp_path: Path) -> None:
+    """Of an error that comes out of `fit` nothing is left in the process; SIGTERM has the time that the store knows."""
+    ((left, again),) = run_ranks(1, call, "interrupted", f"{tmp_path}/interrupted")
+    assert left == []
+    assert (again["resumed"], again["was_durable"]) == (6, False)
+    assert max(again["live"]) == 15
+    ((told, untold),) = run_ranks(1, call, "preempted", f"{tmp_path}/preempted")
+    assert (told, untold) == ([2, 6], [2])
 
 
 CASES: dict[str, dict[str, Any]] = {

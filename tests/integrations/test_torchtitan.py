@@ -104,6 +104,9 @@ def test_what_the_options_cannot_mean_is_refused(tmp_path: Path) -> None:
         "files may lie",
         "hf_folder": "ValueError: hf_folder is where last_save_in_hf puts its files, and that is False.",
         "keep": "ValueError: keep_latest_k cannot be negative.",
+        "copies": "InvalidInput: checkpoint.fast, checkpoint.fast_copies: copies is 3, it is 1 or 2",
+        "no_tier": "InvalidInput: checkpoint.fast_keep is there, and checkpoint.fast is not. checkpoint.fast is the "
+        "directory for fast checkpoints, on a disk of each node",
         "relative": "ValueError: initial_load_path must be an absolute path or a remote URI (e.g. gs://...): a/b",
         "excluded": "InvalidInput: exclude_from_loading names momentum, which is no part of this training",
         "adapter": "InvalidInput: last_save_in_hf and initial_load_in_hf need the model's sd_adapter, and this model "
@@ -112,12 +115,24 @@ def test_what_the_options_cannot_mean_is_refused(tmp_path: Path) -> None:
     }
 
 
+def on_nodes(folder: Path, mode: str = "disabled", **options: Any) -> dict[str, Any]:
+    """Each rank is a node, which has a disk."""
+    return {"async_mode": mode, "fast": f"{folder}-{{}}", "fast_node": "node{}", "fast_copies": 2, **options}
+
+
+SLOW = {"fast_drain_bytes_per_second": 1.0}
+"""Nothing comes into the store."""
+
+
 @pytest.mark.slow
 def test_a_killed_job_goes_on_in_any_layout_as_theirs_does(tmp_path: Path) -> None:
+    """The asynchronous ones have a fast tier, and lose a node."""
     whole = losses(2, tmp_path / "theirs", manager="theirs", steps=6, **SHARDED)
     train(2, tmp_path / "theirs-killed", manager="theirs", steps=6, kill_at=5, **SHARDED)
-    for mode in ("disabled", "async", "async_with_pinned_mem"):
-        train(2, tmp_path / mode, {"async_mode": mode}, steps=6, kill_at=5, **SHARDED)
+    train(2, tmp_path / "disabled", steps=6, kill_at=5, **SHARDED)
+    for mode in ("async", "async_with_pinned_mem"):
+        train(2, tmp_path / mode, on_nodes(tmp_path / mode, mode, **SLOW), steps=6, kill_at=5, **SHARDED)
+        shutil.rmtree(tmp_path / f"{mode}-1")
     after = {step: whole[step] for step in (5, 6)}
     for number, (n, layout) in enumerate(LAYOUTS):
         shutil.copytree(tmp_path / "disabled", tmp_path / f"ours-{number}")
@@ -126,9 +141,28 @@ def test_a_killed_job_goes_on_in_any_layout_as_theirs_does(tmp_path: Path) -> No
     control = losses(2, tmp_path / "theirs-killed", manager="theirs", steps=6, tensor_parallel=2)
     assert losses(2, tmp_path / "ours", steps=6, tensor_parallel=2) == control
     for mode in ("async", "async_with_pinned_mem"):
-        resumed = losses(2, tmp_path / mode, {"async_mode": mode}, steps=6, **SHARDED)
+        assert [checkpoint.step for checkpoint in open_store(tmp_path / mode / "checkpoint", group="solo")] == []
+        resumed = losses(2, tmp_path / mode, on_nodes(tmp_path / mode, mode), steps=6, **SHARDED)
         assert resumed == {step: whole[step] for step in resumed}
         assert min(resumed) in (3, 5), "the save of step 4 may have been in flight"
+        latest = open_store(tmp_path / mode / "checkpoint", group="solo").latest()
+        assert latest is not None
+        assert (latest.step, latest.verify().ok) == (6, True), "the last step is waited for"
+
+
+@pytest.mark.slow
+def test_a_step_that_the_nodes_alone_have_is_loaded_by_its_number(tmp_path: Path) -> None:
+    """And one that nobody has takes nothing away. What holds the model alone is passed over."""
+    tier = on_nodes(tmp_path / "disk")
+    train(2, tmp_path, {**tier, **SLOW}, steps=6, kill_at=5, **SHARDED)
+    missing = train(2, tmp_path, {**tier, "load_step": 3}, steps=6, **SHARDED)["error"]
+    assert missing.startswith(f"FileMissing: --checkpoint.load_step=3 not found in {tmp_path}/checkpoint")
+    hugging_face = {"last_save_model_only": True, "last_save_in_hf": True}
+    whole = losses(2, tmp_path, {**tier, **hugging_face, "load_step": 2}, steps=5, **SHARDED)
+    assert whole.keys() == {3, 4, 5}
+    assert (tmp_path / "checkpoint-hf/step-5/model.safetensors").exists()
+    again = losses(2, tmp_path, tier, steps=5, **SHARDED)
+    assert again == {5: whole[5]}, "step 5 holds the model alone, and step 4 all"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,19 @@ def check_resumed(whole: dict[str, Any], resumed: dict[str, Any], *, steps: tupl
 
 
 @pytest.mark.slow
-def test_a_killed_job_goes_on_with_the_same_losses(tmp_path: Path) -> None:
-    options = {"asynchronous": True}
-    run_ranks(2, call, "whole_then_killed", str(tmp_path), options, 8, expect_killed=[0, 1])
-    for whole, resumed in run_ranks(2, call, "resumed", str(tmp_path), options):
-        check_resumed(whole, resumed, steps=(3, 6))  # the save of step 6 may have been in flight
+def test_a_killed_job_goes_on_with_the_same_losses_from_the_partner_of_a_lost_node(tmp_path: Path) -> None:
+    """Nothing has come into the store when the job is killed."""
+    options, slow = {"asynchronous": True}, {"copies": 2, "drain_bytes_per_second": 1.0}
+    run_ranks(2, call, "whole_then_killed", str(tmp_path), options, 8, slow, expect_killed=[0, 1])
+    shutil.rmtree(tmp_path / "node1")
+    for whole, resumed in run_ranks(2, call, "resumed", str(tmp_path), options, {"copies": 2}):
+        assert resumed["resumed"] in (3, 6)  # the save of step 6 may have been in flight
+        assert not resumed["was_durable"]
+        assert resumed["losses"] == {step: whole["losses"][step] for step in resumed["losses"]}
+        assert sorted(resumed["losses"]) == list(range(resumed["resumed"] + 1, 13))
+        assert resumed["live"][12] == whole["live"][12]  # the newest comes into the store at the end
+        assert resumed["files"][12].keys() == whole["files"][12].keys()
+        assert resumed["verified"]
         for files in whole["files"].values():
             assert {"model.safetensors", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"} <= files.keys()
             assert set(files.values()) == {0, 1}  # both have stored a share

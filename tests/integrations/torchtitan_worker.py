@@ -38,6 +38,10 @@ def _train(
     kill_at: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
+    checkpoint = {
+        name: value.format(os.environ["RANK"]) if isinstance(value, str) else value
+        for name, value in checkpoint.items()
+    }
     config = MANAGERS[manager].Config(**{**CHECKPOINT, **checkpoint})
     trainer = trainer_of(config_of(folder, config, steps=steps, **options))
     losses: dict[int, float] = {}
@@ -86,6 +90,8 @@ def refused(root: str) -> dict[str, str]:
         ),
         "hf_folder": said(lambda: config(hf_folder=f"{root}/hf")),
         "keep": said(lambda: config(keep_latest_k=-1)),
+        "copies": said(lambda: config(fast="disk", fast_copies=3)),
+        "no_tier": said(lambda: config(fast_keep=3)),
         "relative": said(lambda: config(initial_load_path="a/b")),
         "excluded": said(lambda: config(enable=True, exclude_from_loading=["momentum"]).build(**parts)),
         "adapter": said(lambda: config(enable=True, last_save_in_hf=True).build(**parts)),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from ckptstore import CheckpointStore, open_store
+from ckptstore import CheckpointStore, FastTier, open_store
 from ckptstore.errors import CkptstoreError, StorageFull
 from ckptstore.events import Event, ResumeForgotten, listening
 from ckptstore.integrations.transformers import CheckpointStoreCallback
@@ -95,6 +95,7 @@ def fit(
         return {
             "losses": notes.losses,
             "resumed": callback.resumed.step if callback.resumed else None,
+            "was_durable": bool(callback.resumed and callback.resumed.is_durable),
             "live": {checkpoint.step: checkpoint.metrics.get("eval_loss") for checkpoint in store},
             "files": {
                 checkpoint.step: {receipt.name: receipt.rank for receipt in checkpoint.files} for checkpoint in store
@@ -105,17 +106,28 @@ def fit(
         }
 
 
-def whole_then_killed(root: str, options: dict[str, Any], kill_at: int) -> None:
+def whole_then_killed(root: str, options: dict[str, Any], kill_at: int, tier: dict[str, Any] | None = None) -> None:
     """An uninterrupted run, whose result goes to a file, then one that is killed."""
     result = fit(f"{root}/whole", f"{root}/whole-out", **options)
     torch.save(result, f"{root}/whole-{os.environ['RANK']}.pt")
-    fit(f"{root}/killed", f"{root}/killed-out", **options, kill_at=kill_at)
+    fit(f"{root}/killed", f"{root}/killed-out", **options, **on_node(root, tier), kill_at=kill_at)
 
 
-def resumed(root: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def resumed(
+    root: str, options: dict[str, Any], tier: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The uninterrupted run's result, and that of a run with other initial weights, and another disk, that resumes."""
     whole = torch.load(f"{root}/whole-{os.environ['RANK']}.pt", weights_only=False)
-    return whole, fit(f"{root}/killed", f"{root}/resumed-out", **options, seed=7)
+    return whole, fit(f"{root}/killed", f"{root}/resumed-out", **options, **on_node(root, tier), seed=7)
+
+
+def on_node(root: str, tier: dict[str, Any] | None) -> dict[str, Any]:
+    """With a tier: each process is a node of its own, which has a disk and a cache."""
+    if tier is None:
+        return {}
+    node = f"node{os.environ['RANK']}"
+    os.environ["CKPTSTORE_CACHE_DIR"] = f"{root}/cache-{node}"
+    return {"fast": FastTier(f"{root}/{node}", node=node, **tier)}
 
 
 def on_disks_of_their_own(root: str, options: dict[str, Any]) -> dict[str, Any]:

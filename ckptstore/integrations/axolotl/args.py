@@ -21,6 +21,17 @@ class CkptstoreArgs(BaseModel):  # type: ignore[misc] # pydantic is Any to the t
     ckptstore_asynchronous: bool = Field(default=False, description="Go on training while files are stored.")
     ckptstore_resume: bool = Field(default=True, description="Go on from the newest checkpoint of the store.")
     ckptstore_save_options: dict[str, Any] | None = Field(default=None, description="Keywords of save_directory.")
+    ckptstore_fast: str | None = Field(default=None, description="A directory on a disk of the node, to save to first.")
+    ckptstore_fast_copies: int | None = Field(default=None, description="On how many nodes each file lies: 1 or 2.")
+    ckptstore_fast_keep: int | None = Field(default=None, description="How many checkpoints stay on a node.")
+    ckptstore_fast_drain: list[str] | None = Field(
+        default=None, description="Which come into the store, as in ckptstore_keep; as many as it takes without."
+    )
+    ckptstore_fast_drain_bytes_per_second: float | None = Field(
+        default=None, description="How fast a node sends for that."
+    )
+    ckptstore_fast_interface: str | None = Field(default=None, description="The network by which nodes reach this one.")
+    ckptstore_fast_node: str | None = Field(default=None, description="The name of this node.")
 
     @model_validator(mode="before")  # type: ignore[untyped-decorator]
     @classmethod

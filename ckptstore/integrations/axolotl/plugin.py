@@ -9,6 +9,8 @@ from axolotl.integrations.base import BasePlugin
 
 from ckptstore.agent.keep import parse_keep
 from ckptstore.errors import InvalidInput
+from ckptstore.integrations.axolotl.args import PREFIX
+from ckptstore.integrations.tier_settings import FAST_SETTINGS, tier_of
 from ckptstore.integrations.transformers import CheckpointStoreCallback
 
 
@@ -40,7 +42,9 @@ class CkptstorePlugin(BasePlugin):  # type: ignore[misc] # Axolotl is Any to the
                 hint="Take it out: the plugin resumes from the store. Or set ckptstore_resume: false",
             )
         keep = parse_keep(cfg.get("ckptstore_keep") or (), seconds=float)
+        tier = tier_of({name: cfg.get(f"{PREFIX}{name}") for name in FAST_SETTINGS}, shown=f"{PREFIX}{{}}".format)
         opened: dict[str, Any] = {} if keep is None else {"retention": keep}
+        opened |= {} if tier is None else {"fast": tier}
         callback = CheckpointStoreCallback(
             cfg.get("ckptstore_store"),
             asynchronous=bool(cfg.get("ckptstore_asynchronous")),

@@ -53,7 +53,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             is given or this Trainer has trained already.
         save_options: keywords of `save` or `save_async`, such as `{"incremental": True}`.
         load_options: keywords of `resume`, such as `{"per_rank": "first"}` for another number of ranks.
-        open_keywords: those of `open_store`, for a URI.
+        open_keywords: those of `open_store`, for a URI. With `fast`, or an open store that has a fast tier, a save is
+            complete when it is on the disks of the nodes.
 
     `trainer.test(ckpt_path="best")` and its like read the best checkpoint by `monitor`, see `best_model_path`.
 
@@ -93,6 +94,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
     def best(self) -> Checkpoint | None:
         """The best live checkpoint by `monitor`, or the latest without one; None in an empty store. Not collective.
 
+        With a fast tier it is the best of those that have come into the store.
         The store's retention or the metric's name says which way is better. Raises InvalidInput when neither does.
         """
         store = self.store
@@ -183,7 +185,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             self._save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the save in flight."""
+        """Wait for the save in flight, and with a fast tier for the newest checkpoint to come into the store."""
         if self._schedule.due_step is not None:
             logger.warning(
                 "the save of step %d was not made: %s was not logged since", self._schedule.due_step, self._monitor
@@ -191,6 +193,12 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+        if not trainer.fast_dev_run:
+            self._given.settle()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """See `GivenStore.abandon`."""
+        self._given.abandon(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Close the store if it was opened here."""

@@ -6,7 +6,8 @@ The keys name parameters, never ranks or stages: `layers.0.attention.wo.weight`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,6 +71,28 @@ class FlatStates:
         if key in self.entries:
             raise InvalidState(f"two parts of the training have the same key {key!r}", hint="Rename one of the states")
         self.entries[key] = item if isinstance(item, torch.Tensor) else Value(item)
+
+
+class Lazily(Mapping[str, Any]):
+    """The entries of states that are made when somebody looks at them: where there is nothing to load, an optimizer is
+    not asked for its state, which would count as a step of it."""
+
+    def __init__(self, make: Callable[[], FlatStates]) -> None:
+        self._make = make
+
+    @cached_property
+    def made(self) -> FlatStates:
+        """The states."""
+        return self._make()
+
+    def __getitem__(self, key: str) -> Any:
+        return self.made.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.made.entries)
+
+    def __len__(self) -> int:
+        return len(self.made.entries)
 
 
 class Value:

@@ -15,12 +15,13 @@ from torchtitan.tools.logging import logger
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import FileMissing, InvalidInput
-from ckptstore.integrations.torchtitan.flat import DATALOADER, MODEL, FlatStates, in_dtype
+from ckptstore.fast.tier import FastTier
+from ckptstore.integrations.tier_settings import FAST_SETTINGS, tier_of
+from ckptstore.integrations.torchtitan.flat import DATALOADER, MODEL, FlatStates, Lazily, in_dtype
 from ckptstore.integrations.torchtitan.hugging_face import export_weights, load_weights
-from ckptstore.integrations.torchtitan.places import Contents, as_metadata, checkpoint_uri, of_step, resumable
+from ckptstore.integrations.torchtitan.places import Contents, Wanted, as_metadata, checkpoint_uri
 from ckptstore.integrations.torchtitan.together import on_all_ranks, on_leader
 from ckptstore.integrations.torchtitan.unplaced import warn_of_unplaced
-from ckptstore.loading.newest import Order
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepAll, KeepLatest
 from ckptstore.saving.background import PendingSave, UploaderKind
@@ -61,12 +62,39 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         """Where `last_save_in_hf` puts safetensors, as `step-N` below it: a path below the dump folder or a URI. By
         default the folder's name with "-hf"."""
 
+        fast: str | None = None
+        """A directory on a disk of each node. A save is complete there, and comes into the store behind the training:
+        see `ckptstore.FastTier`, whose other fields the options that follow are."""
+
+        fast_copies: int | None = None
+        """On how many nodes each file lies, 1 or 2."""
+
+        fast_keep: int | None = None
+        """How many checkpoints stay on a node."""
+
+        fast_drain: list[str] | None = None
+        """Which checkpoints come into the store, as rules such as every=1000; as many as it can take by default."""
+
+        fast_drain_bytes_per_second: float | None = None
+        """How fast a node sends for that."""
+
+        fast_interface: str | None = None
+        """The network interface by which the other nodes reach this one."""
+
+        fast_node: str | None = None
+        """The name of this node."""
+
+        def tier(self) -> FastTier | None:
+            """What the options that begin with `fast` say. Raises InvalidInput."""
+            return tier_of({name: getattr(self, name) for name in FAST_SETTINGS}, shown="checkpoint.{}".format)
+
         def __post_init__(self) -> None:
             self.async_mode = self.async_mode.lower()  # type: ignore[assignment] # checked in the next line
             if self.async_mode not in ("disabled", *_UPLOADERS):
                 raise ValueError(f"Invalid async_mode: {self.async_mode}")
             if self.hf_folder and not self.last_save_in_hf:
                 raise ValueError("hf_folder is where last_save_in_hf puts its files, and that is False.")
+            self.tier()
             shared: Any = self
             if shared.initial_load_path is not None:
                 shared.initial_load_path = shared.initial_load_path.strip()
@@ -114,8 +142,10 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         logger.info(f"Checkpoints are loaded from and saved to the store at {self.store.uri}.")
 
     def _open_store(self) -> CheckpointStore:
-        keep = self.config.keep_latest_k
-        return open_store(self.folder, retention=KeepLatest(keep) if keep else KeepAll())
+        keep, tier = self.config.keep_latest_k, self.config.tier()
+        if tier is not None and self.config.load_only:
+            logger.warning("load_only claims nothing, so what lies on the disks of nodes alone is not looked at.")
+        return open_store(self.folder, retention=KeepLatest(keep) if keep else KeepAll(), fast=tier)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         if self.config.load_only:
@@ -139,7 +169,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             if last_step and self.config.last_save_model_only:
                 self._save_model(curr_step)
             elif last_step or uploader is None:
-                self._store_now(curr_step, FlatStates(self.states), "all")
+                self._store_now(curr_step, FlatStates(self.states), "all", last_step=last_step)
             else:
                 self.save_future = self.store.save_async(
                     curr_step, FlatStates(self.states).entries, metadata=as_metadata("all"), uploader=uploader
@@ -150,15 +180,17 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         config = self.config
         contents = in_dtype(self.states[MODEL].state_dict(), TORCH_DTYPE_MAP[config.export_dtype])
         if not config.last_save_in_hf:
-            self._store_now(step, FlatStates({MODEL: _Contents(contents)}), "model")
+            self._store_now(step, FlatStates({MODEL: _Contents(contents)}), "model", last_step=True)
             return
         named = FlatStates({MODEL: _Contents(self.sd_adapter.to_hf(contents))})
-        checkpoint = self._store_now(step, named, "hugging_face")
+        checkpoint = self._store_now(step, named, "hugging_face", last_step=True)
         directory = filesystem.join(self.hf_folder, f"step-{step}")
         export_weights(self.store, checkpoint, directory, beside=self.sd_adapter.hf_assets_path)
 
-    def _store_now(self, step: int, flat: FlatStates, contents: Contents) -> Checkpoint:
+    def _store_now(self, step: int, flat: FlatStates, contents: Contents, *, last_step: bool) -> Checkpoint:
         checkpoint = self.store.save(step, flat.entries, metadata=as_metadata(contents))
+        if last_step and not checkpoint.is_durable:
+            checkpoint = self.store.drain() or checkpoint
         logger.info(f"Saved step {step} to {checkpoint.uri}.")
         return checkpoint
 
@@ -171,26 +203,26 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         """
         with structured_logger.log_trace_span("checkpoint_load"):
             if step != -1:
-                checkpoint = self._resume(of_step(self.store, step), model_only=step == 0)
+                checkpoint = self._resume(Wanted(self.store, step), model_only=step == 0)
                 if checkpoint is None:
                     raise self._not_there(step)
             else:
-                checkpoint = self._resume(resumable(self.store)) or self._resume(
-                    of_step(self.store, 0), model_only=True
-                )
+                checkpoint = self._resume(Wanted(self.store)) or self._resume(Wanted(self.store, 0), model_only=True)
             if checkpoint is None:
                 return self._load_initially()
             logger.info(f"Loaded step {checkpoint.step} from {checkpoint.uri}.")
             return True
 
-    def _resume(self, order: Order, *, model_only: bool = False) -> Checkpoint | None:
-        if not on_leader(self.store, "look for a checkpoint", lambda: bool(order(()))):
-            return None  # before an optimizer is asked for its state: that would count as a step of it
-        flat = self._flat(model_only=model_only)
+    def _resume(self, wanted: Wanted, *, model_only: bool = False) -> Checkpoint | None:
         claim = not self.config.load_only
-        found = load_in_order(self.store, flat.entries, order, claim=claim, per_rank=_PER_RANK)
+        if not (claim and self.config.fast) and not on_leader(
+            self.store, "look for a checkpoint", lambda: bool(wanted(()))
+        ):
+            return None  # nothing is claimed then
+        flat = Lazily(lambda: self._flat(model_only=model_only))
+        found = load_in_order(self.store, flat, wanted, claim=claim, per_rank=_PER_RANK)
         if found is not None:
-            self._hand_back(flat, found)
+            self._hand_back(flat.made, found)
         return found
 
     def _hand_back(self, flat: FlatStates, checkpoint: Checkpoint) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import dropwhile
-from typing import Literal
+from typing import Any, Literal
 
 from ckptstore.catalogue import Entry
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput
-from ckptstore.loading.newest import Order
+from ckptstore.fast.candidates import FastCandidate
 from ckptstore.opening import open_store
 from ckptstore.storage.uri import redact
 from ckptstore.store import CheckpointStore
@@ -43,27 +43,40 @@ def checkpoint_uri(path: str) -> str:
     return path
 
 
-def resumable(store: CheckpointStore) -> Order:
-    """The checkpoints that a job can go on from, newest first. The leader asks for it.
+class Wanted:
+    """The checkpoints that a job goes on from, in the order to try them; an `Order` of the store. The leader asks.
 
-    Those above the newest one that holds all states are left out. Further down nothing is looked at: only a damaged
-    checkpoint leads there.
+    Without a step: those from which a training can go on, newest first. Those above the newest one that holds all
+    states are left out. Further down nothing is looked at: only a damaged checkpoint leads there.
     """
 
-    def order(_numbers: Sequence[int]) -> Sequence[int]:
-        newest_first = [entry for entry in reversed(store.entries()) if entry.checkpoint.step > 0]
-        return [_number(entry) for entry in dropwhile(_is_partial, newest_first)]
+    def __init__(self, store: CheckpointStore, step: int | None = None) -> None:
+        self._store, self._step = store, step
 
-    return order
+    def __call__(self, _numbers: Sequence[int]) -> list[int]:
+        """The numbers of those in the store."""
+        entries = [entry for entry in reversed(self._store.entries()) if self._is_asked(entry.checkpoint.step)]
+        if self._step is None:
+            entries = list(dropwhile(_is_partial, entries))
+        return [_number(entry) for entry in entries]
 
+    def of_fast(self, candidates: Sequence[FastCandidate]) -> list[FastCandidate]:
+        """The same of what the nodes and the store have, newest first."""
+        chosen = [candidate for candidate in candidates if self._is_asked(candidate.step)]
+        if self._step is not None or not chosen:
+            return chosen
+        entries = {_number(entry): entry for entry in self._store.entries()}
 
-def of_step(store: CheckpointStore, step: int) -> Order:
-    """The checkpoints of one step. The leader asks for it."""
+        def is_partial(candidate: FastCandidate) -> bool:
+            if candidate.certificate is not None:
+                return _says_partial(candidate.certificate.manifest.metadata)
+            assert candidate.number is not None  # the store has it
+            return candidate.number in entries and _is_partial(entries[candidate.number])
 
-    def order(_numbers: Sequence[int]) -> Sequence[int]:
-        return [_number(entry) for entry in reversed(store.entries()) if entry.checkpoint.step == step]
+        return list(dropwhile(is_partial, chosen))
 
-    return order
+    def _is_asked(self, step: int) -> bool:
+        return step > 0 if self._step is None else step == self._step
 
 
 def _number(entry: Entry) -> int:
@@ -74,7 +87,11 @@ def _number(entry: Entry) -> int:
 def _is_partial(entry: Entry) -> bool:
     """Whether it says that it holds the model alone. What is damaged says nothing, and is found out by the load."""
     try:
-        said = entry.checkpoint.metadata.get(_FIELD)
+        return _says_partial(entry.checkpoint.metadata)
     except (CheckpointDamaged, CheckpointGone):
         return False
+
+
+def _says_partial(metadata: Mapping[str, Any]) -> bool:
+    said = metadata.get(_FIELD)
     return isinstance(said, dict) and said.get("contents") in ("model", "hugging_face")

@@ -40,7 +40,8 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
             also one that you make beside Trainer.
         max_failures: how many asynchronous saves in a row may fail before the next one raises what the last did.
         save_options: keywords of `save_directory`, such as `{"link": True}`.
-        open_keywords: those of `open_store`, for a URI.
+        open_keywords: those of `open_store`, for a URI. With `fast`, or an open store that has a fast tier, a save is
+            complete when the files are on the disks of the nodes.
 
     The metrics of a checkpoint are the last that Trainer logged of each name. Those of an evaluation ("eval_...") count
     only when it was at the step that is saved. An error of a save is raised in the training loop, the same on all

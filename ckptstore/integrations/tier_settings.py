@@ -1,0 +1,86 @@
+"""A fast tier from settings: variables of an environment, keys of a YAML file, options of a config. One place for all.
+
+The settings are `fast`, the path, and `fast_` with the name of another field of `FastTier`. Each integration puts its
+own prefix before them, in the form that its other settings have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckptstore.agent.keep import parse_keep
+from ckptstore.errors import InvalidInput
+from ckptstore.fast.tier import FastTier
+from ckptstore.retention import Policy
+
+
+def tier_of(given: Mapping[str, Any], *, shown: Callable[[str], str] = str) -> FastTier | None:
+    """The tier that the settings describe, None where there are none of them. A setting that is None is not there.
+
+    `shown` gives the name by which the user knows a setting. Raises InvalidInput, with that name, for a value that
+    cannot be read, and for settings of a tier that has no path.
+    """
+    told = {name: given[name] for name in FAST_SETTINGS if given.get(name) is not None}
+    if not told:
+        return None
+    if FAST not in told:
+        raise InvalidInput(
+            f"{shown(min(told))} is there, and {shown(FAST)} is not",
+            hint=f"{shown(FAST)} is the directory for fast checkpoints, on a disk of each node",
+        )
+    read = {}
+    for name, value in told.items():
+        try:
+            read[name.removeprefix(f"{FAST}_")] = _READ[name](value)
+        except InvalidInput as error:
+            raise InvalidInput(f"{shown(name)}: {error.message}") from error
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"{shown(name)}={value!r} cannot be read: {error}") from error
+    path = read.pop(FAST)
+    try:
+        return FastTier(path, **read)
+    except InvalidInput as error:
+        raise InvalidInput(f"{', '.join(map(shown, told))}: {error.message}") from error
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("it must be text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is int:
+        return value
+    if not isinstance(value, str) or not value.isdecimal():
+        raise ValueError("it must be a whole number")
+    return int(value)
+
+
+def _rate(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("it must be a number of bytes")
+    return float(value)
+
+
+def _rules(value: Any) -> Policy | None:
+    """Rules as in `keep`: a list of them, or text with commas between."""
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError("it must be rules such as every=1000")
+    return parse_keep([text.strip() for text in texts], seconds=float)
+
+
+FAST = "fast"
+_READ: dict[str, Callable[[Any], Any]] = {
+    FAST: _text,
+    "fast_copies": _count,
+    "fast_keep": _count,
+    "fast_drain": _rules,
+    "fast_drain_bytes_per_second": _rate,
+    "fast_interface": _text,
+    "fast_node": _text,
+}
+FAST_SETTINGS = tuple(_READ)
+"""Without a prefix."""

@@ -1,0 +1,123 @@
+"""Files saved to the disks of the nodes: whole on them before the store has anything, and the same when it has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_fast_tier import Jobs, small_disk
+
+from ckptstore import CheckpointStore, InvalidInput, open_store
+from ckptstore.catalogue import job_of
+from ckptstore.events import CheckpointSkipped, FastFull, listening
+from ckptstore.saving.directory_shard import directory_of
+from ckptstore.store import start_shard
+
+__all__ = ["small_disk"]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    return Jobs(tmp_path)
+
+
+def written(root: Path, step: int, rank: int) -> Path:
+    """A directory of a rank; one file has the same name on all of them, one is in a directory."""
+    path = root / f"written-{step}-{rank}"
+    (path / "parts").mkdir(parents=True)
+    (path / "nothing").mkdir()
+    (path / "same.bin").write_bytes(os.urandom(1000))
+    (path / f"parts/{rank}.bin").write_bytes(b"%d %d" % (step, rank) * 100_000)
+    return path
+
+
+def tree(path: Path) -> dict[str, bytes | None]:
+    """Every file and empty directory of a checkpoint, but what ckptstore adds."""
+    added = ("fast.json", "ckptstore.json", "parts")
+    files = {str(item.relative_to(path)): item.read_bytes() if item.is_file() else None for item in path.rglob("*")}
+    return {name: data for name, data in files.items() if name not in added}
+
+
+def resumed(store: CheckpointStore, _rank: int) -> Any:
+    found = store.resume()
+    assert found is not None
+    with found.as_directory() as path:
+        files = tree(path)
+    job_of(store).exchange("read", lambda _beat: None, lambda _parts, _beat: None)  # one may have read from the other
+    return found.step, found.is_durable, files
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_files_are_on_the_nodes_and_come_into_the_store(jobs: Jobs, copies: int) -> None:
+    def saved(store: CheckpointStore, rank: int) -> Any:
+        for step in (1, 2):
+            path = written(jobs.root, step, rank)
+            found = store.save_directory(step, path)
+            shutil.rmtree(path)
+        return found.step, found.kind, found.is_durable
+
+    assert jobs.run("ab", saved, copies=copies) == [(2, "directory", False)] * 2
+    with open_store(jobs.root / "store") as store:
+        assert store.latest() is None
+    if copies == 2:
+        shutil.rmtree(jobs.disk("b"))
+    first, second = jobs.run("ab", resumed, copies=copies)
+    assert first == second
+    assert first[:2] == (2, False)
+    names = {"same-rank=00000.bin", "same-rank=00001.bin", "parts/0.bin", "parts/1.bin", "nothing"}
+    assert first[2].keys() == names
+    assert first[2]["parts/1.bin"] == b"2 1" * 100_000
+
+    def drained(store: CheckpointStore, rank: int) -> Any:
+        def make(job: Any) -> Any:
+            return directory_of(job, 3, written(jobs.root, 3, rank))
+
+        pending = start_shard(store, make, ended=lambda: shutil.rmtree(jobs.root / f"written-3-{rank}"))
+        assert not pending.result().is_durable
+        return pending.durable(60).is_durable
+
+    assert jobs.run("ab", drained, copies=copies, drain_bytes_per_second=None) == [True] * 2
+    shutil.rmtree(jobs.disk("a"))
+    for step, is_durable, files in jobs.run("ab", resumed, copies=copies):
+        assert (step, is_durable, files.keys()) == (3, True, names)
+        assert files["parts/1.bin"] == b"3 1" * 100_000
+
+
+def test_a_damaged_file_of_a_node_is_told_and_the_one_before_is_taken(jobs: Jobs) -> None:
+    def saved(store: CheckpointStore, rank: int) -> None:
+        for step in (1, 2):
+            store.save_directory(step, written(jobs.root, step, rank))
+
+    jobs.run("ab", saved)
+    (jobs.attempts("b")[-1] / "parts/1.bin").unlink()
+    told: list[str] = []
+    with listening(lambda event: told.append(event.reason), CheckpointSkipped):
+        assert [found[:2] for found in jobs.run("ab", resumed)] == [(1, False)] * 2
+    assert "the files of rank 1" in told[0]
+
+
+def test_links_have_no_digests_and_are_refused(jobs: Jobs) -> None:
+    path = written(jobs.root, 1, 0)
+    (refused,) = jobs.run("a", lambda store, _: store.save_directory(1, path, link=True))
+    assert isinstance(refused, InvalidInput)
+    assert "without link" in str(refused)
+    assert jobs.attempts("a") == []
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_where_a_disk_is_full_the_files_go_to_the_store(jobs: Jobs) -> None:
+    def saved(store: CheckpointStore, rank: int) -> Any:
+        large = written(jobs.root, 2, rank)
+        (large / "large").write_bytes(bytes(3 << 20))
+        steps = [store.save_directory(step, path) for step, path in ((1, written(jobs.root, 1, rank)), (2, large))]
+        return [step.is_durable for step in steps]
+
+    told: list[FastFull] = []
+    with listening(told.append, FastFull):
+        assert jobs.run("ab", saved) == [[False, True]] * 2
+    assert {(event.step, event.rank) for event in told} == {(2, 0), (2, 1)}
+    assert [found[:2] for found in jobs.run("ab", resumed)] == [(2, True)] * 2
