@@ -197,6 +197,7 @@ class _Chart:
         return [
             f'<line class="lost" x1="{x}" x2="{x}" y1="{_TOP - 8}" y2="{self.plot_bottom}"/>',
             _text(x + 8, lane, f"{timeline.nodes[1]} is lost with its disk", kind="lost"),
+            _text(self.x(timeline.jobs[-1]) - 8, lane + _LANE, "comes in its place", kind="dim", anchor="end"),
             f'<path class="span" d="{arrow}"/>',
             _text(middle + 10, (top + bottom) / 2 - 2, f"{timeline.repeated} steps"),
             _text(middle + 10, (top + bottom) / 2 + 13, "that the bucket lacks"),

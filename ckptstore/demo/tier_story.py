@@ -77,7 +77,7 @@ class Told:
         elif what == "durable":
             timeline.durable.append((at, fact["step"]))
         elif what in ("trained", "drained"):
-            self.health[what] = fact["health"]
+            self.health[what], timeline.ended_at = fact["health"], at
         elif what == "losses":
             self.losses = fact["losses"]
         elif what == "trouble":
@@ -187,7 +187,6 @@ def _play(scene: Scene) -> Timeline:
 
     head("3. The job starts again on node-a and node-c, which is empty")
     require_success(scene.train(told, "node-a", "node-c"))
-    told.timeline.ended_at = time.time()
     _check_resumed(told, whole)
 
     head("4. The bucket catches up")

@@ -26,11 +26,11 @@ EPOCHS = {"processes": 3, "ray": 6}
 )
 @click.option("--store", help="An empty place for the demo's stores.  [temporary directory]")
 @click.option("--ranks", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes.")
-@click.option("--width", type=click.IntRange(1, 64), default=32, show_default=True, help="Channels of the stem.")
+@click.option("--width", type=click.IntRange(1, 64), help="Channels of the stem.  [32, with a fast tier 16]")
 @click.option(
     "--epochs",
     type=click.IntRange(3, 100),
-    help="Each saves a checkpoint.  [3, with Ray 6]",
+    help="Each saves a checkpoint, with a fast tier each step does.  [3, with Ray 6]",
 )
 @click.option(
     "--picture",
@@ -51,7 +51,7 @@ def command(
     fast_tier: bool,
     store: str | None,
     ranks: int,
-    width: int,
+    width: int | None,
     epochs: int | None,
     picture: Path,
     html: Path | None,
@@ -72,6 +72,7 @@ def command(
     from ckptstore.demo.telling import DemoFailed
 
     epochs = epochs or EPOCHS[engine]
+    width = width or (16 if fast_tier else 32)
     try:
         if fast_tier:
             from ckptstore.demo import tier_story
