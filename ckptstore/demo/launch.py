@@ -25,7 +25,7 @@ class Ended:
     """What killed that rank, None when it ended by itself."""
 
 
-class Job:
+class RunningJob:
     """The processes of a job, by rank."""
 
     def __init__(self) -> None:
@@ -56,14 +56,14 @@ def run_job(
     *,
     module: str = "ckptstore.demo.train",
     environment: Mapping[str, str] | None = None,
-    job: Job | None = None,
+    job: RunningJob | None = None,
 ) -> Ended:
     """Run `python -m MODULE` on every rank to the end; `tell` gets each line that a rank prints, on a thread.
 
     `environment` comes on top of this process's own. A `job` that is given has the processes, so that `tell` can kill
     some. No process is left when this returns or raises.
     """
-    job = job or Job()
+    job = job or RunningJob()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptstore import open_store
 from ckptstore.demo.digits import write_digits
-from ckptstore.demo.launch import Ended, Job, run_job
+from ckptstore.demo.launch import Ended, RunningJob, run_job
 from ckptstore.demo.telling import DemoFailed, command, head, require_success, say, shout
 from ckptstore.demo.tier_page import Timeline, page
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
@@ -35,7 +35,7 @@ NODES = ("node-a", "node-b", "node-c")
 
 
 @dataclass
-class Told:
+class HeardOfJobs:
     """What rank 0 has said, of all jobs in turn; its lines come on a thread."""
 
     timeline: Timeline
@@ -44,7 +44,7 @@ class Told:
     lose_at: int | None = None
     """The step that is to be complete on the nodes when one of them is lost."""
     lost_ranks: range = range(0)
-    job: Job = field(default_factory=Job)
+    job: RunningJob = field(default_factory=RunningJob)
     loss_at: dict[int, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     """Of the whole training, from the job that ended it."""
@@ -98,7 +98,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class TierScene:
     """The directories of nodes, a bucket, and what is trained."""
 
     directory: Path
@@ -127,14 +127,14 @@ class Scene:
             "AWS_REGION": "us-east-1",
         }
 
-    def nothing_told(self) -> Told:
+    def nothing_told(self) -> HeardOfJobs:
         """Before the first job."""
         bucket = Fault(action="delay", match=UPLOADS, times=None, seconds=FIRST_UPLOAD_SECONDS)
-        return Told(Timeline(nodes=NODES, num_steps=self.num_steps), bucket)
+        return HeardOfJobs(Timeline(nodes=NODES, num_steps=self.num_steps), bucket)
 
-    def train(self, told: Told, *nodes: str) -> Ended:
+    def train(self, told: HeardOfJobs, *nodes: str) -> Ended:
         """A job on these nodes, without any one that saves nothing."""
-        told.job = Job()
+        told.job = RunningJob()
         arguments = ["--width", str(self.width), "--epochs", str(self.epochs), "--digits", str(self.digits)]
         if nodes:
             arguments += ["--store", STORE, "--step-seconds", str(STEP_SECONDS)]
@@ -158,7 +158,7 @@ def tell(*, num_ranks: int, width: int, epochs: int, html: Path | None = None) -
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-demo-")))
         server = stack.enter_context(s3_server(buckets=["bucket"]))
-        scene = Scene(directory=directory, server=server, num_ranks=num_ranks, width=width, epochs=epochs)
+        scene = TierScene(directory=directory, server=server, num_ranks=num_ranks, width=width, epochs=epochs)
         write_digits(scene.digits)
         shout(
             f"ResNet-18 of width {width} on 1,437 handwritten digits: FSDP2, {num_ranks} processes on 2 nodes, AdamW,"
@@ -172,7 +172,7 @@ def tell(*, num_ranks: int, width: int, epochs: int, html: Path | None = None) -
     shout(f"\nThe demo took {time.monotonic() - started:.0f} s; the job ended as if nothing had happened.")
 
 
-def _play(scene: Scene) -> Timeline:
+def _play(scene: TierScene) -> Timeline:
     head("1. Without interruption, nothing saved")
     whole = scene.nothing_told()
     require_success(scene.train(whole))
@@ -194,7 +194,7 @@ def _play(scene: Scene) -> Timeline:
     return told.timeline
 
 
-def _lose_a_node(scene: Scene, told: Told) -> None:
+def _lose_a_node(scene: TierScene, told: HeardOfJobs) -> None:
     """Train until a node is lost, and show what is left."""
     timeline = told.timeline
     ended = scene.train(told, "node-a", "node-b")
@@ -212,7 +212,7 @@ def _lose_a_node(scene: Scene, told: Told) -> None:
     command("fast", "ls", str(scene.directory / "node-a"), "--store", STORE, environment=scene.environment)
 
 
-def _check_resumed(told: Told, whole: Told) -> None:
+def _check_resumed(told: HeardOfJobs, whole: HeardOfJobs) -> None:
     timeline, resumed = told.timeline, told.resumed
     newest, durable = timeline.fast_at_loss, timeline.durable_at_loss
     if resumed is None or resumed["step"] < newest or resumed["number"] is not None:
@@ -226,7 +226,7 @@ def _check_resumed(told: Told, whole: Told) -> None:
     say(f"all {len(told.losses)} losses are equal, bit for bit, to those without interruption")
 
 
-def _check_caught_up(scene: Scene, told: Told) -> None:
+def _check_caught_up(scene: TierScene, told: HeardOfJobs) -> None:
     before, after = told.health["trained"], told.health["drained"]
     say(f"after the last step: {_health_line(before)}")
     say(f"after store.drain(): {_health_line(after)}")
