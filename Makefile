@@ -16,7 +16,7 @@ PYTEST_RAY := $(PYTEST) --timeout-method=thread
 # names the many quick files of tests/unit are the last: by number of tests it would be the few that take long.
 AT_ONCE := -n 4 --dist loadfile --no-loadscope-reorder --ignore=tests/ray
 
-.PHONY: install demo demo-ray test test-slow simulate soak test-ceph check format docs pictures bench bench-check servers clean
+.PHONY: install demo demo-ray demo-tier test test-slow simulate soak test-ceph check format docs pictures bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -33,6 +33,9 @@ demo: install
 
 demo-ray: install
 	$(BIN)/ckptstore demo --engine ray
+
+demo-tier: install
+	$(BIN)/ckptstore demo --fast-tier
 
 # The servers that the object-store tests talk to, on 127.0.0.1 alone, and the browser that the tests of pages look with.
 # Where one cannot be installed, its tests are skipped and say so; with CI set that is a failure.

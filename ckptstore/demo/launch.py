@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 STOP_SECONDS = 10.0
@@ -25,15 +25,49 @@ class Ended:
     """What killed that rank, None when it ended by itself."""
 
 
-def run_job(num_ranks: int, arguments: Sequence[str], tell: Callable[[str], None]) -> Ended:
-    """Run `python -m ckptstore.demo.train` on every rank to the end; `tell` gets each line that a rank prints.
+class RunningJob:
+    """The processes of a job, by rank."""
 
-    No process is left when this returns or raises.
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """SIGKILL, as a machine that is lost ends what ran on it."""
+        for rank in ranks:
+            self.processes[rank].kill()
+
+    def wait(self) -> Ended:
+        """Until all have ended well, or one has not."""
+        while True:
+            codes = [process.poll() for process in self.processes]
+            for rank, code in enumerate(codes):
+                if code not in (None, 0):
+                    assert code is not None
+                    return Ended(rank, signal.Signals(-code) if code < 0 else None)
+            if all(code == 0 for code in codes):
+                return Ended(None, None)
+            time.sleep(0.05)
+
+
+def run_job(
+    num_ranks: int,
+    arguments: Sequence[str],
+    tell: Callable[[str], None],
+    *,
+    module: str = "ckptstore.demo.train",
+    environment: Mapping[str, str] | None = None,
+    job: RunningJob | None = None,
+) -> Ended:
+    """Run `python -m MODULE` on every rank to the end; `tell` gets each line that a rank prints, on a thread.
+
+    `environment` comes on top of this process's own. A `job` that is given has the processes, so that `tell` can kill
+    some. No process is left when this returns or raises.
     """
+    job = job or RunningJob()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    environment = {
+    variables = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -41,25 +75,25 @@ def run_job(num_ranks: int, arguments: Sequence[str], tell: Callable[[str], None
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
+        **(environment or {}),
     }
-    command = [sys.executable, "-m", "ckptstore.demo.train", *arguments]
-    processes: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
     try:
         for rank in range(num_ranks):
             process = subprocess.Popen(
-                command,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                [sys.executable, "-m", module, *arguments],
+                env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            processes.append(process)
+            job.processes.append(process)
+        for process in job.processes:
             readers.append(threading.Thread(target=_read, args=(process, tell), daemon=True))
             readers[-1].start()
-        return _wait(processes)
+        return job.wait()
     finally:
-        for process in processes:
+        for process in job.processes:
             _stop(process)
         for reader in readers:
             reader.join()
@@ -70,19 +104,6 @@ def _read(process: subprocess.Popen[str], tell: Callable[[str], None]) -> None:
     with process.stdout as lines:
         for line in lines:
             tell(line.rstrip())
-
-
-def _wait(processes: Sequence[subprocess.Popen[str]]) -> Ended:
-    """Until all have ended well, or one has not."""
-    while True:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code not in (None, 0):
-                assert code is not None
-                return Ended(rank, signal.Signals(-code) if code < 0 else None)
-        if all(code == 0 for code in codes):
-            return Ended(None, None)
-        time.sleep(0.05)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -6,10 +6,13 @@ The network has a 3x3 stem without pooling, because the images are small; torchv
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from ckptstore.demo.digits import read_digits
 
 NUM_CLASSES = 10
 STAGES = ((1, 1), (2, 2), (4, 2), (8, 2))
@@ -72,12 +75,10 @@ class Digits:
         return len(self.labels)
 
 
-def load_digits() -> tuple[Digits, Digits]:
-    """The digits to train on, and every fifth one to evaluate with."""
-    from sklearn.datasets import load_digits as load
-
-    bunch = load()
-    images = torch.from_numpy(bunch.images).float().unsqueeze(1) / 8 - 1
-    labels = torch.from_numpy(bunch.target).long()
+def load_digits(path: Path | None = None) -> tuple[Digits, Digits]:
+    """The digits to train on, and every fifth one to evaluate with; `path` as for `read_digits`."""
+    digits = read_digits(path)
+    images = torch.from_numpy(digits["images"]).float().unsqueeze(1) / 8 - 1
+    labels = torch.from_numpy(digits["labels"]).long()
     held_out = torch.arange(len(labels)) % 5 == 0
     return Digits(images[~held_out], labels[~held_out]), Digits(images[held_out], labels[held_out])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -15,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore import open_store
+from ckptstore.demo.digits import write_digits
 from ckptstore.demo.launch import Ended, run_job
-from ckptstore.demo.telling import DemoFailed, head, require_empty, say, shout
+from ckptstore.demo.telling import DemoFailed, command, head, require_empty, require_success, say, shout
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, parse_record_key
 from ckptstore.storage.open import open_storage
 
@@ -54,6 +52,8 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, html: Pat
             require_empty(root)
         shout(f"ResNet-18 of width {width} on 1,437 handwritten digits: {num_ranks} processes,")
         shout(f"{epochs} epochs, AdamW, a checkpoint from all ranks after each. Stores: {place}")
+        digits = directory / "digits.npz"
+        write_digits(digits)
         scenes = []
         for name, title, flags in (
             ("ddp", "DDP: every rank holds the whole model", ()),
@@ -63,7 +63,7 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, html: Pat
                 title=title,
                 root=f"{place}/{name}",
                 num_ranks=num_ranks,
-                arguments=("--width", str(width), "--epochs", str(epochs), *flags),
+                arguments=("--width", str(width), "--epochs", str(epochs), "--digits", str(digits), *flags),
                 epochs=epochs,
                 directory=Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-demo-"))),
             )
@@ -72,7 +72,7 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, html: Pat
         shout("\nBoth stores")
         if html is not None:
             head("5. What a person sees")
-            _command("report", *(scene.store for scene in scenes), "--html", str(html))
+            command("report", *(scene.store for scene in scenes), "--html", str(html))
         for scene in scenes:
             head(f"{'5' if html is None else '6'}. What is left of {scene.store}")
             _clean(scene)
@@ -84,7 +84,7 @@ def _play(scene: Scene) -> None:
     shout(f"\n{scene.title}")
 
     head("1. Without interruption")
-    _require_success(_train(scene, f"{scene.root}/reference", report="reference"))
+    require_success(_train(scene, f"{scene.root}/reference", report="reference"))
 
     kill_rank, kill_step = scene.num_ranks - 1, scene.epochs
     head(f"2. Again, and rank {kill_rank} gets SIGKILL in the middle of its upload of step {kill_step}")
@@ -95,12 +95,12 @@ def _play(scene: Scene) -> None:
     _show_torn(scene, kill_step)
 
     head("3. The job starts again")
-    _require_success(_train(scene, scene.store, report="resumed"))
+    require_success(_train(scene, scene.store, report="resumed"))
     _compare(scene)
 
     other = scene.num_ranks - 1 or 2
     head(f"4. One more epoch, on {other} rank{'s' if other > 1 else ''}")
-    _require_success(_train(scene, scene.store, "--epochs", str(scene.epochs + 1), report="other", num_ranks=other))
+    require_success(_train(scene, scene.store, "--epochs", str(scene.epochs + 1), report="other", num_ranks=other))
 
 
 def _clean(scene: Scene) -> None:
@@ -110,19 +110,13 @@ def _clean(scene: Scene) -> None:
         ("prune", "--grace", "0", scene.store),
         ("verify", "--all", scene.store),
     ):
-        _command(*arguments)
+        command(*arguments)
 
 
 def _train(scene: Scene, store: str, *arguments: str, report: str, num_ranks: int | None = None) -> Ended:
     path = scene.directory / f"{report}.json"
     given = ("--store", store, "--report", str(path), *scene.arguments, *arguments)
     return run_job(num_ranks or scene.num_ranks, given, tell=say)
-
-
-def _require_success(ended: Ended) -> None:
-    if ended.failed_rank is not None:
-        how = "failed" if ended.signal is None else f"died by {ended.signal.name}"
-        raise DemoFailed(f"rank {ended.failed_rank} {how}; what it printed is above")
 
 
 def _show_torn(scene: Scene, kill_step: int) -> None:
@@ -158,15 +152,3 @@ def _compare(scene: Scene) -> None:
     say(f"it differs from the one without interruption by {worst:.1e} at most ({TOLERANCE:.0e} is allowed)")
     if not worst <= TOLERANCE:
         raise DemoFailed("the loss curve after the resume is another one")
-
-
-def _command(*arguments: str) -> None:
-    """Run a command of ckptstore as a user would."""
-    say(f"$ ckptstore {shlex.join(arguments)}")
-    done = subprocess.run(
-        [sys.executable, "-m", "ckptstore.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    for line in done.stdout.splitlines():
-        say(line)
-    if done.returncode:
-        raise DemoFailed(f"ckptstore {arguments[0]} failed with exit code {done.returncode}")

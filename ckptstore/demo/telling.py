@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 import sys
+from collections.abc import Mapping
 
 from ckptstore import InvalidInput
+from ckptstore.demo.launch import Ended
 from ckptstore.storage.open import open_storage
 
 
@@ -19,6 +24,29 @@ def require_empty(root: str) -> None:
     storage.close()
     if first is not None:
         raise InvalidInput(f"{root} is not empty: it holds {first.key}", hint="Give the demo a place of its own")
+
+
+def require_success(ended: Ended) -> None:
+    """Raise DemoFailed where a job ended otherwise."""
+    if ended.failed_rank is not None:
+        how = "failed" if ended.signal is None else f"died by {ended.signal.name}"
+        raise DemoFailed(f"rank {ended.failed_rank} {how}; what it printed is above")
+
+
+def command(*arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    """Run a command of ckptstore as a user would."""
+    say(f"$ ckptstore {shlex.join(arguments)}")
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptstore.cli", *arguments],
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    for line in done.stdout.splitlines():
+        say(line)
+    if done.returncode:
+        raise DemoFailed(f"ckptstore {arguments[0]} failed with exit code {done.returncode}")
 
 
 def head(text: str) -> None:

@@ -50,6 +50,7 @@ class Options:
     kill_rank: int
     kill_step: int | None
     report: Path | None
+    digits: Path | None = None
 
 
 def parse_options() -> Options:
@@ -64,6 +65,7 @@ def parse_options() -> Options:
     parser.add_argument("--kill-step", type=int, help="have a rank die by SIGKILL in its upload of this step")
     parser.add_argument("--kill-rank", type=int, default=0, help="which one")
     parser.add_argument("--report", type=Path, help="where rank 0 writes its loss curve")
+    parser.add_argument("--digits", type=Path, help="a file with the digits; without it scikit-learn's are read")
     return Options(**vars(parser.parse_args()))
 
 
@@ -133,8 +135,11 @@ class Trainer:
             "random_numbers": RandomNumbers(),
         }
 
-    def train_epoch(self, digits: Digits) -> None:
-        """One pass over the digits."""
+    def train_epoch(self, digits: Digits, after_step: Callable[[], None] | None = None) -> None:
+        """One pass over the digits, or what is left of it where a resume went into its middle.
+
+        `after_step` is called when the losses have a new one. A resume from there goes on with the next batch.
+        """
         self.model.train()
         for images, labels in self._batches(digits):
             loss = functional.cross_entropy(self.model(images), labels)
@@ -142,10 +147,16 @@ class Trainer:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.progress.losses.append(mean_over_ranks(loss.detach()))
+            if after_step is not None:
+                after_step()
         self.schedule.step()
-        for buffer in self.model.buffers():  # every rank has seen other images; DDP does this in its forward pass
-            dist.broadcast(buffer, src=0)
+        self.share_buffers()
         self.progress.epoch += 1
+
+    def share_buffers(self) -> None:
+        """Have rank 0's on all ranks: each has seen other images. DDP does this in its forward pass."""
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, src=0)
 
     def evaluate(self, digits: Digits) -> dict[str, float]:
         """Loss and accuracy on digits that were not trained on."""
@@ -161,9 +172,10 @@ class Trainer:
     def _batches(self, digits: Digits) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of every batch: the order follows from seed and epoch, the shifts from the rank's RNG."""
         generator = torch.Generator().manual_seed(self.options.seed * 1000 + self.progress.epoch)
-        order = torch.randperm(len(digits), generator=generator)
-        for start in range(0, len(order) - self.options.batch_size + 1, self.options.batch_size):
-            batch = order[start : start + self.options.batch_size]
+        order, size = torch.randperm(len(digits), generator=generator), self.options.batch_size
+        per_epoch = len(order) // size
+        for number in range(len(self.progress.losses) - self.progress.epoch * per_epoch, per_epoch):
+            batch = order[number * size : (number + 1) * size]
             mine = batch[dist.get_rank() :: dist.get_world_size()]
             down, right = torch.randint(-1, 2, (2,)).tolist()
             yield digits.images[mine].roll((down, right), dims=(2, 3)), digits.labels[mine]
@@ -178,7 +190,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 def run(options: Options, store: CheckpointStore, tell: Callable[[str], None]) -> None:
     """Train to the last epoch, from wherever the store is. Rank 0 tells of it."""
-    train_digits, eval_digits = load_digits()
+    train_digits, eval_digits = load_digits(options.digits)
     trainer = Trainer(options)
     progress = trainer.progress
     with store:

@@ -45,6 +45,18 @@ def test_a_page_is_not_promised_where_none_is_made(run, tmp_path: Path) -> None:
     assert "--html is drawn by --engine processes" in told
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["--engine", "ray"], "told by --engine processes"),
+        (["--store", "somewhere"], "takes no --store"),
+        (["--ranks", "3"], "3 is odd"),
+    ],
+)
+def test_what_does_not_fit_the_fast_tier_is_refused(run, given: list[str], why: str) -> None:  # type: ignore[no-untyped-def]
+    assert why in run("demo", "--fast-tier", *given, code=2).stderr
+
+
 def test_the_demo_wants_a_place_of_its_own(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "file").write_text("mine")
     assert "is not empty" in run("demo", "--store", tmp_path, code=2).stderr

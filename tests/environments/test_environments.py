@@ -62,6 +62,7 @@ NEED_MORE = {
         "bench": '"ckptstore[bench]"',
         "demo": "'ckptstore[demo]'",
         "demo --engine ray": "'ckptstore[demo,ray]'",
+        "demo --fast-tier": "'ckptstore[demo,s3]'",
         "cp --engine ray": "'ckptstore[ray]'",
         "serve": "'ckptstore[serve]'",
         "s3": "'ckptstore[s3]'",

@@ -27,7 +27,7 @@ def test_every_installation_is_pinned_and_torch_comes_first(tmp_path: Path) -> N
 
 
 def test_every_target_does_its_own_set_up(tmp_path: Path) -> None:
-    for target in ("demo", "demo-ray", "test", "test-slow", "soak", "check", "bench", "docs"):
+    for target in ("demo", "demo-ray", "demo-tier", "test", "test-slow", "soak", "check", "bench", "docs"):
         lines = commands_of(target, tmp_path)
         assert any("-m venv" in line for line in lines), f"make {target} does not make the environment"
 
