@@ -4,7 +4,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# Most of what is installed is never imported. Python compiles the rest when it is.
+# Most of what is installed is never imported. Python compiles the rest when it is, and keeps that: without it each of
+# the thousands of processes that the tests start would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(PIP) install --quiet --no-compile -c constraints.txt
 # The extra torchtitan is missing: its data sets want an older fsspec. `make servers` gets what its tests need.
 EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers,torch-checkpointing,otel,mlflow,wandb,serve
