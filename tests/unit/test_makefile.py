@@ -61,4 +61,4 @@ def test_ci_runs_everything() -> None:
     text = script.read_text()
     assert "set -euo pipefail" in text
     assert "export CI=true" in text
-    assert re.findall(r"^make (.+)$", text, re.MULTILINE) == ["-j2 install servers", "test", "test-slow", "check"]
+    assert re.findall(r"^make (.+)$", text, re.MULTILINE) == ["-j3 install servers check", "test", "test-slow"]
