@@ -326,9 +326,13 @@ class CheckpointStore(Catalogue):
             self._background.wait()
             if "_state_saver" in self.__dict__:
                 self._state_saver.close(self._deadline.left_seconds())
+            self._saves_ended()
             self._background.raise_failure()
         finally:
             self._held.close()
+
+    def _saves_ended(self) -> None:
+        """Every save has ended, and the ranks can still meet: for who has to tell somebody."""
 
     def __enter__(self) -> Self:
         return self
@@ -357,7 +361,11 @@ class CheckpointStore(Catalogue):
         from ckptstore.loading.load_state import LoadOptions, load_newest
 
         found = load_newest(self._in_turn(), state, LoadOptions(**options), claim=claim, order=order)
-        return Checkpoint(found[0], load_report=found[1]) if found else None
+        if found is None:
+            return None
+        if claim:
+            self._state_saver.prepare(found.sizes_bytes)
+        return Checkpoint(found.files, load_report=found.report)
 
 
 def save_shard(store: CheckpointStore, make: Callable[[Job], tuple[Request, Shard]]) -> Checkpoint:

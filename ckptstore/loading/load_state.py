@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from ckptstore.errors import (
     CheckpointDamaged,
@@ -43,6 +43,8 @@ from ckptstore.transfer import RangeRead, Transfer
 
 logger = logging.getLogger("ckptstore")
 
+_SPARE_BYTES = 1 << 20
+"""By how much the files of a rank may grow from save to save: plain values, names."""
 _MORE = b"more"
 """What a rank says that needs more of the index than it has read."""
 
@@ -66,9 +68,18 @@ class LoadOptions:
             raise InvalidInput(f"read_once is {self.read_once!r}, it is one of {', '.join(get_args(ReadOnce))}")
 
 
+class Loaded(NamedTuple):
+    """What `load_newest` has loaded."""
+
+    files: CheckpointFiles
+    report: LoadReport
+    sizes_bytes: tuple[int, ...]
+    """Of the files that the next save of this rank will write, most likely."""
+
+
 def load_newest(
     job: Job, state: Mapping[str, Any], options: LoadOptions, *, claim: bool, order: Order = newest_first
-) -> tuple[CheckpointFiles, LoadReport] | None:
+) -> Loaded | None:
     """Load the newest checkpoint that is whole, the same on all ranks; None in an empty store. Collective.
 
     With `claim` the store is claimed first. `order` says which one is tried when. A damaged checkpoint moves all ranks
@@ -86,9 +97,22 @@ def load_newest(
         )
         if seen is not None:
             fast_newest.resumed(job, seen, None if found is None else found[0])
-    if found is not None and claim:
-        told_resumed(job, found[0])
-    return found
+    if found is None:
+        return None
+    files, (report, manifest) = found
+    if claim:
+        told_resumed(job, files)
+    return Loaded(files, report, _likely_sizes_bytes(manifest, group))
+
+
+def _likely_sizes_bytes(manifest: Manifest, group: Group) -> tuple[int, ...]:
+    """What the files of this rank will have that the next save writes, if it saves what was loaded."""
+    files = [receipt for receipt in manifest.files if receipt.name.endswith(".distcp")]
+    own = [receipt.size_bytes for receipt in files if receipt.rank == group.rank]
+    if group.world_size == manifest.world_size:
+        return tuple(size_bytes + _SPARE_BYTES for size_bytes in own)
+    share = sum(receipt.size_bytes for receipt in files) // group.world_size // max(1, len(own))
+    return (share + _SPARE_BYTES,) * max(1, len(own))
 
 
 def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list[CheckpointFiles]:
@@ -116,18 +140,18 @@ def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list
 def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:
     """Load one checkpoint. Collective in `group`; an error of any rank is raised on all ranks."""
     with watched(group.rank, files.storage.uri) as load:
-        return _load(group, files, state, options, load)
+        return _load(group, files, state, options, load)[0]
 
 
 def _load(
     group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions, load: LoadWatch
-) -> LoadReport:
+) -> tuple[LoadReport, Manifest]:
     load.enter("open")
     if files.record is not None:
         load.found(files.record.entry.step, files.record)
     with ExitStack() as stack:
         reader = _Reader(files, options, stack)
-        stored, loading, mismatch = _prepare(group, files, reader, state, options, load)
+        stored, loading, mismatch, manifest = _prepare(group, files, reader, state, options, load)
         if group.rank == 0 and isinstance(stored, StoredState):
             _warn_of_loaders(stored, state, options)
         with collector_paused():
@@ -144,12 +168,13 @@ def _load(
         load.enter("apply")
         _together(group, "finish the load", loading.finish, reader)
     made = loading.materialised()
-    return LoadReport(
+    report = LoadReport(
         missing=tuple(sorted(mismatch.missing)),
         unexpected=tuple(sorted(mismatch.unexpected)),
         remade=tuple(key for item in made for key in item.remade),
         left_on_meta=tuple(key for item in made for key in item.left),
     )
+    return report, manifest
 
 
 def _prepare(
@@ -159,15 +184,15 @@ def _prepare(
     state: Mapping[str, Any],
     options: LoadOptions,
     load: LoadWatch,
-) -> tuple[StoredState | StockState, Loading, Mismatch]:
+) -> tuple[StoredState | StockState, Loading, Mismatch, Manifest]:
     """Find out what is stored, and the place of everything. Of a large index first with the parts alone that this rank
     needs if the ranks have what they had in the save; with all of it if that is not enough for all of them."""
     for whole in (False, True):
-        stored, saved = _open(group, files, reader, state, options, load, whole=whole)
+        stored, saved, manifest = _open(group, files, reader, state, options, load, whole=whole)
         own_parts = stored if isinstance(stored, StoredState) and reader.has_own_parts else None
         found = _match(group, saved, state, options, own_parts=own_parts)
         if found is not None:
-            return stored, *found
+            return stored, *found, manifest
     raise AssertionError("the whole index is always enough")
 
 
@@ -266,9 +291,9 @@ def _open(
     load: LoadWatch,
     *,
     whole: bool,
-) -> tuple[StoredState | StockState, Saved]:
+) -> tuple[StoredState | StockState, Saved, Manifest]:
     """The stored state, as this rank sees it, and what it has besides tensors."""
-    held: list[tuple[StoredState | StockState, Saved]] = []
+    held: list[tuple[StoredState | StockState, Saved, Manifest]] = []
     included = Matching(Saved({}, {}), include=options.include).includes
     names = {str(name) for name in state}
 
@@ -283,7 +308,7 @@ def _open(
         load.found(manifest.step, files.record)
         if is_stock(manifest):
             stock = _open_stock(files, reader, manifest, options)
-            held.append((stock, stock.saved(included)))
+            held.append((stock, stock.saved(included), manifest))
             return b""
         share = group.world_size > 1 or options.read_once == "node"
         is_same_size = 1 < group.world_size == manifest.world_size
@@ -298,7 +323,7 @@ def _open(
             buffer_bytes=files.config.transfer.memory_budget_bytes // 2,
             asked=asked,
         )
-        held.append((stored, stored.saved()))
+        held.append((stored, stored.saved(), manifest))
         return b""
 
     load.hear(group.exchange("open", work, lambda _parts, _beat: load.told_bytes()))

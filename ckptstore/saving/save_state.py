@@ -79,6 +79,7 @@ class StateSaver:
 
     def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock) -> Saved:
         """Save a state; returns when it is committed, or on the disks of the nodes with a fast tier. Collective."""
+        self._give_back()
         target = self._target(request, options)
         shard = self._shard(state, options, target, upload=self._doubled(target.transfer.upload, target))
         begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
@@ -99,6 +100,8 @@ class StateSaver:
         `done` makes the result of the pending save from what `save` returns. The clock was started by the call.
         """
         in_process = uploader == "process"
+        if in_process:
+            self._give_back()
         target = self._target(request, options)
         if in_process:  # before anything is agreed on: it may not be possible here
             with contextlib.suppress(RankFailed):  # tried again where all ranks hear of it
@@ -212,6 +215,16 @@ class StateSaver:
         self._staging_for(shared=uploader == "process").reserve(sizes)
         if uploader == "process" and job.fast_tier is None:  # where else it writes is not known yet
             self.upload_process()
+
+    def prepare(self, sizes_bytes: Sequence[int]) -> None:
+        """Have memory for a save of files of these sizes made in the background."""
+        self._staging_for(shared=False).prepare(sizes_bytes)
+
+    def _give_back(self) -> None:
+        """Of a job that saves in other ways: what was made ready for a save in the background."""
+        for staging in self._staging.values():
+            if staging.is_unused:
+                staging.close()
 
     def upload_process(self, storage: Storage | None = None) -> Uploader:
         """The upload process, started when it is needed first. All its uploads are to one storage: the store's, where

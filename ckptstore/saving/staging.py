@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import logging
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from ckptstore.errors import InvalidState
+from ckptstore.runtime.free_memory import tightest_room
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import MemorySource, Source
 
@@ -23,7 +26,16 @@ _COPY_BYTES = 8 << 20
 """What one thread copies at once."""
 _ROUND_BYTES = 2 << 20
 """Buffers are multiples of a huge page."""
+_PREPARED_BYTES = 32 << 20
+"""Less than this is not made in the background: it costs a save some milliseconds."""
+_PREPARED_SHARE = 0.25
+"""Memory is made in the background as long as so much of what the machine, or the container, has is left."""
+_UNUSED_SECONDS = 3600.0
+"""How long memory that was made in the background waits for a save."""
+_NICE = 10
 _numbers = itertools.count()
+
+logger = logging.getLogger("ckptstore")
 
 
 class Device(Protocol):
@@ -71,9 +83,10 @@ class Buffer:
         """How much it can hold."""
         return len(self.memory)
 
-    def populate(self) -> None:
+    def populate(self, start: int = 0, stop: int | None = None) -> None:
         """Have the system give the memory now, not page by page while a copy is made."""
-        ctypes.memset(self.address, 0, len(self.memory))
+        stop = len(self.memory) if stop is None else min(stop, len(self.memory))
+        ctypes.memset(self.address + start, 0, stop - start)
 
     def close(self) -> None:
         """Give the memory back as soon as nothing looks at it any more."""
@@ -86,6 +99,10 @@ class Buffer:
             self.descriptor = None
 
 
+class _Enough(Exception):
+    pass
+
+
 class Staging:
     """The buffers of one store in one process. One save at a time is staged in them."""
 
@@ -95,9 +112,56 @@ class Staging:
         self._device = device
         self._num_threads = num_threads
         self.buffers: list[Buffer] = []
+        self._preparing: threading.Thread | None = None
+        self._is_wanted = threading.Event()
+
+    def prepare(self, sizes_bytes: Sequence[int]) -> None:
+        """Make buffers for files of these sizes in the background, on a thread that other work goes before.
+
+        It ends where memory gets scarce, and when the buffers are wanted; what is there then is used. What nobody has
+        wanted for an hour is given back.
+        """
+        if self.buffers or self._preparing is not None or sum(sizes_bytes) < _PREPARED_BYTES:
+            return
+        self._preparing = threading.Thread(
+            target=self._make_ahead, args=(tuple(sizes_bytes),), name="ckptstore-prepare", daemon=True
+        )
+        self._preparing.start()
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether all it has was made in the background, and nothing was staged."""
+        return self._preparing is not None
+
+    def _make_ahead(self, sizes_bytes: Sequence[int]) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        made_bytes = 0
+        try:
+            for size_bytes in sizes_bytes:
+                self.buffers.append(buffer := Buffer(size_bytes, shared=self._shared, device=self._device))
+                for start in range(0, buffer.size_bytes, _COPY_BYTES):
+                    room = tightest_room()
+                    if self._is_wanted.is_set() or room is None or room.share < _PREPARED_SHARE:
+                        raise _Enough
+                    buffer.populate(start, start + _COPY_BYTES)
+                    made_bytes += _COPY_BYTES
+        except (_Enough, OSError, MemoryError, RuntimeError) as error:
+            logger.debug("%d bytes are ready for the next save_async (%r)", made_bytes, error)
+        if not self._is_wanted.wait(_UNUSED_SECONDS):
+            self._release()
+
+    def _settle(self) -> None:
+        """Have what is made in the background be what is there."""
+        if self._preparing is not None:
+            self._is_wanted.set()
+            self._preparing.join()
+            self._preparing = None
+            self._is_wanted.clear()
 
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
         """Make buffers for files of these sizes, and have them populated."""
+        self._settle()
         fresh = self._fit(sizes_bytes)
         with ThreadPoolExecutor(self._num_threads, "ckptstore-staging") as pool:
             list(pool.map(Buffer.populate, fresh))
@@ -108,6 +172,7 @@ class Staging:
 
         What an earlier call returned must not be in use any more. Raises InvalidState when there is no memory for it.
         """
+        self._settle()
         self._fit([file.source.size_bytes for file in files])
         pieces = [
             (file.source, buffer, start)
@@ -124,6 +189,10 @@ class Staging:
 
     def close(self) -> None:
         """Give all memory back."""
+        self._settle()
+        self._release()
+
+    def _release(self) -> None:
         for buffer in self.buffers:
             buffer.close()
         self.buffers = []

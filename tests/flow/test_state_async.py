@@ -208,3 +208,32 @@ def test_sigterm_only_sets_a_deadline(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
         gate.opened.set()
         store.close()
+
+
+def is_preparing() -> bool:
+    return any(thread.name == "ckptstore-prepare" for thread in threading.enumerate())
+
+
+def test_memory_for_the_next_save_is_made_while_training_goes_on(tmp_path: Path) -> None:
+    """From a resume on; a load is no sign of a save. A save of another kind gives it back, and so does `close`."""
+    state = {"w": torch.arange(10 << 20, dtype=torch.float32)}
+    with open_store(tmp_path / "store", durable=False) as store:
+        store.save(1, state)
+    with open_store(tmp_path / "store", durable=False) as store:
+        store.load(state)
+        assert not is_preparing()
+        store.resume(state)
+        assert is_preparing()
+        store.save(2, state)
+        assert not is_preparing()
+        store.resume(state)
+        store.save_async(3, state)
+        assert not is_preparing()
+    with open_store(tmp_path / "store", durable=False) as store:
+        store.resume(state)
+        assert is_preparing()
+    assert not is_preparing()
+    zeros = {"w": torch.zeros(10 << 20)}
+    with open_store(tmp_path / "store") as store:
+        assert store.load(zeros) is not None
+    assert torch.equal(zeros["w"], state["w"])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 
 import pytest
 
+from ckptstore.runtime.free_memory import Room
 from ckptstore.saving.staging import Staging
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import MemorySource
@@ -70,4 +73,64 @@ def test_buffers_are_reserved_ahead_and_grow() -> None:
     staging.stage(files(b"x" * (5 << 20)), device)
     assert [buffer.number for buffer in staging.buffers] != first
     assert len(device.locked) == 2
+    staging.close()
+
+
+def prepared(staging: Staging, *sizes_bytes: int) -> list[int]:
+    """Wait until all is made; the numbers of the buffers."""
+    before = resident_bytes()
+    staging.prepare(sizes_bytes)
+    while resident_bytes() < before + sum(sizes_bytes):
+        time.sleep(0.01)
+    return [buffer.number for buffer in staging.buffers]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_buffers_are_made_in_the_background() -> None:
+    staging = Staging(shared=False, num_threads=2, device=Recorder())
+    made = prepared(staging, 33 << 20, 5 << 20)
+    assert staging.is_unused
+    contents = os.urandom(33 << 20), os.urandom(5 << 20)
+    staged = staging.stage(files(*contents), Recorder())
+    assert [buffer.number for buffer in staging.buffers] == made
+    assert not staging.is_unused
+    assert tuple(bytes(one.source.views[0]) for one in staged) == contents  # type: ignore[attr-defined]
+
+
+def test_a_save_that_comes_too_early_takes_what_is_there() -> None:
+    data = os.urandom(40 << 20)
+    for _ in range(10):
+        staging = Staging(shared=False, num_threads=2, device=Recorder())
+        staging.prepare([len(data), len(data)])
+        (staged,) = staging.stage(files(data), Recorder())
+        assert staged.source.views[0] == data  # type: ignore[attr-defined]
+        del staged
+        staging.close()
+
+
+def test_nothing_is_made_where_memory_is_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("ckptstore.saving.staging.tightest_room", lambda: asked.append(1) or Room(24, 100))
+    staging = Staging(shared=False, num_threads=1, device=Recorder())
+    before = resident_bytes()
+    staging.prepare([1 << 30])
+    while not asked:
+        time.sleep(0.01)
+    assert resident_bytes() < before + (64 << 20)
+    staging.close()
+
+
+def test_what_nobody_wants_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptstore.saving.staging._UNUSED_SECONDS", 0.01)
+    device = Recorder()
+    staging = Staging(shared=False, num_threads=1, device=device)
+    staging.prepare([33 << 20])
+    assert staging._preparing is not None
+    staging._preparing.join()
+    assert device.locked == {}
+    staging.stage(files(b"abc"), device)
+    assert len(staging.buffers) == 1
     staging.close()
