@@ -4,17 +4,22 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# Most of what is installed is never imported. Python compiles the rest when it is.
+# Most of what is installed is never imported. Python compiles the rest when it is, and keeps that: without it each of
+# the thousands of processes that the tests start would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(PIP) install --quiet --no-compile -c constraints.txt
 # The extra torchtitan is missing: its data sets want an older fsspec. `make servers` gets what its tests need.
 EXTRAS := dev,s3,gcs,azure,fast,ray,lightning,transformers,torch-checkpointing,otel,mlflow,wandb,serve
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --durations=20
-# A driver that waits for Ray hears no signal, so a test that takes too long ends the process.
-PYTEST_RAY := $(PYTEST) --timeout-method=thread
-# Many tests wait, for a stalled server or a dead rank. A Ray cluster wants the machine to itself. In the order of their
-# names the many quick files of tests/unit are the last: by number of tests it would be the few that take long.
-AT_ONCE := -n 4 --dist loadfile --no-loadscope-reorder --ignore=tests/ray
+# In the order of their names the many quick files of tests/unit are the last: by number of tests it would be the few
+# that take long.
+SHARED := --dist loadfile --no-loadscope-reorder
+# Many tests wait, for a stalled server or a dead rank.
+AT_ONCE := -n 4 $(SHARED) --ignore=tests/ray
+# Each of the three has clusters of its own, whose ports the system chooses. A driver that waits for Ray hears no signal:
+# a test that takes too long ends its process.
+PYTEST_RAY := $(PYTEST) --timeout-method=thread -n 3 $(SHARED)
 
 .PHONY: install demo demo-ray demo-tier test test-slow simulate soak test-ceph check format docs pictures bench bench-check servers clean
 

@@ -26,6 +26,17 @@ def test_every_installation_is_pinned_and_torch_comes_first(tmp_path: Path) -> N
     assert "--no-build-isolation" in installs[2]
 
 
+def test_what_python_compiles_is_kept(tmp_path: Path) -> None:
+    """Nothing is compiled when it is installed, so else every process of a test would compile torch for itself."""
+    assert all("--no-compile" in line for line in commands_of("install", tmp_path) if " pip " in line)
+    (tmp_path / "more.mk").write_text("include Makefile\nvariables:\n\t@env\n")
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = ["make", "-f", "more.mk", "variables"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert "PATH=" in done.stdout
+    assert "PYTHONDONTWRITEBYTECODE" not in done.stdout
+
+
 def test_every_target_does_its_own_set_up(tmp_path: Path) -> None:
     for target in ("demo", "demo-ray", "demo-tier", "test", "test-slow", "soak", "check", "bench", "docs"):
         lines = commands_of(target, tmp_path)
@@ -50,4 +61,4 @@ def test_ci_runs_everything() -> None:
     text = script.read_text()
     assert "set -euo pipefail" in text
     assert "export CI=true" in text
-    assert re.findall(r"^make (.+)$", text, re.MULTILINE) == ["-j2 install servers", "test", "test-slow", "check"]
+    assert re.findall(r"^make (.+)$", text, re.MULTILINE) == ["-j3 install servers check", "test", "test-slow"]

@@ -1,14 +1,20 @@
-"""A large job that is to run on Ray where there is none. This module has no cluster."""
+"""A large job that is to run on Ray where there is none.
+
+Ray looks for a cluster among all processes of the machine: so it is not beside the tests that have one.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 import ckptstore
 from ckptstore import InvalidInput
 from ckptstore.cli import main
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install ckptstore[ray]")
 
 
 def test_without_a_cluster_it_says_so(tmp_path: Path) -> None:
