@@ -9,6 +9,7 @@ import pytest
 from ckptstore.fast import candidates, fast_place
 from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.loading import fast_newest
+from ckptstore.saving import fast_keeper
 from ckptstore.testing.simulation import Simulation, report
 from ckptstore.testing.simulation.fast_tier.fast_jobs import draw_fast
 
@@ -21,6 +22,11 @@ def _run(simulation: Simulation, first: int, count: int) -> None:
 
 def test_every_promise_of_the_fast_tier_holds(simulation: Simulation) -> None:
     _run(simulation, 0, 15)
+
+
+def test_ranks_that_cannot_even_be_asked_are_not_asked_again_at_once(simulation: Simulation) -> None:
+    """In this seed the leader owes the others a result, and the key-value store refuses each connection."""
+    _run(simulation, 73, 1)
 
 
 @pytest.mark.slow
@@ -82,3 +88,16 @@ def test_void_ones_that_count_are_found(simulation: Simulation, monkeypatch: pyt
     monkeypatch.setattr(candidates, "void_reason", lambda *_: "")
     rule = "nothing void is resumed from"
     assert rule in _rules(simulation, 12, rule, first=176)
+
+
+def test_a_save_that_needs_the_bucket_is_found(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket is away for minutes in some seeds; jobs whose ranks do not meet there save all the same."""
+    real = fast_keeper.FastKeeper.begin
+
+    def begin(self: fast_keeper.FastKeeper, *given: Any) -> Any:
+        self._job.log.newest()
+        return real(self, *given)
+
+    monkeypatch.setattr(fast_keeper.FastKeeper, "begin", begin)
+    rule = "a call that nothing disturbs succeeds"
+    assert rule in _rules(simulation, 60, rule)

@@ -36,7 +36,8 @@ from ckptstore.transfer.paced import Pacer
 logger = logging.getLogger("ckptstore")
 
 _FIRST_WAIT_SECONDS = 1.0
-_LONGEST_WAIT_SECONDS = 60.0
+_LONGEST_WAIT_SECONDS = 10.0
+"""One rank that waits keeps another one from closing its store for so long."""
 _TICK_SECONDS = 0.5
 
 
@@ -80,8 +81,11 @@ class Rounds:
     def round(self, lane: Group) -> None:
         """The ranks agree on what is drained now, and drain it."""
         job, told = self._job, dict[str, Any](active=[drain.save_number for drain in self._book.all_active()])
+        has_met = False
 
         def tell(beat: Beat) -> bytes:
+            nonlocal has_met
+            has_met = True
             while (left_seconds := self._retry_at - time.monotonic()) > 0 and not self.stopped.is_set():
                 beat()
                 self.stopped.wait(min(left_seconds, _TICK_SECONDS))
@@ -100,6 +104,8 @@ class Rounds:
         try:
             choice = json.loads(lane.exchange("next", tell, decide))
         except CkptstoreError as error:
+            if not has_met:  # the others cannot even be asked, and that may be said without any delay
+                self.stopped.wait(_TICK_SECONDS)
             if isinstance(error, RankTimeout) and self._rank in error.ranks and not self.stopped.is_set():
                 return  # this rank came late, and was given up: the others may come again
             drains = [drain for drain in self._book.all_active() if drain.save_number in told["active"]]

@@ -87,6 +87,8 @@ class Network:
         self.plan = plan
         self.trace = trace
         self.is_calm = False
+        self.away_until = -1.0
+        """Until when no request of anybody is answered."""
         self.has_own_storage = False
         """Whether the storages are not the simulation's."""
         self.on_read: Callable[[int, str], None] = lambda pid, key: None
@@ -214,6 +216,8 @@ class Network:
         if self.is_calm:
             return None, seconds
         now = self.scheduler.now
+        if now < self.away_until:
+            return "lost", seconds + self._unanswered_seconds
         for outage in client.outages:
             kind = outage.kind_of(verb, key, now)
             if kind is not None:

@@ -60,8 +60,8 @@ class Trouble:
     """Something that goes wrong."""
 
     kind: str
-    """"kill", "stop", "outage", "damage", "power"; on disks of nodes "node kill", "node lost", "node full",
-    "node damage", counted by the requests to those."""
+    """"kill", "stop", "outage", "damage", "power"; "away", where no request of anybody is answered; on disks of nodes
+    "node kill", "node lost", "node full", "node damage", counted by the requests to those."""
     who: str = ""
     at_call: int = 0
     """The request of that process at which it happens."""

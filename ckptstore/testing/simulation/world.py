@@ -53,6 +53,8 @@ class Member:
     job: Any = None
     """That of the store, None where Ray keeps the checkpoints."""
     is_closed: bool = False
+    has_saved: bool = False
+    """Whether a save to the disks of nodes has ended well."""
     num_groups: int = 0
     num_broadcasts: int = 0
     is_done: bool = False
@@ -191,6 +193,8 @@ class World:
             kind, _, prefix = trouble.what.partition(" ")
             client = self.network.client(member.process)
             client.outages.append(Outage(kind, prefix, self.scheduler.now + trouble.seconds))
+        elif trouble.kind == "away":
+            self.network.away_until = self.scheduler.now + trouble.seconds
         elif trouble.kind == "damage":
             self._damage(trouble)
 

@@ -43,8 +43,15 @@ def draw_fast(seed: int) -> Plan:
             Actor(f"job{index + 1}", tuple(actions), ranks=ranks, begins=begins, after_seconds=late, nodes=nodes)
         )
     troubles = [_trouble(rng, rng.choice(jobs)) for _ in range(rng.choice([0, 1, 2, 3]))]
+    apart = Random(f"fast bucket {seed}")
+    if apart.random() < 0.3:
+        who = f"{apart.choice(jobs).name}.0"
+        seconds = apart.choice([120.0, 900.0, 7200.0])
+        away = Trouble("away", who, at_call=apart.randrange(5, 120), seconds=seconds)
+        troubles = [away, *troubles[: apart.choice([0, 0, 1, 3])]]
     return Plan(
         seed=seed,
+        board=apart.choice(["storage", "torch"]),
         storage=rng.choice(["objects", "objects", "disk"]),
         contents="state",
         policy=rng.choice(["all", "latest 2"]),
@@ -100,11 +107,21 @@ def act(world: World, member: Member, index: int, action: Action) -> BaseExcepti
     if error is not None and not isinstance(error, CkptstoreError | TimeoutError):
         raise Violation("every error is a CkptstoreError", f"{where}: {type(error).__name__}: {error}") from error
     member.last_error = error
-    if error is not None and not world.plan.troubles and not isinstance(error, StoreFenced):
-        beside = any(other.begins == "at once" for other in world.plan.actors[1:])
-        if not beside:
-            world.fail("a call that nothing disturbs succeeds", f"{where}: {kind_of(error)}")
+    if error is not None and not isinstance(error, StoreFenced) and not _is_disturbed(world, member, action):
+        world.fail("a call that nothing disturbs succeeds", f"{where}: {kind_of(error)}")
     return error
+
+
+def _is_disturbed(world: World, member: Member, action: Action) -> bool:
+    """Whether something may make the action fail. A bucket that is away disturbs no save of a job that has claimed the
+    store and whose ranks do not meet there."""
+    plan = world.plan
+    if any(other.begins == "at once" for other in plan.actors[1:]):
+        return True
+    if any(trouble.kind != "away" for trouble in plan.troubles):
+        return True
+    meets_there = plan.board == "storage" and member.actor.ranks > 1
+    return bool(plan.troubles) and (meets_there or not member.has_saved or action.kind in ("resume", "close"))
 
 
 def _save(world: World, member: Member, index: int, action: Action, where: str) -> None:
@@ -115,6 +132,7 @@ def _save(world: World, member: Member, index: int, action: Action, where: str) 
         found = member.store.save(action.step, state)
     else:
         found = member.store.save_async(action.step, state, max_failures=1000).result()
+    member.has_saved = True
     certificate = files_behind(found).certificate
     if certificate is None:
         if found.number not in world.model.saved:

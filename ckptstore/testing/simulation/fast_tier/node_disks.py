@@ -63,8 +63,8 @@ class NodeDisks:
         self._locks: dict[str, tuple[Process, int]] = {}
         self._begun: dict[str, float] = {}
         self._lost_at: dict[str, float] = {}
-        self._is_harmed: set[str] = set()
-        """Attempts that something else than ckptstore did harm to."""
+        self._harmed: set[tuple[str, str]] = set()
+        """Nodes and attempts: what something else than ckptstore did harm to, there and nowhere else."""
         self._is_struck = False
 
     def tier(self, actor: Actor, rank: int) -> FastTier:
@@ -117,7 +117,7 @@ class NodeDisks:
         keys = sorted(key for key in space.files if key.startswith(CHECKPOINT_PREFIX)) if space else []
         if space is not None and keys:
             key = keys[int(which * len(keys))]
-            self._is_harmed.add(key.split("/")[1])
+            self._harmed.add((node, key.split("/")[1]))
             data = space.files[key].data
             self._is_struck = True
             space.put(key, bytes([data[0] ^ 1]) + data[1:] if data else b"x")
@@ -137,13 +137,14 @@ class NodeDisks:
                 self._deleted(node, name)
         elif after is None or (before is not None and before.data != after.data):
             certificate = f"{CHECKPOINT_PREFIX}{name}/{CERTIFICATE_NAME}"
-            if certificate in self.spaces[node].files and name not in self._is_harmed:
+            if certificate in self.spaces[node].files:
                 raise Violation("a certificate goes before its files", f"{key} changed on {node}")
 
     def _certified(self, node: str, name: str, data: bytes) -> None:
         certificate = Certificate.decode(data)
-        for holder, ranks in certificate.holders.items():
-            if name in self._is_harmed or self._lost_at.get(holder, -1.0) >= self._begun[name]:
+        is_left = self._is_void(certificate.order)  # then a later job may have deleted it before it was certified
+        for holder, ranks in () if is_left else certificate.holders.items():
+            if (holder, name) in self._harmed or self._lost_at.get(holder, -1.0) >= self._begun[name]:
                 continue
             if name in self.saved and holder != node:
                 continue  # judged when the first was written: a later job may have deleted it there since
@@ -165,19 +166,21 @@ class NodeDisks:
 
     def _deleted(self, node: str, name: str) -> None:
         saved = self.saved.get(name)
-        if saved is None or name in self._is_harmed or self._is_void(saved.order):
+        if saved is None or self._is_void(saved.order) or name in self.durable.by_attempt:
             return
         newest, space = self.durable.newest, self.spaces[node]
         mark = space.real / "epoch" if space.real else None
         marked = int(mark.read_text() or 0) if mark is not None and mark.exists() else 0
         # where no later job has come, one that was fenced does not know it: its own void saves supersede there
-        is_behind = newest is not None and marked < newest.state.epoch
+        behind = marked if newest is not None and marked < newest.state.epoch else None
         newer = [
-            other
+            one.order
             for other, one in self.saved.items()
-            if one.order > saved.order and (is_behind or not self._is_void(one.order)) and other not in self._is_harmed
+            if one.order > saved.order
+            and (one.order.epoch == behind or not self._is_void(one.order))
+            and not any((where, other) in self._harmed for where in one.certificate.holders)
         ]
-        if name not in self.durable.by_attempt and not newer:
+        if not newer:
             raise Violation("what is neither durable nor superseded stays", f"{name} was deleted from {node}")
 
     def _is_void(self, order: SaveOrder) -> bool:
@@ -202,11 +205,15 @@ class NodeDisks:
         """By attempt what a job on these nodes may resume from now: whole there, or in the store."""
         found = {}
         for name, saved in self.saved.items():
-            key = f"{CHECKPOINT_PREFIX}{name}/{CERTIFICATE_NAME}"
-            shown = [node for node in nodes if node in self.spaces and key in self.spaces[node].files]
-            whole = all(any(self._is_whole(node, saved.certificate, rank) for node in nodes) for rank in
-                        saved.certificate.by_rank)  # fmt: skip
-            if shown and whole and name not in self._is_harmed and not self._is_void(saved.order):
+            key, data = f"{CHECKPOINT_PREFIX}{name}/{CERTIFICATE_NAME}", saved.certificate.encode()
+            files = {node: self.spaces[node].files.get(key) for node in nodes if node in self.spaces}
+            shown = [node for node, file in files.items() if file is not None and file.data == data]
+            trusted = [node for node, file in files.items() if file is None or file.data == data]
+            whole = all(
+                any(self._is_whole(node, saved.certificate, rank) for node in trusted)
+                for rank in saved.certificate.by_rank
+            )
+            if shown and whole and not self._is_void(saved.order):
                 found[name] = saved.order
         for live in self.durable.live():
             change: Any = self.durable.records[live.number].change
