@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from draining import FILES_OF_A_RANK, Rank, board_at, opened, payload
 
-from ckptstore import CheckpointStore, open_store
+from ckptstore import open_store
 from ckptstore.catalogue import job_of
 from ckptstore.errors import (
     CheckpointDamaged,
@@ -39,7 +39,10 @@ from ckptstore.events import (
 from ckptstore.fast.certificate import Certificate
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import sha256_of
+from ckptstore.saving import story
+from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.drain import drain_rounds, own_files
+from ckptstore.saving.log_keeper import LogKeeper
 from ckptstore.testing import Call, CountCalls, FailAt, combine
 
 SECONDS = 20
@@ -287,8 +290,8 @@ def test_a_later_save_that_went_to_the_store_directly_supersedes(tmp_path: Path)
         older, place = rank.fast(1, 1), rank.job.fast
         assert place is not None
         rank.job.next_save_number()
-        store = CheckpointStore(rank.job)
-        store.save_directory(2, tmp_path / "tree")
+        request, shard = directory_of(rank.job, 2, tmp_path / "tree")
+        story.save(rank.job.group, LogKeeper(rank.job), shard, request)
         drain = rank.drainer.offer(older)
         return drain.result(SECONDS).entry.step, drain.superseded_by is not None
 

@@ -25,6 +25,7 @@ from ckptstore import (
     StorageError,
     open_store,
 )
+from ckptstore.catalogue import job_of
 from ckptstore.events import CheckpointSkipped, Event, listening
 
 
@@ -189,6 +190,13 @@ def test_a_file_on_another_node(jobs: Jobs) -> None:
         loaded(found, 2)
 
 
+def settle(store: CheckpointStore) -> None:
+    """What is superseded is deleted in the background."""
+    place = job_of(store).fast
+    assert place is not None
+    place.settle()
+
+
 def test_it_becomes_durable_and_leaves_the_node(jobs: Jobs) -> None:
     """What was found as a fast checkpoint is read from the store then; what did not come there is gone."""
     tier = FastTier(jobs.disk("a"), node="a", keep=1, drain=KeepEvery(steps=1000))
@@ -203,6 +211,7 @@ def test_it_becomes_durable_and_leaves_the_node(jobs: Jobs) -> None:
         assert second.step == 2
         pending.durable()
         store.save(3, state_of(3))
+        settle(store)
         assert [path.name[:15] for path in jobs.attempts("a")] == ["step-0000000003"]
         assert second.is_durable
         loaded(second, 2)
@@ -211,6 +220,7 @@ def test_it_becomes_durable_and_leaves_the_node(jobs: Jobs) -> None:
         third = other.latest(fast=True)
         assert third is not None
         store.save(5, state_of(5))
+        settle(store)
         with pytest.raises(CheckpointGone, match="Step 4 was deleted from the disk of this node"):
             third.load(state_of(-1))
 
@@ -237,15 +247,18 @@ def test_what_another_process_reads_stays(jobs: Jobs) -> None:
             reader = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert reader.stdout is not None
             assert reader.stdout.readline() == "reads\n"
+            settle(store)
             (read,) = jobs.attempts("a")
             store.save(step + 1, state_of(step + 1))
             store.save(step + 2, state_of(step + 2))
+            settle(store)
             assert jobs.attempts("a") == [read, jobs.attempts("a")[-1]]
             assert (read / "fast.json").is_file()
             if is_killed:
                 os.kill(reader.pid, signal.SIGKILL)
             reader.communicate("")
             store.save(step + 3, state_of(step + 3))
+            settle(store)
             assert len(jobs.attempts("a")) == 1
 
 
