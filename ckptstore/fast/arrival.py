@@ -128,6 +128,6 @@ def join_arrivals(parts: Sequence[Mapping[str, Any]], members: Members) -> dict[
                 raise InvalidInput(
                     f"Ranks {first} and {rank} are on {node} and were given different directories for fast checkpoints",
                     ranks=(first, rank),
-                    hint="Give all processes of a node the same path",
+                    hint="Give all processes of a node the same path, and each machine another FastTier(node=)",
                 )
     return {node: parts[members.reporter_of(node)]["addresses"] for node in members.all_nodes}

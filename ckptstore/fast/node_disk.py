@@ -36,6 +36,7 @@ from ckptstore.storage.disk.private import make_private
 
 STORE_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 """What can be the name of the part of a store."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _EPOCH_KEY = "epoch"
 _LOCK_NAME = "lock"
 LOCK_SECONDS = 60.0
@@ -161,14 +162,16 @@ class NodeDisk:
             raise CheckpointDamaged(f"{key} is there already with other contents", file=key, step=attempt.step)
         return certificate
 
-    def identity(self) -> tuple[int, int]:
-        """Device and inode of the directory: equal for the processes of a node if they see the same one."""
+    def identity(self) -> tuple[str, int, int]:
+        """Boot of the machine, device and inode of the directory: equal for processes that see the same one. Machines
+        that were set up alike have equal numbers, and may have been given one name."""
         path = self.storage.local_path("")
         try:
             status = path.stat()
         except OSError as error:
             raise posix.translate(error, what="Looking at", file=str(path), directory=str(path)) from error
-        return status.st_dev, status.st_ino
+        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+        return boot, status.st_dev, status.st_ino
 
     def marked_epoch(self) -> int:
         """The highest writer epoch whose job has come to this disk, 0 for none. Raises StorageError."""

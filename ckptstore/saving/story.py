@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from ckptstore.errors import CkptstoreError, InvalidInput, InvalidStep
+from ckptstore.errors import CkptstoreError, InvalidInput, InvalidStep, RankTimeout
 from ckptstore.events import SaveFailed, emit
 from ckptstore.format.layout import Attempt, known_step
 from ckptstore.format.manifest import Kind
@@ -202,7 +202,11 @@ def meet(
         return _packed(None if decision.size_bytes is None else dict(agree(decision, beat)), decision.told)
 
     while True:
-        agreed, told = _unpacked(group.exchange(tag, describe, decide, step=request.step))
+        try:
+            agreed, told = _unpacked(group.exchange(tag, describe, decide, step=request.step))
+        except RankTimeout as error:
+            error.at(step=request.step)
+            raise
         shard.hear(told)
         if agreed is not None:
             return dict(agreed)
