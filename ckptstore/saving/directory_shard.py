@@ -38,7 +38,8 @@ class DirectoryShard:
     ) -> None:
         """`find` looks what this rank's directory holds; nothing is looked at yet."""
         self._rank = rank
-        self._storage, self._upload = storage, transfer.upload
+        self._storage = storage
+        self._upload: Upload = transfer.upload
         self._find = find
         self._suffix, self._shared, self._link = suffix, shared, link
         self._found = Directory()

@@ -94,7 +94,7 @@ class FastKeeper:
                 return b"null"
             try:
                 for name in Certificate.decode(published).manifest.directories:
-                    self.storage.make_directory(attempt.key(name))
+                    self._place.disk.storage.make_directory(attempt.key(name))
                 self._place.disk.certify(published, ranks=self._place.held_ranks())
             except CkptstoreError as error:
                 return json.dumps(f"{members.node}: {error.message}").encode()
