@@ -99,12 +99,13 @@ class FastKeeper:
         An error says that the checkpoint may be there (`committed` None): a certificate whose write failed may be.
         """
         members, data = self._place.members, zlib.decompress(published)
+        certificate = Certificate.decode(data)
 
         def certify(_beat: Beat) -> bytes:
             if not members.is_reporter:
                 return b"null"
             try:
-                for name in Certificate.decode(data).manifest.directories:
+                for name in certificate.manifest.directories:
                     self._place.disk.storage.make_directory(attempt.key(name))
                 self._place.disk.certify(data, ranks=self._place.held_ranks())
             except CkptstoreError as error:
@@ -126,7 +127,7 @@ class FastKeeper:
             raise
         for text in failures:
             logger.warning("step %d has no certificate on a node: %s", attempt.step, text)
-        return Certificate.decode(data)
+        return certificate
 
     def find(self, attempt: Attempt) -> Certificate | None:
         """See `Keeper.find`: on the disk of this node."""

@@ -24,6 +24,7 @@ from page_runner import run_blocks
 import ckptstore
 from ckptstore.cli import COMMANDS, main
 from ckptstore.integrations.lightning.from_environment import EVERY, KEEP, STORE
+from ckptstore.integrations.tier_settings import FAST_SETTINGS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -138,7 +139,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_every_environment_variable_exists(page: Path) -> None:
     known = {f"CKPTSTORE_{item.name.upper()}" for cls in generator().CONFIGS for item in fields(cls)}
     known |= {"CKPTSTORE_COMPLETE", "CKPTSTORE_TEST_FAULTS", "CKPTSTORE_TEST_RANK", "CKPTSTORE_TRACEBACKS"}
-    known |= {STORE, KEEP, EVERY}  # of the callback that Lightning finds by itself
+    known |= {
+        STORE,
+        KEEP,
+        EVERY,
+        *(f"CKPTSTORE_LIGHTNING_{name.upper()}" for name in FAST_SETTINGS),
+    }  # of the callback that Lightning finds by itself
     known |= {"CKPTSTORE_BENCH", "CKPTSTORE_BENCH_ROUNDS"}  # of the benchmarks, see benchmarks/sizes.py
     assert set(re.findall(r"CKPTSTORE_[A-Z_]+", page.read_text())) <= known
 

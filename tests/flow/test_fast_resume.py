@@ -296,7 +296,7 @@ def killed_at(jobs: Jobs, point: int) -> bool:
 def test_killed_at_any_moment_of_a_resume_the_next_one_chooses_the_same(jobs: Jobs, num_points: int) -> None:
     jobs.run("ab", save(1, 2, 3), copies=2)
     flip(jobs.attempts("b")[-1] / "state-rank=00000-00.distcp")
-    shutil.copytree(jobs.root, before := jobs.root.with_name("before"))
+    shutil.copytree(jobs.root, before := jobs.root.with_name(f"before-{num_points}"))
     ((total, found),) = forked_ranks.run_ranks(1, resume_and_die, jobs.root, -1)
     assert found == of(3, 0, 1)
     num_killed = 0

@@ -78,12 +78,12 @@ class Lazily(Mapping[str, Any]):
     not asked for its state, which would count as a step of it."""
 
     def __init__(self, make: Callable[[], FlatStates]) -> None:
-        self._make = make
+        self._build_states = make
 
     @cached_property
     def made(self) -> FlatStates:
         """The states."""
-        return self._make()
+        return self._build_states()
 
     def __getitem__(self, key: str) -> Any:
         return self.made.entries[key]

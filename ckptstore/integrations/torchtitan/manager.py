@@ -19,7 +19,7 @@ from ckptstore.fast.tier import FastTier
 from ckptstore.integrations.tier_settings import FAST_SETTINGS, tier_of
 from ckptstore.integrations.torchtitan.flat import DATALOADER, MODEL, FlatStates, Lazily, in_dtype
 from ckptstore.integrations.torchtitan.hugging_face import export_weights, load_weights
-from ckptstore.integrations.torchtitan.places import Contents, Wanted, as_metadata, checkpoint_uri
+from ckptstore.integrations.torchtitan.places import Contents, ResumeOrder, as_metadata, checkpoint_uri
 from ckptstore.integrations.torchtitan.together import on_all_ranks, on_leader
 from ckptstore.integrations.torchtitan.unplaced import warn_of_unplaced
 from ckptstore.opening import open_store
@@ -203,17 +203,19 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         """
         with structured_logger.log_trace_span("checkpoint_load"):
             if step != -1:
-                checkpoint = self._resume(Wanted(self.store, step), model_only=step == 0)
+                checkpoint = self._resume(ResumeOrder(self.store, step), model_only=step == 0)
                 if checkpoint is None:
                     raise self._not_there(step)
             else:
-                checkpoint = self._resume(Wanted(self.store)) or self._resume(Wanted(self.store, 0), model_only=True)
+                checkpoint = self._resume(ResumeOrder(self.store)) or self._resume(
+                    ResumeOrder(self.store, 0), model_only=True
+                )
             if checkpoint is None:
                 return self._load_initially()
             logger.info(f"Loaded step {checkpoint.step} from {checkpoint.uri}.")
             return True
 
-    def _resume(self, wanted: Wanted, *, model_only: bool = False) -> Checkpoint | None:
+    def _resume(self, wanted: ResumeOrder, *, model_only: bool = False) -> Checkpoint | None:
         claim = not self.config.load_only
         if not (claim and self.config.fast) and not on_leader(
             self.store, "look for a checkpoint", lambda: bool(wanted(()))

@@ -43,7 +43,7 @@ def checkpoint_uri(path: str) -> str:
     return path
 
 
-class Wanted:
+class ResumeOrder:
     """The checkpoints that a job goes on from, in the order to try them; an `Order` of the store. The leader asks.
 
     Without a step: those from which a training can go on, newest first. Those above the newest one that holds all
