@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from ckptstore.bench.destination import Place, check_room, opened_place
-from ckptstore.bench.figures.report import Asked
+from ckptstore.bench.figures.report import WORKLOADS, Asked
 from ckptstore.bench.run import contest
 from ckptstore.bench.shapes import PRESETS, asked_bytes, rank_state, shapes_of
 from ckptstore.bench.timeline import straggler
@@ -224,7 +224,10 @@ def test_a_secret_is_not_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_workload_runs_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With short curves: each point is a contest of all contenders in as many processes as there are ranks."""
+    """With short curves: each point is a contest of all contenders in as many processes as there are ranks. The fast
+    tier has a test of its own."""
+    without_tier = tuple(name for name in WORKLOADS if name != "tier")
+    monkeypatch.setattr("ckptstore.cli.commands.bench._WORKLOADS", without_tier)
     for name, points in {"REAL_RANKS": (1, 2), "_SIZES": (1,), "_FILE_COUNTS": (10,)}.items():
         monkeypatch.setattr(f"ckptstore.bench.workloads.scaling.{name}", points)
     told, shown = tmp_path / "told.json", tmp_path / "shown.html"
