@@ -11,7 +11,8 @@ import numpy as np
 
 def write_digits(path: Path) -> None:
     """Write the digits of scikit-learn to a file for the ranks of jobs."""
-    np.savez(path, **read_digits(None))
+    digits = read_digits(None)
+    np.savez(path, images=digits["images"], labels=digits["labels"])
 
 
 def read_digits(path: Path | None) -> Mapping[str, np.ndarray[Any, Any]]:
