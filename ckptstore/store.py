@@ -326,9 +326,13 @@ class CheckpointStore(Catalogue):
             self._background.wait()
             if "_state_saver" in self.__dict__:
                 self._state_saver.close(self._deadline.left_seconds())
+            self._saves_ended()
             self._background.raise_failure()
         finally:
             self._held.close()
+
+    def _saves_ended(self) -> None:
+        """Every save has ended, and the ranks can still meet: for who has to tell somebody."""
 
     def __enter__(self) -> Self:
         return self

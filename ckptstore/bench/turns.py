@@ -1,4 +1,5 @@
-"""Contenders in turn, round by round, so that what changes on the machine hits all alike."""
+"""Contenders in turn, round by round, so that what changes on the machine hits all alike. Each round has an order of
+its own: what one leaves behind, such as pages to be written back, is not always met by the same other one."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 
 from ckptstore.bench.case import Case, first
@@ -70,8 +72,8 @@ class Contest:
         self._total = sum(len(kind.sweep(self.case, self.action)) + repeat for kind in able)
         for entrant in entrants:
             self._enter(entrant)
-        for _ in range(repeat):
-            for entrant in entrants:
+        for number in range(repeat):
+            for entrant in Random(number).sample(entrants, len(entrants)):  # the same order on all ranks
                 if entrant.contender is not None and entrant.status == "measured":
                     try:
                         entrant.samples.append(self.turn(entrant.contender))

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptstore.fast.certificate import Certificate
 from ckptstore.format.changes import Claim, StoreState
 from ckptstore.format.manifest import sha256_of
 from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.format.record import Record
+
+
+class CertificatePlace(NamedTuple):
+    """Where a certificate lies, and what it must be."""
+
+    node: str
+    attempt: str
+    sha256: str
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +35,16 @@ class NodeSighting:
     attempt: str
     sha256: str = ""
     """Of its certificate; empty where there is none."""
+    certificate_bytes: int = 0
     fault: str = ""
     """Why the certificate that is there cannot be read."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The size of each file by its name, without the certificate."""
+
+    @property
+    def place(self) -> CertificatePlace:
+        """Of its certificate, where there is one."""
+        return CertificatePlace(self.node, self.attempt, self.sha256, self.certificate_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """For the leader."""

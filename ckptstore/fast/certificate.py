@@ -23,6 +23,9 @@ CERTIFICATE_NAME = "fast.json"
 MAX_RANKS = 1 << 18
 """No fast checkpoint is of more, so that a false certificate costs no more memory than a true one."""
 
+MAX_CERTIFICATE_BYTES = 1 << 30
+"""No node is sent a larger one, whatever another one says."""
+
 _NODE = re.compile(r"[\w.:@+-]{1,255}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 

@@ -9,13 +9,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ckptstore.errors import CkptstoreError
-from ckptstore.fast.certificate import Certificate, held_by
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, StorageError
+from ckptstore.fast.candidates import CertificatePlace
+from ckptstore.fast.certificate import CERTIFICATE_NAME, MAX_CERTIFICATE_BYTES, Certificate, held_by
 from ckptstore.fast.members import Members
 from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.fast.node_server import NodeClient, NodeServer
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.layout import Attempt
+from ckptstore.format.manifest import sha256_of
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.transfer import Transfer
 
@@ -90,6 +92,35 @@ class FastPlace:
             claim_sha256=self.claim_sha256,
             holders=held_by(nodes),
         )
+
+    def certificate_of(self, *places: CertificatePlace) -> Certificate:
+        """A certificate that lies in these places, from this node if it can be.
+
+        Raises CheckpointDamaged where it is not the one that was meant, StorageError where no place has it.
+        """
+        failure: CkptstoreError | None = None
+        for at in sorted(places, key=lambda found: found.node != self.disk.node):
+            try:
+                return self._certificate_at(at)
+            except (StorageError, CheckpointDamaged) as error:
+                failure = failure or error
+        assert failure is not None  # there is a place
+        raise failure
+
+    def _certificate_at(self, at: CertificatePlace) -> Certificate:
+        attempt = Attempt.parse(at.attempt)
+        if attempt is None:
+            raise CheckpointDamaged(f"{at.node} told of {at.attempt[:80]!r}, which is no attempt")
+        key = attempt.key(CERTIFICATE_NAME)
+        if at.node == self.disk.node:
+            data = self.disk.storage.read(key)
+        else:
+            block = bytearray(min(at.size_bytes, MAX_CERTIFICATE_BYTES))
+            self.clients[at.node].read_into(attempt, CERTIFICATE_NAME, 0, [memoryview(block)])
+            data = bytes(block)
+        if sha256_of(data) != at.sha256:
+            raise CheckpointDamaged(f"{key} on {at.node} has changed since it was looked at", step=attempt.step)
+        return Certificate.decode(data, file=key)
 
     def partner(self) -> NodeClient:
         """What reaches the node that has the second copies of this one's files."""

@@ -113,18 +113,26 @@ class NodeDisk:
         sightings: list[NodeSighting] = []
         certificates: dict[str, Certificate] = {}
         for attempt in self.attempts():
-            sha256 = fault = ""
+            sha256, fault, certificate_bytes = "", "", 0
             sizes: dict[str, int] = {}
             try:
                 sizes = self._sizes(attempt)
                 certificate = self.certificate(attempt)
                 if certificate is not None:
-                    sha256 = certificate.sha256
+                    sha256, certificate_bytes = certificate.sha256, len(certificate.encode())
                     certificates[sha256] = certificate
             except (CheckpointDamaged, UnsupportedVersion, StorageError) as error:
                 fault = error.message
-            name = str(attempt)
-            sightings.append(NodeSighting(node=self.node, attempt=name, sha256=sha256, fault=fault, sizes=sizes))
+            sightings.append(
+                NodeSighting(
+                    node=self.node,
+                    attempt=str(attempt),
+                    sha256=sha256,
+                    certificate_bytes=certificate_bytes,
+                    fault=fault,
+                    sizes=sizes,
+                )
+            )
         return sightings, certificates
 
     def certify(self, data: bytes, *, ranks: Collection[int]) -> Certificate:

@@ -7,13 +7,13 @@ the log hears from which one the job goes on → every node deletes what is void
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import CheckpointSkipped, emit
-from ckptstore.fast.candidates import FastCandidate, Merged, NodeSighting, merge
+from ckptstore.fast.candidates import CertificatePlace, FastCandidate, Merged, NodeSighting, merge
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.fast_place import FastPlace
 from ckptstore.fast.held_storage import HeldStorage
@@ -43,25 +43,31 @@ class Findings:
     merged: Merged | None = None
 
 
-def look(job: Job) -> Findings:
-    """Claim the store, and find everything that this job can go on from, the newest first. Collective."""
+def look(job: Job, *, is_loaded: bool = True) -> Findings:
+    """Claim the store, and find everything that this job can go on from, the newest first. Collective.
+
+    Without `is_loaded` nothing is read now, and each candidate is there once, with all places of its files: what is
+    damaged in one of them is found when the candidates are forgotten.
+    """
     place = job.open_fast()
     kept: list[Any] = []
+
+    known: dict[str, Certificate] = {}
 
     def seen(_beat: Beat) -> Any:
         if not place.members.is_reporter:
             return None
-        sightings, certificates = place.disk.look()
-        return {
-            "sightings": [sighting.to_json() for sighting in sightings],
-            "certificates": {sha256: one.encode().decode() for sha256, one in certificates.items()},
-        }
+        sightings, found = place.disk.look()
+        known.update(found)
+        return [sighting.to_json() for sighting in sightings]
 
     def join(parts: list[Any], beat: Beat) -> Any:
-        told = [part for part in parts if part is not None]
-        sightings = tuple(NodeSighting.from_json(one) for part in told for one in part["sightings"])
-        texts = {sha256: text for part in told for sha256, text in part["certificates"].items()}
-        certificates = {sha256: Certificate.decode(text.encode()) for sha256, text in texts.items()}
+        sightings = tuple(NodeSighting.from_json(one) for part in parts if part is not None for one in part)
+        for sighting in sightings:
+            if sighting.sha256 and sighting.sha256 not in known:
+                known[sighting.sha256] = place.certificate_of(sighting.place)
+                beat()
+        certificates = dict(known)
         newest = job.claim(job.log.checked_newest())
         beat()
         committed = job.log.records([*newest.state.live, *newest.state.trash])
@@ -70,10 +76,15 @@ def look(job: Job) -> Findings:
         _tell_refused(merged)
         kept.append((sightings, certificates, claims, merged))
         by_attempt = {record.entry.attempt: record for record in committed}
-        return [_packed(one, by_attempt.get(one.attempt)) for one in merged.candidates]
+        return [_packed(one, by_attempt.get(one.attempt), sightings) for one in merged.candidates]
 
     told = job.exchange("look", seen, join)
-    candidates = [files for one in told for files in _opened(job, place, one)]
+    candidates: list[CheckpointFiles] = []
+
+    def open_all(_beat: Beat) -> None:  # certificates are large, and most nodes have those that matter
+        candidates.extend(files for one in told for files in _opened(job, place, one, known, is_loaded=is_loaded))
+
+    job.exchange("open fast", open_all, lambda _parts, _beat: None)
     if not kept:
         return Findings(place=place, candidates=candidates)
     sightings, certificates, claims, merged = kept[0]
@@ -143,27 +154,32 @@ def _tell_refused(merged: Merged) -> None:
             emit(CheckpointSkipped(step=attempt.step, number=None, reason=f"on {nodes}: {refused.reason}"))
 
 
-def _packed(candidate: FastCandidate, record: Record | None) -> dict[str, Any]:
-    certificate = candidate.certificate
+def _packed(candidate: FastCandidate, record: Record | None, sightings: Sequence[NodeSighting]) -> dict[str, Any]:
+    sha256 = candidate.certificate.sha256 if candidate.certificate else ""
     return {
         "record": [record.number, record.encode().decode()] if record and candidate.is_durable else None,
-        "certificate": certificate.encode().decode() if certificate else None,
+        "certificates": [[*sighting.place] for sighting in sightings if sha256 and sighting.sha256 == sha256],
         "holders": [[rank, list(nodes)] for rank, nodes in candidate.holders.items()],
     }
 
 
-def _opened(job: Job, place: FastPlace, told: Mapping[str, Any]) -> list[CheckpointFiles]:
+def _opened(
+    job: Job, place: FastPlace, told: Mapping[str, Any], known: Mapping[str, Certificate], *, is_loaded: bool
+) -> list[CheckpointFiles]:
     """The files of a candidate in the ways to read them: the disk of this node where it has all; all nodes, and the
     store where it is durable; the store alone. All ranks have equally many."""
     found = []
     record = Record.decode(told["record"][1].encode(), told["record"][0]) if told["record"] else None
-    if told["certificate"] is not None:
-        certificate = Certificate.decode(told["certificate"].encode())
+    places = [CertificatePlace(*one) for one in told["certificates"]]
+    if places:
+        certificate = known.get(places[0].sha256) or place.certificate_of(*places)
         holders = {rank: tuple(nodes) for rank, nodes in told["holders"]}
         everywhere = _held(job, place, certificate, holders, record)
         has_all = all(place.members.node in holders.get(rank, ()) for rank in certificate.by_rank)
-        found.append(fast_files_of(job, certificate, record) if has_all else everywhere)
-        if len(place.members.all_nodes) > 1:
+        is_alone = len(place.members.all_nodes) == 1 and record is None
+        if is_loaded or is_alone:
+            found.append(fast_files_of(job, certificate, record) if has_all else everywhere)
+        if len(place.members.all_nodes) > 1 or not found:
             found.append(everywhere)
     if record is not None:
         found.append(files_of(job, record))

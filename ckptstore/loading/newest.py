@@ -54,7 +54,7 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
 def _resume_fast(job: Job) -> CheckpointFiles | None:
     """The same, where nodes may have newer ones."""
     with watched(job.group.rank, job.storage.uri) as load:
-        seen = fast_newest.look(job)
+        seen = fast_newest.look(job, is_loaded=False)
 
         def check(_beat: Beat) -> Any:
             found = first_usable(seen.candidates, lambda files: files.check_complete(files.read_manifest()[0]), _beat)

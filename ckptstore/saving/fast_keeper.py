@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ class FastKeeper:
         return str(attempt)
 
     def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
-        """See `Keeper.publish`: the certificate that every node will have."""
+        """See `Keeper.publish`: the certificate that every node will have. All ranks hear it, so it is packed."""
         place = self._place
         for name in contents.directories:
             place.disk.storage.make_directory(attempt.key(name))
@@ -82,20 +83,20 @@ class FastKeeper:
         beat()
         world_size = len(place.members.nodes)
         manifest = manifest_of(request, attempt, contents, store_id=self._job.store_id(), world_size=world_size)
-        return place.certificate(manifest.encode(), self._save_number).encode()
+        return zlib.compress(place.certificate(manifest.encode(), self._save_number).encode(), 1)
 
     def outcome(self, lane: Group, attempt: Attempt, published: bytes) -> Certificate:
         """See `Keeper.outcome`: every node writes its certificate, and all hear whether one did. Collective.
 
         An error says that the checkpoint may be there (`committed` None): a certificate whose write failed may be.
         """
-        members = self._place.members
+        members, data = self._place.members, zlib.decompress(published)
 
         def certify(_beat: Beat) -> bytes:
             if not members.is_reporter:
                 return b"null"
             try:
-                self._place.disk.certify(published, ranks=self._place.held_ranks())
+                self._place.disk.certify(data, ranks=self._place.held_ranks())
             except CkptstoreError as error:
                 return json.dumps(f"{members.node}: {error.message}").encode()
             finally:
@@ -115,7 +116,7 @@ class FastKeeper:
             raise
         for text in failures:
             logger.warning("step %d has no certificate on a node: %s", attempt.step, text)
-        return Certificate.decode(published)
+        return Certificate.decode(data)
 
     def find(self, attempt: Attempt) -> Certificate | None:
         """See `Keeper.find`: on the disk of this node."""

@@ -24,8 +24,10 @@ from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, StateMismatch, StorageUnavailable, StoreFenced
 from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.node_server import NodeClient
 from ckptstore.format.changes import Noop
 from ckptstore.format.layout import record_key
+from ckptstore.job import Job
 from ckptstore.testing import FailAt, with_faults
 from ckptstore.testing.hooked import Call, wrap
 from ckptstore.testing.s3_server import s3_server
@@ -99,6 +101,46 @@ def test_each_load_reads_the_own_disk_first(jobs: Jobs, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, "ckptstore"):
         assert jobs.run("abc", flow, copies=2) == [None] * 3
     assert [record.getMessage() for record in caplog.records if "is read from" in record.getMessage()] == []
+
+
+def test_what_is_loaded_later_comes_from_the_other_copy_where_one_is_damaged(jobs: Jobs) -> None:
+    jobs.run("ab", save(1), copies=2)
+    flip(jobs.attempts("a")[-1] / "state-rank=00000-00.distcp")
+
+    def flow(store: CheckpointStore, rank: int) -> float:
+        found, state = store.resume(), state_of(0, rank)
+        assert found is not None
+        found.load(state)
+        assert state["w"].eq(1).all()
+        return float(state["own"][0])
+
+    assert jobs.run("ab", flow, copies=2) == [100.0, 101.0]
+
+
+def test_a_certificate_goes_only_to_nodes_that_do_not_have_it(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a line for each file of each rank. What all ranks hear of it does not grow with it."""
+    jobs.run("abc", save(1, 2), copies=2)
+    shutil.rmtree(jobs.disk("a"))
+    heard: list[str] = []
+    sent: list[str] = []
+    exchange, read_into = Job.exchange, NodeClient.read_into
+
+    def listen(job: Job, tag: str, part: Any, join: Any) -> Any:
+        told = exchange(job, tag, part, lambda parts, beat: (heard.append(repr(parts)), join(parts, beat))[1])
+        heard.append(repr(told))
+        return told
+
+    def read(client: NodeClient, attempt: Any, name: str, *args: Any) -> None:
+        if name == "fast.json":
+            sent.append(str(attempt))
+        read_into(client, attempt, name, *args)
+
+    monkeypatch.setattr(Job, "exchange", listen)
+    monkeypatch.setattr(NodeClient, "read_into", read)
+    assert jobs.run("abc", resume, copies=2) == of(2, 0, 1, 2)
+    assert heard
+    assert not any("crc32c" in text for text in heard)
+    assert len(sent) == len(set(sent)) == 2, "once each: the leader is on the new node"
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from contextlib import ExitStack
@@ -127,11 +128,22 @@ def train_step(config: dict[str, Any], model: Any, optimizer: Any, step: int) ->
     return mean
 
 
+def fast_tier(config: dict[str, Any]) -> ckptstore.FastTier | None:
+    """The nodes of the test cluster share a disk, so each gets a directory of its own."""
+    return ckptstore.FastTier(disk_of_ones_node(config), **config["fast"]) if "fast" in config else None
+
+
+def disk_of_ones_node(config: dict[str, Any]) -> Path:
+    worker = ckptstore.ray.current_worker()
+    assert worker is not None
+    return Path(config["notes"], f"disk-{worker.node_id}")
+
+
 def train(config: dict[str, Any]) -> None:
     """Train with DDP or FSDP2, save every other step, and go on from what is there."""
     import torch.distributed as dist
 
-    store = ckptstore.ray.store(retention=ckptstore.KeepLatest(3), **config.get("store", {}))
+    store = ckptstore.ray.store(retention=ckptstore.KeepLatest(3), fast=fast_tier(config), **config.get("store", {}))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, optimizer = parallel_model(config)
     state = {"model": model, "optimizer": optimizer}
@@ -169,14 +181,16 @@ def train(config: dict[str, Any]) -> None:
 
 def strike_during_save(config: dict[str, Any], rank: int, listeners: ExitStack) -> None:
     """When this worker has stored a part of a step, once in the life of the run: let the kernel end it, or let it hang
-    until the test does something worse."""
+    until the test does something worse. With "lose" the disk of its node is gone too."""
     victim, step, how = config["strike"]
     marker = Path(config["notes"], "struck")
 
     def strike(event: Event) -> None:
         if isinstance(event, BytesMoved | FileStored) and f"step-{step:010d}" in event.key and not marker.exists():
             marker.touch()
-            if how == "kill":
+            if how == "lose":
+                shutil.rmtree(disk_of_ones_node(config))
+            if how in ("kill", "lose"):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
 

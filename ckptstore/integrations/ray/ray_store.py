@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
+from ckptstore.format.record import Record
 from ckptstore.group import Beat
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import place_of
@@ -20,14 +21,18 @@ from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics
 from ckptstore.integrations.ray.pointer import Pointer
 from ckptstore.integrations.ray.preemption import MARGIN, Notice, PreemptionSave, current_notice
-from ckptstore.integrations.ray.reports import Reports
+from ckptstore.integrations.ray.reports import LateReports, Reports
 from ckptstore.integrations.ray.worker_group import RayWorkers
+from ckptstore.loading import fast_newest
 from ckptstore.loading.newest import Order, resume
 from ckptstore.opening import open_store
 from ckptstore.saving.background import OnBusy, PendingSave
 from ckptstore.saving.phases import SaveClock
 from ckptstore.store import CheckpointStore
 from ckptstore.upkeep.ray_snapshot import ROOT_NAME
+
+if TYPE_CHECKING:
+    from ckptstore.saving.save_state import Saved
 
 Prefer = Literal["newest", "ray"]
 
@@ -39,12 +44,18 @@ class RayStore(CheckpointStore):
     gives the checkpoint behind it. Ray's retention deletes pointers, the store's own deletes files. Outside of a worker
     of Ray Train it is a store like any other, and reports nothing.
 
+    With a fast tier Ray hears of a save when it is known what became of it in the store: the save and its checkpoint
+    where it came there, its metrics alone where a newer one did. The training function ends with `close`, which brings
+    the newest there.
+
     Metrics may be what Ray takes, text and nested dicts too; the store keeps the numbers, nested ones as "a/b".
     Collective are `save`, `save_async`, `save_directory`, `load`, `resume`, `warm_up` and `close`; in the training
     thread, as Ray wants it of reports.
     """
 
     _reports: Reports | None = None
+    _late: LateReports | None = None
+    """Where there is a fast tier."""
     _preempted: tuple[Notice, PreemptionSave] | None = None
     _ignores_ray: bool = False
     _run_options: Mapping[str, Any] | None = None
@@ -125,6 +136,9 @@ class RayStore(CheckpointStore):
         pending = super().save_async(step, state, **options)
         if reports and pending.skipped:
             reports.skipped(step, metrics)
+        elif self._late:
+            self._late.add(step, metrics, validation, pending)
+            self._late.send()
         elif reports:
             reports.pending(pending, metrics, max_failures=max_failures, validation=validation, started=started)
         return pending
@@ -161,10 +175,20 @@ class RayStore(CheckpointStore):
             if objection:
                 reports.skipped(step, {**(metrics or {}), "ckptstore_error": objection})
             else:
-                checkpoint = self.save(step, state, metrics=metrics, **options)
+                checkpoint = self._in_time(self.save(step, state, metrics=metrics, **options), notice)
             made = PreemptionSave(checkpoint=checkpoint, reason=objection, node_ids=notice.node_ids, ranks=notice.ranks)
             self._preempted = (notice, made)
         return self._preempted[1]
+
+    def _in_time(self, checkpoint: Checkpoint, notice: Notice) -> Checkpoint:
+        """The same in the store, if it comes there before the nodes go; else it is on the nodes alone. Collective."""
+        if self._late is None or checkpoint.is_durable:
+            return checkpoint
+        left = None if notice.deadline_seconds is None else max(0.0, notice.deadline_seconds - time.time())
+        drain = self._state_saver.drain_newest(left)
+        self._late.send()
+        brought = drain is not None and drain.done() and drain.error() is None
+        return self._checkpoint(drain.result(0.0)) if drain is not None and brought else checkpoint
 
     def _objection(self, notice: Notice, needed_seconds: float | None, *, longest_seconds: float) -> str:
         """Why there is no time for a save, "" if there is. Collective; by the leader's clock."""
@@ -213,15 +237,24 @@ class RayStore(CheckpointStore):
         if path:
             import ray.train
 
-            resume(self._job, order=lambda _numbers: ())  # claims
             config, group = StoreConfig.from_env(), RayWorkers(self.worker)
             kept_by_ray = ray.train.Checkpoint(path, self.worker.filesystem)
             files = kept_files(kept_by_ray, config, storage_options=self._run_options, group=group)
+            if prefer == "newest" and self._nodes_have_newer(files.read_manifest()[0].step):
+                return super().resume(state, **options)
+            resume(self._job, order=lambda _numbers: ())  # claims
             report = None if state is None else Checkpoint(files).load(state, **options)
             return Checkpoint(files, load_report=report)
         if prefer == "newest" or number is None:
             return super().resume(state, **options)
         return self.resume_in_order(lambda live: sorted(live, key=lambda it: (it > number, -it)), state, **options)
+
+    def _nodes_have_newer(self, step: int) -> bool:
+        """Whether the fast tier has a checkpoint of a later step. Collective."""
+        if self._job.fast_tier is None:
+            return False
+        found = fast_newest.look(self._in_turn(), is_loaded=False).candidates
+        return bool(found) and found[0].step > step
 
     def resume_in_order(self, order: Order, state: Mapping[str, Any] | None, **options: Any) -> Checkpoint | None:
         """`resume`, but the live checkpoints are tried in an order of one's own. Collective; the leader asks for it."""
@@ -248,9 +281,19 @@ class RayStore(CheckpointStore):
         )
 
     def close(self) -> None:
-        """`CheckpointStore.close`, after Ray knows what became of every save."""
+        """`CheckpointStore.close`, and Ray knows what became of every save."""
         self._settle()
         super().close()
+
+    def _saves_ended(self) -> None:
+        if self._late and self._deadline.left_seconds() != 0.0:
+            self._late.send(is_last=True)
+
+    def _saved(self, saved: Saved) -> Checkpoint:
+        checkpoint = super()._saved(saved)
+        if self._late and not isinstance(saved, Record):
+            self._late.drains[saved.drain.attempt] = saved.drain
+        return checkpoint
 
     def _report_to(self, worker: Worker, *, root: str, max_in_flight: int) -> None:
         """Report every save from now on; pointers name the store `root`."""
@@ -262,9 +305,11 @@ class RayStore(CheckpointStore):
             forgive=self._background.forgive,
             ranked_by=self.retention.required_metrics(),
         )
+        if self._job.fast_tier is not None:
+            self._late = LateReports(job=self._job, reports=self._reports)
 
     def _settle(self) -> None:
-        if self._reports:
+        if self._reports and not self._late:  # those that come late wait for the store, and no save does
             self._reports.settle()
 
     def _reported(
@@ -272,7 +317,11 @@ class RayStore(CheckpointStore):
     ) -> Checkpoint:
         if self._reports:
             self._reports.took(time.monotonic() - started)
-            self._reports.committed(checkpoint, metrics, validation=validation)
+            if self._late:
+                self._late.add(checkpoint.step, metrics, validation, checkpoint)
+                self._late.send()
+            else:
+                self._reports.committed(checkpoint, metrics, validation=validation)
         return checkpoint
 
 
@@ -300,18 +349,13 @@ def store(
         group: another group than that of Ray's workers.
         ignore_ray: have `resume` leave out what Ray hands back, and take what the store has, if anything: to begin anew
             on purpose, or where you load files that Ray stored itself.
-        options: the other keywords of `ckptstore.open_store` but `fast`: `retention`, `grace_seconds`...
+        options: the other keywords of `ckptstore.open_store`: `retention`, `grace_seconds`, `fast`...
             `missing` is "worst" in a worker: a save without a metric that retention ranks by is logged as a warning.
 
     Raises InvalidInput for a bad value, when the storage of the run is one that ckptstore cannot open by itself, and in
     a function of Ray Tune, where `ckptstore.ray.report` is what works.
     """
     refuse_in_tune("ckptstore.ray.store")
-    if options.get("fast") is not None:
-        raise InvalidInput(
-            "ckptstore.ray.store has no fast tier: Ray is told of checkpoints that are in the store",
-            hint="Leave fast out, or save in the training function to a store of open_store, which Ray does not know",
-        )
     if type(max_in_flight) is not int or max_in_flight < 1:
         raise InvalidInput(f"max_in_flight is {max_in_flight!r}, it must be an integer above 0")
     worker = current_worker()

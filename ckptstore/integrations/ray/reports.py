@@ -19,12 +19,19 @@ from typing import Any
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
+from ckptstore.format.record import Record
+from ckptstore.group import Beat
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.metrics import REPLACED, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
+from ckptstore.job import Job
+from ckptstore.loading.story import files_of
 from ckptstore.saving.background import PendingSave
+from ckptstore.saving.drain import Drain
 
 logger = logging.getLogger("ckptstore.ray")
+
+_NOT_KNOWN = "it is on the nodes, and the store was closed before it came there"
 
 
 @dataclass
@@ -85,7 +92,7 @@ class Reports:
         if self.worker.rank == 0:
             write_pointer(self.worker, name, Pointer.to(checkpoint, root=self.root), retry=self.retry)
         ray.train.report(
-            self._ranked(checkpoint.step, metrics),
+            self.ranked(checkpoint.step, metrics),
             checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
@@ -107,7 +114,7 @@ class Reports:
 
         self._wait_until_at_most(self.max_in_flight - 1)
         name = _directory_name(pending.step, secrets.token_hex(4))  # that of rank 0 counts
-        told = self._ranked(pending.step, metrics) | {"ckptstore_stalled_seconds": pending.stalled_seconds}
+        told = self.ranked(pending.step, metrics) | {"ckptstore_stalled_seconds": pending.stalled_seconds}
         ended = threading.Event()
         self._waiting.append(ended)
         ray.train.report(
@@ -120,13 +127,44 @@ class Reports:
             validation=validation,
         )
 
-    def skipped(self, step: int, metrics: Mapping[str, Any] | None) -> None:
-        """Report the metrics of a save that was left out, after the reports before it; returns at once."""
+    def stored(self, checkpoint: Checkpoint, told: dict[str, Any], *, validation: Any) -> None:
+        """Report a checkpoint that came into the store after its save; returns as `pending` does. The pointer to it is
+        written in the background."""
         import ray.train
 
+        self._wait_until_at_most(self.max_in_flight - 1)
+        name = _directory_name(checkpoint.step, checkpoint.uri.rpartition("-")[2])
+        pointer, ended = Pointer.to(checkpoint, root=self.root), threading.Event()
+        self._waiting.append(ended)
+
+        def upload(_reported: Any, directory_name: str) -> Any:
+            try:
+                if self.worker.rank == 0:
+                    write_pointer(self.worker, directory_name, pointer, retry=self.retry)
+                return ray.train.Checkpoint(self.worker.path_of(directory_name), self.worker.filesystem)
+            finally:
+                ended.set()
+
+        ray.train.report(
+            told,
+            checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=upload,
+            delete_local_checkpoint_after_upload=False,
+            validation=validation,
+        )
+
+    def alone(self, told: dict[str, Any]) -> None:
+        """Report metrics without a checkpoint, after the reports before them; returns at once."""
+        import ray.train
+
+        ray.train.report(told, checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC)
+
+    def skipped(self, step: int, metrics: Mapping[str, Any] | None) -> None:
+        """Report the metrics of a save that was left out, after the reports before it; returns at once."""
         self.counts.skipped_saves += 1
-        mode = ray.train.CheckpointUploadMode.ASYNC
-        ray.train.report(self._metrics(step, metrics), checkpoint_upload_mode=mode)
+        self.alone(self._metrics(step, metrics))
 
     def settle(self) -> None:
         """Wait until the outcome of every save in the background is known, here and to Ray."""
@@ -179,7 +217,7 @@ class Reports:
             told[score.name] = score.worst
             told[REPLACED] = {score.name: "save failed"}
 
-    def _ranked(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    def ranked(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         """The metrics of a checkpoint, with a warning where it ranks last for want of one."""
         told = self._metrics(step, metrics)
         if self.worker.rank == 0:  # those of the others count nowhere
@@ -197,6 +235,104 @@ class Reports:
         with self.counts.waiting(True):
             while len(self._waiting) > num_waiting:
                 self._waiting.pop(0).wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unreported:
+    """A save of which Ray has not heard."""
+
+    step: int
+    told: dict[str, Any]
+    """Its metrics, at the time of the call."""
+    validation: Any
+    saved: PendingSave | Checkpoint
+
+
+@dataclass(kw_only=True)
+class LateReports:
+    """The reports of a store with a fast tier, in one worker: of saves that are complete before they are in the store.
+
+    Ray registers what is in the store, and nothing else. So a report waits, in the order of the saves, until it is
+    known what became of the save: it is in the store, a newer one took its place there, or it could not be brought
+    there. The leader finds that out between two steps of the training; no rank waits for the store. Called from the
+    training thread.
+    """
+
+    job: Job
+    reports: Reports
+    drains: dict[str, Drain] = field(default_factory=dict)
+    """By attempt: the way of a fast checkpoint into the store. Added by the thread of the save."""
+    _waiting: list[_Unreported] = field(default_factory=list)
+
+    def add(
+        self, step: int, metrics: Mapping[str, Any] | None, validation: Any, saved: PendingSave | Checkpoint
+    ) -> None:
+        """A save that was made, or begun. All ranks add the same, and call `send` afterwards."""
+        told = self.reports.ranked(step, metrics)
+        if isinstance(saved, PendingSave):
+            told["ckptstore_stalled_seconds"] = saved.stalled_seconds
+        self._waiting.append(_Unreported(step=step, told=told, validation=validation, saved=saved))
+
+    def send(self, *, is_last: bool = False) -> None:
+        """Report the saves of which it is known what became of them, and with `is_last` the others too. Collective."""
+
+        def look(_parts: list[Any], _beat: Beat) -> list[Any]:
+            found: list[Any] = []
+            for save in self._waiting:
+                outcome = self._outcome(save)
+                if outcome is None and not is_last:
+                    break
+                found.append({"error": _NOT_KNOWN} if outcome is None else outcome)
+            return found
+
+        outcomes = self.job.exchange("reports", lambda _beat: None, look)
+        known, self._waiting = self._waiting[: len(outcomes)], self._waiting[len(outcomes) :]
+        for save, outcome in zip(known, outcomes, strict=True):
+            self._report(save, outcome)
+        if is_last:
+            self.reports.settle()
+
+    def _report(self, save: _Unreported, outcome: Mapping[str, Any]) -> None:
+        if "record" in outcome:
+            number, text = outcome["record"]
+            checkpoint = Checkpoint(files_of(self.job, Record.decode(text.encode(), number)))
+            self.reports.stored(checkpoint, save.told, validation=save.validation)
+            return
+        if "went_to_the_store" in outcome:
+            stored = save.saved.result() if isinstance(save.saved, PendingSave) else save.saved
+            assert stored is not None  # one that was left out is not added
+            self.reports.stored(stored, save.told, validation=save.validation)
+            return
+        if "error" in outcome:
+            self.reports.counts.failed_saves += 1
+        self.reports.alone({**save.told, **{f"ckptstore_{name}": text for name, text in outcome.items()}})
+
+    def _outcome(self, save: _Unreported) -> dict[str, Any] | None:
+        """Leader: what became of a save; None where that is not known yet. A dict of a record, of an error, or of the
+        step that took its place."""
+        saved = save.saved
+        if isinstance(saved, PendingSave):
+            if not saved.done():
+                return None
+            error = saved.error()
+            if error is not None:
+                return {"error": str(error)}
+            found = saved.result()
+            assert found is not None  # one that was left out is not added
+            saved = found
+        drain = self.drains.get(saved.uri.rpartition("/")[2])
+        if drain is None:  # the disk of a node was full
+            return {"went_to_the_store": True}
+        if not drain.done():
+            return None
+        del self.drains[drain.attempt]
+        if (failed := drain.error()) is not None:
+            return {"error": str(failed)}
+        newer = drain.superseded_by
+        if newer is not None:
+            return {"superseded_by_step": newer.entry.step}
+        record = drain.result(0.0)
+        return {"record": [record.number, record.encode().decode()]}
 
 
 def _directory_name(step: int, mark: str) -> str:
