@@ -78,6 +78,7 @@ def run_job(
         **(environment or {}),
     }
     readers: list[threading.Thread] = []
+    interrupted = threading.Event()
     try:
         for rank in range(num_ranks):
             process = subprocess.Popen(
@@ -89,9 +90,12 @@ def run_job(
             )
             job.processes.append(process)
         for process in job.processes:
-            readers.append(threading.Thread(target=_read, args=(process, tell), daemon=True))
+            readers.append(threading.Thread(target=_read, args=(process, tell, interrupted), daemon=True))
             readers[-1].start()
         return job.wait()
+    except KeyboardInterrupt:
+        interrupted.set()  # a terminal interrupts the ranks too, and how each of them ends then is no news
+        raise
     finally:
         for process in job.processes:
             _stop(process)
@@ -99,11 +103,12 @@ def run_job(
             reader.join()
 
 
-def _read(process: subprocess.Popen[str], tell: Callable[[str], None]) -> None:
+def _read(process: subprocess.Popen[str], tell: Callable[[str], None], interrupted: threading.Event) -> None:
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
-            tell(line.rstrip())
+            if not interrupted.is_set():
+                tell(line.rstrip())
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
