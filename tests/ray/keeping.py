@@ -177,6 +177,7 @@ def train(config: dict[str, Any]) -> None:
         assert store.save_async(step + 1, state, metrics={"step": step + 1}, on_busy="skip").skipped
         store.save_async(step + 2, state, metrics={"step": step + 2})
     store.close()
+    assert store._late is None or not store._late.drains, "no rank holds what Ray has heard of"
 
 
 def strike_during_save(config: dict[str, Any], rank: int, listeners: ExitStack) -> None:

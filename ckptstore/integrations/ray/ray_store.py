@@ -291,7 +291,7 @@ class RayStore(CheckpointStore):
 
     def _saved(self, saved: Saved) -> Checkpoint:
         checkpoint = super()._saved(saved)
-        if self._late and not isinstance(saved, Record):
+        if self._late and self._job.is_leader and not isinstance(saved, Record):  # who else asks for none
             self._late.drains[saved.drain.attempt] = saved.drain
         return checkpoint
 

@@ -261,7 +261,7 @@ class LateReports:
     job: Job
     reports: Reports
     drains: dict[str, Drain] = field(default_factory=dict)
-    """By attempt: the way of a fast checkpoint into the store. Added by the thread of the save."""
+    """Leader: by attempt, the way of a fast checkpoint into the store. Added by the thread of the save."""
     _waiting: list[_Unreported] = field(default_factory=list)
 
     def add(
