@@ -182,13 +182,20 @@ class RayStore(CheckpointStore):
 
     def _in_time(self, checkpoint: Checkpoint, notice: Notice) -> Checkpoint:
         """The same in the store, if it comes there before the nodes go; else it is on the nodes alone. Collective."""
-        if self._late is None or checkpoint.is_durable:
+        if self._late is None or checkpoint.number is not None:
             return checkpoint
         left = None if notice.deadline_seconds is None else max(0.0, notice.deadline_seconds - time.time())
         drain = self._state_saver.drain_newest(left)
+
+        def record(_parts: list[Any], _beat: Beat) -> Any:  # the leader's clock decides for all
+            if drain is None or not drain.done() or drain.error() is not None:
+                return None
+            found = drain.result(0.0)
+            return [found.number, found.encode().decode()]
+
+        told = self._job.exchange("brought in time", lambda _beat: None, record)
         self._late.send()
-        brought = drain is not None and drain.done() and drain.error() is None
-        return self._checkpoint(drain.result(0.0)) if drain is not None and brought else checkpoint
+        return checkpoint if told is None else self._checkpoint(Record.decode(told[1].encode(), told[0]))
 
     def _objection(self, notice: Notice, needed_seconds: float | None, *, longest_seconds: float) -> str:
         """Why there is no time for a save, "" if there is. Collective; by the leader's clock."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
@@ -245,7 +245,19 @@ class _Unreported:
     told: dict[str, Any]
     """Its metrics, at the time of the call."""
     validation: Any
-    saved: PendingSave | Checkpoint
+    saved: PendingSave | Checkpoint | str
+    """The attempt alone of one that is on the nodes: a checkpoint has its manifest."""
+
+    def shortened(self) -> _Unreported:
+        """The same without what nobody needs any more."""
+        saved = self.saved
+        if isinstance(saved, PendingSave) and saved.done() and saved.error() is None:
+            found = saved.result()
+            assert found is not None  # one that was left out is not added
+            saved = found
+        if isinstance(saved, Checkpoint) and saved.number is None:
+            saved = saved.uri.rpartition("/")[2]
+        return replace(self, saved=saved)
 
 
 @dataclass(kw_only=True)
@@ -285,6 +297,7 @@ class LateReports:
                 found.append({"error": _NOT_KNOWN} if outcome is None else outcome)
             return found
 
+        self._waiting = [save.shortened() for save in self._waiting]
         outcomes = self.job.exchange("reports", lambda _beat: None, look)
         known, self._waiting = self._waiting[: len(outcomes)], self._waiting[len(outcomes) :]
         for save, outcome in zip(known, outcomes, strict=True):
@@ -298,11 +311,6 @@ class LateReports:
             checkpoint = Checkpoint(files_of(self.job, Record.decode(text.encode(), number)))
             self.reports.stored(checkpoint, save.told, validation=save.validation)
             return
-        if "went_to_the_store" in outcome:
-            stored = save.saved.result() if isinstance(save.saved, PendingSave) else save.saved
-            assert stored is not None  # one that was left out is not added
-            self.reports.stored(stored, save.told, validation=save.validation)
-            return
         if "error" in outcome:
             self.reports.counts.failed_saves += 1
         self.reports.alone({**save.told, **{f"ckptstore_{name}": text for name, text in outcome.items()}})
@@ -310,29 +318,24 @@ class LateReports:
     def _outcome(self, save: _Unreported) -> dict[str, Any] | None:
         """Leader: what became of a save; None where that is not known yet. A dict of a record, of an error, or of the
         step that took its place."""
-        saved = save.saved
+        saved = save.shortened().saved
         if isinstance(saved, PendingSave):
-            if not saved.done():
-                return None
-            error = saved.error()
-            if error is not None:
-                return {"error": str(error)}
-            found = saved.result()
-            assert found is not None  # one that was left out is not added
-            saved = found
-        drain = self.drains.get(saved.uri.rpartition("/")[2])
-        if drain is None:  # the disk of a node was full
-            return {"went_to_the_store": True}
+            return {"error": str(saved.error())} if saved.done() else None
+        if isinstance(saved, Checkpoint):  # it went to the store: the disk of a node was full
+            assert saved.number is not None  # of what is in the store
+            return _told(self.job.log.records([saved.number])[0])
+        drain = self.drains[saved]
         if not drain.done():
             return None
-        del self.drains[drain.attempt]
+        del self.drains[saved]
         if (failed := drain.error()) is not None:
             return {"error": str(failed)}
         newer = drain.superseded_by
-        if newer is not None:
-            return {"superseded_by_step": newer.entry.step}
-        record = drain.result(0.0)
-        return {"record": [record.number, record.encode().decode()]}
+        return _told(drain.result(0.0)) if newer is None else {"superseded_by_step": newer.entry.step}
+
+
+def _told(record: Record) -> dict[str, Any]:
+    return {"record": [record.number, record.encode().decode()]}
 
 
 def _directory_name(step: int, mark: str) -> str:
