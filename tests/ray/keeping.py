@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from contextlib import ExitStack
@@ -190,7 +189,8 @@ def strike_during_save(config: dict[str, Any], rank: int, listeners: ExitStack) 
         if isinstance(event, BytesMoved | FileStored) and f"step-{step:010d}" in event.key and not marker.exists():
             marker.touch()
             if how == "lose":
-                shutil.rmtree(disk_of_ones_node(config))
+                disk = disk_of_ones_node(config)
+                disk.rename(disk.with_name("lost"))  # at once: other threads go on to write into it
             if how in ("kill", "lose"):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
