@@ -24,11 +24,10 @@ from ckptstore.testing.s3_server import S3Server
 from ckptstore.transfer.opened import open_place
 
 numbers = itertools.count()
+# Not moto: of several creates of one key more than one may win there, and a store that finds that out refuses to write.
 STORES = [
     pytest.param(("s3", "obstore"), id="s3-obstore"),
     pytest.param(("s3", "fsspec"), id="s3-fsspec"),
-    pytest.param(("moto", "obstore"), id="moto-obstore", marks=pytest.mark.slow),
-    pytest.param(("moto", "fsspec"), id="moto-fsspec", marks=pytest.mark.slow),
     pytest.param(("gs", "obstore"), id="gs-obstore", marks=pytest.mark.slow),
     pytest.param(("gs", "fsspec"), id="gs-fsspec", marks=pytest.mark.slow),
     pytest.param(("az", "obstore"), id="az-obstore", marks=pytest.mark.slow),
@@ -39,13 +38,12 @@ STORES = [
 ]
 FIXTURES = {
     "s3": "fast_s3",
-    "moto": "moto",
     "gs": "fake_gcs",
     "az": "azurite",
     "careless": "careless_gcs",
     "ceph": "ceph",
 }
-SCHEMES = {"s3": "s3", "moto": "s3", "gs": "gs", "az": "az", "careless": "gs", "ceph": "s3"}
+SCHEMES = {"s3": "s3", "gs": "gs", "az": "az", "careless": "gs", "ceph": "s3"}
 
 
 @pytest.fixture(params=STORES)
