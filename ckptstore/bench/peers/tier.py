@@ -192,6 +192,7 @@ class CappedDrain(Contender):
 
     name, family = OURS, OURS
     role: ClassVar[Role] = "ckptstore"
+    _known_steps: ClassVar[dict[float, int]] = {}
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
@@ -201,14 +202,20 @@ class CappedDrain(Contender):
         self._optimizer = torch.optim.AdamW(self._model.parameters())
         self._batch = torch.randn(64, 256)
         wanted_seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, case.rank_bytes / _BYTES_PER_SECOND))
-        began = time.perf_counter()
-        self._train(_TRIED_STEPS)
-        each = (time.perf_counter() - began) / _TRIED_STEPS
-        self._num_steps = max(1, min(case.gather(int(wanted_seconds / each))))
+        self._num_steps = self._num_steps_of(wanted_seconds)
         rate = case.rank_bytes * case.world_size / NUM_NODES / (_DRAINS_LONGER * wanted_seconds)
         self._rate = case.gather(rate)[0]
         self._store: CheckpointStore | None = None
         self._step = 0
+
+    def _num_steps_of(self, seconds: float) -> int:
+        """How many take about so long: measured once, so that all contenders take equally many."""
+        if seconds not in self._known_steps:
+            began = time.perf_counter()
+            self._train(_TRIED_STEPS)
+            each = (time.perf_counter() - began) / _TRIED_STEPS
+            self._known_steps[seconds] = max(1, min(self.case.gather(int(seconds / each))))
+        return self._known_steps[seconds]
 
     def _train(self, num_steps: int) -> None:
         for _ in range(num_steps):

@@ -129,7 +129,7 @@ def _facts(view: _View, found: Workload, bytes_per_second: float | None, latency
         facts["requests to the bucket before it was complete"] = max(one.requests or 0 for one in ours.samples)
     if view.name == "tier-steps" and ours is not None:  # all of it: the steps went on when the drain was over
         most_bytes = max(one.sent_bytes or 0 for one in ours.samples)
-        facts["share that came into the bucket beside the steps"] = round(most_bytes / found.size_bytes, 2)
+        facts["share of the drain in requests that ended beside the steps"] = round(most_bytes / found.size_bytes, 2)
     return facts
 
 
