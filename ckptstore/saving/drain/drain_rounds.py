@@ -207,6 +207,10 @@ class Rounds:
                 for drain in list(drains)[-1:]:
                     emit(DrainStalled(**self._named(drain), error=str(error)))
             return
+        if error.retryable and self.stopped.is_set():  # it would have been tried again, had there been time
+            failure = given_up(f"the store was closed before it answered: {error.message}")
+            failure.__cause__, failure.committed = error, error.committed
+            error = failure
         self.fail(drains, error)
 
     def _look(self, drains: Collection[Drain]) -> bool:
