@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--mark", type=int, default=0)
     parser.add_argument("--name", default="more.bin")
     parser.add_argument("--stay", action="store_true")
+    parser.add_argument("--wait", type=Path, help="after the first step, until this is there")
     given = parser.parse_args()
     if given.term is not None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(given.term))
@@ -45,6 +46,8 @@ def main() -> None:
         for old in _steps(given.folder)[: -given.limit]:
             shutil.rmtree(given.folder / f"checkpoint-{old}")
         time.sleep(given.pause)
+        while given.wait is not None and step == begin + 1 and not given.wait.exists():
+            time.sleep(0.05)
     print(f"pid {os.getpid()} is through", flush=True)
     while given.stay:
         time.sleep(0.1)

@@ -21,7 +21,7 @@ def turns(path: Path, *, repeat: int) -> list[str]:
     case = Case(place=Place(uri=str(path)), rank=0, world_size=1, durable=False)
     contest = Contest(case, "save", figure="total_seconds", tell=lambda text, _total: told.append(text))
     outcomes = contest.run([contender(name) for name in NAMES], repeat=repeat)
-    assert [(one.name, len(one.samples)) for one in outcomes] == [(name, repeat) for name in NAMES]
+    assert [(one.name, len(one.samples), one.reason) for one in outcomes] == [(name, repeat, None) for name in NAMES]
     return told[len(NAMES) :]
 
 
