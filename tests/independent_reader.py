@@ -141,10 +141,27 @@ def read_index(data):
     return parts
 
 
-def read_state(read):
-    """Tensors as {key: (dtype, shape, bytes)} and plain values as stored, `read` giving a file by its name. What ranks
-    have of their own is under (key, rank). Every digest is checked."""
-    parts = read_index(read("tensors.index"))
+def read_outline(data, read):
+    """The parts of an index that has an outline; `read` gives a file by its name."""
+    need(data[:8] == b"CKPTTIXO", "this is no outline")
+    outline = json.loads(zlib.decompress(data[16:]))
+    need(outline["version"] == 1, "the outline is of another version")
+    digits = len(f"{outline['num_prefixes'] - 1:x}")
+    parts = []
+    for rank, (size, part_crc) in enumerate(outline["parts"]):
+        spread = f"{rank % outline['num_prefixes']:0{digits}x}"[::-1] + "/" if outline["num_prefixes"] > 1 else ""
+        part = read(f"{spread}tensors-rank={rank:05d}.index")
+        need(len(part) == size and crc(part) == part_crc, f"the part of rank {rank} is damaged")
+        parts.append(read_part(part))
+        need(parts[-1][0] == rank, "a part is in another's place")
+    return parts
+
+
+def read_state(read, names):
+    """Tensors as {key: (dtype, shape, bytes)} and plain values as stored, `read` giving a file by its name, one of
+    `names`. What ranks have of their own is under (key, rank). Every digest is checked."""
+    outline = "tensors.outline" in names
+    parts = read_outline(read("tensors.outline"), read) if outline else read_index(read("tensors.index"))
     files = {name: read(name) for name in sorted({chunk[1] for part in parts for chunk in part[2]})}
     tensors, values, filled = {}, {}, {}
     for rank, held, chunks, digests, common, own in parts:
@@ -189,7 +206,7 @@ def read_checkpoint(root, record):
 
     for name in listed:
         read(name)
-    return read_state(read)
+    return read_state(read, listed)
 
 
 if __name__ == "__main__":

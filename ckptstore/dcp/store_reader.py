@@ -11,7 +11,7 @@ import os
 import pickle
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -35,8 +35,10 @@ from ckptstore.errors import (
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest
+from ckptstore.loading.index_read import PartReader
 from ckptstore.runtime.torch_private import is_wrapper
 from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.index.outline import OUTLINE_NAME, Outline
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import TensorRef, map_tensors
 from ckptstore.state.live.values import Frame
@@ -139,11 +141,9 @@ class StoreReader(StorageReader):
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
         if kwargs.get("rank") is not None:
             return self._stock_metadata(storage, transfer, f"__{self._rank}{DCP_METADATA_NAME}", meta)
-        try:
-            data = storage.read(INDEX_NAME)
-        except FileMissing:
+        index = _index_in(storage, transfer)
+        if index is None:
             return self._stock_metadata(storage, transfer, DCP_METADATA_NAME, meta)
-        index = TensorIndex.decode(data)
         world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         state = StoredState(
             index, transfer.read, "", self._rank, world_size, per_rank=self._per_rank, allow_pickle=self._allow_pickle
@@ -250,6 +250,15 @@ class StoreReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Any path or URI may be one."""
         return bool(os.fspath(checkpoint_id))
+
+
+def _index_in(storage: Storage, transfer: Transfer) -> TensorIndex | None:
+    """The index in a directory, None where there is none. DCP's planners look at every chunk."""
+    with suppress(FileMissing):
+        return TensorIndex.decode(storage.read(INDEX_NAME))
+    with suppress(FileMissing):
+        return PartReader(Outline.decode(storage.read(OUTLINE_NAME)), transfer.read, "").whole()
+    return None
 
 
 def _rank_of(kwargs: Mapping[str, Any]) -> int:

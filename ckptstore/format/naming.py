@@ -128,3 +128,12 @@ def _agree_on_shared(offers: Sequence[Offer]) -> dict[str, int]:
                     hint="Take it out of shared=[...] to keep every rank's copy",
                 )
     return writers
+
+
+def spread_directory(rank: int, num_prefixes: int) -> str:
+    """The directory of a rank's files with its slash, "" where they are not spread. The digit that differs from rank to
+    rank comes first, for storages split by the beginnings of keys."""
+    if num_prefixes == 1:
+        return ""
+    num_digits = len(f"{num_prefixes - 1:x}")
+    return f"{rank % num_prefixes:0{num_digits}x}"[::-1] + "/"

@@ -53,6 +53,8 @@ def tensor_differences(a: Checkpoint, b: Checkpoint, *, values: bool = False) ->
         for one_of_both in files:
             stack.enter_context(one_of_both.held())
         pair = _Pair(*(open_any(one_of_both.alone()) for one_of_both in files))
+        pair.a.whole_index()
+        pair.b.whole_index()
         for key in sorted({*ours, *theirs}):
             one, other = ours.get(key), theirs.get(key)
             change, largest = _compared(pair, one, other, values=values)

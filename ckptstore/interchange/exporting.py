@@ -190,7 +190,7 @@ def _saved(stored: StoredState, wanted: Callable[[str], bool]) -> Saved:
 
 def _notices_of_ranks(stored: StoredState, selection: Selection) -> list[str]:
     """What is one rank's alone."""
-    if len(stored.index.parts) == 1:
+    if stored.index.world_size == 1:
         return []
     apart = [key for key in selection.values if key in stored.index.value_ranks()]
     apart += [key for key in selection.sources if stored.entry(selection.sources[key]).per_rank]

@@ -1,12 +1,15 @@
-"""Opening a large tensor index: only the parts that a rank needs if it has what it had in the save."""
+"""Opening a large tensor index: only the parts that a rank needs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from ckptstore.format.manifest import Receipt
+from ckptstore.errors import CheckpointDamaged
+from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.loading.story import CheckpointFiles
-from ckptstore.state.index.index_file import ENTRY_BYTES, FOOTER_BYTES, places
+from ckptstore.state.index.index_file import ENTRY_BYTES, FOOTER_BYTES, INDEX_NAME, places
+from ckptstore.state.index.outline import OUTLINE_NAME, Outline
+from ckptstore.state.index.part import Part
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.transfer import RangeRead
 
@@ -38,6 +41,56 @@ def read_own_parts(files: CheckpointFiles, receipt: Receipt, *, rank: int, world
     checks = {number: ((place.size_bytes, place.crc32c),) for number, place in chosen.items()}
     _read(files, receipt, [(chosen[number].offset, parts[number], checks[number]) for number in chosen])
     return TensorIndex.of_parts(parts, world_size=world_size, file=receipt.name)
+
+
+def read_whole(files: CheckpointFiles, manifest: Manifest) -> TensorIndex | None:
+    """The index with the parts of all ranks; None for a checkpoint that has none. Raises CheckpointDamaged."""
+    outline, listed = manifest.by_name.get(OUTLINE_NAME), manifest.by_name.get(INDEX_NAME)
+    if outline is not None:
+        index = PartReader(Outline.decode(files.read_file(outline)), files.read, files.prefix).whole()
+    elif listed is not None:
+        index = TensorIndex.decode(files.read_file(listed), file=listed.name)
+    else:
+        return None
+    index.check_files({item.name: item.size_bytes for item in manifest.files})
+    return index
+
+
+class PartReader:
+    """Reads parts of an index that has an outline, each once, and checks them. Safe for one thread."""
+
+    def __init__(self, outline: Outline, read: Callable[[Sequence[RangeRead]], None], prefix: str) -> None:
+        self._outline, self._read, self._prefix = outline, read, prefix
+        self._parts: dict[int, Part] = {}
+
+    def opened(self, *, rank: int | None) -> TensorIndex:
+        """With the values that are for all ranks; and what a rank of the save has of its own, or else the lowest one
+        that has its own."""
+        own = self._outline.own.values() if rank is None else [rank]
+        return self.with_parts([*self._outline.common, *own])
+
+    def whole(self) -> TensorIndex:
+        """With the parts of all ranks."""
+        return self.with_parts(range(self._outline.world_size))
+
+    def with_parts(self, ranks: Iterable[int]) -> TensorIndex:
+        """With the parts of these ranks too. Raises CheckpointDamaged, FileMissing, StorageError."""
+        outline, new = self._outline, sorted(set(ranks) - self._parts.keys())
+        places = [outline.parts[rank] for rank in new]
+        views = [memoryview(bytearray(place.size_bytes)) for place in places]
+        names = [outline.part_name(rank) for rank in new]
+        self._read(
+            [
+                RangeRead(f"{self._prefix}{name}", 0, (view,), ((place.size_bytes, place.crc32c),))
+                for name, view, place in zip(names, views, places, strict=True)
+            ]
+        )
+        for rank, name, view in zip(new, names, views, strict=True):
+            part = self._parts[rank] = Part.decode(view, file=name)
+            if part.rank != rank:
+                raise CheckpointDamaged(f"{name} has the part of rank {part.rank}", file=name)
+        parts = [self._parts[rank] for rank in sorted(self._parts)]
+        return TensorIndex(parts, world_size=outline.world_size, outline=outline)
 
 
 def _read(

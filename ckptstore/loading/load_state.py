@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
@@ -15,12 +15,12 @@ from ckptstore.errors import (
     StoreMissing,
 )
 from ckptstore.format.layout import DCP_METADATA_NAME
-from ckptstore.format.manifest import Manifest
+from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
 from ckptstore.group import Beat, Group
 from ckptstore.job import Job
 from ckptstore.loading import fast_newest
-from ckptstore.loading.index_read import read_own_parts
+from ckptstore.loading.index_read import PartReader, read_own_parts
 from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
 from ckptstore.loading.load_watch import LoadWatch, watched
 from ckptstore.loading.newest import FastOrder, Order, first_usable, newest_first, told_resumed
@@ -29,6 +29,7 @@ from ckptstore.log.identity import read_identity
 from ckptstore.runtime.beat import no_beat
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.index_file import INDEX_NAME
+from ckptstore.state.index.outline import OUTLINE_NAME, Outline
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.apply import Loading, begin_load
 from ckptstore.state.live.matching import Matching, Mismatch, Saved
@@ -209,6 +210,9 @@ class _Reader:
         self._local: Transfer | None = None
         self._elsewhere: dict[str, str] = {}
         """Keys of files that lie in the directories of other checkpoints."""
+        self._sizes_bytes: Mapping[str, int] = {}
+        self._parts: PartReader | None = None
+        """Of an index that has an outline."""
         self.has_own_parts = False
         """Whether the index that was opened last is made of the parts that this rank needs for what it has saved."""
         self.beat: Beat = no_beat
@@ -232,19 +236,38 @@ class _Reader:
         self._elsewhere = {
             files.prefix + receipt.name: files.key_of(receipt) for receipt in manifest.files if receipt.attempt
         }
-        receipt = manifest.by_name.get(INDEX_NAME)
-        if manifest.kind != "state" or receipt is None:
+        if manifest.kind != "state" or not has_state(manifest):
             raise InvalidInput(
                 f"Step {manifest.step} is a directory checkpoint, and has no state to load",
                 hint="Use as_directory() or to_directory()",
             )
-        copies = self._copies
+        self._sizes_bytes = {item.name: item.size_bytes for item in manifest.files}
+        outline = manifest.by_name.get(OUTLINE_NAME)
+        if outline is not None:
+            self._parts = PartReader(Outline.decode(self._whole(outline)), files.read, files.prefix)
+            self.has_own_parts = False
+            return self._checked(self._parts.opened(rank=rank))
+        receipt = manifest.by_name[INDEX_NAME]
         index = None if rank is None else read_own_parts(files, receipt, rank=rank, world_size=manifest.world_size)
         self.has_own_parts = index is not None
-        if index is None:
-            index = TensorIndex.decode(_read_copy(copies) if copies else files.read_file(receipt))
-        index.check_files({item.name: item.size_bytes for item in manifest.files})
+        return self._checked(index or TensorIndex.decode(self._whole(receipt)))
+
+    def _whole(self, receipt: Receipt) -> bytes:
+        """A file, by way of this node's copies where there are any."""
+        if self._copies is None:
+            return self._files.read_file(receipt)
+        with self._copies.lost_is_told():
+            return self._copies.path(receipt.name).read_bytes()
+
+    def _checked(self, index: TensorIndex) -> TensorIndex:
+        index.check_files(self._sizes_bytes)
         return index
+
+    @property
+    def more(self) -> Callable[[Iterable[int]], TensorIndex] | None:
+        """See `StoredState.more`."""
+        parts = self._parts
+        return None if parts is None else lambda ranks: self._checked(parts.with_parts(ranks))
 
     def read(self, ranges: Sequence[RangeRead]) -> None:
         """See `Transfer.read`."""
@@ -260,14 +283,14 @@ class _Reader:
             local.read([replace(item, key=keys[item.key]) for item in ranges], beat=self.beat)
 
 
-def _read_copy(copies: NodeCopies) -> bytes:
-    with copies.lost_is_told():
-        return copies.path(INDEX_NAME).read_bytes()
+def has_state(manifest: Manifest) -> bool:
+    """Whether it has the index of a state, or the outline of one."""
+    return INDEX_NAME in manifest.by_name or OUTLINE_NAME in manifest.by_name
 
 
 def is_stock(manifest: Manifest) -> bool:
     """Whether it is a directory that torch's DCP wrote on its own."""
-    return INDEX_NAME not in manifest.by_name and DCP_METADATA_NAME in manifest.by_name and not manifest.store_id
+    return not has_state(manifest) and DCP_METADATA_NAME in manifest.by_name and not manifest.store_id
 
 
 def _open_stock(files: CheckpointFiles, reader: _Reader, manifest: Manifest, options: LoadOptions) -> StockState:
@@ -323,6 +346,7 @@ def _open(
             allow_pickle=options.allow_pickle,
             buffer_bytes=files.config.transfer.memory_budget_bytes // 2,
             asked=asked,
+            more=reader.more,
         )
         held.append((stored, stored.saved(), manifest))
         return b""
@@ -434,7 +458,8 @@ def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:
         reader = _Reader(files, LoadOptions(), stack)
         reader.hold()
         index = reader.open(files.read_manifest()[0], share=False)
-        stored = StoredState(index, reader.read, files.prefix, rank=0, world_size=len(index.parts))
+        stored = StoredState(index, reader.read, files.prefix, rank=0, world_size=index.world_size, more=reader.more)
+        stored.whole_index()
         return stored.value_of_each_rank(key)
 
 
@@ -442,7 +467,9 @@ def open_alone(files: CheckpointFiles) -> StoredState:
     """The stored state for a process on its own, which takes the lowest rank's of what differs between ranks."""
     reader = _Reader(files, LoadOptions(), ExitStack())
     index = reader.open(files.read_manifest()[0], share=False)
-    return StoredState(index, reader.read, files.prefix, rank=0, world_size=1, per_rank="first")
+    return StoredState(
+        index, reader.read, files.prefix, rank=0, world_size=1, per_rank="first", more=reader.more
+    )  # fmt: skip
 
 
 def open_any(files: CheckpointFiles) -> StoredState | StockState:

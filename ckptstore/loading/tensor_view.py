@@ -78,7 +78,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
     def _opened(self) -> tuple[TensorIndex, Manifest]:
         files = self._files.alone()
         with files.held():
-            return open_any(files).index, files.read_manifest()[0]
+            return open_any(files).whole_index(), files.read_manifest()[0]
 
     @cached_property
     def _sources(self) -> dict[str, str]:

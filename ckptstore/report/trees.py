@@ -65,18 +65,12 @@ def read_tree(checkpoint: Checkpoint) -> ReadTree:
     No lease is written: a prune may delete the checkpoint meanwhile. Raises CheckpointGone, CheckpointDamaged,
     StorageError; ModuleNotFoundError without numpy or, for what torch's DCP wrote, without torch.
     """
-    from ckptstore.state.index.index_file import INDEX_NAME
+    from ckptstore.loading.index_read import read_whole
 
     files = files_behind(checkpoint)
     manifest = files.read_manifest()[0]
-    receipt = manifest.by_name.get(INDEX_NAME)
-    if receipt is None:
-        return _stock_tree(checkpoint)
-    from ckptstore.state.index.tensor_index import TensorIndex
-
-    index = TensorIndex.decode(files.read_file(receipt), file=receipt.name)
-    index.check_files({item.name: item.size_bytes for item in manifest.files})
-    return _tree_of(index, files, manifest)
+    index = read_whole(files, manifest)
+    return _stock_tree(checkpoint) if index is None else _tree_of(index, files, manifest)
 
 
 def _stock_tree(checkpoint: Checkpoint) -> ReadTree:

@@ -19,6 +19,7 @@ from ckptstore.runtime.collector import collector_paused
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.state.index.index_file import INDEX_NAME, join_parts
 from ckptstore.state.index.items import Structure
+from ckptstore.state.index.outline import OUTLINE_NAME, part_name
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.device import LaunchedWork
@@ -28,6 +29,7 @@ from ckptstore.state.write.copies import boxes_of, check_equal
 from ckptstore.state.write.coverage import Expected
 from ckptstore.state.write.describe import Described, describe
 from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
+from ckptstore.state.write.outlining import RankTold
 from ckptstore.state.write.shard_files import ShardFiles
 from ckptstore.state.write.stock_write import MAX_CHUNKS, stock_frames, stock_metadata
 from ckptstore.storage.base import CopiesInside, Disk, Storage
@@ -105,7 +107,7 @@ class StateShard:
         """What this rank has: first its digests, then what the leader asks for. Raises InvalidState, with the key."""
         if self._found is None:
             self._found = self._look()
-            self._negotiator.begin(self._found.items)
+            self._negotiator.begin(self._found.items, self._rank)
         if self._agreement is not None:  # and the leader has to compare copies
             return boxes_of(self._found, self._agreement)
         return self._negotiator.describe() if self._world_size > 1 else b""
@@ -128,7 +130,7 @@ class StateShard:
         if self._agreement is not None:
             check_equal(descriptions)
             return Decision(b"", self._negotiator.size_bytes, may_be_less)
-        told = self._negotiator.join(descriptions)
+        told = self._negotiator.join(descriptions, may_outline=self._options.stock_readable is not True)
         self._expected = self._negotiator.expected
         return Decision(told, self._negotiator.size_bytes if is_settled(told) else None, may_be_less)
 
@@ -159,7 +161,7 @@ class StateShard:
             num_prefixes=options.num_prefixes,
             on_disk=isinstance(self._storage, Disk),
         )
-        if options.stock_readable:
+        if options.stock_readable and not agreement.is_outlined:
             self._add_stock_values(agreement, [*plan.common, *plan.own])
         self.sources = [*self._files.sources()]
 
@@ -201,11 +203,21 @@ class StateShard:
             receipts += self._add({kept_file_name(self._rank): self.kept.encode()}, attempt, beat)
         with collector_paused():
             part = self._files.index_part([one.block_crcs for one in stored])
-            head = {
-                "receipts": [receipt.to_json() for receipt in receipts],
-                "stock": self._files.stock,
-                "paths": self._paths,
-            }
+        return self._told(receipts, part, attempt, beat)
+
+    def _told(self, receipts: list[Receipt], part: bytes, attempt: Attempt, beat: Beat) -> bytes:
+        """What the leader has to know. Where it writes an outline, this rank's part of the index is stored here."""
+        assert self._files is not None  # stored before
+        assert self._agreement is not None
+        head: dict[str, Any] = {}
+        if self._agreement.is_outlined:
+            name = part_name(self._rank, self._options.num_prefixes)
+            (stored,) = self._add({name: part}, attempt, beat)
+            receipts, head, part = [*receipts, stored], {"told": self._files.told(stored)}, b""
+        else:
+            head = {"stock": self._files.stock, "paths": self._paths}
+        with collector_paused():
+            head["receipts"] = [receipt.to_json() for receipt in receipts]
             packed = zlib.compress(json.dumps(head).encode(), 1)
         return b"".join([_LENGTH.pack(len(packed)), packed, part])
 
@@ -216,20 +228,33 @@ class StateShard:
         """
         heads, parts = zip(*(_unpacked(data) for data in stored), strict=True)
         receipts = [Receipt.from_json(entry) for head in heads for entry in head["receipts"]]
-        joined = join_parts(parts)
-        index = TensorIndex.decode(joined)
-        index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
-        self._expected.check(index)
+        assert self._agreement is not None  # heard before
+        if self._agreement.is_outlined:
+            told = [RankTold(*head["told"]) for head in heads]
+            outline = self._negotiator.outline(self._agreement, told, num_prefixes=self._options.num_prefixes)
+            written = {OUTLINE_NAME: outline.encode()}
+        else:
+            written = self._listed(heads, parts, receipts)
         beat()
-        written = {INDEX_NAME: joined}
-        if self._options.stock_readable is True or (self._options.stock_readable and index.num_chunks <= MAX_CHUNKS):
-            written[DCP_METADATA_NAME] = stock_metadata(index, *_stock_parts(heads))
         if not isinstance(self._storage, Disk):
             return Contents([*receipts, *self._add(written, attempt, beat)])
         for name, data in written.items():
             self._storage.write(attempt.key(name), [memoryview(data)])
             receipts.append(Receipt(name, len(data), crc32c(data), self._rank))
         return Contents(receipts, pending=list(written))
+
+    def _listed(
+        self, heads: Sequence[Mapping[str, Any]], parts: Sequence[bytes], receipts: Sequence[Receipt]
+    ) -> dict[str, bytes]:
+        """The index that has the parts of all ranks, and what stock readers need."""
+        joined = join_parts(parts)
+        index = TensorIndex.decode(joined)
+        index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
+        self._expected.check(index)
+        written = {INDEX_NAME: joined}
+        if self._options.stock_readable is True or (self._options.stock_readable and index.num_chunks <= MAX_CHUNKS):
+            written[DCP_METADATA_NAME] = stock_metadata(index, *_stock_parts(heads))
+        return written
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
         """Files of the checkpoint before, under a second name or copied inside the storage. Nothing is read here."""

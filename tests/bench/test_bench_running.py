@@ -21,6 +21,7 @@ from ckptstore.bench.run import contest
 from ckptstore.bench.shapes import PRESETS, asked_bytes, rank_state, shapes_of
 from ckptstore.bench.timeline import straggler
 from ckptstore.bench.work import Task
+from ckptstore.bench.workloads.sharded_ranks import commit_of_sharded
 from ckptstore.bench.workloads.simulated import commit_of
 from ckptstore.cli import main
 from ckptstore.errors import InvalidInput, StorageFull
@@ -129,6 +130,16 @@ def test_finding_checkpoints_takes_two_requests_at_any_size(tmp_path: Path) -> N
 def test_a_commit_of_simulated_ranks_asks_for_a_number_of_requests_that_grows_with_them(tmp_path: Path) -> None:
     few, many = (run_ranks(1, commit_of, str(tmp_path / str(n)), n, 0.0)[0] for n in (8, 64))
     assert 3 * 56 <= many["requests"] - few["requests"] <= 5 * 56
+
+
+def test_what_grows_with_ranks_does_not_grow_with_tensors(tmp_path: Path) -> None:
+    """Each rank tells the leader as much of many tensors as of few. The outline has a row for each tensor."""
+    few, many = (run_ranks(1, commit_of_sharded, str(tmp_path / "s"), 1024, n)[0] for n in (256, 1024))
+    assert many["told_bytes"] < 1.05 * few["told_bytes"]
+    assert many["agree_bytes"] < 2 * few["agree_bytes"]
+    assert many["outline_bytes"] < 1024 * 60 + 1024 * 40
+    assert many["open_own_bytes"] < 1 << 20
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_disk_is_not_filled(tmp_path: Path) -> None:
@@ -244,6 +255,8 @@ def test_every_workload_runs_on_a_disk(tmp_path: Path, monkeypatch: pytest.Monke
     assert [point["at"] for point in value["scaling"]["real"]["ranks"]] == [1, 2]
     assert [point["at"] for point in value["scaling"]["real"]["files"]] == [10]
     assert value["scaling"]["simulated"]["laws"]["requests"]["exponent"] == pytest.approx(1, abs=0.1)
+    assert value["scaling"]["sharded"]["laws"]["told_bytes"]["exponent"] == pytest.approx(1, abs=0.1)
+    assert [point["ranks"] for point in value["scaling"]["sharded"]["points"]] == [64, 256]
     assert not (tmp_path / "place").exists()
 
 

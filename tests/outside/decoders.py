@@ -228,6 +228,7 @@ def state_targets() -> dict[str, Target]:
     return {
         "index": Target(indexes, _decode_index, 10),
         "part": Target(_parts(indexes), _decode_part, 40),
+        "outline": Target(_outlines(), _decode_outline, 20),
         "kept": Target(kept, _decode_kept, 10),
         "values": Target(_value_texts(), _decode_values, 20),
         "metadata": Target(
@@ -277,6 +278,31 @@ def _decode_index(data: bytes) -> object:
     index.check_files(dict.fromkeys(index.files, 1 << 40))
     values = index.common_values(), index.own_values(0), index.value_ranks()
     return found, values, index.aliases, index.keys_of(0)
+
+
+def _outlines() -> list[bytes]:
+    from ckptstore.state.index.outline import Outline, Outlined, PartFile, Span
+    from ckptstore.state.tensors.layouts import Cut, Mesh, MeshLayout
+
+    meshes = Mesh((2, 2), (0, 1, 2, 3)), Mesh((3,), (3, 0, 2))
+    layouts = MeshLayout(meshes[0], (Cut(-1), Cut(0))), MeshLayout(meshes[1], (Cut(1, 2),))
+    tensors = (
+        Outlined("a", "float32", (5, 3), 1),
+        Outlined("b", "int8", (4, 700), 2),
+        Outlined("c", "float32", (5, 3), 1),
+    )
+    rest = {"tied": {"c": "a"}, "own": {"b": 2, "value": 0}, "common": (0,), "spans": (Span(1, 0, 2), Span(3, 1, 1))}
+    full = Outline(tuple(PartFile(100 + rank, rank) for rank in range(4)), tensors, layouts, **rest, num_prefixes=16)
+    return [full.encode(), Outline((PartFile(1, 1),), ()).encode()]
+
+
+def _decode_outline(data: bytes) -> object:
+    from ckptstore.state.index.outline import Outline
+    from ckptstore.state.tensors.boxes import whole
+
+    outline = Outline.decode(data)
+    held = [outline.holders(tensor.key, 0, whole(tensor.shape)) for tensor in outline.tensors]
+    return held, [outline.part_name(rank) for rank in range(min(9, outline.world_size))]
 
 
 def _parts(indexes: Sequence[bytes]) -> list[bytes]:

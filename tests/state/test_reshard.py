@@ -19,7 +19,7 @@ from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.format.layout import Attempt
 from ckptstore.group import find_group
 from ckptstore.state.live.flatten import FlatState, TensorEntry, TensorRef
-from ckptstore.state.tensors.placement import pieces_of, shard_runs
+from ckptstore.state.tensors.placement import pieces_of
 from ckptstore.state.write.agree import Negotiator
 from ckptstore.state.write.describe import describe
 from ckptstore.storage.disk.local import LocalStorage
@@ -315,18 +315,6 @@ def test_what_differed_needs_a_word_at_another_world_size(ran):
     noise = skipping.value_of_each_rank("noise")
     assert [one["seed"].tolist() for one in noise] == [[rank, rank] for rank in range(4)]
     transfer.close()
-
-
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 16, 17])
-@pytest.mark.parametrize("factor", [1, 2, 3])
-def test_shares_of_a_dimension_are_those_of_torch_chunk(length, factor):
-    numbers = torch.arange(length)
-    for shares in (1, 2, 3, 4):
-        for share in range(shares):
-            runs = shard_runs([(0, length)], shares=shares, share=share, split_factor=factor)
-            found = [index for start, size in runs for index in range(start, start + size)]
-            parts = [chunks(block, shares, 0)[share] for block in chunks(numbers, factor, 0)]
-            assert found == torch.cat(parts).tolist()
 
 
 def test_a_plain_tensor_is_one_piece_and_an_empty_one_none():

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import ckptstore
+from ckptstore.state.write import outlining
 
 _names = itertools.count()
 
@@ -94,6 +96,17 @@ def run_threads(world_size: int, uri: str, flow: Callable[[ckptstore.CheckpointS
         return [run(0)]
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(run, range(world_size)))
+
+
+@contextmanager
+def outlined(always: bool = True) -> Iterator[None]:
+    """Every index has an outline, where that is possible, however few its chunks are."""
+    before = outlining.MANY_CHUNKS
+    outlining.MANY_CHUNKS = -1 if always else before
+    try:
+        yield
+    finally:
+        outlining.MANY_CHUNKS = before
 
 
 def new_uri() -> str:

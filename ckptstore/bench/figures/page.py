@@ -153,5 +153,13 @@ def _growth(scaling: Mapping[str, Any]) -> str:
                 fitted = [(point["ranks"], law["base"] + law["slope"] * point["ranks"]) for point in points]
                 lines.append(Curve(label=f"n^{law['exponent']:.2f} at the end", points=fitted, dashed=True))
             parts.append(curves(lines, x_title="simulated ranks", y_title=title))
-    parts += [f'<p class="small">{escape(line)}</p>' for line in told.scaling_lines({"simulated": simulated})]
+    sharded = scaling.get("sharded", {})
+    if sharded.get("points"):
+        parts.append(f"<h3>A commit of {sharded['tensors']} tensors, each divided over all ranks</h3>")
+        points = [(point["ranks"], point["seconds"]) for point in sharded["points"]]
+        parts.append(
+            curves([Curve(label="measured", points=points)], x_title="simulated ranks", y_title="seconds to the commit")
+        )
+    told_of = {"simulated": simulated, "sharded": sharded}
+    parts += [f'<p class="small">{escape(line)}</p>' for line in told.scaling_lines(told_of)]
     return "\n".join(parts)

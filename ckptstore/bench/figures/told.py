@@ -92,9 +92,30 @@ def scaling_lines(scaling: Mapping[str, Any]) -> list[str]:
             f"{point['ranks']} simulated ranks: commit {point['seconds']:.2f} s, {point['requests']} requests, leader "
             f"{point['cpu_seconds']:.2f} s of CPU, {peak}"
         )
-    for name, law in simulated.get("laws", {}).items():
-        lines.append(f"{name} over ranks n: {law['text']}; between the two largest it grows by n^{law['exponent']:.2f}")
-    return lines
+    lines += _law_lines(simulated)
+    sharded = scaling.get("sharded", {})
+    lines += [_sharded_line(point) for point in sharded.get("points", ())]
+    return lines + _law_lines(sharded)
+
+
+def _sharded_line(point: Mapping[str, Any]) -> str:
+    peak = f"{point['peak_bytes'] / (1 << 20):.0f} MiB"
+    heard, agreed = point["told_bytes"] / (1 << 20), point["agree_bytes"] / (1 << 20)
+    return (
+        f"{point['ranks']} simulated ranks, {point['tensors']} tensors over all of them: {point['seconds']:.2f} s from "
+        f"the last answer to the commit, {point['cpu_seconds']:.2f} s of CPU, {peak}; agreed in "
+        f"{point['agree_seconds']:.2f} s from {agreed:.1f} MiB; heard {heard:.1f} MiB; outline "
+        f"{point['outline_bytes'] / 1000:.0f} kB, manifest {point['manifest_bytes'] / 1000:.0f} kB; opened as saved in "
+        f"{point['open_own_seconds']:.2f} s from {point['open_own_bytes'] / 1000:.0f} kB, by a quarter of the ranks in "
+        f"{point['open_quarter_seconds']:.2f} s"
+    )
+
+
+def _law_lines(growth: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} over ranks n: {law['text']}; between the two largest it grows by n^{law['exponent']:.2f}"
+        for name, law in growth.get("laws", {}).items()
+    ]
 
 
 def report_lines(report: Report) -> Sequence[str]:

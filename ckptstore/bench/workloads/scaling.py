@@ -13,6 +13,7 @@ from ckptstore.bench.figures.laws import exponent, line
 from ckptstore.bench.figures.report import Asked, Workload
 from ckptstore.bench.work import Task
 from ckptstore.bench.workloads.files import files_of
+from ckptstore.bench.workloads.sharded_ranks import NUM_TENSORS, commit_of_sharded
 from ckptstore.bench.workloads.simulated import commit_of
 from ckptstore.testing import run_ranks
 
@@ -25,6 +26,7 @@ _FILES_BYTES = 256 << 20
 _TIMEOUT_SECONDS = 1800.0
 _LATENCY_SECONDS = 0.005
 _FIGURES = ("seconds", "requests", "cpu_seconds", "peak_bytes")
+_SHARDED_FIGURES = ("seconds", "cpu_seconds", "peak_bytes", "told_bytes", "agree_bytes", "outline_bytes")
 
 Contest = Callable[[Task, int], Workload]
 Show = Callable[[str, int, int], None]
@@ -42,6 +44,7 @@ def scaling(place: Place, asked: Asked, size_bytes: int, contest: Contest, show:
     return {
         "real": {"ranks": _curve(ranks), "bytes": _curve(sizes), "files": _curve(_over_files(task, contest))},
         "simulated": simulate(place, max_ranks=asked.max_ranks, latency_seconds=latency_seconds, show=show),
+        "sharded": simulate_sharded(place, max_ranks=asked.max_ranks, show=show),
     }
 
 
@@ -75,24 +78,37 @@ def _curve(points: Sequence[tuple[int, Workload]]) -> list[dict[str, Any]]:
 def simulate(place: Place, *, max_ranks: int, latency_seconds: float, show: Show) -> dict[str, Any]:
     """Commits of a real leader with so many simulated ranks, and the laws that fit. On a local disk, whose latency is
     injected."""
+    points = _points(place, max_ranks, "commit", commit_of, latency_seconds, show=show)
+    return {"latency_seconds": latency_seconds, "points": points, "laws": laws(points, _FIGURES)}
+
+
+def simulate_sharded(place: Place, *, max_ranks: int, show: Show) -> dict[str, Any]:
+    """The same of a state of many tensors, each divided over all ranks, which torch.distributed connects. Without
+    latency."""
+    points = _points(place, max_ranks, "fully sharded state", commit_of_sharded, NUM_TENSORS, show=show)
+    return {"tensors": NUM_TENSORS, "points": points, "laws": laws(points, _SHARDED_FIGURES)}
+
+
+def _points(
+    place: Place, max_ranks: int, what: str, commit: Callable[..., dict[str, Any]], *more: Any, show: Show
+) -> list[dict[str, Any]]:
+    """What `commit` of a directory, a number of ranks and more measures, each time in a process of its own."""
     above = place.path if place.is_local else None
     points: list[dict[str, Any]] = []
     for count in [count for count in SIMULATED_RANKS if count <= max_ranks]:
-        show(f"ranks: a commit of {count} simulated ranks", len(points), len(SIMULATED_RANKS))
+        show(f"ranks: {what} of {count} simulated ranks", len(points), len(SIMULATED_RANKS))
         with tempfile.TemporaryDirectory(prefix="ckptstore-bench-ranks-", dir=above) as directory:
-            points += run_ranks(
-                1, commit_of, f"{directory}/run", count, latency_seconds, timeout_seconds=_TIMEOUT_SECONDS
-            )
-    return {"latency_seconds": latency_seconds, "points": points, "laws": laws(points)}
+            points += run_ranks(1, commit, f"{directory}/run", count, *more, timeout_seconds=_TIMEOUT_SECONDS)
+    return points
 
 
-def laws(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def laws(points: Sequence[Mapping[str, Any]], figures: Sequence[str]) -> dict[str, Any]:
     """For each figure the line that fits, and by which power of the ranks it grows between the two largest."""
     found: dict[str, Any] = {}
     if len(points) < 2:
         return found
     numbers = [float(point["ranks"]) for point in points]
-    for name in _FIGURES:
+    for name in figures:
         values = [point[name] for point in points]
         if any(value is None for value in values):
             continue

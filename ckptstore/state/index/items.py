@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ckptstore.state.index.part import DTYPES
 from ckptstore.state.tensors.boxes import Box, Sizes
+from ckptstore.state.tensors.layouts import MeshLayout
 
 
 class Mode(IntEnum):
@@ -57,6 +58,10 @@ class Item:
     tied_to: str = ""
     """The key whose memory this is too."""
     owner: str = ""
+    layout: MeshLayout | None = None
+    """SHARD and MESH: the rule by which ranks have it, in torch's numbers of the ranks; None where there is none."""
+    member: int = -1
+    """What torch's number of this rank is, where it has a layout; -1 for a rank outside of the mesh."""
     digest: bytes = b""
     """COMPARE and VALUE: XXH3-128 of what it holds."""
 
@@ -81,6 +86,8 @@ class Row(NamedTuple):
     tied_to: str
     owner: str
     group: int
+    layout: int = 0
+    """Its place in the layouts of the structure, counted from 1; 0 where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +96,42 @@ class Structure:
 
     rows: tuple[Row, ...]
     """In the order of keys."""
+    layouts: tuple[MeshLayout, ...] = ()
 
     @staticmethod
     def of(items: Sequence[Item]) -> Structure:
         """The structure of items that are sorted by key."""
-        return Structure(
-            tuple(
-                Row(item.key, int(item.mode), item.dtype, item.shape, item.tied_to, item.owner, item.group)
-                for item in items
+        places: dict[MeshLayout, int] = {}
+        known: dict[int, int] = {}  # a layout lists ranks, and thousands of tensors have the same object
+
+        def place(layout: MeshLayout | None) -> int:
+            if layout is None:
+                return 0
+            if id(layout) not in known:
+                known[id(layout)] = places.setdefault(layout, len(places) + 1)
+            return known[id(layout)]
+
+        rows = tuple(
+            Row(
+                item.key, int(item.mode), item.dtype, item.shape, item.tied_to, item.owner, item.group,
+                place(item.layout),
             )
-        )
+            for item in items
+        )  # fmt: skip
+        return Structure(rows, tuple(places))
 
     def encode(self) -> bytes:
         """As bytes; equal structures give equal bytes."""
-        return json.dumps(self.rows, separators=(",", ":")).encode()
+        layouts = [layout.to_json() for layout in self.layouts]
+        return json.dumps([self.rows, layouts], separators=(",", ":")).encode()
 
     @staticmethod
     def decode(data: bytes) -> Structure:
         """The structure of bytes that `encode` made, on another rank of the same job."""
+        rows, layouts = json.loads(data)
         return Structure(
-            tuple(Row(key, mode, dtype, tuple(shape), *rest) for key, mode, dtype, shape, *rest in json.loads(data))
+            tuple(Row(key, mode, dtype, tuple(shape), *rest) for key, mode, dtype, shape, *rest in rows),
+            tuple(map(MeshLayout.from_json, layouts)),
         )
 
     def compared(self) -> list[str]:

@@ -52,7 +52,7 @@ _SHARED = 2
 
 _MAGIC = b"CKPTTIX1"
 _HEADER = struct.Struct("<8s8I8Q")
-_MAX_ELEMENTS = 1 << 56
+MAX_ELEMENTS = 1 << 56
 _MAX_TEXT_RATIO = 1100
 
 
@@ -309,9 +309,7 @@ def _volumes(numbers: Any, ndim: Any, shape_at: Any, chunk_tensor: Any, chunk_bo
         offsets, sizes = boxes[:, : int(dims)], boxes[:, int(dims) :]
         limits = numbers[shape_at[chunk_tensor[here]].astype(np.int64)[:, None] + place[int(dims) :]].astype(np.int64)
         _require(bool((shapes >= 0).all() and (boxes >= 0).all()), "a number is negative")
-        _require(
-            bool((np.prod(shapes[:, int(dims) :].astype(float), axis=1) < _MAX_ELEMENTS).all()), "a tensor is huge"
-        )
+        _require(bool((np.prod(shapes[:, int(dims) :].astype(float), axis=1) < MAX_ELEMENTS).all()), "a tensor is huge")
         _require(bool((offsets <= limits).all() and (sizes <= limits - offsets).all()), "a chunk leaves its tensor")
         volumes[here] = sizes.prod(axis=1)
     return volumes
@@ -325,7 +323,7 @@ def _regions(
     file = np.concatenate([chunk_file[large], slabs[0].astype(np.int64)])
     offset = np.concatenate([chunk_offset[large], slabs[1]])
     size = np.concatenate([chunk_bytes[large], slabs[2]])
-    _require(bool((offset >= 0).all() and (size > 0).all() and (size < _MAX_ELEMENTS).all()), "a region has no size")
+    _require(bool((offset >= 0).all() and (size > 0).all() and (size < MAX_ELEMENTS).all()), "a region has no size")
     _require(not len(file) or int(file.max()) < files, "a slab is of no file")
     order = np.lexsort((size, offset, file))
     file, offset, size = file[order], offset[order], size[order]

@@ -17,8 +17,9 @@ import numpy as np
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.index_file import INDEX_NAME, split_parts
+from ckptstore.state.index.outline import Outline
 from ckptstore.state.index.part import BESIDE_VALUE, DTYPE_NAMES, DTYPES, PER_RANK, Part, Regions
-from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.tensors.boxes import Box, whole
 
 _LISTED_CHUNKS = 200_000
 """An index of more chunks stays in columns, to save memory."""
@@ -50,14 +51,17 @@ class TensorIndex:
     """The parts of all ranks, or of some."""
 
     @collector_paused()
-    def __init__(self, parts: Iterable[Part], *, world_size: int | None = None) -> None:
-        """`world_size` is that of the save, where not all of its parts are given."""
+    def __init__(self, parts: Iterable[Part], *, world_size: int | None = None, outline: Outline | None = None) -> None:
+        """`world_size` is that of the save, where not all of its parts are given. An outline has the tensors of all."""
         self.parts = tuple(parts)
+        self.outline = outline
         self.world_size = len(self.parts) if world_size is None else world_size
         self.files: tuple[str, ...] = tuple(dict.fromkeys(name for part in self.parts for name in part.files))
         self._row_of: dict[tuple[str, int], int] = {}
         self._entries: list[IndexedTensor] = []
         self._entry_ranks: list[int] = []
+        if outline is not None:
+            self._take(outline)
         rows_of_parts = self._merge_rows()
         self._join_columns(rows_of_parts)
 
@@ -68,7 +72,13 @@ class TensorIndex:
         return TensorIndex.of_parts(parts, world_size=len(parts), file=file)
 
     @staticmethod
-    def of_parts(parts: Mapping[int, bytes | memoryview], *, world_size: int, file: str = INDEX_NAME) -> TensorIndex:
+    def of_parts(
+        parts: Mapping[int, bytes | memoryview],
+        *,
+        world_size: int,
+        file: str = INDEX_NAME,
+        outline: Outline | None = None,
+    ) -> TensorIndex:
         """The index of some ranks' parts, which were checked against their digests."""
         decoded = [Part.decode(parts[rank], file=file) for rank in sorted(parts)]
         for rank, part in zip(sorted(parts), decoded, strict=True):
@@ -76,7 +86,26 @@ class TensorIndex:
                 raise CheckpointDamaged(
                     f"{file} has the part of rank {part.rank} in the place of rank {rank}", file=file
                 )
-        return TensorIndex(decoded, world_size=world_size)
+        return TensorIndex(decoded, world_size=world_size, outline=outline)
+
+    def _take(self, outline: Outline) -> None:
+        """Know the tensors of an outline. What parts have of them must be the same."""
+        for tensor in outline.tensors:
+            own = outline.own.get(tensor.key)
+            entry = IndexedTensor(tensor.key, tensor.dtype, tensor.shape, own is not None, beside_value=False)
+            self._row_of[tensor.key, -1 if own is None else own] = len(self._entries)
+            self._entries.append(entry)
+            self._entry_ranks.append(-1)
+
+    def lacking(self, fqn: str, rank: int, wanted: Box) -> frozenset[int]:
+        """The ranks whose parts may have chunks of a box, as that rank sees the tensor, and are not here."""
+        if self.outline is None:
+            return frozenset()
+        return self.outline.holders(fqn, rank, wanted) - self._ranks
+
+    @cached_property
+    def _ranks(self) -> frozenset[int]:
+        return frozenset(part.rank for part in self.parts)
 
     def _merge_rows(self) -> list[np.ndarray[Any, Any]]:
         """One row for each tensor; a tensor that differs between ranks has one for each rank that has it."""
@@ -98,7 +127,8 @@ class TensorIndex:
             self._entries.append(entry)
             self._entry_ranks.append(rank)
         elif self._entries[known] != entry:
-            ranks = f"{self._entry_ranks[known]} and {rank}"
+            other = self._entry_ranks[known]
+            ranks = f"the outline and {rank}" if other < 0 else f"{other} and {rank}"
             raise CheckpointDamaged(f"ranks {ranks} disagree on the tensor {entry.fqn}")
         return known
 
@@ -188,6 +218,8 @@ class TensorIndex:
     @cached_property
     def aliases(self) -> Mapping[str, str]:
         """For each tensor whose chunks lie where another one's do, that other one."""
+        if self.outline is not None:
+            return self.outline.tied
         if not self.num_chunks:
             return {}
         first_of: dict[tuple[int, int], int] = {}
@@ -207,14 +239,19 @@ class TensorIndex:
         return None if row is None else self._entries[row]
 
     def ranks_of(self, fqn: str) -> list[int]:
-        """The ranks that have a tensor of that name of their own."""
-        return [part.rank for part in self.parts if (fqn, part.rank) in self._row_of]
+        """The ranks that have a tensor of that name of their own; of those whose parts are not here, the lowest."""
+        found = {part.rank for part in self.parts if (fqn, part.rank) in self._row_of}
+        if self.outline is not None and fqn in self.outline.own:
+            found.add(self.outline.own[fqn])
+        return sorted(found)
 
     def chunks(self, fqn: str, rank: int, wanted: Box | None = None) -> list[Chunk]:
         """The chunks of a tensor, as that rank sees it, that share elements with the wanted box, or all."""
         row = self._row_of.get((fqn, -1), self._row_of.get((fqn, rank)))
         if row is None:
             return []
+        if self.outline is not None and (lacking := self.lacking(fqn, rank, wanted or whole(self._entries[row].shape))):
+            raise RuntimeError(f"the parts of ranks {sorted(lacking)[:5]} of the index are needed, and were not read")
         low, high = self._limits[row], self._limits[row + 1]
         dims = len(self._entries[row].shape)
         picked: Any = range(low, high)
@@ -296,8 +333,13 @@ class TensorIndex:
         return dict(pair for part in self.parts if part.rank == rank and part.own for pair in _values(part.own))
 
     def value_ranks(self) -> dict[str, list[int]]:
-        """For each plain value that differs between ranks, the ranks that have one."""
+        """For each plain value that differs between ranks, the ranks that have one; the lowest alone where an outline
+        is known and not all parts are."""
         found: dict[str, list[int]] = {}
+        if self.outline is not None and len(self.parts) < self.world_size:
+            known = ((key, rank) for key, rank in self.outline.own.items() if (key, rank) not in self._row_of)
+            found.update((key, [rank]) for key, rank in known)
+            return found
         for part in self.parts:
             for name, _ in _values(part.own) if part.own else ():
                 found.setdefault(name, []).append(part.rank)

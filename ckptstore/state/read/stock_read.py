@@ -77,6 +77,10 @@ class StockState:
                 f"{DCP_METADATA_NAME} is not what stock DCP writes: {error!r}", file=DCP_METADATA_NAME
             ) from None
 
+    def whole_index(self) -> TensorIndex:
+        """See `StoredState.whole_index`."""
+        return self.index
+
     def all_keys(self) -> set[str]:
         """The keys of tensors and of plain values."""
         return {*self.index.tensors, *self.index.aliases, *self._values}

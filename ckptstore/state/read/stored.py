@@ -45,6 +45,8 @@ class StoredState:
     checked: bool = True
     asked: Callable[[str], bool] = lambda key: True
     """Which keys somebody wants. The others may differ between ranks, whatever `per_rank` says: they are left out."""
+    more: Callable[[Iterable[int]], TensorIndex] | None = None
+    """Where the index has an outline: the index with the parts of these ranks too."""
     _ranks: dict[str, int] = field(default_factory=dict)
     """Whose a key is that differs between ranks."""
 
@@ -210,7 +212,27 @@ class StoredState:
         """Read boxes of stored tensors, each into memory of its shape and dtype. Raises CheckpointDamaged."""
         self._fill([(key, self.source_rank(key), [Piece(box, memory)]) for key, box, memory in wanted])
 
+    def whole_index(self) -> TensorIndex:
+        """The index with the parts of all ranks."""
+        if self.more is not None:
+            self.index = self.more(range(self.index.world_size))
+        return self.index
+
+    def _know(self, wanted: Iterable[tuple[str, int, list[Piece]]]) -> None:
+        """Read the parts of the index that have chunks of these boxes."""
+        if self.more is None:
+            return
+        lacking = {
+            holder
+            for source, rank, pieces in wanted
+            for piece in pieces
+            for holder in self.index.lacking(source, rank, piece.box)
+        }
+        if lacking:
+            self.index = self.more(lacking)
+
     def _fill(self, wanted: Sequence[tuple[str, int, list[Piece]]], run: RunSteps = run_steps) -> None:
+        self._know(wanted)
         plan = ReadPlan(self.index, prefix=self.prefix, checked=self.checked)
         with collector_paused():
             for source, rank, pieces in wanted:

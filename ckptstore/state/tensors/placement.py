@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
@@ -15,13 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import is_wrapper
 from ckptstore.state.tensors.boxes import Box, whole
+from ckptstore.state.tensors.layouts import REPLICATED, Cut, Mesh, MeshLayout, runs_of
 from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, key_of_part, unwrap
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Most tensors are one of these; what they are not needs no look at their attributes then."""
-
-Runs = list[tuple[int, int]]
-"""(first index, length) of what a rank has along one dimension, in the order in which it has it."""
 
 
 class Piece(NamedTuple):
@@ -38,6 +36,8 @@ class Sharers(NamedTuple):
     num_ranks: int
     ranks: tuple[int, ...]
     position: int
+    member: int
+    """Torch's number of this one; -1 outside of the mesh."""
 
 
 def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
@@ -102,10 +102,11 @@ def sharers_of(tensor: DTensor) -> Sharers:
 def _sharers(mesh: DeviceMesh, coordinate: tuple[int, ...] | None, dims: tuple[int, ...]) -> Sharers:
     count = prod(mesh.size(dim) for dim in dims)
     if coordinate is None:
-        return Sharers(count, (), 0)
+        return Sharers(count, (), 0, -1)
     place = tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))
     ranks = tuple(mesh.mesh[place].reshape(-1).tolist())
-    return Sharers(count, ranks, ranks.index(int(mesh.mesh[coordinate])))
+    member = int(mesh.mesh[coordinate])
+    return Sharers(count, ranks, ranks.index(member), member)
 
 
 def group_of(tensor: torch.Tensor) -> int:
@@ -135,65 +136,36 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return type(tensor) not in PLAIN_TYPES and (isinstance(tensor, DTensor) or hasattr(tensor, "local_shards"))
 
 
-def shard_runs(runs: Runs, *, shares: int, share: int, split_factor: int = 1) -> Runs:
-    """What one of `shares` ranks gets of a dimension, as `torch.chunk` cuts it.
-
-    With a `split_factor` the dimension is cut into so many chunks first, and the rank gets its share of each: the
-    order in which FSDP2 shards what tensor parallelism has sharded.
-    """
-    length = sum(size for _, size in runs)
-    found: Runs = []
-    for start, stop in _chunks(0, length, split_factor):
-        first, last = list(_chunks(start, stop, shares))[share]
-        found += _taken(runs, first, last)
-    return found
+def layout_of(tensor: DTensor) -> MeshLayout:
+    """How its mesh cuts a DTensor, in torch's numbers of the ranks."""
+    return _layout(tensor.device_mesh, tuple(tensor.placements))
 
 
-def _chunks(start: int, stop: int, count: int) -> Iterator[tuple[int, int]]:
-    size = -(-(stop - start) // count)
-    for index in range(count):
-        yield min(stop, start + index * size), min(stop, start + (index + 1) * size)
+@lru_cache(maxsize=256)
+def _layout(mesh: DeviceMesh, placements: tuple[Any, ...]) -> MeshLayout:
+    ranks = Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.reshape(-1).tolist()))
+    return MeshLayout(ranks, tuple(map(_cut, placements)))
 
 
-def _taken(runs: Runs, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """What the positions from `first` to `last` of a sequence of runs are; neighbours are joined."""
-    position = 0
-    for start, size in runs:
-        low, high = max(first, position), min(last, position + size)
-        if low < high:
-            yield start + low - position, high - low
-        position += size
-
-
-def _joined(runs: Runs) -> Runs:
-    found: Runs = []
-    for start, size in runs:
-        if found and sum(found[-1]) == start:
-            found[-1] = found[-1][0], found[-1][1] + size
-        else:
-            found.append((start, size))
-    return found
+def _cut(placement: Any) -> Cut:
+    return (
+        Cut(REPLICATED)
+        if isinstance(placement, Replicate)
+        else Cut(placement.dim, getattr(placement, "split_factor", 1))
+    )
 
 
 def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    runs: list[Runs] = [[(0, size)] for size in tensor.shape]
-    placements: Sequence[Any] = tensor.placements
-    for dim, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            continue
-        if not isinstance(placement, Shard) and not hasattr(placement, "split_factor"):
+    for placement in tensor.placements:
+        if not isinstance(placement, Replicate | Shard) and not hasattr(placement, "split_factor"):
             raise InvalidState(f"{key} has the placement {placement!r}, which has no numbers to store yet")
-        if coordinate is not None:
-            factor = int(getattr(placement, "split_factor", 1))
-            along: Any = placement.dim
-            runs[along] = shard_runs(runs[along], shares=mesh.size(dim), share=coordinate[dim], split_factor=factor)
+    coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return
     with torch.no_grad():
         local = tensor.to_local().detach()
-    runs = [_joined(each) for each in runs]
+    mesh_shape, cuts = tuple(tensor.device_mesh.mesh.shape), [_cut(placement) for placement in tensor.placements]
+    runs = runs_of(tuple(tensor.shape), mesh_shape, cuts, coordinate)
     sizes = tuple(sum(size for _, size in each) for each in runs)
     if hasattr(local, "local_shards"):  # several boxes, each with memory of its own and its place in the whole
         shards: Any = local

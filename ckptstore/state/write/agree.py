@@ -1,7 +1,8 @@
 """How the ranks agree on who writes what: one small exchange before any byte moves, two when something is new.
 
-Each rank sends the digest of its structure and one digest of all that is to be compared. The leader asks for the
-structure and the digest of every key when that is not what it knows from the last save. What was found to differ
+Each rank sends the digest of its structure and one digest of all that is to be compared. When that is not what the
+leader knows from the last save, it asks all ranks for the digest of every key, and one rank of each kind for the
+structure. What was found to differ
 between ranks is compared key by key from then on, so that the next save needs one exchange again.
 """
 
@@ -19,7 +20,9 @@ import xxhash
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.index.items import DIGEST_BYTES, WHOLE_MODES, Item, Mode, Structure, total_bytes
+from ckptstore.state.index.outline import Outline
 from ckptstore.state.write.coverage import Expected
+from ckptstore.state.write.outlining import Agreed, Outlinable, RankTold, outlinable_of, outline_of
 
 _AGAIN = b"again"
 _HEAD_BYTES = 2 * DIGEST_BYTES
@@ -44,6 +47,8 @@ class Agreement:
     """For distributed tensors of which several sets of ranks have a copy each, these sets by their lowest rank."""
     members: tuple[int, ...] = ()
     """What torch's number of each rank is, where it matters; -1 where nobody needs it."""
+    is_outlined: bool = False
+    """Whether each rank keeps its own part of the index, and the leader writes an outline."""
 
     def holders(self, key: str) -> Sequence[int]:
         """The ranks that have the key, in order."""
@@ -56,21 +61,24 @@ class Agreement:
         """As bytes for the other ranks; the same agreement gives the same bytes."""
         copies = dict(sorted(self.copies.items()))
         fields = [self.classes, dict(sorted(self.partial.items())), sorted(self.differs), sorted(self.untied), copies]
-        return zlib.compress(json.dumps([self.world_size, *fields, self.members]).encode(), 1)
+        members = None if self.members == tuple(range(self.world_size)) else self.members
+        whole = [self.world_size, *fields, members, self.is_outlined]
+        return zlib.compress(json.dumps(whole).encode(), 1)
 
     @staticmethod
     def decode(data: bytes) -> Agreement:
         """What `encode` made."""
-        world_size, classes, partial, differs, untied, copies, members = json.loads(zlib.decompress(data))
+        world_size, classes, partial, differs, untied, copies, members, is_outlined = json.loads(zlib.decompress(data))
         partial = {key: tuple(numbers) for key, numbers in partial.items()}
         copies = {key: tuple(groups) for key, groups in copies.items()}
         whole = tuple(classes), partial, frozenset(differs), frozenset(untied), copies
-        return Agreement(world_size, *whole, tuple(members))
+        numbers = tuple(range(world_size) if members is None else members)
+        return Agreement(world_size, *whole, numbers, is_outlined)
 
 
 def is_settled(reply: bytes) -> bool:
     """Whether the ranks, when they have heard this, need to say no more."""
-    return reply != _AGAIN and not Agreement.decode(reply).copies
+    return not reply.startswith(_AGAIN) and not Agreement.decode(reply).copies
 
 
 def agreement_of_one(own: frozenset[str] = frozenset()) -> Agreement:
@@ -86,6 +94,7 @@ class _Mine:
     identity: bytes
     digests: Mapping[str, bytes]
     member: int
+    rank: int
 
 
 @dataclass(slots=True)
@@ -105,50 +114,64 @@ class Negotiator:
     """On the leader: what all ranks have, as they said in the last agreement."""
     size_bytes: int = 0
     """On the leader: the size of the tensors that all ranks together have to write."""
-    _mine: _Mine = field(default_factory=lambda: _Mine(b"", b"", {}, _NOBODY))
-    _in_full: bool = False
+    outlinable: Outlinable | None = None
+    """On the leader: the structures of the last agreement, if an outline can be made of them."""
+    _mine: _Mine = field(default_factory=lambda: _Mine(b"", b"", {}, _NOBODY, 0))
+    _examples: frozenset[int] | None = None
+    """When the leader has asked again: the ranks that tell their structures."""
 
-    def begin(self, items: Sequence[Item]) -> None:
+    def begin(self, items: Sequence[Item], rank: int) -> None:
         """This rank has these items, sorted by key."""
         structure = Structure.of(items).encode()
         digests = {item.key: item.digest for item in items if item.mode in (Mode.COMPARE, Mode.VALUE)}
-        member = next((item.sharers[item.position] for item in items if item.sharers), _NOBODY)
-        self._mine = _Mine(structure, xxhash.xxh3_128_digest(structure), digests, member)
-        self._in_full = False
+        member = next((item.member for item in items if item.member != _NOBODY), _NOBODY)
+        self._mine = _Mine(structure, xxhash.xxh3_128_digest(structure), digests, member, rank)
+        self._examples = None
 
     def describe(self) -> bytes:
-        """What the leader has to know: digests, and the structure itself when it has asked for it."""
+        """What the leader has to know: digests, and the structure itself when it has asked this rank for it."""
         mine = self._mine
-        if self._in_full:
-            deflated = zlib.compress(mine.structure, 1)
+        if self._examples is not None:
+            deflated = zlib.compress(mine.structure, 1) if mine.rank in self._examples else b""
             return b"".join([mine.identity, _FULL.pack(mine.member, len(deflated)), deflated, *mine.digests.values()])
         stable = xxhash.xxh3_128(b"".join(mine.digests[key] for key in mine.digests if key not in self._differed))
         apart = [mine.digests[key] for key in mine.digests if key in self._differed]
         return b"".join([mine.identity, stable.digest(), *apart])
 
-    def join(self, posts: Sequence[bytes]) -> bytes:
+    def join(self, posts: Sequence[bytes], *, may_outline: bool = False) -> bytes:
         """Leader: the reply to what all ranks described. Raises InvalidState when a key is something else on another
         rank."""
-        return self._compare(posts) if self._in_full else self._compare_roughly(posts)
+        compare = self._compare_roughly if self._examples is None else self._compare
+        return compare(posts, may_outline)
+
+    def outline(self, agreement: Agreement, told: Sequence[RankTold], *, num_prefixes: int) -> Outline:
+        """Leader: the outline of what all ranks have stored by the last agreement. Raises InvalidState for a hole."""
+        assert self.outlinable is not None  # else nothing is outlined
+        agreed = Agreed(agreement.differs, agreement.untied, agreement.copies)
+        return outline_of(self.outlinable, agreed, told, num_prefixes=num_prefixes)
 
     def hear(self, reply: bytes) -> Agreement | None:
         """What all ranks have agreed on; None when the leader asks again."""
-        if reply == _AGAIN:
-            self._in_full = True
+        if reply.startswith(_AGAIN):
+            self._examples = frozenset(json.loads(reply.removeprefix(_AGAIN)))
             return None
         agreement = Agreement.decode(reply)
         self._differed = agreement.differs
         return agreement
 
-    def _compare_roughly(self, posts: Sequence[bytes]) -> bytes:
+    def _compare_roughly(self, posts: Sequence[bytes], may_outline: bool) -> bytes:
         """The agreement, if all ranks have the structure of the last save and only differ where they did then."""
         if len({(len(post), post[:_HEAD_BYTES]) for post in posts}) > 1 or posts[0][:DIGEST_BYTES] != self._identity:
-            return _AGAIN
+            first = {post[:DIGEST_BYTES]: rank for rank, post in reversed(list(enumerate(posts)))}
+            return _AGAIN + json.dumps(sorted(first.values())).encode()
         apart = [key for key in self._compared if key in self._differed]
         differs = frozenset(apart[index] for index in _differing([post[_HEAD_BYTES:] for post in posts]))
-        return Agreement(len(posts), (), {}, differs, frozenset(), members=self._members).encode()
+        outlined = may_outline and self.outlinable is not None
+        return Agreement(
+            len(posts), (), {}, differs, frozenset(), members=self._members, is_outlined=outlined
+        ).encode()  # fmt: skip
 
-    def _compare(self, posts: Sequence[bytes]) -> bytes:
+    def _compare(self, posts: Sequence[bytes], may_outline: bool) -> bytes:
         numbers: dict[bytes, int] = {}
         classes = tuple(numbers.setdefault(post[:DIGEST_BYTES], len(numbers)) for post in posts)
         examples = [posts[classes.index(number)] for number in range(len(numbers))]
@@ -172,7 +195,9 @@ class Negotiator:
         self.size_bytes = _size_bytes(structures, classes, differs)
         shared = (() if is_one else classes), _partial(structures)
         untied, copies = frozenset(_untied(structures)), _copies(structures)
-        return Agreement(len(posts), *shared, frozenset(differs), untied, copies, self._members).encode()
+        self.outlinable = outlinable_of(structures, classes, members)
+        outlined = may_outline and self.outlinable is not None
+        return Agreement(len(posts), *shared, frozenset(differs), untied, copies, self._members, outlined).encode()
 
 
 def _size_bytes(structures: Sequence[Structure], classes: Sequence[int], differs: Collection[str]) -> int:

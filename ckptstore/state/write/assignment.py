@@ -43,6 +43,8 @@ class RankPlan:
     """Values that this rank writes for itself."""
     is_shared: bool = False
     """Whether other ranks may have some of it too, so that they need it in order to load what they have saved."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """First and last item of each stretch of items in which it writes something that other ranks have too."""
 
 
 @collector_paused()
@@ -80,6 +82,7 @@ class _Planner:
         self._common: list[str] = []
         self._own: list[str] = []
         self._is_shared = False
+        self._spans: set[tuple[int, int]] = set()
         self._lists: dict[_Group, list[int]] = {}
         self._positions: dict[tuple[int, ...], tuple[int, int]] = {}
         self._groups: dict[tuple[tuple[int, ...], tuple[int, ...] | None], _Group] = {}
@@ -106,16 +109,21 @@ class _Planner:
             self._is_shared |= key in self._agreement.copies
             self._lists.setdefault(self._group(item), []).append(number)
         elif item.mode is not Mode.BESIDE:
-            position, count = self._position(key)
-            if item.mode in (Mode.SPLIT, Mode.COMPARE):
-                group = _Group((), self._agreement.partial.get(key), count, position)
-                self._lists.setdefault(group, []).append(number)
-            elif position == 0:
-                self._is_shared |= count > 1
-                if item.mode is Mode.VALUE:
-                    self._common.append(key)
-                else:
-                    self._write_all(number, item)
+            self._take_alike(number, item)
+
+    def _take_alike(self, number: int, item: Item) -> None:
+        """What all ranks that have it have alike: shared out, or written by the lowest."""
+        position, count = self._position(item.key)
+        if item.mode in (Mode.SPLIT, Mode.COMPARE):
+            group = _Group((), self._agreement.partial.get(item.key), count, position)
+            self._lists.setdefault(group, []).append(number)
+        elif position == 0:
+            self._is_shared |= count > 1
+            if item.mode is Mode.VALUE:
+                self._common.append(item.key)
+            else:
+                self._spans.add((number, number))
+                self._write_all(number, item)
 
     def take_beside(self) -> None:
         """Tensors that belong to values go where those go."""
@@ -137,6 +145,7 @@ class _Planner:
             tuple(self._common),
             tuple(self._own),
             self._is_shared,
+            tuple(sorted(self._spans)),
         )
 
     def _position(self, key: str) -> tuple[int, int]:
@@ -170,7 +179,7 @@ class _Planner:
 
     def _deal(self, numbers: list[int], shares: int, share: int) -> None:
         pieces = [(number, held) for number in numbers for held in range(len(self._items[number].boxes))]
-        dealt = []
+        dealt, dealt_numbers = [], list[int]()
         for number, held in pieces:
             item = self._items[number]
             dealt.append(Dealt(item.boxes[held].sizes, DTYPES[item.dtype][1]))
@@ -179,4 +188,7 @@ class _Planner:
             item = self._items[number]
             chunks = chunks_of(item.boxes[held], DTYPES[item.dtype][1], start, stop)
             self._is_shared |= shares > 1
+            dealt_numbers.append(number)
             self._writes += [Write(number, held, chunk) for chunk in chunks]
+        if dealt_numbers:
+            self._spans.add((dealt_numbers[0], dealt_numbers[-1]))

@@ -18,13 +18,14 @@ from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode
 from ckptstore.state.index.part import DTYPES
 from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.live.values import Encoder
-from ckptstore.state.tensors.boxes import whole
+from ckptstore.state.tensors.boxes import Box, whole
 from ckptstore.state.tensors.placement import (
     PLAIN_TYPES,
     Piece,
     dtype_and_shape,
     group_of,
     is_distributed,
+    layout_of,
     pieces_of,
     sharers_of,
 )
@@ -69,7 +70,7 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
         found.items.append(
             Item(
                 key, one.mode, one.dtype, one.shape, one.boxes, one.sharers, one.position, one.group,
-                tied_to=first, digest=one.digest,
+                tied_to=first, layout=one.layout, member=one.member, digest=one.digest,
             )
         )  # fmt: skip
         found.memory[key] = found.memory[first]
@@ -130,11 +131,7 @@ def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: boo
     boxes = tuple(piece.box for piece in pieces)
     if is_distributed(tensor):
         found.memory[key] = tuple(piece.tensor for piece in pieces)
-        count, sharers, position = sharers_of(tensor) if isinstance(tensor, DTensor) else (1, (), 0)
-        if count > 1:
-            found.items.append(Item(key, Mode.MESH, dtype, shape, boxes, sharers, position, group_of(tensor)))
-        else:
-            found.items.append(Item(key, Mode.SHARD, dtype, shape, boxes, group=group_of(tensor)))
+        found.items.append(_distributed(key, tensor, dtype, shape, boxes))
         return
     found.memory[key] = tuple(piece.tensor for piece in pieces)
     mode, digest = Mode.LOWEST, b""
@@ -146,6 +143,18 @@ def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: boo
         mode = Mode.COMPARE
         digest = _digest(pieces, dtype, shape) if compare else b""
     found.items.append(Item(key, mode, dtype, shape, boxes, digest=digest))
+
+
+def _distributed(key: str, tensor: Any, dtype: str, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Item:
+    if not isinstance(tensor, DTensor):
+        return Item(key, Mode.SHARD, dtype, shape, boxes, group=group_of(tensor))
+    count, sharers, position, member = sharers_of(tensor)
+    layout = layout_of(tensor)
+    if count == 1:
+        return Item(key, Mode.SHARD, dtype, shape, boxes, group=group_of(tensor), layout=layout, member=member)
+    return Item(
+        key, Mode.MESH, dtype, shape, boxes, sharers, position, group_of(tensor), layout=layout, member=member
+    )  # fmt: skip
 
 
 def _digest(pieces: list[Piece], dtype: str, shape: tuple[int, ...]) -> bytes:

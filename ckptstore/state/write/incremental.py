@@ -161,15 +161,6 @@ def kept_file_name(rank: int) -> str:
     return f"digests-rank={rank:05d}.json"
 
 
-def spread_directory(rank: int, num_prefixes: int) -> str:
-    """The directory of a rank's files with its slash, "" where they are not spread. The digit that differs from rank to
-    rank comes first, for storages split by the beginnings of keys."""
-    if num_prefixes == 1:
-        return ""
-    num_digits = len(f"{num_prefixes - 1:x}")
-    return f"{rank % num_prefixes:0{num_digits}x}"[::-1] + "/"
-
-
 def free_names(rank: int, taken: Sequence[str], count: int, *, directory: str = "") -> list[str]:
     """Names of state files that are not taken."""
     found: list[str] = []

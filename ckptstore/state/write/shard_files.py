@@ -14,14 +14,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ckptstore.format.digest import BLOCK_BYTES
+from ckptstore.format.manifest import Receipt
+from ckptstore.format.naming import spread_directory
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.part import PartBuilder
+from ckptstore.state.index.part import DTYPES, PartBuilder
 from ckptstore.state.tensors.boxes import Box, inside
 from ckptstore.state.tensors.frames import Template, template
 from ckptstore.state.tensors.segments import Bytes, Segment, SegmentSource, Slab, narrowed, payload_segment
 from ckptstore.state.write.assignment import RankPlan
 from ckptstore.state.write.describe import Described
-from ckptstore.state.write.incremental import Kept, KeptChunk, KeptFile, Place, digests_of, free_names, spread_directory
+from ckptstore.state.write.incremental import Kept, KeptChunk, KeptFile, Place, digests_of, free_names
+from ckptstore.state.write.outlining import RankTold
 from ckptstore.transfer import Stored
 
 ALIGN_BYTES = 4096
@@ -209,6 +212,13 @@ class ShardFiles:
             rows_of(described.items[number].key)
         common, own = self._values(plan.common), self._values(plan.own)
         return builder.encode(common=common, own=own, is_shared=plan.is_shared)
+
+    def told(self, part: Receipt) -> RankTold:
+        """What the leader has to know in place of the part of the index, which is stored."""
+        assert part.crc32c is not None  # it was written
+        items, plan = self._described.items, self._plan
+        size_bytes = sum(write.box.volume * DTYPES[items[write.item].dtype][1] for write in plan.writes)
+        return RankTold(size_bytes, len(plan.common), len(plan.own), plan.spans, (part.size_bytes, part.crc32c))
 
     def kept_after(self, attempt: str, stored: Sequence[Stored], *, linked: bool) -> Kept:
         """What the next save may take over: the files of this one, once they are stored in that directory.

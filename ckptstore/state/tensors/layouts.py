@@ -1,0 +1,270 @@
+"""Which boxes of a distributed tensor each rank has, by arithmetic: from a mesh of ranks and how it cuts. Pure.
+
+A mesh dimension cuts one dimension of the tensor as `torch.chunk` does, or gives every rank the same. Cuts follow each
+other in the order of mesh dimensions, so each element is on one rank, or on one of each set of copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckptstore.state.tensors.boxes import Box, Sizes
+
+REPLICATED = -1
+"""In place of a dimension of the tensor: this mesh dimension cuts none."""
+_MAX_RANKS = 1 << 20
+_MAX_DIMS = 64
+_MAX_RUNS = 1 << 22
+"""Of all ranks, along one dimension of a tensor."""
+
+Runs = list[tuple[int, int]]
+"""(first index, length) of what a rank has along one dimension, in the order in which it has it."""
+
+
+class Cut(NamedTuple):
+    """What one dimension of a mesh does."""
+
+    dim: int
+    """The dimension of the tensor that it cuts, or `REPLICATED`."""
+    split_factor: int = 1
+    """The dimension is cut into so many chunks first, and each rank gets its share of each: the order in which FSDP2
+    shards what tensor parallelism has sharded."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """An array of ranks. Equal by value."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """In row-major order, each once."""
+
+    @cached_property
+    def grid(self) -> np.ndarray[Any, Any]:
+        """The ranks as an array."""
+        return np.array(self.ranks, np.int64).reshape(self.shape)
+
+    @cached_property
+    def _place_of(self) -> Mapping[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.ranks))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self is other or (hash(self), self.shape, self.ranks) == (hash(other), other.shape, other.ranks)
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Where a rank is, None for one that is not in the mesh."""
+        place = self._place_of.get(rank)
+        return None if place is None else tuple(int(at) for at in np.unravel_index(place, self.shape))
+
+    def to_json(self) -> dict[str, Any]:
+        """The mesh as JSON: ranks that follow from the first one and steps along the dimensions are not listed."""
+        steps = [int(step) for step in _steps(self.grid)]
+        if np.array_equal(_regular(self.ranks[0], self.shape, steps), self.grid):
+            return {"shape": list(self.shape), "first": self.ranks[0], "steps": steps}
+        return {"shape": list(self.shape), "ranks": list(self.ranks)}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Mesh:
+        """What `to_json` made, distrusted. Raises ValueError, KeyError or TypeError."""
+        shape = tuple(_number(size, 1, _MAX_RANKS) for size in value["shape"])
+        if len(shape) > _MAX_DIMS or prod(shape) > _MAX_RANKS:
+            raise ValueError("a mesh is huge")
+        if "ranks" in value:
+            ranks = [_number(rank, 0, _MAX_RANKS) for rank in value["ranks"]]
+        else:
+            steps = [_number(step, 0, _MAX_RANKS) for step in value["steps"]]
+            if len(steps) != len(shape):
+                raise ValueError("a mesh has not one step for each dimension")
+            ranks = _regular(_number(value["first"], 0, _MAX_RANKS), shape, steps).reshape(-1).tolist()
+        if len(ranks) != prod(shape) or len(set(ranks)) != len(ranks):
+            raise ValueError("a mesh has a rank twice, or not enough")
+        return Mesh(shape, tuple(ranks))
+
+
+def _steps(grid: np.ndarray[Any, Any]) -> Iterator[Any]:
+    first = grid[(0,) * grid.ndim]
+    for dim, size in enumerate(grid.shape):
+        second = tuple(int(other == dim) for other in range(grid.ndim))
+        yield max(0, grid[second] - first) if size > 1 else 0
+
+
+def _regular(first: int, shape: Sequence[int], steps: Sequence[int]) -> np.ndarray[Any, Any]:
+    grid = np.full(tuple(shape), first, np.int64)
+    for dim, (size, step) in enumerate(zip(shape, steps, strict=True)):
+        along = np.arange(size) * step
+        grid += along.reshape([size if other == dim else 1 for other in range(len(shape))])
+    return grid
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """How a mesh cuts a tensor, whatever its shape."""
+
+    mesh: Mesh
+    cuts: tuple[Cut, ...]
+    """One for each dimension of the mesh."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have a part."""
+        return self.mesh.ranks
+
+    @cached_property
+    def num_copies(self) -> int:
+        """How many ranks have each box."""
+        pairs = zip(self.mesh.shape, self.cuts, strict=True)
+        return prod(size for size, cut in pairs if cut.dim == REPLICATED)
+
+    def boxes_of(self, rank: int, shape: Sizes) -> tuple[Box, ...]:
+        """What a rank has of a tensor of that shape; nothing for one outside of the mesh. Empty boxes are left out."""
+        coordinate = self.mesh.coordinate(rank)
+        if coordinate is None:
+            return ()
+        runs = runs_of(shape, self.mesh.shape, self.cuts, coordinate)
+        return tuple(
+            Box(tuple(start for start, _ in each), tuple(size for _, size in each))
+            for each in product(*runs)
+            if all(size for _, size in each)
+        )
+
+    def sharers_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that have the boxes of a rank, itself with them; none for one outside of the mesh."""
+        coordinate = self.mesh.coordinate(rank)
+        if coordinate is None:
+            return ()
+        pairs = zip(self.cuts, coordinate, strict=True)
+        place = tuple(slice(None) if cut.dim == REPLICATED else at for cut, at in pairs)
+        return tuple(self.mesh.grid[place].reshape(-1).tolist())
+
+    def ranks_meeting(self, shape: Sizes, wanted: Box) -> np.ndarray[Any, Any]:
+        """The ranks that have elements of a box."""
+        meets = np.ones((1,) * len(self.cuts), bool)
+        for dim, (size, low, extent) in enumerate(zip(shape, *wanted, strict=True)):
+            axes = [axis for axis, cut in enumerate(self.cuts) if cut.dim == dim]
+            if not extent:
+                return np.zeros(0, np.int64)
+            if not axes:
+                continue
+            starts, stops = _table(size, tuple((self.mesh.shape[axis], self.cuts[axis].split_factor) for axis in axes))
+            here = ((starts < low + extent) & (stops > low) & (starts < stops)).any(axis=-1)
+            meets = meets & here.reshape([size if axis in axes else 1 for axis, size in enumerate(self.mesh.shape)])
+        found: np.ndarray[Any, Any] = self.mesh.grid[np.broadcast_to(meets, self.mesh.shape)]
+        return found
+
+    def num_boxes(self, shape: Sizes) -> int:
+        """How many boxes all ranks together have, those of copies once."""
+        found = 1
+        for dim, size in enumerate(shape):
+            axes = [axis for axis, cut in enumerate(self.cuts) if cut.dim == dim]
+            starts, stops = _table(size, tuple((self.mesh.shape[axis], self.cuts[axis].split_factor) for axis in axes))
+            found *= int((starts < stops).sum())
+        return found
+
+    def renumbered(self, numbers: Mapping[int, int]) -> MeshLayout | None:
+        """The same with other numbers for its ranks; None where one has none."""
+        ranks = tuple(numbers.get(rank, -1) for rank in self.ranks)
+        if -1 in ranks:
+            return None
+        return self if ranks == self.ranks else MeshLayout(Mesh(self.mesh.shape, ranks), self.cuts)
+
+    def to_json(self) -> dict[str, Any]:
+        """The layout as JSON."""
+        return {"mesh": self.mesh.to_json(), "cuts": [list(cut) for cut in self.cuts]}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> MeshLayout:
+        """What `to_json` made, distrusted. Raises ValueError, KeyError or TypeError."""
+        mesh = Mesh.from_json(value["mesh"])
+        cuts = tuple(Cut(_number(dim, REPLICATED, _MAX_DIMS), _number(by, 1, 1 << 31)) for dim, by in value["cuts"])
+        if len(cuts) != len(mesh.shape):
+            raise ValueError("a layout has not one cut for each dimension of its mesh")
+        if len(mesh.ranks) * prod(cut.split_factor for cut in cuts) > _MAX_RUNS:
+            raise ValueError("a layout has too many runs")
+        return MeshLayout(mesh, cuts)
+
+
+def runs_of(shape: Sizes, mesh_shape: Sequence[int], cuts: Sequence[Cut], coordinate: Sequence[int]) -> list[Runs]:
+    """For each dimension of a tensor what the rank at a coordinate of the mesh has; neighbours are joined."""
+    runs: list[Runs] = [[(0, size)] for size in shape]
+    for (dim, split_factor), shares, share in zip(cuts, mesh_shape, coordinate, strict=True):
+        if dim != REPLICATED:
+            runs[dim] = shard_runs(runs[dim], shares=shares, share=share, split_factor=split_factor)
+    return [_joined(each) for each in runs]
+
+
+def shard_runs(runs: Runs, *, shares: int, share: int, split_factor: int = 1) -> Runs:
+    """What one of `shares` ranks gets of a dimension, as `torch.chunk` cuts it; see `Cut` for the factor."""
+    length = sum(size for _, size in runs)
+    found: Runs = []
+    for number in range(split_factor):
+        start, stop = _chunk(0, length, split_factor, number)
+        found += _taken(runs, *_chunk(start, stop, shares, share))
+    return found
+
+
+def _chunk(start: int, stop: int, count: int, number: int) -> tuple[int, int]:
+    size = -(-(stop - start) // count)
+    return min(stop, start + number * size), min(stop, start + (number + 1) * size)
+
+
+def _taken(runs: Runs, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """What the positions from `first` to `last` of a sequence of runs are."""
+    position = 0
+    for start, size in runs:
+        low, high = max(first, position), min(last, position + size)
+        if low < high:
+            yield start + low - position, high - low
+        position += size
+
+
+def _joined(runs: Runs) -> Runs:
+    found: Runs = []
+    for start, size in runs:
+        if found and sum(found[-1]) == start:
+            found[-1] = found[-1][0], found[-1][1] + size
+        else:
+            found.append((start, size))
+    return found
+
+
+@lru_cache(maxsize=512)
+def _table(size: int, cutters: tuple[tuple[int, int], ...]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Where the runs of a dimension begin and end, for each coordinate of the mesh dimensions that cut it (their sizes
+    and split factors), with empty runs where another coordinate has more."""
+    if len(cutters) == 1 and cutters[0][1] == 1:
+        bounds = np.minimum(np.arange(cutters[0][0] + 1) * -(-size // cutters[0][0]), size)
+        return bounds[:-1, None], bounds[1:, None]
+    rows: list[Runs] = [[(0, size)]]
+    for shares, split_factor in cutters:
+        rows = [
+            shard_runs(runs, shares=shares, share=share, split_factor=split_factor)
+            for runs in rows
+            for share in range(shares)
+        ]
+    rows = [_joined(runs) for runs in rows]
+    width = max(1, *map(len, rows))
+    padded = [[*runs, *[(0, 0)] * (width - len(runs))] for runs in rows]
+    table = np.array(padded, np.int64).reshape(*(shares for shares, _ in cutters), width, 2)
+    return table[..., 0], table[..., 0] + table[..., 1]
+
+
+def _number(value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value < high:
+        raise ValueError(f"{str(value)[:40]} is not a number from {low} to {high - 1}")
+    return value

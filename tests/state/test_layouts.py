@@ -1,0 +1,155 @@
+"""Which boxes each rank has, by arithmetic: as torch cuts, exactly once, and found again from any box."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from threads import chunks, mesh_for
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ckptstore.state.tensors.boxes import Box, overlap
+from ckptstore.state.tensors.layouts import REPLICATED, Cut, Mesh, MeshLayout
+from ckptstore.state.tensors.placement import layout_of
+
+
+@st.composite
+def layouts(draw: Any) -> tuple[MeshLayout, tuple[int, ...]]:
+    """A mesh of some ranks of a job in any order, how it cuts, and the shape of a tensor."""
+    grid = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    first = draw(st.integers(0, 5))
+    regular = list(range(first, first + prod(grid)))
+    ranks = draw(st.one_of(st.just(regular), st.permutations(regular)))
+    shape = tuple(draw(st.lists(st.integers(0, 13), max_size=3)))
+    dims = st.sampled_from([REPLICATED, *range(len(shape))])
+    cuts = tuple(Cut(dim, draw(st.integers(1, 3)) if dim >= 0 else 1) for dim in (draw(dims) for _ in grid))
+    return MeshLayout(Mesh(grid, tuple(ranks)), cuts), shape
+
+
+def cells_of(boxes: Any) -> list[tuple[int, ...]]:
+    """The elements of some boxes."""
+    return [
+        cell
+        for box in boxes
+        for cell in product(*(range(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True)))
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts())
+def test_each_element_is_on_one_rank_of_each_set_of_copies(drawn: tuple[MeshLayout, tuple[int, ...]]) -> None:
+    layout, shape = drawn
+    of_rank = {rank: layout.boxes_of(rank, shape) for rank in layout.ranks}
+    cells = [cell for boxes in of_rank.values() for cell in cells_of(boxes)]
+    assert sorted(cells) == sorted(list(np.ndindex(*shape)) * layout.num_copies)
+    for rank, boxes in of_rank.items():
+        sharers = layout.sharers_of(rank)
+        assert rank in sharers
+        assert len(sharers) == layout.num_copies
+        assert {of_rank[other] for other in sharers} == {boxes}
+    assert layout.num_boxes(shape) * layout.num_copies == sum(map(len, of_rank.values()))
+    stranger = max(layout.ranks) + 1
+    assert layout.boxes_of(stranger, shape) == layout.sharers_of(stranger) == ()
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts(), st.data())
+def test_the_ranks_that_have_a_part_of_a_box_are_found(drawn: tuple[MeshLayout, tuple[int, ...]], data: Any) -> None:
+    layout, shape = drawn
+    offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
+    sizes = tuple(data.draw(st.integers(0, size - at)) for size, at in zip(shape, offsets, strict=True))
+    wanted = Box(offsets, sizes)
+    expected = [
+        rank
+        for rank in layout.ranks
+        if any(overlap(box, wanted) is not None for box in layout.boxes_of(rank, shape)) and wanted.volume
+    ]
+    assert sorted(layout.ranks_meeting(shape, wanted).tolist()) == sorted(expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts())
+def test_a_layout_comes_back_from_json(drawn: tuple[MeshLayout, tuple[int, ...]]) -> None:
+    layout, _ = drawn
+    found = MeshLayout.from_json(json.loads(json.dumps(layout.to_json())))
+    assert found == layout
+    assert hash(found) == hash(layout)
+    numbers = {rank: rank + 7 for rank in layout.ranks}
+    moved = layout.renumbered(numbers)
+    assert moved is not None
+    assert moved != layout
+    assert moved.renumbered({new: old for old, new in numbers.items()}) == layout
+    assert layout.renumbered({}) is None
+
+
+def test_regular_meshes_are_not_listed() -> None:
+    mesh = Mesh((128, 128), tuple(np.arange(1 << 14).reshape(128, 128).T.reshape(-1).tolist()))
+    assert mesh.to_json() == {"shape": [128, 128], "first": 0, "steps": [1, 128]}
+    assert Mesh.from_json(mesh.to_json()) == mesh
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"shape": [2], "ranks": [1, 1]},
+        {"shape": [2], "ranks": [1]},
+        {"shape": [2], "first": 0, "steps": [0]},
+        {"shape": [2], "first": 0, "steps": [1, 1]},
+        {"shape": [-2], "ranks": [0, 1]},
+        {"shape": [1 << 11, 1 << 11], "first": 0, "steps": [1 << 11, 1]},
+        {"shape": [2], "ranks": [0, True]},
+        {"shape": [2]},
+        [],
+    ],
+    ids=str,
+)
+def test_a_mesh_that_cannot_be_is_refused(value: Any) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        MeshLayout.from_json({"mesh": value, "cuts": [[0, 1]]})
+
+
+SPLITS: list[tuple[tuple[int, ...], list[Any]]] = [
+    ((4,), [Shard(0)]),
+    ((4,), [Shard(1)]),
+    ((2, 2), [Replicate(), Shard(0)]),
+    ((2, 2), [Shard(0), Shard(0)]),
+    ((2, 2), [Shard(0), Shard(1)]),
+    ((2, 3), [Shard(1), Replicate()]),
+    ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+    ((3, 2), [_StridedShard(1, split_factor=2), Shard(1)]),
+]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("shape", [(12, 12), (13, 7), (3, 5), (1, 1), (0, 4)], ids=str)
+def test_the_boxes_are_those_of_torch(split: tuple[tuple[int, ...], list[Any]], shape: tuple[int, ...]) -> None:
+    """Of what torch gives as one box, by its own function; of strided shards by cutting a tensor of numbers."""
+    grid, placements = split
+    full = torch.arange(prod(shape)).reshape(shape)
+    ranks = torch.arange(prod(grid)).reshape(grid)
+    for rank in range(prod(grid)):
+        mesh = mesh_for(rank, ranks.tolist())
+        local = full
+        for dim, placement in enumerate(placements):
+            if not isinstance(placement, Replicate):
+                at, blocks = (
+                    (ranks == rank).nonzero()[0, dim],
+                    chunks(local, getattr(placement, "split_factor", 1), placement.dim),
+                )
+                local = torch.cat([chunks(block, grid[dim], placement.dim)[at] for block in blocks], placement.dim)
+        tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+        boxes = layout_of(tensor).boxes_of(rank, shape)
+        found = [full[tuple(map(slice, box.offsets, np.add(box.offsets, box.sizes)))] for box in boxes]
+        assert sorted(n for part in found for n in part.reshape(-1).tolist()) == sorted(local.reshape(-1).tolist())
+        if local.numel() and not any(isinstance(placement, _StridedShard) for placement in placements):
+            sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+            assert boxes == (Box(tuple(offsets), tuple(sizes)),)
