@@ -67,6 +67,7 @@ IMPORTERS: dict[str, set[str]] = {
     "azure": {"storage.cloud.azure", "storage.cloud.chains"},
     "botocore": {"storage.cloud.aws", "storage.cloud.chains"},
     "click": {"cli"},
+    "fastsafetensors": {"bench"},
     "fsspec": {"storage.fsspec"},
     "google": {"storage.cloud.chains", "storage.cloud.gcs"},
     "jax": {"bench"},
@@ -115,7 +116,7 @@ REQUIRED = {"awscrt", "click", "fsspec", "rich", "tenacity"}
 BEHIND_OTHERS = {
     "s3fs, gcsfs and adlfs": {"azure", "botocore", "google", "requests"},
     "psutil, each in a peer that says whether it can run": {
-        *("jax", "ml_dtypes", "orbax", "s3torchconnector", "safetensors"),
+        *("fastsafetensors", "jax", "ml_dtypes", "orbax", "s3torchconnector", "safetensors"),
     },
     "a search for it first": {"uvloop"},
     "Axolotl, which loads the plugin": {"accelerate", "axolotl", "pydantic"},

@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llama import SHAPES
 from training import train
 
 from ckptstore.bench import machine
 from ckptstore.bench.destination import Place
 from ckptstore.bench.figures.report import OURS, Report, Sample, Workload, WorkloadOutcome
+from ckptstore.bench.gpu.llama import SHAPES
 from ckptstore.cli.commands.bench import echo_workload
 
 

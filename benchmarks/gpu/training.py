@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llama import SHAPES, Llama
 from torch import nn
 
 import ckptstore
 from ckptstore.bench.figures.report import Sample
+from ckptstore.bench.gpu.llama import SHAPES, parallel_model
 from ckptstore.bench.measure import Meter
 
 
@@ -25,34 +25,13 @@ def train(config: dict[str, Any]) -> None:
     import ray.train.torch
 
     device = ray.train.torch.get_device()
-    model, optimizer = parallel_model(config, device)
+    model, optimizer = parallel_model(SHAPES[config["model"]], device, config["parallel"])
     state = {"model": model, "optimizer": optimizer}
     store = ckptstore.ray.store(retention=ckptstore.KeepLatest(2), grace_seconds=0)
     report = again(config, store, state, device) if config["again"] else measure(config, store, state, device)
     store.close()
     if dist.get_rank() == 0:
         Path(config["told"]).write_text(json.dumps(report))
-
-
-def parallel_model(config: dict[str, Any], device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model over all workers, by DDP or FSDP2; with FSDP no worker ever holds the whole of it."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model: nn.Module = Llama(SHAPES[config["model"]]).to(dtype)
-    if config["parallel"] == "fsdp":
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-    model.to_empty(device=device)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
-    if config["parallel"] == "ddp":
-        model = DistributedDataParallel(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
 class Training:

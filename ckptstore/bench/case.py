@@ -31,6 +31,10 @@ class Case:
     world_size: int
     durable: bool
     drop_caches: bool = False
+    device: str = "cpu"
+    """Where the tensors are: "cpu", or the GPU of this rank."""
+    size_bytes: int = 0
+    """Of the whole state, as it was asked for."""
     bucket: Place | None = None
     """Where checkpoints come to behind the training, in the workload that has a place for that."""
     shape: str = "tensors"
@@ -50,10 +54,26 @@ class Case:
         """Whether there are no other ranks."""
         return self.world_size == 1
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the tensors are on a GPU."""
+        return self.device != "cpu"
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched on the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def enter_thread(self) -> None:
+        """Have this thread work on the device. A new one begins on the first GPU, which may be another rank's."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.device)
+
     def make_state(self, shape: str, size_bytes: int, tensor_bytes: int = TENSOR_BYTES) -> None:
         """The state of this rank, its share of `size_bytes`."""
         self.shape = shape
-        self.local = rank_state(shape, size_bytes // self.world_size, rank=self.rank, tensor_bytes=tensor_bytes)
+        found = rank_state(shape, size_bytes // self.world_size, rank=self.rank, tensor_bytes=tensor_bytes)
+        self.local = {name: tensor.to(self.device) for name, tensor in found.items()}
         self.state = self._seen(self.local)
         self.rank_bytes = size_of(self.local)
 
@@ -65,7 +85,7 @@ class Case:
     def _seen(self, local: State) -> Mapping[str, Any]:
         if self.alone:
             return local
-        mesh = init_device_mesh("cpu", (self.world_size,))
+        mesh = init_device_mesh("cuda" if self.is_cuda else "cpu", (self.world_size,))
         return {name: DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False) for name, tensor in local.items()}
 
     def gather(self, value: T) -> list[T]:
@@ -82,10 +102,14 @@ class Case:
 
 
 @contextmanager
-def process_group() -> Iterator[tuple[int, int]]:
-    """gloo over all ranks, which is what peers for the CPU use; yields rank and world size."""
-    dist.init_process_group("gloo", timeout=_COLLECTIVE_TIMEOUT)
+def process_group(device: str = "cpu") -> Iterator[tuple[int, int]]:
+    """gloo over all ranks, which is what peers for the CPU use, and NCCL for tensors on GPUs of their own; yields rank
+    and world size."""
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
     try:
+        if device == "cuda":
+            torch.cuda.set_device(dist.get_rank())
         yield dist.get_rank(), dist.get_world_size()
     finally:
         dist.destroy_process_group()

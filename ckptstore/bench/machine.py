@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from ckptstore.bench.destination import Place
 from ckptstore.storage.uri import parse_uri
@@ -26,6 +28,23 @@ def describe(place: Place) -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "storage": _file_system(place.path) if place.is_local else parse_uri(place.uri).scheme,
         "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def gpus() -> dict[str, Any]:
+    """The GPUs of this machine and their driver, by what `nvidia-smi` says; without it, by what torch says."""
+    fields = ("name", "driver_version", "memory.total", "pcie.link.gen.max", "pcie.link.width.max")
+    asked = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        found = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return {"gpus": found, "driver": f"unknown: {error}", "cuda": torch.version.cuda}
+    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.strip()]
+    return {
+        "gpus": [f"{name}, {memory}, PCIe {generation} x{width}" for name, _, memory, generation, width in rows],
+        "driver": ", ".join(dict.fromkeys(row[1] for row in rows)),
+        "cuda": torch.version.cuda,
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from ckptstore.bench import machine
 from ckptstore.bench.destination import Place, check_room, is_disk, opened_place
 from ckptstore.bench.figures.report import OURS, S3_SINK, S3_TEST, Asked, Report, Sample, Workload, WorkloadOutcome
+from ckptstore.bench.gpu.on_device import check_device, on_device
 from ckptstore.bench.peers.base import installed_versions
 from ckptstore.bench.peers.registry import CONTENDERS
 from ckptstore.bench.shapes import asked_bytes
@@ -29,8 +30,28 @@ from ckptstore.errors import InvalidInput
 from ckptstore.testing import RanksFailed, run_ranks
 
 _TIMEOUT_SECONDS = 3600.0
-_STATES_ON_DISK = {"save": 2, "load": 9, "async": 4, "directory": 3, "node-cache": 5, "tier": 9, "ranks": 2, "ls": 0}
-_STATES_IN_MEMORY = {"save": 4, "load": 6, "async": 9, "directory": 2, "node-cache": 1, "tier": 12, "ranks": 3, "ls": 0}
+_STATES_ON_DISK = {
+    "save": 2,
+    "load": 9,
+    "async": 4,
+    "directory": 3,
+    "node-cache": 5,
+    "tier": 9,
+    "ranks": 2,
+    "ls": 0,
+    "gpu": 9,
+}
+_STATES_IN_MEMORY = {
+    "save": 4,
+    "load": 6,
+    "async": 9,
+    "directory": 2,
+    "node-cache": 1,
+    "tier": 12,
+    "ranks": 3,
+    "ls": 0,
+    "gpu": 12,
+}
 """At the most, as multiples of the size."""
 _TITLES = {
     "save": "Save a state",
@@ -63,15 +84,19 @@ def run(asked: Asked, *, storage_options: Mapping[str, Any], command: str, show:
                 workloads += finding(place, repeat=asked.repeat, tell=lambda text: show(f"ls: {text}", 0, 0))
             elif name == "tier":
                 workloads += fast_nodes(place, asked, size_bytes, lambda tasks, ranks: contests(tasks, ranks, show))
+            elif name == "gpu":
+                workloads += on_device(place, asked, size_bytes, lambda tasks, ranks: contests(tasks, ranks, show))
             elif name == "ranks":
                 curves = scaling(place, asked, size_bytes, lambda task, ranks: contest(task, ranks, show), show)
             else:
                 workloads.append(_workload(name, asked, place, size_bytes, show))
         told = machine.describe(place)
+        if asked.device == "cuda":
+            told |= machine.gpus()
     kinds = [
         kind
         for contest_name, found in CONTENDERS.items()
-        if contest_name in asked.workloads or ("tier" in asked.workloads and contest_name.startswith("tier-"))
+        if any(contest_name == name or contest_name.startswith(f"{name}-") for name in asked.workloads)
         for kind in found
     ]
     return Report(
@@ -97,6 +122,10 @@ def _check(asked: Asked) -> None:
             raise InvalidInput("--tensor-size is 0, a tensor has at least 1 byte")
     if "tier" in asked.workloads and not is_disk(asked.to):
         raise InvalidInput(f"{asked.to} is no disk, and a fast tier lies on one", hint="Give --to a directory")
+    if asked.device is not None:
+        if "gpu" not in asked.workloads:
+            raise InvalidInput("--device has no effect here", hint="It is for the workload gpu")
+        check_device(asked.device)
     with_line = asked.to in (S3_TEST, S3_SINK) or "tier" in asked.workloads
     if asked.latency_seconds is not None and not with_line and "ranks" not in asked.workloads:
         raise InvalidInput(

@@ -4,6 +4,7 @@ its own: what one leaves behind, such as pages to be written back, is not always
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +51,13 @@ class Entrant:
             settings=dict(self.contender.settings) if self.contender else {},
             sweep=tuple(self.sweep),
             samples=tuple(self.samples) if self.status == "measured" else (),
+            facts=self._facts(),
         )
+
+    def _facts(self) -> dict[str, float]:
+        if self.contender is None or self.status != "measured":
+            return {}
+        return {name: statistics.median(values) for name, values in self.contender.noted.items()}
 
     def fail(self, error: BaseException) -> None:
         """It takes part no more."""
@@ -72,6 +79,8 @@ class Contest:
         self._total = sum(len(kind.sweep(self.case, self.action)) + repeat for kind in able)
         for entrant in entrants:
             self._enter(entrant)
+            if entrant.contender is not None:
+                entrant.contender.noted.clear()  # only what is timed is reported
         for number in range(repeat):
             for entrant in Random(number).sample(entrants, len(entrants)):  # the same order on all ranks
                 if entrant.contender is not None and entrant.status == "measured":
@@ -154,14 +163,17 @@ class Contest:
         case, is_first = self.case, self.case.rank == 0
         server = case.bucket or case.place
         before = server.counts() if is_first else (0, 0, 0)
+        case.synchronize()
         case.gather(None)
 
         def measured() -> Meter:
             with Meter() as meter:
                 wait = call()
+                contender.staged()
                 meter.returned()
                 if wait is not None:
                     wait()
+                case.synchronize()
             return meter
 
         meter = self._together(measured)

@@ -14,6 +14,7 @@ from typing import Any
 from ckptstore.bench.case import Case, process_group, use_threads
 from ckptstore.bench.destination import Place
 from ckptstore.bench.figures.report import Asked, WorkloadOutcome
+from ckptstore.bench.gpu.steps import Steps
 from ckptstore.bench.peers.base import Contender
 from ckptstore.bench.peers.own import AsyncCkptstore, Ckptstore
 from ckptstore.bench.peers.registry import CONTENDERS
@@ -25,9 +26,11 @@ from ckptstore.store import CheckpointStore
 from ckptstore.testing import with_faults
 from ckptstore.testing.hooked import Call
 
-FIGURES = {"async": "blocked_seconds"}
+FIGURES = {"async": "blocked_seconds", "gpu-stall": "blocked_seconds", "gpu-first": "blocked_seconds"}
 """What the ratios of a workload are taken of; total seconds where nothing else is said."""
-_ACTIONS = {"load": "load", "node-cache": "load", "tier-resume": "load"}
+_ACTIONS = {"load": "load", "node-cache": "load", "tier-resume": "load", "gpu-load": "load"}
+_CONTESTS: dict[str, type[Contest]] = {"gpu-steps": Steps}
+"""The contests that time something else than one call."""
 _WATCHED: dict[str, type[Ckptstore]] = {"save": Ckptstore, "async": AsyncCkptstore}
 """The workloads of which a timeline is taken."""
 
@@ -60,7 +63,7 @@ def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
     """All turns of some workloads, one after another. Returns for each this rank's outcomes, and what it did in one
     save that was only watched."""
     warnings.simplefilter("ignore")
-    with process_group() as (rank, world_size):
+    with process_group(tasks[0].asked.device or "cpu") as (rank, world_size):
         use_threads(world_size, os.cpu_count() or 1)
         found = []
         for task in tasks:
@@ -76,7 +79,9 @@ def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
 def _turns(case: Case, task: Task) -> dict[str, Any]:
     tell = _teller(task, case.rank)
     kinds = [kind for kind in CONTENDERS[task.name] if kind.role != "peer" or task.asked.wants(kind.family)]
-    contest = Contest(case, _ACTIONS.get(task.name, "save"), figure=figure_of(task.name), tell=tell)
+    contest = _CONTESTS.get(task.name, Contest)(
+        case, _ACTIONS.get(task.name, "save"), figure=figure_of(task.name), tell=tell
+    )
     outcomes: list[WorkloadOutcome] = contest.run(kinds, repeat=task.asked.repeat)
     watched: dict[str, Any] = {}
     if task.name in _WATCHED and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
@@ -92,12 +97,14 @@ def _case(task: Task, rank: int, world_size: int) -> Case:
         world_size=world_size,
         durable=task.asked.durable,
         drop_caches=task.asked.drop_caches,
+        device=f"cuda:{rank}" if task.asked.device == "cuda" else "cpu",
+        size_bytes=task.size_bytes,
         bucket=task.bucket,
     )
     if task.files:
         case.files = Path(task.files) / f"rank-{rank}" if task.name == "directory" else Path(task.files)
         case.rank_bytes = sum(path.stat().st_size for path in case.files.rglob("*") if path.is_file())
-    else:
+    elif task.name not in _CONTESTS:  # these have a state of their own
         case.make_state(task.asked.shape, task.size_bytes, task.asked.tensor_bytes or TENSOR_BYTES)
         if _ACTIONS.get(task.name) == "load":
             case.make_target()

@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -46,6 +46,9 @@ class Device(Protocol):
 
     def unlock_memory(self, address: int) -> None:
         """Undo it."""
+
+    def entrance(self) -> Callable[[], None]:
+        """What another thread calls before it makes memory a target of copies from the devices of this one."""
 
 
 class Launched(Protocol):
@@ -124,7 +127,10 @@ class Staging:
         if self.buffers or self._preparing is not None or sum(sizes_bytes) < _PREPARED_BYTES:
             return
         self._preparing = threading.Thread(
-            target=self._make_ahead, args=(tuple(sizes_bytes),), name="ckptstore-prepare", daemon=True
+            target=self._make_ahead,
+            args=(tuple(sizes_bytes), self._device.entrance()),
+            name="ckptstore-prepare",
+            daemon=True,
         )
         self._preparing.start()
 
@@ -133,11 +139,12 @@ class Staging:
         """Whether all it has was made in the background, and nothing was staged."""
         return self._preparing is not None
 
-    def _make_ahead(self, sizes_bytes: Sequence[int]) -> None:
+    def _make_ahead(self, sizes_bytes: Sequence[int], enter_device: Callable[[], None]) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         made_bytes = 0
         try:
+            enter_device()
             for size_bytes in sizes_bytes:
                 self.buffers.append(buffer := Buffer(size_bytes, shared=self._shared, device=self._device))
                 for start in range(0, buffer.size_bytes, _COPY_BYTES):

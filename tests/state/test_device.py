@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,10 +31,14 @@ class Cuda:
     def is_available(self) -> bool:
         return True
 
+    def is_initialized(self) -> bool:
+        return True
+
     def cudart(self) -> Any:
         return self
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        self.contexts.add(self.current_device())
         return 1
 
     def current_device(self) -> int:
@@ -153,6 +158,15 @@ def test_copies_run_on_one_side_stream_of_the_own_device_after_what_the_caller_l
     assert cuda.log[0] == (True, "record", "training", 1), "the calling thread says what there is to wait for"
     assert cuda.log[-1] == (True, "synchronize", "side1", 1)
     assert (cuda.current_device(), cuda.current_stream().name) == (1, "training")
+
+
+def test_memory_that_is_made_in_the_background_is_locked_on_the_own_device(cuda: Cuda) -> None:
+    staging = Staging(shared=False, num_threads=1, device=device)
+    staging.prepare([40 << 20])
+    while not staging.buffers:
+        time.sleep(0.001)
+    staging.close()
+    assert cuda.contexts == {1}, "no other GPU is touched"
 
 
 def test_each_device_of_a_state_has_its_stream(cuda: Cuda) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,9 @@ class Recorder:
 
     def unlock_memory(self, address: int) -> None:
         del self.locked[address]
+
+    def entrance(self) -> Callable[[], None]:
+        return lambda: None
 
     def enter_thread(self) -> None:
         self.num_threads += 1

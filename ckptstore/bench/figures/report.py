@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 VERSION = 1
 GIB = 1 << 30
-WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks", "ls")
+WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks", "ls", "gpu")
 OURS = "ckptstore"
 S3_TEST = "s3-test"
 S3_SINK = "s3-sink"
@@ -45,6 +45,9 @@ class Asked:
     bytes_per_second: float | None = None
     """How fast the line to the test server is, each way; None for no limit, and 200e6 for the bucket of a fast tier."""
 
+    device: str | None = None
+    """"cuda" or "cpu", for the workload "gpu"."""
+
     def wants(self, family: str) -> bool:
         """Whether peers of that family take part."""
         return "all" in self.peers or family in self.peers
@@ -55,7 +58,7 @@ class Sample:
     """One turn of one contender, over all ranks: the slowest rank's seconds, everybody's processor time."""
 
     blocked_seconds: float
-    """Until the call returned."""
+    """Until the call returned and the state may change."""
     total_seconds: float
     """Until everything was stored or loaded."""
     cpu_seconds: float
@@ -103,6 +106,8 @@ class WorkloadOutcome:
     samples: tuple[Sample, ...] = ()
     calls: Mapping[str, int] = field(default_factory=dict)
     """Calls of the storage by verb, over all ranks, in one more turn that was only watched; of ckptstore alone."""
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """What else was measured in its turns, as medians of the first rank."""
 
     @classmethod
     def of(cls, name: str, samples: Iterable[Sample], *, role: Role = "ckptstore") -> WorkloadOutcome:

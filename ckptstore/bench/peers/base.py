@@ -33,6 +33,8 @@ class Contender:
     def __init__(self, case: Case, **settings: Any) -> None:
         self.case = case
         self.settings = settings
+        self.noted: dict[str, list[float]] = {}
+        """What was measured besides, turn by turn."""
 
     @classmethod
     def objection(cls, case: Case) -> str | None:
@@ -52,6 +54,9 @@ class Contender:
         """Save the case's state; returns how to wait for the rest, None when all is done."""
         raise NotImplementedError(f"{self.name} does not save")
 
+    def staged(self) -> None:
+        """After a save has returned: wait until the state may change."""
+
     def after(self, place: str) -> None:
         """After a save: give back what `prepare` took."""
 
@@ -67,6 +72,10 @@ class Contender:
 
     def close(self) -> None:
         """Give everything back."""
+
+    def note(self, name: str, value: float) -> None:
+        """Tell something else of this turn: the report has the median of all turns."""
+        self.noted.setdefault(name, []).append(value)
 
 
 def installed_versions(contenders: Sequence[type[Contender]]) -> dict[str, str]:

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from ckptstore.bench.gpu.device_peers import (
+    DefaultStaged,
+    DefaultStagedProcess,
+    FastSafetensors,
+    FastSafetensorsDirect,
+    PinnedCopy,
+    RawToDevice,
+    SafetensorsToDevice,
+)
+from ckptstore.bench.gpu.first_saves import FirstDefaultStaged, FirstSave, FirstSaveResumed, FirstSaveWarmed
 from ckptstore.bench.peers.base import Contender
 from ckptstore.bench.peers.dcp import AsyncDcp, AsyncDcpProcess, Dcp, DcpFsspec, DcpS3
 from ckptstore.bench.peers.directories import CopyRecursively, RayPersist
@@ -52,8 +62,12 @@ CONTENDERS: dict[str, tuple[type[Contender], ...]] = {
     "tier-resume": (FromOwnNode, FromPartner, FromEmptyNodes, FromDisk, FromBucket, RawDiskLoad),
     "tier-steps": (CappedDrain, NoDrain),
     "ranks": (Ckptstore, Dcp, DcpFsspec, DcpS3, RawDisk, RawRequests),
+    "gpu-stall": (AsyncCkptstore, AsyncCkptstoreProcess, DefaultStaged, DefaultStagedProcess, PinnedCopy),
+    "gpu-steps": (AsyncCkptstore, AsyncCkptstoreProcess, DefaultStaged, DefaultStagedProcess),
+    "gpu-first": (FirstSave, FirstSaveWarmed, FirstSaveResumed, FirstDefaultStaged, PinnedCopy),
+    "gpu-load": (Ckptstore, Dcp, SafetensorsToDevice, FastSafetensors, FastSafetensorsDirect, RawToDevice),
 }
-"""In the order of the tables. What begins with "tier-" are the contests of the workload "tier"."""
+"""In the order of the tables. What begins with "tier-" or "gpu-" are the contests of the workload of that name."""
 
 FAMILIES = tuple(dict.fromkeys(one.family for found in CONTENDERS.values() for one in found if one.role == "peer"))
 """What `--peers` knows."""

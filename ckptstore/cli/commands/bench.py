@@ -19,7 +19,7 @@ from ckptstore.errors import InvalidInput
 if TYPE_CHECKING:
     from ckptstore.bench.figures.report import Report, Workload
 
-_WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks", "ls")
+_WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks", "ls", "gpu")
 _SHAPES = ("tensors", "llama-1b", "llama-8b", "llama-70b", "llama-405b", "files")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _BELOW_FLOOR = 1
@@ -57,6 +57,7 @@ def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
     "--bandwidth-mb", type=click.FloatRange(0, min_open=True), help="Each way, of the S3 test server [tier: 200]."
 )
 @click.option("--json", "json_path", metavar="FILE", help="Write the report there; - for the standard output.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="Of gpu; cpu is a rehearsal.  [cuda]")
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with charts."
 )
@@ -99,7 +100,7 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
         raise InvalidInput(f"--peers does not know {', '.join(unknown)}", hint=f"all, none, or {', '.join(FAMILIES)}")
 
     def possible(name: str) -> bool:
-        return name != "tier" or is_disk(given["to"])
+        return name != "gpu" and (name != "tier" or is_disk(given["to"]))
 
     asked = Asked(
         workloads=tuple(name for name in _WORKLOADS if what == name or (what == "all" and possible(name))),
@@ -114,6 +115,7 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
         durable=given["durable"],
         drop_caches=given["drop_caches"],
         max_ranks=given["max_ranks"],
+        device="cuda" if given["device"] is None and what == "gpu" else given["device"],
         latency_seconds=None if given["latency_ms"] is None else given["latency_ms"] / 1000,
         bytes_per_second=None if given["bandwidth_mb"] is None else given["bandwidth_mb"] * 1e6,
     )
@@ -127,7 +129,11 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
 
 def _echo(report: Report) -> None:
     from ckptstore.bench.figures import told
+    from ckptstore.bench.figures.markdown import markdown
 
+    if report.asked.get("device"):
+        click.echo(markdown(report), nl=False)
+        return
     for line in told.report_lines(report):
         click.echo(line)
     for workload in report.workloads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,15 @@ def lock_memory(address: int, size_bytes: int) -> bool:
 def unlock_memory(address: int) -> None:
     """Undo `lock_memory`, before the memory is given back."""
     _cuda.cudart().cudaHostUnregister(address)
+
+
+def entrance() -> Callable[[], None]:
+    """Made in the thread that saves: has another one work on the same device. A new thread begins on device 0, and CUDA
+    takes memory of the device on which a thread first locks some. Where CUDA is not in use nothing is done."""
+    if not _cuda.is_initialized():
+        return lambda: None
+    here = _cuda.current_device()
+    return lambda: _cuda.set_device(here)
 
 
 class LaunchedWork:
