@@ -84,10 +84,11 @@ class DirectoryShard:
         if not isinstance(storage, Disk):
             return []
         prefix = attempt.prefix
+        linked = storage.link([(found[name].path, prefix + stored) for name, stored in names.items()])
         receipts = [
             Receipt(stored, found[name].size_bytes, None, self._rank, name if name != stored else None)
-            for name, stored in names.items()
-            if storage.link(found[name].path, prefix + stored)
+            for (name, stored), is_linked in zip(names.items(), linked, strict=True)
+            if is_linked
         ]
         storage.persist([prefix + receipt.name for receipt in receipts])
         return receipts

@@ -239,11 +239,13 @@ class LocalStorage:
             _remove(f"{self._root}/{name}")
         return sorted(found)
 
-    def link(self, path: str | os.PathLike[str], key: str) -> bool:
-        source, target = os.fspath(path), self._own_path(key)
-        if os.path.islink(source):
-            source = os.path.realpath(source)
-        self._flushed.discard(key)
+    def link(self, files: Sequence[tuple[str | os.PathLike[str], str]]) -> Sequence[bool]:
+        looked_at: set[str] = set()
+        self._flushed.difference_update([key for _, key in files])
+        return [self._link(os.fspath(path), key, looked_at) for path, key in files]
+
+    def _link(self, source: str, key: str, looked_at: set[str]) -> bool:
+        target = self._own_path(key, looked_at)
         try:
             try:
                 os.link(source, target)
