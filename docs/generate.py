@@ -138,8 +138,10 @@ def _described(name: str, value: Any) -> str:
 
 def _signature(function: Any) -> str:
     signature = inspect.signature(function)
+    if isinstance(function, type) and issubclass(function, tuple):  # it would have all fields here again
+        signature = signature.replace(return_annotation=None)
     kept = [item for item in signature.parameters.values() if item.name not in ("self", "cls")]
-    text = str(signature.replace(parameters=kept)).replace("'", "")
+    text = _plain(signature.replace(parameters=kept))
     if len(text) < 90:
         return text
     result = text.rpartition(" -> ")[2]
@@ -148,8 +150,13 @@ def _signature(function: Any) -> str:
         if item.kind is item.KEYWORD_ONLY and not is_marked:
             lines.append("    *,")
             is_marked = True
-        lines.append(f"    {item},".replace("'", ""))
+        lines.append(f"    {_plain(item)},")
     return "(\n" + "\n".join(lines) + f"\n) -> {result}"
+
+
+def _plain(annotated: inspect.Signature | inspect.Parameter) -> str:
+    """As it is written in the code."""
+    return re.sub(r"ForwardRef\('([^']*)'\)", r"\1", str(annotated)).replace("'", "")
 
 
 def commands() -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, InvalidMetadata, UnsupportedVersion
@@ -53,15 +55,20 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"bare {name}")
 
 
-def dump_json(value: Any, *, what: str = "metadata") -> bytes:
+_dump = json.JSONEncoder(
+    sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False, check_circular=False
+).encode
+
+
+def dump_json(value: Any, *, what: str = "metadata", plain: Mapping[str, Any] = MappingProxyType({})) -> bytes:
     """Encode a value of None, bool, int, float, str, lists and dicts.
 
-    Raises InvalidMetadata, with the path inside `value`, for anything else.
+    `plain` are further fields of an object that are known to hold no float, and no key that JSON or the format lacks:
+    they are not looked through. Raises InvalidMetadata, with the path inside `value`, for anything else.
     """
     try:
         encoded = _encode(value, what)
-        text = json.dumps(encoded, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-        return text.encode()
+        return _dump({**encoded, **plain} if plain else encoded).encode()
     except InvalidMetadata:
         raise
     except UnicodeEncodeError as error:

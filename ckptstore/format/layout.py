@@ -173,19 +173,32 @@ def folded(name: str) -> str:
     return name if name.isascii() and name.islower() else unicodedata.normalize("NFC", name).casefold()
 
 
+def directories_of(names: Iterable[str]) -> set[str]:
+    """Every directory in which one of the names lies, and those above."""
+    found: set[str] = set()
+    left = {name.rpartition("/")[0] for name in names}
+    while left:
+        found |= left
+        left = {directory.rpartition("/")[0] for directory in left} - found
+    return found - {""}
+
+
 def check_collisions(names: Iterable[str]) -> None:
     """Raise InvalidName when two names would be one file somewhere, or one is a directory of another."""
+    given = list(names)
+    seen = {folded(name): name for name in given}
+    if len(seen) < len(given):
+        _raise_same(given)
+    if both := directories_of(seen) & seen.keys():
+        head = min(both)
+        name = next(name for fold, name in seen.items() if fold.startswith(f"{head}/"))
+        raise InvalidName(f"The name {seen[head]!r} is a file and also the directory of {name!r}")
+
+
+def _raise_same(names: Iterable[str]) -> None:
     seen: dict[str, str] = {}
     for name in names:
-        fold = folded(name)
-        if fold in seen:
-            other = seen[fold]
+        if (other := seen.get(fold := folded(name))) is not None:
             same = "is given twice" if other == name else f"and {other!r} differ only by case or Unicode form"
             raise InvalidName(f"The name {name!r} {same}", hint="Rename one of the files")
         seen[fold] = name
-    for fold, name in seen.items():
-        head = fold.rpartition("/")[0]
-        while head:
-            if head in seen:
-                raise InvalidName(f"The name {seen[head]!r} is a file and also the directory of {name!r}")
-            head = head.rpartition("/")[0]

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, InvalidName
 from ckptstore.format.digest import to_hex
@@ -20,8 +21,7 @@ Kind = Literal["directory", "state"]
 _DIGEST = re.compile("[0-9a-f]{8}")
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(NamedTuple):
     """The proof that one file is stored."""
 
     name: str
@@ -38,20 +38,20 @@ class Receipt:
 
     def to_json(self) -> dict[str, Any]:
         """The receipt as an entry of the manifest."""
-        entry: dict[str, Any] = {
-            "name": self.name,
-            "size_bytes": self.size_bytes,
-            "crc32c": None if self.crc32c is None else to_hex(self.crc32c),
-            "rank": self.rank,
-        }
-        more = {"original_name": self.original_name, "attempt": self.attempt}
-        return entry | {name: value for name, value in more.items() if value is not None}
+        name, size_bytes, crc32c, rank, original_name, attempt = self
+        digest = None if crc32c is None else to_hex(crc32c)
+        entry: dict[str, Any] = {"crc32c": digest, "name": name, "rank": rank, "size_bytes": size_bytes}
+        if original_name is not None:
+            entry["original_name"] = original_name
+        if attempt is not None:
+            entry["attempt"] = attempt
+        return entry
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> Receipt:
         """The receipt of an entry; raises KeyError, TypeError or ValueError when it is not one."""
-        original, size_bytes, rank = entry.get("original_name"), entry["size_bytes"], entry["rank"]
-        digest = entry["crc32c"]
+        size_bytes, rank, digest = entry["size_bytes"], entry["rank"], entry["crc32c"]
+        original, attempt = entry.get("original_name"), entry.get("attempt")
         if type(size_bytes) is not int or type(rank) is not int or size_bytes < 0 or rank < 0:
             raise ValueError("a size or a rank is not a number of at least 0")
         if digest is not None and not _DIGEST.fullmatch(digest):
@@ -59,10 +59,9 @@ class Receipt:
         if original is not None:
             check_name(original)
         crc32c = None if digest is None else int(digest, 16)
-        attempt = entry.get("attempt")
         if attempt is not None and Attempt.parse(attempt) is None:
             raise ValueError("an attempt is not the name of a directory")
-        return Receipt(check_name(entry["name"]), size_bytes, crc32c, rank, original, attempt=attempt)
+        return Receipt(check_name(entry["name"]), size_bytes, crc32c, rank, original, attempt)
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Manifest:
         """The manifest of a copy that has all files in its own directory."""
         if not self.references:
             return self
-        return replace(self, files=tuple(replace(receipt, attempt=None) for receipt in self.files))
+        return replace(self, files=tuple(receipt._replace(attempt=None) for receipt in self.files))
 
     def encode(self) -> bytes:
         """The manifest as bytes; the same manifest always gives the same bytes."""
@@ -128,10 +127,10 @@ class Manifest:
                 "created_at": self.created_at,
                 "metrics": dict(self.metrics),
                 "metadata": dict(self.metadata),
-                "files": [receipt.to_json() for receipt in self.files],
                 "directories": list(self.directories),
             },
             what="manifest",
+            plain={"files": [receipt.to_json() for receipt in self.files]},
         )
 
     @staticmethod
@@ -186,7 +185,7 @@ def _check_scalars(known: Mapping[str, Any]) -> None:
 
 def sorted_receipts(receipts: Iterable[Receipt]) -> list[Receipt]:
     """By name, as a manifest has them."""
-    return sorted(receipts, key=lambda receipt: receipt.name)
+    return sorted(receipts, key=attrgetter("name"))
 
 
 def sha256_of(data: bytes) -> str:

@@ -7,13 +7,13 @@ knows what its own files are called. Names decide, never content, but for the fi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, get_args
 
 from ckptstore.errors import InvalidInput, InvalidName, InvalidSource
-from ckptstore.format.layout import check_collisions, check_name, ranked_name
+from ckptstore.format.layout import check_collisions, check_name, directories_of, ranked_name
 
 Suffix = Literal["auto", "always", "never"]
 
@@ -65,13 +65,20 @@ class Naming:
         suffix, colliding, shared, directories, size_bytes = fields
         return Naming(suffix, frozenset(colliding), shared, tuple(directories), size_bytes)
 
-    def stored_name(self, name: str, rank: int) -> str | None:
-        """What this rank's file is called in the checkpoint; None when another rank writes it."""
-        if name in self.shared:
-            return name if self.shared[name] == rank else None
-        if self.suffix == "always" or name in self.colliding:
-            return ranked_name(name, rank)
-        return name
+    def stored(self, names: Iterable[str], rank: int) -> dict[str, str]:
+        """What this rank's files are called in the checkpoint, by their names; without those that another rank
+        writes."""
+        if not self.shared and not self.colliding and self.suffix != "always":
+            return {name: name for name in names}
+        found: dict[str, str] = {}
+        for name in names:
+            if name in self.shared:
+                if self.shared[name] == rank:
+                    found[name] = name
+            else:
+                is_ranked = self.suffix == "always" or name in self.colliding
+                found[name] = ranked_name(name, rank) if is_ranked else name
+        return found
 
 
 def agree(offers: Sequence[Offer]) -> Naming:
@@ -96,21 +103,14 @@ def agree(offers: Sequence[Offer]) -> Naming:
         )
     directories = tuple(sorted(set(chain.from_iterable(offer.directories for offer in offers))))
     agreement = Naming(suffix, colliding, shared, directories, sum(offer.size_bytes for offer in offers))
-    stored = [
-        found
-        for rank, offer in enumerate(offers)
-        for name in offer.names
-        if (found := agreement.stored_name(name, rank)) is not None
-    ]
+    stored = list(
+        chain.from_iterable(agreement.stored(offer.names, rank).values() for rank, offer in enumerate(offers))
+    )
     for name in stored if suffix == "always" or colliding else ():  # the others were checked when they were found
         check_name(name)
-    check_collisions(chain(stored, _without_files(directories, stored)))
+    with_files = directories_of(stored) if directories else ()
+    check_collisions([*stored, *(name for name in directories if name not in with_files)])
     return agreement
-
-
-def _without_files(directories: Sequence[str], stored: Sequence[str]) -> list[str]:
-    parents = {name[:index] for name in stored for index, char in enumerate(name) if char == "/"}
-    return [name for name in directories if name not in parents]
 
 
 def _agree_on_shared(offers: Sequence[Offer]) -> dict[str, int]:

@@ -283,7 +283,7 @@ class NodeCopies:
                 receipt = self._manifest.by_name[name]
 
                 def download(path: Path) -> None:
-                    download_files(self._files, self._manifest, [receipt], path, with_directories=False)
+                    download_files(self._files, self._manifest, [receipt], path, read_only=True, with_directories=False)
 
                 fetched = NodeCache(self._files.config.cache).fetch_once(
                     sha256_of(f"{self._digest}/{name}".encode()),
@@ -342,7 +342,7 @@ def _opened_directory(files: CheckpointFiles, load: LoadWatch, stack: ExitStack)
     expected |= {**dict.fromkeys(manifest.directories), MANIFEST_NAME: len(own_data)}
 
     def download(path: Path) -> None:
-        download_files(files, manifest, manifest.files, path)
+        download_files(files, manifest, manifest.files, path, read_only=True)
         (path / MANIFEST_NAME).write_bytes(own_data)
 
     fetched = NodeCache(files.config.cache).fetch_once(
@@ -403,11 +403,12 @@ def download_files(
     chosen: Sequence[Receipt],
     path: Path,
     *,
+    read_only: bool = False,
     with_directories: bool = True,
 ) -> None:
     """Copy these files of a checkpoint below a directory, every byte checked. They appear one by one."""
     with files.missing_is_damage():
-        files.transfer.download([(files.wanted(item), path / item.name) for item in chosen])
+        files.transfer.download([(files.wanted(item), f"{path}/{item.name}") for item in chosen], read_only=read_only)
     if with_directories:
         for name in manifest.directories:
             (path / name).mkdir(parents=True, exist_ok=True)

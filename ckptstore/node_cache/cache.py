@@ -115,7 +115,7 @@ class _Fetch:
     def lost(self) -> Iterator[str]:
         """What the copy should have, and has not or has with another size."""
         path = self.place.copy(self.key)
-        return (name for name, size in (self.expected or {}).items() if not _is_as_expected(path / name, size))
+        return (name for name, size in (self.expected or {}).items() if not _is_as_expected(f"{path}/{name}", size))
 
     def wait_for(self, turn: _Turn) -> bool:
         """True with the turn to download; False when a copy is there, or when the deadline is past."""
@@ -194,9 +194,9 @@ class _Fetch:
 _CLEANED = "Set CKPTSTORE_CACHE_DIR to a directory that nothing cleans up"
 
 
-def _is_as_expected(path: Path, size_bytes: int | None) -> bool:
+def _is_as_expected(path: str, size_bytes: int | None) -> bool:
     try:
-        status = path.lstat()
+        status = os.lstat(path)
     except OSError:
         return False
     if size_bytes is None:
@@ -222,16 +222,18 @@ def _read_holder(path: Path) -> str:
 def _make_final(directory: Path) -> int:
     """Make the files read-only and everything durable, so that what has its name is whole even after a loss of power.
     Returns the size in bytes."""
-    size_bytes, files, directories = 0, [], []
-    for parent, _, names in os.walk(directory):
-        directories.append(parent)
-        for name in names:
-            path = os.path.join(parent, name)
-            status = os.lstat(path)
-            if stat.S_ISREG(status.st_mode):
-                os.chmod(path, stat.S_IMODE(status.st_mode) & ~0o222)
-                size_bytes += status.st_size
-                files.append(path)
+    size_bytes, files, directories = 0, [], [str(directory)]
+    for parent in directories:  # grows meanwhile
+        with os.scandir(parent) as entries:
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    if status.st_mode & 0o222:
+                        os.chmod(entry.path, stat.S_IMODE(status.st_mode) & ~0o222)
+                    size_bytes += status.st_size
+                    files.append(entry.path)
+                elif stat.S_ISDIR(status.st_mode):
+                    directories.append(entry.path)
     flush_files(files)
     for path in directories:
         posix.flush(path)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Set
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 from ckptstore.errors import InvalidSource
-from ckptstore.format.layout import check_user_name
+from ckptstore.format.layout import check_name, check_user_name
 from ckptstore.transfer.sources import FileSource
 
 
@@ -38,52 +39,55 @@ def scan(directory: str | os.PathLike[str] | None) -> Directory:
     """
     if directory is None:
         return Directory()
-    root = Path(os.path.realpath(directory))
-    if not root.is_dir():
+    root = os.path.realpath(directory)
+    if not os.path.isdir(root):
         raise InvalidSource(f"There is no directory {os.fspath(directory)}", hint="Give None on ranks without files")
     files: dict[str, FileSource] = {}
     empty: list[str] = []
-    _walk(root, root, "", files, empty, frozenset())
+    _walk(Path(root), root, "", files, empty, {root})
     return Directory(files, tuple(sorted(empty)))
 
 
-def _walk(
-    root: Path, path: Path, prefix: str, files: dict[str, FileSource], empty: list[str], above: frozenset[str]
-) -> None:
-    real = os.path.realpath(path)
-    if real in above:
-        raise InvalidSource(f"The link {path} leads in a circle", file=str(path))
-    entries = list(_entries(path))
+def _walk(root: Path, path: str, prefix: str, files: dict[str, FileSource], empty: list[str], above: Set[str]) -> None:
+    """`path` is real, without links; `above` has it, and those through which it was reached."""
+    entries = _entries(path)
     if not entries and prefix:
-        empty.append(check_user_name(prefix.rstrip("/")))
+        empty.append(prefix[:-1])
+    check = check_name if prefix else check_user_name  # the format has its own names at the top alone
     for entry in entries:
-        name = check_user_name(prefix + entry.name)
-        status = _status(root, entry)
-        if stat.S_ISDIR(status.st_mode):
-            _walk(root, path / entry.name, f"{name}/", files, empty, above | {real})
-        elif stat.S_ISREG(status.st_mode):
-            files[name] = FileSource.of(entry.path, status)
+        name = check(prefix + entry.name)
+        real, status = _status(root, entry)
+        if stat.S_ISREG(status.st_mode):
+            files[name] = FileSource.of(real, status)
+        elif stat.S_ISDIR(status.st_mode):
+            if real in above:
+                raise InvalidSource(f"The link {entry.path} leads in a circle", file=entry.path)
+            _walk(root, real, f"{name}/", files, empty, {*above, real})
         else:
             raise InvalidSource(f"{entry.path} is no regular file: a socket, a pipe or a device", file=entry.path)
 
 
-def _entries(path: Path) -> Iterator[os.DirEntry[str]]:
+def _entries(path: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(path) as entries:
-            yield from sorted(entries, key=lambda entry: entry.name)
+            return sorted(entries, key=attrgetter("name"))
     except OSError as error:
-        raise InvalidSource(f"{path} cannot be listed: {error.strerror}", file=str(path)) from error
+        raise InvalidSource(f"{path} cannot be listed: {error.strerror}", file=path) from error
 
 
-def _status(root: Path, entry: os.DirEntry[str]) -> os.stat_result:
+def _status(root: Path, entry: os.DirEntry[str]) -> tuple[str, os.stat_result]:
+    """Where an entry leads, and what is there."""
     try:
-        if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(root):
-            raise InvalidSource(
-                f"The link {entry.path} leads outside of the directory", file=entry.path, hint="Copy the file in"
-            )
-        return entry.stat()
+        if not entry.is_symlink():
+            return entry.path, entry.stat(follow_symlinks=False)
+        real = os.path.realpath(entry.path)
+        if Path(real).is_relative_to(root):
+            return real, os.stat(real)
     except OSError as error:
         raise InvalidSource(f"{entry.path} cannot be read: {error.strerror}", file=entry.path) from error
+    raise InvalidSource(
+        f"The link {entry.path} leads outside of the directory", file=entry.path, hint="Copy the file in"
+    )
 
 
 def sha256_of_files(directory: Directory, names: Collection[str]) -> dict[str, tuple[int, str]]:

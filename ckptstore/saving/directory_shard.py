@@ -64,41 +64,38 @@ class DirectoryShard:
         self._agreement = Naming.from_json(json.loads(told))
 
     def store(self, attempt: Attempt, beat: Beat) -> bytes:
-        agreement, rank = self._agreement, self._rank
-        assert agreement is not None  # the ranks have met
-        names = {
-            name: stored for name in self._found.files if (stored := agreement.stored_name(name, rank)) is not None
-        }
+        assert self._agreement is not None  # the ranks have met
+        names = self._agreement.stored(self._found.files, self._rank)
         receipts = self._link_files(attempt, names) if self._link else []
         for receipt in receipts:
             del names[receipt.original_name or receipt.name]
         receipts += self._send(attempt, names, beat)
-        return json.dumps([receipt.to_json() for receipt in receipts]).encode()
+        return json.dumps(receipts).encode()
 
     def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
         assert self._agreement is not None  # the leader agreed before
-        receipts = [Receipt.from_json(entry) for text in stored for entry in json.loads(text)]
+        receipts = [Receipt(*fields) for text in stored for fields in json.loads(text)]
         beat()
         return Contents(receipts, self._agreement.directories)
 
-    def _link_files(self, attempt: Attempt, names: dict[str, str]) -> list[Receipt]:
+    def _link_files(self, attempt: Attempt, names: Mapping[str, str]) -> list[Receipt]:
         """Other names for the files of this rank, as far as the disk can; nothing of them is read."""
-        storage = self._storage
+        storage, found = self._storage, self._found.files
         if not isinstance(storage, Disk):
             return []
         prefix = attempt.prefix
+        linked = storage.link([(found[name].path, prefix + stored) for name, stored in names.items()])
         receipts = [
-            Receipt(stored, source.size_bytes, None, self._rank, name if name != stored else None)
-            for name, stored in names.items()
-            if storage.link((source := self._found.files[name]).path, prefix + stored)
+            Receipt(stored, found[name].size_bytes, None, self._rank, name if name != stored else None)
+            for (name, stored), is_linked in zip(names.items(), linked, strict=True)
+            if is_linked
         ]
-        if isinstance(storage, Disk):
-            storage.persist([prefix + receipt.name for receipt in receipts])
+        storage.persist([prefix + receipt.name for receipt in receipts])
         return receipts
 
-    def _send(self, attempt: Attempt, names: dict[str, str], beat: Beat) -> list[Receipt]:
-        prefix, rank = attempt.prefix, self._rank
-        files = [PlannedFile(prefix + stored, self._found.files[name]) for name, stored in names.items()]
+    def _send(self, attempt: Attempt, names: Mapping[str, str], beat: Beat) -> list[Receipt]:
+        prefix, rank, found = attempt.prefix, self._rank, self._found.files
+        files = [PlannedFile(prefix + stored, found[name]) for name, stored in names.items()]
         size_bytes = sum(file.source.size_bytes for file in files)
         emit(
             SaveStarted(step=attempt.step, attempt=str(attempt), rank=rank, num_files=len(files), size_bytes=size_bytes)

@@ -261,9 +261,11 @@ class StateShard:
         storage, rank = self._storage, self._rank
         if self._options.incremental == "reference":
             return [Receipt(file.name, file.size_bytes, file.crc32c, rank, attempt=file.attempt) for file in kept]
-        for file in kept:
-            source, target = f"{CHECKPOINT_PREFIX}{file.attempt}/{file.name}", attempt.key(file.name)
-            is_linked = isinstance(storage, Disk) and storage.link(storage.local_path(source), target)
+        moves = [(f"{CHECKPOINT_PREFIX}{file.attempt}/{file.name}", attempt.key(file.name)) for file in kept]
+        linked: Sequence[bool] = [False] * len(moves)
+        if isinstance(storage, Disk):
+            linked = storage.link([(storage.local_path(source), target) for source, target in moves])
+        for file, (source, target), is_linked in zip(kept, moves, linked, strict=True):
             if not is_linked and isinstance(storage, CopiesInside):
                 storage.copy(source, target)
             elif not is_linked:

@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptstore.errors import StorageError
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFile:
+class StoredFile(NamedTuple):
     """One file as a listing or `stat` shows it."""
 
     key: str
@@ -160,8 +158,9 @@ class Disk(Protocol):
         """Remove from a directory ("" is the root) what writers that were killed have left, where it was last changed
         before that time by the storage's clock. Gives their keys, which no listing shows."""
 
-    def link(self, path: str | os.PathLike[str], key: str) -> bool:
-        """Make the key another name of the same inode, or a reflink; False where neither is possible."""
+    def link(self, files: Sequence[tuple[str | os.PathLike[str], str]]) -> Sequence[bool]:
+        """For each path and key, make the key another name of the same inode, or a reflink; False where neither is
+        possible. No path may be that of a symbolic link. After an error any of them may be there."""
 
     def read_steps(
         self,

@@ -177,8 +177,9 @@ class _WrappedDisk(_Wrapped):
             lambda: self.inner.remove_unfinished(key, before_seconds=before_seconds, dry_run=dry_run),
         )
 
-    def link(self, path: str | os.PathLike[str], key: str) -> bool:
-        return self.run(_call("link", key), lambda: bool(self.inner.link(path, key)))
+    def link(self, files: Sequence[tuple[str | os.PathLike[str], str]]) -> Sequence[bool]:
+        call = _call("link", files[0][1] if files else "", num_keys=len(files))
+        return self.run(call, lambda: self.inner.link(files), lambda: self.inner.link(files[: len(files) // 2]))
 
     def read_steps(
         self,

@@ -250,12 +250,13 @@ class PowersContract:
         _need(storage, base.Disk)
         source: Path = tmp_path_factory.mktemp("outside") / "source"
         source.write_bytes(b"linked")
-        if storage.link(source, "some/where"):
-            assert storage.read("some/where") == b"linked"
-            source.unlink()
-            assert storage.read("some/where") == b"linked"
-        else:
-            assert list(storage.list("")) == []
+        keys = ["some/where", "some/where else", "other"]
+        linked = storage.link([(source, key) for key in keys])
+        there = [key for key, is_linked in zip(keys, linked, strict=True) if is_linked]
+        assert {file.key for file in storage.list("")} == set(there)
+        source.unlink()
+        assert all(storage.read(key) == b"linked" for key in there)
+        assert list(storage.link([])) == []
 
     def test_steps_are_looked_at_as_they_are_filled_and_read_again_if_refused(self, storage: Any) -> None:
         _need(storage, base.Disk)

@@ -6,9 +6,9 @@ together stay within `TransferConfig.memory_budget_bytes`, whatever the size of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ckptstore.config import RetryConfig, TransferConfig
@@ -81,13 +81,21 @@ class Transfer:
         """
         return upload.upload(self._engine, files, beat, check)
 
-    def download(self, wanted: Sequence[tuple[Wanted, Path]], *, beat: Beat = no_beat) -> None:
-        """Fetch files to paths where nothing is yet; directories are created. Durable as `upload` is.
+    def download(
+        self,
+        wanted: Sequence[tuple[Wanted, str | os.PathLike[str]]],
+        *,
+        read_only: bool = False,
+        beat: Beat = no_beat,
+    ) -> None:
+        """Fetch files to paths where nothing is yet; directories are created. Durable as `upload` is. With `read_only`
+        nobody may write to the files.
 
         A file with a wrong digest is fetched a second time, then CheckpointDamaged is raised. After an error complete
         files stay, torn ones do not. Raises StorageFull when the local disk is.
         """
-        fetch.download(self._engine, wanted, beat)
+        places = [(item, os.fspath(path)) for item, path in wanted]
+        fetch.download(self._engine, places, beat, read_only=read_only)
 
     def check(self, wanted: Sequence[Wanted], *, beat: Beat = no_beat) -> list[Checked]:
         """Read every byte of the files and compare size and digest; the result has the order of the files.

@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from ckptstore.errors import CkptstoreError
-from ckptstore.format.digest import FileDigest, combine, crc32c
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
+from ckptstore.format.digest import FileDigest, combine, crc32c, to_hex
+from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, write_new
 from ckptstore.transfer.engine import STEP_BYTES, Engine
-from ckptstore.transfer.moves import Stored
+from ckptstore.transfer.moves import Checked, Stored, Wanted
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.pool import Operation
 from ckptstore.transfer.sources import FileSource, Read
@@ -73,3 +74,55 @@ def read_hashed(
         total = combine(total, digest.add(offset + start, views), size)
         found += views
     return found, total
+
+
+def read_batch(
+    engine: Engine, places: Sequence[tuple[Wanted, str | None]], read_only: bool, run: Operation
+) -> list[Checked]:
+    """Read files, each in one call, and write those whose bytes are the right ones to their paths, where they have one.
+    The result has their order."""
+    with engine.scratch.take(sum(item.size_bytes for item, _ in places), run) as scratch:
+        found, start = [], 0
+        for item, path in places:
+            view = scratch[start : start + item.size_bytes]
+            start += item.size_bytes
+            run.check()
+            try:
+                found.append(_read_checked(engine, item, view, path is None, run))
+                if path is not None and found[-1].damage is None:
+                    write_new(item.key, path, view, mode=READ_ONLY if read_only else WRITABLE)
+            except CkptstoreError as error:
+                raise error.at(file=item.key) from None
+            run.moved(item.size_bytes)
+        return found
+
+
+def _read_checked(engine: Engine, item: Wanted, view: memoryview, whole: bool, run: Operation) -> Checked:
+    """`whole` has the file hold these bytes and no more."""
+    key = item.key
+    try:
+        version = version_of(engine, item, run) if whole else None
+        if view:
+            request = partial(engine.storage.read_into, key, 0, (view,), version=version)
+            engine.request(run, f"read {key}", request)
+    except (CheckpointDamaged, FileMissing) as error:
+        return Checked(item, None, error)
+    found = crc32c(view)
+    return Checked(item, found, fault_of(item, found))
+
+
+def version_of(engine: Engine, item: Wanted, run: Operation) -> str | None:
+    """The version of a file. Raises CheckpointDamaged when it has another size, FileMissing."""
+    found = engine.request(run, f"stat {item.key}", partial(engine.storage.stat, item.key))
+    if found.size_bytes != item.size_bytes:
+        text = f"{item.key} has {found.size_bytes:,} bytes, {item.size_bytes:,} are expected"
+        raise CheckpointDamaged(text, file=item.key)
+    return found.version
+
+
+def fault_of(item: Wanted, found: int) -> CheckpointDamaged | None:
+    """What is wrong with a file whose bytes have the digest `found`; None if nothing, or if no digest is known."""
+    if item.crc32c is None or found == item.crc32c:
+        return None
+    text = f"{item.key} is damaged: CRC32C {to_hex(item.crc32c)} is expected, {to_hex(found)} is found"
+    return CheckpointDamaged(text, file=item.key)

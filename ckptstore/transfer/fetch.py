@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
 from ckptstore.events import BytesMoved, emit, is_heard
-from ckptstore.format.digest import FileDigest, to_hex
-from ckptstore.storage.disk.local_parts import NewFile, make_durable
+from ckptstore.format.digest import FileDigest
+from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, NewFile, make_durable
 from ckptstore.storage.traffic import traffic_here
+from ckptstore.transfer.batch import fault_of, read_batch, version_of
 from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine
 from ckptstore.transfer.moves import Checked, Wanted
 from ckptstore.transfer.pool import Operation, Task
@@ -19,62 +19,73 @@ from ckptstore.transfer.pool import Operation, Task
 Damage = CheckpointDamaged | FileMissing
 
 
-def download(engine: Engine, wanted: Sequence[tuple[Wanted, Path]], beat: Callable[[], None]) -> None:
+def download(
+    engine: Engine, wanted: Sequence[tuple[Wanted, str]], beat: Callable[[], None], *, read_only: bool
+) -> None:
     """Fetch files to new paths. See `Transfer.download`."""
-    fetches = [_ToDisk(engine, item, path) for item, path in wanted]
-    _fetch(engine, fetches, beat)
-    damaged = [fetch for fetch in fetches if fetch.damage]
+    found = _fetch(engine, wanted, read_only, beat)
+    damaged = [place for place, checked in zip(wanted, found, strict=True) if checked.damage]
     if damaged:  # a bit may have flipped on its way
         if engine.copies is not None:
-            for fetch in damaged:
-                engine.copies.doubt(fetch.wanted.key)
-        damaged = [_ToDisk(engine, fetch.wanted, fetch.path) for fetch in damaged]
-        _fetch(engine, damaged, beat)
-    for fetch in damaged:
-        if fetch.damage:
-            raise fetch.damage
+            for item, _ in damaged:
+                engine.copies.doubt(item.key)
+        for checked in _fetch(engine, damaged, read_only, beat):
+            if checked.damage:
+                raise checked.damage
     if engine.config.durable:
-        make_durable([str(path) for _, path in wanted])
+        make_durable([path for _, path in wanted])
         beat()
 
 
 def check(engine: Engine, wanted: Sequence[Wanted], beat: Callable[[], None]) -> list[Checked]:
     """Read files to the end. See `Transfer.check`."""
-    fetches = [_ToNowhere(engine, item) for item in wanted]
-    _fetch(engine, fetches, beat)
-    return [Checked(fetch.wanted, fetch.found_crc32c, fetch.damage) for fetch in fetches]
+    return _fetch(engine, [(item, None) for item in wanted], False, beat)
 
 
-def _fetch(engine: Engine, fetches: Sequence[_Fetch], beat: Callable[[], None]) -> None:
-    total_bytes = sum(fetch.wanted.size_bytes for fetch in fetches)
-    small = [fetch for fetch in fetches if fetch.wanted.size_bytes <= STEP_BYTES]
+def _fetch(
+    engine: Engine, places: Sequence[tuple[Wanted, str | None]], read_only: bool, beat: Callable[[], None]
+) -> list[Checked]:
+    """Fetch each file to its path, or to nowhere where that is None; the result has their order."""
+    total_bytes = sum(item.size_bytes for item, _ in places)
+    found: list[Checked | None] = [None] * len(places)
+    large = [index for index, (item, _) in enumerate(places) if item.size_bytes > STEP_BYTES]
+    fetches = {index: _fetch_of(engine, places[index], read_only) for index in large}
     tasks: list[Task] = [
         partial(_fetch_stretch, fetch, start, total_bytes)
-        for fetch in fetches
-        if fetch.wanted.size_bytes > STEP_BYTES
+        for fetch in fetches.values()
         for start in range(0, fetch.wanted.size_bytes, TASK_BYTES)
     ]
-    batches = engine.batches([fetch.wanted.size_bytes for fetch in small])
-    tasks += [partial(_fetch_whole, small[batch], total_bytes) for batch in batches]
+    small = [index for index, (item, _) in enumerate(places) if item.size_bytes <= STEP_BYTES]
+
+    def fetch_batch(indices: Sequence[int], run: Operation) -> None:
+        some = [places[index] for index in indices]
+        for index, checked in zip(indices, read_batch(engine, some, read_only, run), strict=True):
+            found[index] = checked
+        _tell(some[-1][0].key, sum(item.size_bytes for item, _ in some), total_bytes)
+
+    batches = engine.batches([places[index][0].size_bytes for index in small])
+    tasks += [partial(fetch_batch, small[batch]) for batch in batches]
     try:
         engine.pool.run(tasks, beat)
     except BaseException:
-        for fetch in fetches:
+        for fetch in fetches.values():
             fetch.abort()
         raise
     finally:
         engine.scratch.trim()
+    for index, fetch in fetches.items():
+        found[index] = Checked(fetch.wanted, fetch.found_crc32c, fetch.damage)
+    return [checked for checked in found if checked is not None]
+
+
+def _fetch_of(engine: Engine, place: tuple[Wanted, str | None], read_only: bool) -> _Fetch:
+    wanted, path = place
+    return _ToNowhere(engine, wanted) if path is None else _ToDisk(engine, wanted, path, read_only)
 
 
 def _fetch_stretch(fetch: _Fetch, start: int, total_bytes: int, run: Operation) -> None:
     fetch.move(start, min(start + TASK_BYTES, fetch.wanted.size_bytes), run)
     _tell(fetch.wanted.key, min(TASK_BYTES, fetch.wanted.size_bytes - start), total_bytes)
-
-
-def _fetch_whole(fetches: Sequence[_Fetch], total_bytes: int, run: Operation) -> None:
-    for fetch in fetches:
-        fetch.move(0, fetch.wanted.size_bytes, run)
-    _tell(fetches[-1].wanted.key, sum(fetch.wanted.size_bytes for fetch in fetches), total_bytes)
 
 
 def _tell(key: str, size_bytes: int, total_bytes: int) -> None:
@@ -152,47 +163,36 @@ class _Fetch:
                 run.moved(len(view))
 
     def _compare(self) -> None:
-        if self.damage:
-            return
-        expected, found = self.wanted.crc32c, self._digest.crc32c()
-        self.found_crc32c = found
-        if expected is not None and found != expected:
-            self.damage = CheckpointDamaged(
-                f"{self.wanted.key} is damaged: CRC32C {to_hex(expected)} is expected, {to_hex(found)} is found",
-                file=self.wanted.key,
-            )
+        if not self.damage:
+            self.found_crc32c = self._digest.crc32c()
+            self.damage = fault_of(self.wanted, self.found_crc32c)
 
 
 class _ToNowhere(_Fetch):
     """For a file that is only checked. It must also have its size and no byte more."""
 
     def begin(self, run: Operation) -> None:
-        if self._version is not None or self.damage:
-            return
-        wanted = self.wanted
-        found = self._engine.request(run, f"stat {wanted.key}", partial(self._engine.storage.stat, wanted.key))
-        self._version = found.version
-        if found.size_bytes != wanted.size_bytes:
-            raise CheckpointDamaged(
-                f"{wanted.key} has {found.size_bytes:,} bytes, {wanted.size_bytes:,} are expected", file=wanted.key
-            )
+        if self._version is None and not self.damage:
+            self._version = version_of(self._engine, self.wanted, run)
 
 
 class _ToDisk(_Fetch):
     """For a file that is kept."""
 
-    def __init__(self, engine: Engine, wanted: Wanted, path: Path) -> None:
+    def __init__(self, engine: Engine, wanted: Wanted, path: str, read_only: bool) -> None:
         super().__init__(engine, wanted)
-        self.path = path
+        self._path = path
+        self._mode = READ_ONLY if read_only else WRITABLE
         self._file: NewFile | None = None
 
     def begin(self, run: Operation) -> None:
         if self._file is None and not self.damage:
             self._file = NewFile(
                 self.wanted.key,
-                str(self.path),
+                self._path,
                 size_bytes=self.wanted.size_bytes,
                 writes_back=self._engine.config.durable,
+                mode=self._mode,
             )
 
     def put(self, offset: int, view: memoryview) -> None:

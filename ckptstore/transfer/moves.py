@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ckptstore.errors import CheckpointDamaged, FileMissing
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A file that was written."""
 
     key: str
@@ -19,8 +18,7 @@ class Stored:
     """For each payload of the source the CRC32C of each block of 1 MiB, as little-endian 32-bit integers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A whole file to be fetched or checked."""
 
     key: str
@@ -29,8 +27,7 @@ class Wanted:
     """None where no digest is known, so that the size is all that can be compared."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(NamedTuple):
     """What was found where a file was wanted."""
 
     wanted: Wanted

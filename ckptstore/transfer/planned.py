@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ckptstore.runtime.beat import Beat
 from ckptstore.transfer.moves import Stored
 from ckptstore.transfer.sources import Source
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
+class PlannedFile(NamedTuple):
     """One file to be written."""
 
     key: str

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ckptstore.errors import InvalidSource, SourceChanged
 
@@ -73,8 +73,7 @@ class MemorySource:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class FileSource:
+class FileSource(NamedTuple):
     """A local file, as it was when `of` looked at it."""
 
     path: str | os.PathLike[str]
@@ -82,7 +81,11 @@ class FileSource:
     identity: tuple[int, int, int]
     """Device, inode and time of the last change in nanoseconds."""
     payloads: Sequence[tuple[int, int]] = ()
-    in_memory: bool = False
+
+    @property
+    def in_memory(self) -> bool:
+        """It is read into a buffer."""
+        return False
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], status: os.stat_result | None = None) -> FileSource:
@@ -107,7 +110,7 @@ class FileSource:
             raise self.unreadable(error) from error
         finally:
             os.close(descriptor)
-        if count != self.size_bytes or status.st_size != count or _identity(status) != self.identity:
+        if not count == status.st_size == self.size_bytes or _identity(status) != self.identity:
             raise self.changed("changed")
         return view
 

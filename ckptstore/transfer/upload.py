@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -38,7 +39,7 @@ def upload(
         engine.storage.delete([file.key for file in files])  # new files are written faster than old ones are replaced
         upload_.write_all(range(len(files)))
         upload_.persist()
-    traffic_here().written_bytes += sum(file.source.size_bytes for file in files)
+    traffic_here().written_bytes += upload_.total_bytes
     beat()
     return upload_.results()
 
@@ -52,7 +53,8 @@ class _Upload:
         self._engine = engine
         self._files = files
         self._beat, self._check = beat, check
-        self._total_bytes = sum(file.source.size_bytes for file in files)
+        self._sizes_bytes = [file.source.size_bytes for file in files]
+        self.total_bytes = sum(self._sizes_bytes)
         self._stored: list[Stored | None] = [None] * len(files)
         self._failed: list[tuple[int, CkptstoreError]] = []
         self._lock = threading.Lock()
@@ -75,16 +77,22 @@ class _Upload:
     def _write(self, indices: Iterable[int]) -> None:
         large: list[_InParts] = []
         small: list[int] = []
+        sizes_bytes = self._sizes_bytes
+        parts_bytes = {size_bytes: self._engine.part_bytes(size_bytes) for size_bytes in {*sizes_bytes}}
         for index in indices:
-            part_bytes = self._engine.part_bytes(self._size_bytes(index))
+            part_bytes = parts_bytes[sizes_bytes[index]]
             if part_bytes is None:
                 small.append(index)
             else:
                 large.append(_InParts(self, index, part_bytes))
         tasks = in_turns([file.tasks() for file in large], self._engine.pool.num_threads if self._engine.disk else 1)
-        batches = [small[batch] for batch in self._engine.batches([self._size_bytes(index) for index in small])]
-        num_chains = min(self._engine.small_tasks(), len(batches))
-        chains = [partial(self._write_chain, batches[first::num_chains]) for first in range(num_chains)]
+        batches = [small[batch] for batch in self._engine.batches([sizes_bytes[index] for index in small])]
+        num_chains = self._engine.small_tasks()
+        if num_chains < len(batches):
+            shared = deque(batches)
+            chains = [partial(self._write_chain, shared, number % 2 == 1) for number in range(num_chains)]
+        else:
+            chains = [partial(self._write_chain, deque([batch]), False) for batch in batches]
         # The chains begin first: while they wait for each other in the file system, large files keep the disk busy.
         tasks = [*chains, *tasks]
         try:
@@ -108,9 +116,16 @@ class _Upload:
         if self._engine.config.durable and isinstance(storage, Disk) and keys:
             storage.persist(keys)
 
-    def _write_chain(self, batches: Sequence[Sequence[int]], run: Operation) -> None:
-        """Write small files, batch after batch, and have the disk keep up."""
-        for indices in batches:
+    def _write_chain(self, batches: deque[list[int]], from_end: bool, run: Operation) -> None:
+        """Write small files, batch after batch, until none is left, and have the disk keep up.
+
+        A directory takes one new file at a time. So half of the chains begin at the end, where other directories are.
+        """
+        while batches:
+            try:
+                indices = batches.pop() if from_end else batches.popleft()
+            except IndexError:  # another chain was faster
+                return
             self._write_small(indices, run)
             if len(self._written) >= _PERSIST_FILES and self._not_durable is None:
                 try:
@@ -129,12 +144,9 @@ class _Upload:
                 self.tell(result, seconds / len(stored))
         self.moved(stored[-1].key, sum(result.size_bytes for result in stored))
 
-    def _size_bytes(self, index: int) -> int:
-        return self._files[index].source.size_bytes
-
     def moved(self, key: str, size_bytes: int) -> None:
         if is_heard(BytesMoved):
-            emit(BytesMoved(key=key, size_bytes=size_bytes, total_bytes=self._total_bytes))
+            emit(BytesMoved(key=key, size_bytes=size_bytes, total_bytes=self.total_bytes))
 
     def done(self, index: int, digest: FileDigest, *, seconds: float) -> None:
         file = self._files[index]

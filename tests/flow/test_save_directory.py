@@ -279,6 +279,20 @@ def test_links_share_the_inode_and_have_no_digest(tmp_path: Path) -> None:
         assert read_tree(checkpoint.to_directory(tmp_path / "copy")) == FILES
 
 
+def test_a_link_inside_is_linked_as_the_file_it_leads_to(tmp_path: Path) -> None:
+    source = tree(tmp_path, {"real/model.pt": b"weights"})
+    (source / "last.pt").symlink_to("real/model.pt")
+    (source / "again").symlink_to("real")
+    with open_store(tmp_path / "store") as store:
+        for step, link in enumerate((True, False)):
+            checkpoint = store.save_directory(step, source, link=link)
+            with checkpoint.as_directory() as path:
+                assert read_tree(path) == dict.fromkeys(["real/model.pt", "last.pt", "again/model.pt"], b"weights")
+                assert not any(item.is_symlink() for item in path.rglob("*"))
+                inode = (source / "real/model.pt").stat().st_ino
+                assert ((path / "last.pt").stat().st_ino == inode) is link
+
+
 def test_damage_is_named(root: str, tmp_path: Path) -> None:
     files = {"a": b"a" * 4000, "b": b"b" * 4000, "c": b"c" * 4000, "d": b"d" * 10, "e": b"e"}
     with open_store(root) as store:

@@ -71,8 +71,8 @@ class Disk(OnlyTheVerbs):
     def remove_unfinished(self, key: str, *, before_seconds: float, dry_run: bool = False) -> Sequence[str]:
         return [key]
 
-    def link(self, path: Path, key: str) -> bool:
-        return False
+    def link(self, files: Any) -> list[bool]:
+        return [False for _ in files]
 
     def read_steps(self, key: str, offset: int, steps: Any, accept: Any, *, version: str | None = None) -> None:
         for number, views in enumerate(steps):
@@ -134,7 +134,7 @@ def test_powers_of_a_disk_are_counted(memory: MemoryStorage, tmp_path: Path) -> 
     wrapped.remove_directories("e")
     assert wrapped.remove_unfinished("f", before_seconds=1.0) == ["f"]
     assert wrapped.free_bytes() == 12
-    assert wrapped.link(tmp_path, "a") is False
+    assert wrapped.link([(tmp_path, "a")]) == [False]
     assert wrapped.local_path("x") == Path("/nowhere/x")
     assert (disk.made, disk.removed) == ("d", "e")
     verbs = ["persist", "make_directory", "remove_directories", "remove_unfinished", "free_bytes", "link"]

@@ -219,17 +219,37 @@ def test_a_directory_that_others_remove_meanwhile_is_made_again(storage: LocalSt
 def test_a_link_shares_the_inode_and_leaves_it_writable(storage: LocalStorage, tmp_path: Path) -> None:
     source = tmp_path / "users own file"
     source.write_bytes(b"data")
-    assert storage.link(source, "a/linked")
+    assert storage.link([(source, "a/linked")]) == [True]
     assert storage.read("a/linked") == b"data"
     assert source.stat().st_mode & 0o200, "the user may go on writing to it"
-    assert storage.link(source, "a/linked"), "an existing key is replaced"
+    assert storage.link([(source, "a/linked")]) == [True], "an existing key is replaced"
     with pytest.raises(FileMissing):
-        storage.link(tmp_path / "missing", "a/other")
+        storage.link([(tmp_path / "missing", "a/other")])
+
+
+def test_a_directory_of_many_links_is_looked_at_once(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [(tmp_path / "source" / f"{number}", f"a/b/{number}") for number in range(100)]
+    (tmp_path / "source").mkdir()
+    for path, _ in files:
+        path.write_bytes(b"data")
+    looked_at: list[object] = []
+    real_lstat = os.lstat
+
+    def lstat(path: str) -> os.stat_result:
+        looked_at.append(path)
+        return real_lstat(path)
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    assert storage.link(files) == [True] * 100
+    assert len(looked_at) < 10
+    assert {file.key for file in storage.list("")} == {key for _, key in files}
 
 
 def test_a_link_to_another_file_system_is_told(storage: LocalStorage, small_disk: Path) -> None:
     (small_disk / "file").write_bytes(b"data")
-    assert not storage.link(small_disk / "file", "a/linked")
+    assert storage.link([(small_disk / "file", "a/linked")]) == [False]
     assert list(storage.list("")) == []
 
 
@@ -360,7 +380,7 @@ def test_a_download_target_must_be_new(tmp_path: Path) -> None:
         lambda storage: storage.write_many([("a/b/f", [memoryview(b"x")])]),
         lambda storage: storage.create("a/b/f", b"x"),
         lambda storage: storage.open_parts("a/b/f", 1),
-        lambda storage: storage.link(storage.local_path("plain"), "a/b/f"),
+        lambda storage: storage.link([(storage.local_path("plain"), "a/b/f")]),
         lambda storage: storage.copy("plain", "a/b/f"),
         lambda storage: storage.make_directory("a/b/c"),
         lambda storage: storage.delete(["plain", "a/b/there"]),

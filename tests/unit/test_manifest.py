@@ -28,6 +28,7 @@ RECEIPT = st.builds(
     crc32c=st.integers(0, 2**32 - 1),
     rank=st.integers(0, 100_000),
     original_name=st.none() | NAME,
+    attempt=st.none() | st.just("step-0000000011-e0003-0123abcd"),
 )
 
 

@@ -15,7 +15,7 @@ def offers(*names: list[str], suffix: str = "auto") -> list[Offer]:
 
 
 def stored(agreement: Naming, offered: list[Offer]) -> list[list[str | None]]:
-    return [[agreement.stored_name(name, rank) for name in offer.names] for rank, offer in enumerate(offered)]
+    return [[*map(agreement.stored(offer.names, rank).get, offer.names)] for rank, offer in enumerate(offered)]
 
 
 def test_a_name_of_one_rank_stays_and_one_of_several_gets_the_rank() -> None:

@@ -52,6 +52,16 @@ def test_a_download_is_what_was_stored(storage: Any, tmp_path: Path, durable: bo
     assert beats
 
 
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_download_may_be_for_reading_alone(storage: Any, tmp_path: Path, read_only: bool) -> None:
+    transfer = transfer_over(storage)
+    transfer.download([(item, f"{tmp_path}/target/{item.key}") for item in ALL], read_only=read_only)
+    transfer.close()
+    found = [path for path in (tmp_path / "target").rglob("*") if path.is_file()]
+    assert len(found) == len(ALL)
+    assert {bool(path.stat().st_mode & 0o222) for path in found} == {not read_only}
+
+
 def test_a_download_is_made_durable(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[str] = []
     real_fsync = os.fsync

@@ -46,7 +46,7 @@ if what == "upload":
     (stored,) = transfer.upload([PlannedFile("big", FileSource.of(path / "sparse"))])
     assert stored.crc32c == crc
 else:
-    inner.link(path / "sparse", "big")
+    inner.link([(path / "sparse", "big")])
     wanted = Wanted("big", size, crc)
     if what.startswith("check"):
         assert [found.damage for found in transfer.check([wanted])] == [None]

@@ -22,15 +22,13 @@ from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidName, Storag
 from ckptstore.format.layout import check_name
 from ckptstore.storage.base import PartWriter, Storage, StoredFile
 from ckptstore.storage.disk import posix
-from ckptstore.storage.disk.local_parts import LocalParts, flush_files
+from ckptstore.storage.disk.local_parts import READ_ONLY, LocalParts, flush_files
 
 T = TypeVar("T")
 
 _TEMPORARY = ".ckptstore-tmp-"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _OLD = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_READ_ONLY = 0o444
-"""What is stored is never changed in place; who created the file can still write it through its descriptor."""
 _PART_BYTES = 1 << 20
 """Small enough that a part is still in the processor's cache when it is written after it was hashed."""
 _LARGE_BYTES = 16 << 20
@@ -74,9 +72,9 @@ class LocalStorage:
         self._flushed.discard(key)
         try:
             try:
-                descriptor = os.open(path, _NEW, _READ_ONLY)
+                descriptor = os.open(path, _NEW, READ_ONLY)
             except FileNotFoundError:
-                descriptor = self._in_directory(path, lambda: os.open(path, _NEW, _READ_ONLY))
+                descriptor = self._in_directory(path, lambda: os.open(path, _NEW, READ_ONLY))
             try:
                 posix.write_at(descriptor, views, 0)
             except BaseException:
@@ -95,7 +93,7 @@ class LocalStorage:
         for key, views in files:
             path = self._own_path(key, looked_at)
             try:
-                descriptor = os.open(path, _NEW, _READ_ONLY)
+                descriptor = os.open(path, _NEW, READ_ONLY)
             except OSError:
                 self.write(key, views)
                 continue
@@ -241,11 +239,13 @@ class LocalStorage:
             _remove(f"{self._root}/{name}")
         return sorted(found)
 
-    def link(self, path: str | os.PathLike[str], key: str) -> bool:
-        source, target = os.fspath(path), self._own_path(key)
-        if os.path.islink(source):
-            source = os.path.realpath(source)
-        self._flushed.discard(key)
+    def link(self, files: Sequence[tuple[str | os.PathLike[str], str]]) -> Sequence[bool]:
+        looked_at: set[str] = set()
+        self._flushed.difference_update([key for _, key in files])
+        return [self._link(os.fspath(path), key, looked_at) for path, key in files]
+
+    def _link(self, source: str, key: str, looked_at: set[str]) -> bool:
+        target = self._own_path(key, looked_at)
         try:
             try:
                 os.link(source, target)
@@ -271,7 +271,7 @@ class LocalStorage:
         self._flushed.discard(key)
         with source._opened(source_key) as (given, status), self._translating("Copying", key, status.st_size):
             _remove(path)
-            target = self._in_directory(path, lambda: os.open(path, _NEW, _READ_ONLY))
+            target = self._in_directory(path, lambda: os.open(path, _NEW, READ_ONLY))
             try:
                 if not posix.clone(given, target):
                     posix.copy_contents(given, target, status.st_size)
@@ -363,7 +363,7 @@ class LocalStorage:
     def _temporary(self, path: str, views: Sequence[memoryview], *, durable: bool) -> Iterator[str]:
         """A finished file beside `path`, durable where that is asked for; its name is gone when the context ends."""
         temporary = f"{os.path.dirname(path)}/{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
-        descriptor = self._in_directory(path, lambda: os.open(temporary, _NEW, _READ_ONLY))
+        descriptor = self._in_directory(path, lambda: os.open(temporary, _NEW, READ_ONLY))
         try:
             try:
                 posix.write_at(descriptor, views, 0)
@@ -401,7 +401,8 @@ class LocalStorage:
         What somebody else creates, somebody else makes durable before anything refers to it.
         """
         made = set(self._made_in)
-        for path in sorted({os.path.dirname(f"{self._root}/{key}") for key in keys} | made, reverse=True):
+        parents = {f"{self._root}/{key}".rstrip("/") or "/" for key in {key.rpartition("/")[0] for key in keys}}
+        for path in sorted(parents | made, reverse=True):
             posix.flush_directory(path)
         self._made_in -= made
 

@@ -14,6 +14,10 @@ _WRITE_BACK_BYTES = 8 << 20
 """How much is written before the disk is told to begin with it."""
 _SMALL_BYTES = 1 << 20
 """A file of that size is written at once, and needs no room beforehand."""
+READ_ONLY = 0o444
+"""The mode of what is never changed in place; who created the file can still write it through its descriptor."""
+WRITABLE = 0o666
+"""The mode, less the umask, of what is the user's."""
 _MANY_FILES = 16
 """From so many files on, one call that makes a whole file system durable is cheaper than an fsync of each."""
 
@@ -22,7 +26,7 @@ class NewFile:
     """A file that has its name, and its room, from the beginning. Its parts may come in any order."""
 
     def __init__(
-        self, key: str, path: str, *, size_bytes: int, writes_back: bool, direct: bool = False, mode: int = 0o666
+        self, key: str, path: str, *, size_bytes: int, writes_back: bool, direct: bool = False, mode: int = WRITABLE
     ) -> None:
         """`writes_back` has the disk begin early, for a file that is fsynced in the end; `direct` passes by the page
         cache where that is possible. `key` is for errors.
@@ -36,12 +40,7 @@ class NewFile:
         self._direct: DirectFile | None = None
         try:
             is_direct = direct and posix.writes_directly(path)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
-            try:
-                self._descriptor = os.open(path, flags, mode)
-            except FileNotFoundError:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                self._descriptor = os.open(path, flags, mode)
+            self._descriptor = _open_new(path, mode, os.O_DIRECT if is_direct else 0)
         except OSError as error:
             raise self._error(error) from error
         try:
@@ -109,7 +108,9 @@ class LocalParts(NewFile):
     ) -> None:
         """`flushed` hears of the key when it was fsynced; None asks for no fsync, and then nothing is direct."""
         durable = flushed is not None
-        super().__init__(key, path, size_bytes=size_bytes, writes_back=durable, direct=durable and direct, mode=0o444)
+        super().__init__(
+            key, path, size_bytes=size_bytes, writes_back=durable, direct=durable and direct, mode=READ_ONLY
+        )
         self._flushed = flushed
 
     def finish(self) -> None:
@@ -126,6 +127,36 @@ class LocalParts(NewFile):
             self._flushed(self._key)
 
 
+def _open_new(path: str, mode: int, flags: int = 0) -> int:
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, mode)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return os.open(path, flags, mode)
+
+
+def write_new(key: str, path: str, view: memoryview, *, mode: int) -> None:
+    """What `NewFile` does for a small file, in less time. `key` is for errors.
+
+    The directory is created. Raises StorageFull, and StorageError when the path exists; there is nothing then.
+    """
+    try:
+        descriptor = _open_new(path, mode)
+        try:
+            posix.write_at(descriptor, (view,), 0)
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        directory = os.path.dirname(path)
+        raise posix.translate(
+            error, what=f"Writing {path}", file=key, needed_bytes=len(view), directory=directory
+        ) from error
+
+
 def flush_files(paths: Sequence[str]) -> None:
     """fsync of files. Raises OSError."""
     if len(paths) >= _MANY_FILES:
@@ -135,27 +166,22 @@ def flush_files(paths: Sequence[str]) -> None:
 
 
 def _left_by_filesystem_flush(paths: Sequence[str]) -> Sequence[str]:
-    devices: dict[str, int] = {}
-    flushed: dict[int, bool] = {}
-    left: list[str] = []
-    for path in paths:
-        directory = path.rpartition("/")[0] or "/"
-        device = devices.get(directory)
-        if device is None:
-            device = devices[directory] = os.stat(directory).st_dev
-            if device not in flushed:
-                flushed[device] = posix.flush_filesystem(directory)
-        if not flushed[device]:
-            left.append(path)
-    return left
+    devices = {directory: os.stat(directory or "/").st_dev for directory in _parents(paths)}
+    places = {device: directory or "/" for directory, device in devices.items()}
+    left = {device for device, directory in places.items() if not posix.flush_filesystem(directory)}
+    return [path for path in paths if devices[path.rpartition("/")[0]] in left] if left else ()
 
 
 def make_durable(paths: Sequence[str]) -> None:
     """fsync of files and of the directories that hold them. Raises StorageError."""
     try:
         flush_files(paths)
-        for directory in {os.path.dirname(path) for path in paths}:
-            posix.flush_directory(directory)
+        for directory in _parents(paths):
+            posix.flush_directory(directory or "/")
     except OSError as error:
         place = os.path.commonpath(paths)
         raise posix.translate(error, what=f"Making {place} durable", file=place, directory=place) from error
+
+
+def _parents(paths: Sequence[str]) -> set[str]:
+    return {path.rpartition("/")[0] for path in paths}

@@ -363,6 +363,9 @@ def _request(name: str) -> Callable[..., Any]:
             files = [(key, [memoryview(b"".join(views))]) for key, views in arguments[0]]
             shown, arguments = " ".join(key for key, _ in files), (files,)
             perform = self.mirrored([key for key, _ in files], perform)
+        elif name == "link":
+            keys = [target for _, target in arguments[0]]
+            shown, perform = " ".join(keys), self.mirrored(keys, perform)
         elif name == "persist":
             shown = " ".join(key)
         elif name in _CHANGES and name not in _OTHER_CHANGES:

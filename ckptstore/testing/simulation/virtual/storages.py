@@ -287,9 +287,10 @@ class _Disk(_Plain):
         assert self.space.real is not None
         return self.space.real
 
-    def link(self, path: str | os.PathLike[str], key: str) -> bool:
-        self.space.put(key, pathlib.Path(path).read_bytes())
-        return True
+    def link(self, files: Sequence[tuple[str | os.PathLike[str], str]]) -> Sequence[bool]:
+        for path, key in files:
+            self.space.put(key, pathlib.Path(path).read_bytes())
+        return [True] * len(files)
 
     def read_steps(
         self,
