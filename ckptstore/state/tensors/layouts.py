@@ -156,25 +156,26 @@ class MeshLayout:
         """The ranks that have elements of a box."""
         meets = np.ones((1,) * len(self.cuts), bool)
         for dim, (size, low, extent) in enumerate(zip(shape, *wanted, strict=True)):
-            axes = [axis for axis, cut in enumerate(self.cuts) if cut.dim == dim]
-            if not extent:
+            first, stop = max(low, 0), min(low + extent, size)
+            if first >= stop:
                 return np.zeros(0, np.int64)
-            if not axes:
-                continue
-            starts, stops = _table(size, tuple((self.mesh.shape[axis], self.cuts[axis].split_factor) for axis in axes))
-            here = ((starts < low + extent) & (stops > low) & (starts < stops)).any(axis=-1)
-            meets = meets & here.reshape([size if axis in axes else 1 for axis, size in enumerate(self.mesh.shape)])
+            axes, cutters = self._cutters(dim)
+            if axes:
+                runs = _runs(size, cutters)
+                here = np.zeros(prod(shares for shares, _ in cutters), bool)
+                here[runs.place[(runs.start < stop) & (runs.stop > first)]] = True
+                meets = meets & here.reshape([size if axis in axes else 1 for axis, size in enumerate(self.mesh.shape)])
         found: np.ndarray[Any, Any] = self.mesh.grid[np.broadcast_to(meets, self.mesh.shape)]
         return found
 
     def num_boxes(self, shape: Sizes) -> int:
         """How many boxes all ranks together have, those of copies once."""
-        found = 1
-        for dim, size in enumerate(shape):
-            axes = [axis for axis, cut in enumerate(self.cuts) if cut.dim == dim]
-            starts, stops = _table(size, tuple((self.mesh.shape[axis], self.cuts[axis].split_factor) for axis in axes))
-            found *= int((starts < stops).sum())
-        return found
+        return prod(len(_runs(size, self._cutters(dim)[1]).place) for dim, size in enumerate(shape))
+
+    def _cutters(self, dim: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+        """The mesh dimensions that cut a dimension of the tensor; the size and the split factor of each."""
+        axes = [axis for axis, cut in enumerate(self.cuts) if cut.dim == dim]
+        return axes, tuple((self.mesh.shape[axis], self.cuts[axis].split_factor) for axis in axes)
 
     def renumbered(self, numbers: Mapping[int, int]) -> MeshLayout | None:
         """The same with other numbers for its ranks; None where one has none."""
@@ -243,25 +244,49 @@ def _joined(runs: Runs) -> Runs:
     return found
 
 
+class _Runs(NamedTuple):
+    """The runs of all places of the mesh dimensions that cut a dimension, in the order of places; neighbours of one
+    place are joined."""
+
+    place: np.ndarray[Any, Any]
+    """Row-major in those mesh dimensions."""
+    start: np.ndarray[Any, Any]
+    stop: np.ndarray[Any, Any]
+
+
 @lru_cache(maxsize=512)
-def _table(size: int, cutters: tuple[tuple[int, int], ...]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Where the runs of a dimension begin and end, for each coordinate of the mesh dimensions that cut it (their sizes
-    and split factors), with empty runs where another coordinate has more."""
-    if len(cutters) == 1 and cutters[0][1] == 1:
-        bounds = np.minimum(np.arange(cutters[0][0] + 1) * -(-size // cutters[0][0]), size)
-        return bounds[:-1, None], bounds[1:, None]
-    rows: list[Runs] = [[(0, size)]]
+def _runs(size: int, cutters: tuple[tuple[int, int], ...]) -> _Runs:
+    """What `runs_of` gives for one dimension, for all places at once: for some (shares, split factor)."""
+    place, start, stop = (np.array([number] if size else [], np.int64) for number in (0, 0, size))
+    num_places = 1
     for shares, split_factor in cutters:
-        rows = [
-            shard_runs(runs, shares=shares, share=share, split_factor=split_factor)
-            for runs in rows
-            for share in range(shares)
-        ]
-    rows = [_joined(runs) for runs in rows]
-    width = max(1, *map(len, rows))
-    padded = [[*runs, *[(0, 0)] * (width - len(runs))] for runs in rows]
-    table = np.array(padded, np.int64).reshape(*(shares for shares, _ in cutters), width, 2)
-    return table[..., 0], table[..., 0] + table[..., 1]
+        # Runs and chunks both divide what there is, taken place after place, into stretches that follow each other.
+        ends = np.cumsum(stop - start)
+        run_starts = ends - (stop - start)
+        chunk_starts = _chunk_starts(place, ends, num_places, shares, split_factor)
+        firsts = np.unique(np.concatenate([run_starts, chunk_starts[chunk_starts < size]]))
+        lasts = np.append(firsts[1:], size)[: len(firsts)]
+        chunk = np.searchsorted(chunk_starts, firsts, side="right") - 1  # of equal starts only the last has elements
+        run = np.searchsorted(run_starts, firsts, side="right") - 1
+        place = chunk // (split_factor * shares) * shares + chunk % shares
+        start = start[run] + firsts - run_starts[run]
+        order = np.argsort(place, kind="stable")
+        place, start, stop = place[order], start[order], (start + lasts - firsts)[order]
+        num_places *= shares
+    begins = np.append(True, (place[1:] != place[:-1]) | (start[1:] != stop[:-1]))[: len(place)]
+    return _Runs(place[begins], start[begins], stop[np.append(begins[1:], True)[: len(place)]])
+
+
+def _chunk_starts(place: Any, ends: Any, num_places: int, shares: int, split_factor: int) -> np.ndarray[Any, Any]:
+    """Where each share of each chunk of each place begins, if the runs of all places are laid one after the other."""
+    bounds = np.append(0, ends)[np.searchsorted(place, np.arange(num_places + 1))]
+    lengths = np.diff(bounds)[:, None]
+    sizes = -(-lengths // split_factor)
+    outer = np.minimum(lengths, np.arange(split_factor + 1) * sizes)
+    inner = np.diff(outer)[..., None]
+    starts = np.minimum(inner, np.arange(shares) * -(-inner // shares))
+    flat: np.ndarray[Any, Any] = (bounds[:-1, None, None] + outer[:, :-1, None] + starts).reshape(-1)
+    return flat
 
 
 def _number(value: Any, low: int, high: int) -> int:
