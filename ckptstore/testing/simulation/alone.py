@@ -26,6 +26,9 @@ from ckptstore.testing.simulation.virtual.clocks import sleep
 from ckptstore.testing.simulation.world import COPY_URI, STORE_URI, Member, World, kind_of
 from ckptstore.transfer.opened import open_place
 
+_FAN_INS = (1, 2, 100, 100)
+"""Of one and two, so that two and three ranks meet in a tree."""
+
 
 def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
     """The store as a process opens it."""
@@ -33,7 +36,8 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
     group: object = None
     if actor.ranks:
         token = f"{actor.name}-start"
-        group = StorageGroup(member.rank, actor.ranks, token, f"node-{member.rank % 2}")
+        fan_in = _FAN_INS[int(plan.chance("fan-in") * len(_FAN_INS))]
+        group = StorageGroup(member.rank, actor.ranks, token, f"node-{member.rank % 2}", fan_in)
         if plan.board == "torch" and actor.ranks > 1:
             from ckptstore.testing.simulation.keyvalue import KeyValueGroup
 
