@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, StorageError
@@ -56,7 +56,7 @@ class StorageGroup:
     world_size: int
     start_token: str
     node: str | None = None
-    _fan_in: int = _FAN_IN
+    _fan_in: ClassVar[int] = _FAN_IN
 
     def __post_init__(self) -> None:
         if type(self.world_size) is not int or self.world_size < 1:

@@ -26,13 +26,19 @@ SIZE, FAN_IN = 9, 3
 HEADS = (1, 3, 6)
 
 
+class Narrow(StorageGroup):
+    """Nine ranks in three blocks."""
+
+    _fan_in = FAN_IN
+
+
 @pytest.fixture
 def memory(tmp_path: Path) -> MemoryStorage:
     return MemoryStorage(f"memory://{tmp_path.name}")
 
 
 def opened(storage: Storage, rank: int, *, size: int = SIZE, timeout_seconds: float = 60) -> BoardGroup:
-    group = StorageGroup(rank, size, "start", f"node{rank}", FAN_IN)
+    group = Narrow(rank, size, "start", f"node{rank}")
     return group.open(storage, rank_timeout_seconds=timeout_seconds, retry=RETRY)
 
 

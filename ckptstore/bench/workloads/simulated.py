@@ -73,6 +73,7 @@ class Followers:
     latency_seconds: float
     aside_seconds: float = 0.0
     """What it took to write the files of simulated ranks while the leader waited."""
+    aside_cpu_seconds: float = 0.0
     head_counts: Counter[str] = field(default_factory=Counter)
     """The requests of one head."""
     _attempt: str = ""
@@ -142,15 +143,16 @@ class Followers:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        began_at = time.perf_counter()
+        began_at, used = time.perf_counter(), _used()
         yield
         self.aside_seconds += time.perf_counter() - began_at
+        self.aside_cpu_seconds += _used() - used
 
 
 def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[str, Any]:
     """One save of the leader: seconds, its requests, memory and processor time; and the requests of one head.
 
-    The memory and processor time have those of one head and of writing the files of simulated ranks in them.
+    The processor time has that of one head in it, and the memory also what writing the files of simulated ranks takes.
 
     For a process of its own: the store is not closed, because nobody would answer, and what it still deletes in the
     background ends with the process. The caller removes the directory.
@@ -184,7 +186,7 @@ def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[s
         "requests": sum(counts.values()),
         "requests_by_verb": counts,
         "head_requests": sum(followers.head_counts.values()),
-        "cpu_seconds": _used() - used,
+        "cpu_seconds": _used() - used - followers.aside_cpu_seconds,
         "peak_bytes": meter.peak_bytes,
     }
 

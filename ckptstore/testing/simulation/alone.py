@@ -26,8 +26,21 @@ from ckptstore.testing.simulation.virtual.clocks import sleep
 from ckptstore.testing.simulation.world import COPY_URI, STORE_URI, Member, World, kind_of
 from ckptstore.transfer.opened import open_place
 
-_FAN_INS = (1, 2, 100, 100)
-"""Of one and two, so that two and three ranks meet in a tree."""
+
+class _Ones(StorageGroup):
+    """Two ranks meet in a tree."""
+
+    _fan_in = 1
+
+
+class _Pairs(StorageGroup):
+    """Three ranks meet in a tree."""
+
+    _fan_in = 2
+
+
+GROUPS = (_Ones, _Pairs, StorageGroup, StorageGroup)
+"""One of them for each seed."""
 
 
 def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
@@ -36,8 +49,8 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
     group: object = None
     if actor.ranks:
         token = f"{actor.name}-start"
-        fan_in = _FAN_INS[int(plan.chance("fan-in") * len(_FAN_INS))]
-        group = StorageGroup(member.rank, actor.ranks, token, f"node-{member.rank % 2}", fan_in)
+        kind = GROUPS[int(plan.chance("fan-in") * len(GROUPS))]
+        group = kind(member.rank, actor.ranks, token, f"node-{member.rank % 2}")
         if plan.board == "torch" and actor.ranks > 1:
             from ckptstore.testing.simulation.keyvalue import KeyValueGroup
 
