@@ -46,8 +46,11 @@ from ckptstore.group.board import Seat, Seated
 from ckptstore.group.keys import Keys
 from ckptstore.group.life import LEFT, Beater, Pace, Watch, beat_interval_seconds
 from ckptstore.group.message import Message, first_error
+from ckptstore.group.tree import Bundles, Fetch, Head
 
 _FAREWELL_SECONDS = 10.0
+_COLLECTING_POLL_SECONDS = 1.0
+"""In a tree: between two looks of the leader and of a head, for whom all others wait."""
 
 Fault = BaseException | None
 
@@ -71,7 +74,7 @@ class Lane(Seated):
         self.lane = open_lane
         self._name = name
         self._close_lane, self._open_names, self._all_met = close_lane, open_names, all_met
-        self._keys = Keys(name, seat.world_size)
+        self._keys = Keys(name, seat.world_size, seat.board.fan_in)
         self._turn = threading.Lock()
         self._holder: int | None = None
         self._calls = 0
@@ -319,7 +322,8 @@ class Lane(Seated):
         What is found at `refusal_key` ends it too; it is returned as the message of this rank itself.
         """
         board, watch = self._seat.board, Watch(keys, timeout_seconds=self.rank_timeout_seconds)
-        pace = Pace(shortest_seconds=board.shortest_poll_seconds, longest_seconds=board.longest_poll_seconds)
+        fetch, longest_seconds = self._fetch()
+        pace = Pace(shortest_seconds=board.shortest_poll_seconds, longest_seconds=longest_seconds)
         messages: dict[int, Message] = {}
         while watch.awaited:
             pace.look()
@@ -327,7 +331,7 @@ class Lane(Seated):
                 life = {self._keys.life(rank): rank for rank in watch.awaited}
                 watch.look({life[key]: sign for key, sign in board.signs(list(life)).items()})
             rank_of = {keys[rank]: rank for rank in watch.awaited} | ({refusal_key: self.rank} if refusal_key else {})
-            for key, data in board.fetch(list(rank_of)).items():
+            for key, data in fetch(list(rank_of)).items():
                 message, rank = Message.decode(data), rank_of[key]
                 if message is None:
                     continue
@@ -350,6 +354,21 @@ class Lane(Seated):
                     self._beat()  # the others wait for this rank, which is alive
                 time.sleep(pace.seconds())
         return messages, None
+
+    def _fetch(self) -> tuple[Fetch, float]:
+        """How this rank reads what it awaits in the present call, and the longest time between two looks."""
+        board, call = self._seat.board, self._calls
+        often_seconds = min(board.longest_poll_seconds, _COLLECTING_POLL_SECONDS)
+        if self.rank == LEADER:
+            bundles = self._keys.bundles(call)
+            if bundles:
+                return Bundles(board, bundles).fetch, often_seconds
+        elif (bundle := self._keys.bundle_of_head(call, self.rank)) is not None:
+            key, answers = bundle
+            return Head(board, answers, key, message=lambda payload: self._seat.message("bundle", payload)).fetch, (
+                often_seconds
+            )
+        return board.fetch, board.longest_poll_seconds
 
     def _is_ahead(self, message: Message, tag: str) -> bool:
         """Whether the rank has left this exchange behind: its answer is for a later call."""

@@ -2,6 +2,7 @@
 
     group/<start token>/member.00003          who holds rank 3
     group/<start token>/00000012.00003        what rank 3 answered in exchange 12
+    group/<start token>/00000012.bundle.00000 the answers of a block of ranks, where there are many (see `tree`)
     group/<start token>/00000012.result       what the leader made of it
     group/<start token>/life.00003            rank 3's sign of life: a new size each time
 
@@ -11,13 +12,15 @@ The leader clears them. What a job that died has left is found by `leftover_pref
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, StorageError
@@ -33,6 +36,8 @@ T = TypeVar("T")
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _NUM_THREADS = 32
+_FAN_IN = 100
+"""So many keys share all but the last two digits of their rank: one listing finds a block."""
 _SIGN_SIZES = 61
 _LAST_SIGN_BYTES = 64
 """Larger than any other sign, so that one that is seen half-written is not taken for it."""
@@ -51,6 +56,7 @@ class StorageGroup:
     world_size: int
     start_token: str
     node: str | None = None
+    _fan_in: ClassVar[int] = _FAN_IN
 
     def __post_init__(self) -> None:
         if type(self.world_size) is not int or self.world_size < 1:
@@ -66,7 +72,13 @@ class StorageGroup:
     def open(self, storage: Storage, *, rank_timeout_seconds: float, retry: RetryConfig) -> BoardGroup:
         """The group, at work in this storage. Nothing is read or written before its first exchange."""
         return BoardGroup(
-            StorageBoard(storage, start_token=self.start_token, world_size=self.world_size, retry=retry),
+            StorageBoard(
+                storage,
+                start_token=self.start_token,
+                world_size=self.world_size,
+                retry=retry,
+                fan_in=self._fan_in,
+            ),
             rank=self.rank,
             world_size=self.world_size,
             rank_timeout_seconds=rank_timeout_seconds,
@@ -80,7 +92,10 @@ class StorageBoard:
 
     shortest_poll_seconds = 0.005
 
-    def __init__(self, storage: Storage, *, start_token: str, world_size: int, retry: RetryConfig) -> None:
+    def __init__(
+        self, storage: Storage, *, start_token: str, world_size: int, retry: RetryConfig, fan_in: int = _FAN_IN
+    ) -> None:
+        self.fan_in: int | None = fan_in
         self._storage = storage
         self._prefix = f"{GROUP_PREFIX}{start_token}/"
         self._retry = retry
@@ -158,6 +173,13 @@ class StorageBoard:
         except CkptstoreError as error:
             logger.warning("messages of a finished exchange could not be removed: %s", error)
 
+    def hasty(self) -> StorageBoard:
+        """See `Board.hasty`. It shares the threads of this one."""
+        self._pool()
+        board = copy(self)
+        board._retry = replace(self._retry, retry_attempts=1)
+        return board
+
     def close(self, *, emptied: bool) -> None:
         """See `Board.close`. The storage is not closed."""
         with self._lock:
@@ -184,8 +206,8 @@ class StorageBoard:
 
 
 def _common_prefix(keys: Sequence[str]) -> str:
-    """Keys that are asked for together differ after their last dot."""
-    return keys[0].rpartition(".")[0] + "."
+    """Below which few other keys lie: those that are asked for together differ at their end."""
+    return os.path.commonprefix(list(keys))  # noqa: RUF071 - keys are strings, not paths
 
 
 def leftover_prefixes(storage: Storage, live_tokens: Collection[str]) -> list[str]:

@@ -142,6 +142,13 @@ def test_what_grows_with_ranks_does_not_grow_with_tensors(tmp_path: Path) -> Non
     assert not (tmp_path / "s").exists()
 
 
+def test_a_commit_of_many_simulated_ranks_goes_through_a_tree(tmp_path: Path) -> None:
+    one, many = (run_ranks(1, commit_of, str(tmp_path / str(n)), n, 0.0)[0] for n in (101, 301))
+    assert one["requests"] < 50
+    assert many["requests"] - one["requests"] <= 4 * 2 + 2  # two bundles more in each exchange
+    assert 4 * 100 <= many["head_requests"] <= 4 * 105
+
+
 def test_a_disk_is_not_filled(tmp_path: Path) -> None:
     free_bytes = shutil.disk_usage(tmp_path).free
     with pytest.raises(StorageFull, match="are free"):

@@ -36,6 +36,6 @@ def problem_of(state: dict[str, Any], tag: Tag) -> str | None:
         return "the weights are others"
     if state["step"] != tag[1] or not torch.equal(state["model"]["bias"], torch.full((4,), float(tag[1]))):
         return f"step {state['step']}, bias {state['model']['bias'].tolist()}, {tag} was saved"
-    if told_in(bytes(state["own"].tolist()))[:1] not in [[(tag, rank)] for rank in range(8)]:
+    if told_in(bytes(state["own"].tolist()))[:1] not in [[(tag, rank)] for rank in range(16)]:
         return f"{state['own']!r} was not saved by {tag}"
     return None
