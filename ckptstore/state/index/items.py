@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ class Item:
     @property
     def size_bytes(self) -> int:
         """The bytes of the boxes that this rank has."""
-        return sum(box.volume for box in self.boxes) * DTYPES[self.dtype][1] if self.boxes else 0
+        return sum([box.volume for box in self.boxes]) * DTYPES[self.dtype][1] if self.boxes else 0
 
     @property
     def signature(self) -> list[Any]:
@@ -116,6 +117,7 @@ class Structure:
         return [row.key for row in self.rows if row.mode in (Mode.COMPARE, Mode.VALUE)]
 
 
+@lru_cache(maxsize=65_536)
 def total_bytes(dtype: str, sizes: Sizes) -> int:
     """The size of a tensor of torch's dtype of that name."""
     return prod(sizes) * DTYPES[dtype][1]
