@@ -38,8 +38,7 @@ WHOLE_MODES = frozenset({Mode.SPLIT, Mode.LOWEST, Mode.COMPARE, Mode.VALUE})
 DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One key of the state, as one rank has it."""
 
     key: str

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
 from ckptstore.state.tensors.wrapped import Wrapped, check_same
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
+class SavedTensor(NamedTuple):
     """What the index of a checkpoint says of one whole tensor."""
 
     dtype: torch.dtype
@@ -42,8 +41,7 @@ class Saved:
     skipped: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """Memory to be filled: `tensor` takes the whole tensor, or its part of it, that the checkpoint has as `source`."""
 
     tensor: torch.Tensor
@@ -199,7 +197,7 @@ class Matching:
         One of the keys in the checkpoint is enough: tied weights may have been stored under either name.
         """
         self._placed.update(keys)
-        if not any(map(self.includes, keys)) or any(key in self.saved.skipped for key in keys):
+        if not (self._include is None or any(map(self.includes, keys))) or not self.saved.skipped.isdisjoint(keys):
             return False
         if is_wrapped(tensor):
             return self._take_wrapped(keys, tensor)

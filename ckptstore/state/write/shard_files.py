@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -37,8 +38,7 @@ StockPlace = tuple[str, int, int]
 """File, offset and length of a plain value as stock readers take it."""
 
 
-@dataclass(slots=True)
-class _Placed:
+class _Placed(NamedTuple):
     key: str
     box: Box
     offset: int
