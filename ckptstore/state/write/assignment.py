@@ -107,7 +107,7 @@ class _Planner:
             self._lists.setdefault(self._group(item), []).append(number)
         elif item.mode is not Mode.BESIDE:
             position, count = self._position(key)
-            if item.mode in (Mode.SPLIT, Mode.COMPARE):
+            if item.mode in (Mode.SPLIT, Mode.COMPARE) and count > 1:
                 group = _Group((), self._agreement.partial.get(key), count, position)
                 self._lists.setdefault(group, []).append(number)
             elif position == 0:
@@ -131,7 +131,7 @@ class _Planner:
             self._deal(numbers, group.shares, group.share)
         return RankPlan(
             tuple(sorted(self._writes, key=lambda write: write.item)),
-            tuple(number for number, item in enumerate(self._items) if item.dtype and not item.size_bytes),
+            tuple([number for number, item in enumerate(self._items) if item.dtype and not item.size_bytes]),
             self._flags,
             {key: tuple(others) for key, others in self._ties.items()},
             tuple(self._common),

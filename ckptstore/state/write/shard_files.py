@@ -141,7 +141,7 @@ class ShardFiles:
             self.kept = self._before.still_good(self._digests) if self._before else []
         held = {(chunk.key, chunk.box) for file in self.kept for chunk in file.chunks}
         for frame in frames:
-            if (frame[0], frame[1]) not in held:
+            if not held or (frame[0], frame[1]) not in held:
                 (small if frame[2].payload_bytes < BLOCK_BYTES else large).append(frame)
         return small, large
 
