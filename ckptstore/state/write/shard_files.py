@@ -23,6 +23,7 @@ from ckptstore.state.tensors.segments import Bytes, Segment, SegmentSource, Slab
 from ckptstore.state.write.assignment import RankPlan
 from ckptstore.state.write.describe import Described
 from ckptstore.state.write.incremental import Kept, KeptChunk, KeptFile, Place, digests_of, free_names, spread_directory
+from ckptstore.state.write.stock_pickle import StockPlace
 from ckptstore.transfer import Stored
 
 ALIGN_BYTES = 4096
@@ -32,10 +33,6 @@ SHARED_FILE_BYTES = 256 << 20
 """From so many bytes for each on, a rank writes several files at once."""
 LOCAL_SHARED_FILE_BYTES = 64 << 20
 """On a disk, which takes bytes for one file from one thread at a time."""
-
-
-StockPlace = tuple[str, int, int]
-"""File, offset and length of a plain value as stock readers take it."""
 
 
 class _Placed(NamedTuple):
