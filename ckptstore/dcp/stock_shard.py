@@ -5,7 +5,6 @@ Everything is looked at, and what could not be read back is refused, before the 
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 from collections.abc import Sequence
@@ -107,7 +106,7 @@ class DcpShard:
         if number == len(self._items):
             self._items.append(Item(key, Mode.SHARD, dtype_name(tensor, key), tuple(told.size)))
         one = self._items[number]
-        self._items[number] = dataclasses.replace(one, boxes=(*one.boxes, held))
+        self._items[number] = one._replace(boxes=(*one.boxes, held))
         self._described.memory[key] = (*self._described.memory.get(key, ()), tensor)
         self._writes += [Write(number, len(one.boxes), box) for box in boxes]
 

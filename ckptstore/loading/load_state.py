@@ -27,7 +27,6 @@ from ckptstore.loading.newest import FastOrder, Order, first_usable, newest_firs
 from ckptstore.loading.story import CheckpointFiles, NodeCopies, files_of
 from ckptstore.log.identity import read_identity
 from ckptstore.runtime.beat import no_beat
-from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.state.index.outline import OUTLINE_NAME, Outline
 from ckptstore.state.index.tensor_index import TensorIndex
@@ -156,14 +155,12 @@ def _load(
         stored, loading, mismatch, manifest = _prepare(group, files, reader, state, options, load)
         if group.rank == 0 and isinstance(stored, StoredState):
             _warn_of_loaders(stored, state, options)
-        with collector_paused():
-            targets = _targets_of(loading)
         load.enter("read")
         try:
             if options.read_once == "job":
-                stored.fill(targets, run=SharedSteps(group))
+                stored.fill(loading.targets, run=SharedSteps(group))
             else:
-                _together(group, "read", lambda: stored.fill(targets), reader)
+                _together(group, "read", lambda: stored.fill(loading.targets), reader)
         except BaseException:
             loading.abandon()
             raise
@@ -435,12 +432,7 @@ def _has_all(stored: StoredState, loading: Loading) -> bool:
     mismatch = loading.mismatch
     if mismatch.missing or mismatch.differing:
         return False
-    return stored.has_all(_targets_of(loading), mismatch.unexpected)
-
-
-def _targets_of(loading: Loading) -> dict[str, tuple[Any, str]]:
-    """What is to be filled, as `StoredState` wants it."""
-    return {name: (target.tensor, target.source) for name, target in loading.targets.items()}
+    return stored.has_all(loading.targets, mismatch.unexpected)
 
 
 def _together(group: Group, tag: str, action: Callable[[], object], reader: _Reader) -> None:

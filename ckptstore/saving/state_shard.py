@@ -18,7 +18,6 @@ from ckptstore.group import Beat
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.state.index.index_file import INDEX_NAME, join_parts
-from ckptstore.state.index.items import Structure
 from ckptstore.state.index.outline import OUTLINE_NAME, part_name
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState
@@ -107,7 +106,8 @@ class StateShard:
         """What this rank has: first its digests, then what the leader asks for. Raises InvalidState, with the key."""
         if self._found is None:
             self._found = self._look()
-            self._negotiator.begin(self._found.items, self._rank)
+            if self._world_size > 1:
+                self._negotiator.begin(self._found.items, self._rank)
         if self._agreement is not None:  # and the leader has to compare copies
             return boxes_of(self._found, self._agreement)
         return self._negotiator.describe() if self._world_size > 1 else b""
@@ -125,7 +125,7 @@ class StateShard:
         if self._world_size == 1:
             assert self._found is not None  # described before
             items = self._found.items
-            self._expected = Expected.of([Structure.of(items)], [0])
+            self._expected = Expected.of_one(item.key for item in items)
             return Decision(b"", sum(item.size_bytes for item in items if not item.tied_to), may_be_less)
         if self._agreement is not None:
             check_equal(descriptions)
@@ -215,7 +215,7 @@ class StateShard:
             (stored,) = self._add({name: part}, attempt, beat)
             receipts, head, part = [*receipts, stored], {"told": self._files.told(stored)}, b""
         else:
-            head = {"stock": self._files.stock, "paths": self._paths}
+            head = {"stock": self._files.stock, "paths": self._paths if self._rank else {}}  # the leader has its own
         with collector_paused():
             head["receipts"] = [receipt.to_json() for receipt in receipts]
             packed = zlib.compress(json.dumps(head).encode(), 1)
@@ -253,7 +253,8 @@ class StateShard:
         self._expected.check(index)
         written = {INDEX_NAME: joined}
         if self._options.stock_readable is True or (self._options.stock_readable and index.num_chunks <= MAX_CHUNKS):
-            written[DCP_METADATA_NAME] = stock_metadata(index, *_stock_parts(heads))
+            places, paths = _stock_parts(heads)
+            written[DCP_METADATA_NAME] = stock_metadata(index, places, {**paths, **self._paths})
         return written
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
@@ -292,7 +293,8 @@ def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 @collector_paused()
 def _stock_parts(heads: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
-    """Where all ranks' values lie for stock readers, and the paths of all keys; the lowest rank's word counts."""
+    """Where all ranks' values lie for stock readers, and the paths of all keys of other ranks than the leader; the
+    lowest rank's word counts."""
     places: dict[str, Any] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for head in reversed(heads):

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import ckptstore
 from ckptstore import InvalidInput, StateMismatch, StoreMissing, open_store
-from ckptstore.state.live.matching import Mismatch
+from ckptstore.state.live.matching import Matching, Mismatch, Saved, SavedTensor
 
 
 @pytest.fixture
@@ -88,3 +90,23 @@ def test_a_store_that_is_not_there_is_missing(tmp_path: Path) -> None:
         assert not (tmp_path / "typo").exists()
         assert store.resume({"epoch": 0}) is None  # which makes it
         assert store.load({"epoch": 0}) is None
+
+
+_KEYS = st.sets(st.text("ab.-", min_size=1, max_size=4), max_size=8)
+
+
+@given(stored=_KEYS, asked=_KEYS, names=_KEYS)
+def test_what_belongs_to_a_name_is_its_own_key_and_all_below_it(
+    stored: set[str], asked: set[str], names: set[str]
+) -> None:
+    matching, lacking = Matching(Saved({key: SavedTensor(torch.float32, ()) for key in stored}, {})), asked - stored
+    for key in lacking:
+        matching.miss(key, "a tensor")
+    matching.close(names)
+    held = {name: {key for key in stored if key == name or key.startswith(f"{name}.")} for name in names}
+    assert matching.mismatch.unexpected == set().union(*held.values())
+    assert matching.mismatch.absent == {
+        name
+        for name, keys in held.items()
+        if not keys and any(key == name or key.startswith(f"{name}.") for key in lacking)
+    }

@@ -12,11 +12,22 @@ from saving import bits, make_transfer, save_plain
 from test_frames import DTYPES, random_tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from ckptstore.errors import CheckpointDamaged, InvalidName, InvalidState, StateMismatch
 from ckptstore.saving import state_shard
+from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.read.stock_read import StockState, load_metadata
+from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.write.stock_pickle import MetadataPickle
+from ckptstore.state.write.stock_write import add_stock_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")
 
@@ -99,6 +110,56 @@ def test_metadata_of_very_many_chunks_is_written_on_request_only(tmp_path, monke
     monkeypatch.setattr(state_shard, "MAX_CHUNKS", 1)
     directory = save_plain(tmp_path, {"v": torch.zeros(2), "w": torch.ones(2)}, {}, stock_readable=asked)
     assert (directory / ".metadata").exists() is (asked is True)
+
+
+def described(tensors, values, paths):
+    """The `Metadata` of these tensors and values, from the classes of torch."""
+    items, storage = {}, {}
+    for key, (dtype, shape, chunks) in tensors.items():
+        listed = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in chunks]
+        items[key] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), listed)
+        for number, (box, place) in enumerate(chunks):
+            storage[MetadataIndex(key, box.offsets, number)] = _StorageInfo(*place)
+    for key, place in values.items():
+        items[key], storage[MetadataIndex(key)] = BytesStorageMetadata(), _StorageInfo(*place)
+    return Metadata(items, paths, storage, version="1.0.0")
+
+
+def test_our_pickle_of_metadata_is_that_of_torchs_classes():
+    halves = [(Box((3 * number, 0), (3, 4)), (f"half-{number}", 5 * number, 450)) for number in range(2)]
+    tensors = {
+        "w": (torch.bfloat16, (6, 4), halves),
+        "same.shape": (torch.bfloat16, (6, 4), halves[::-1]),
+        "far": (torch.float32, (3,), [(Box((0,), (3,)), ("a", (1 << 40) + 3, (3 << 30)))]),
+        "edge": (torch.float32, (3,), [(Box((0,), (3,)), ("a", (1 << 31) - 1, 1 << 31))]),
+        "scalar": (torch.float8_e4m3fn, (), [(Box((), ()), ("a", 0, 450))]),
+        "empty": (torch.bool, (0, 4), []),
+        "\u00fc\ud800\n.\0": (torch.complex64, (3,), [(Box((0,), (3,)), ("b/\u00fc", 7, 450))]),
+    }
+    values = {"list.0.lr": ("a", 9, 11), "list.1.lr": ("a", 9, 11), "epoch": ("a", 1 << 33, 4), "1": ("b", 2, 3)}
+    paths = {key: (key,) for key in (*tensors, *values)} | {
+        "same.shape": ("same", "shape"), "list.0.lr": ("list", 0, "lr"), "list.1.lr": ("list", 1, "lr"), "1": (1,)
+    }  # fmt: skip
+    made = MetadataPickle()
+    for key, tensor in tensors.items():
+        made.add_tensor(key, paths[key], *tensor)
+    for key, place in values.items():
+        made.add_value(key, paths[key], place)
+    expected = described(tensors, values, paths)
+    for found in (pickle.loads(made.encode()), load_metadata(made.encode())):
+        assert repr(found) == repr(expected)  # types of sizes and numbers of chunks too, which == does not compare
+    assert pickle.loads(made.encode()) == expected
+    assert repr(pickle.loads(MetadataPickle().encode())) == repr(described({}, {}, {}))
+
+
+def test_metadata_of_a_save_is_what_a_planner_is_shown(ours):
+    index = TensorIndex.decode((ours / "tensors.index").read_bytes())
+    metadata = pickle.loads((ours / ".metadata").read_bytes())
+    items, storage = {}, {}
+    add_stock_tensors(index, items, storage)
+    assert {key: repr(metadata.state_dict_metadata[key]) for key in items} == {key: repr(items[key]) for key in items}
+    assert {key: metadata.storage_data[key] for key in storage} == storage
+    assert metadata.planner_data["nested.lr"] == ("nested", "lr")
 
 
 def open_stock(path, **more):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -38,8 +39,7 @@ WHOLE_MODES = frozenset({Mode.SPLIT, Mode.LOWEST, Mode.COMPARE, Mode.VALUE})
 DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One key of the state, as one rank has it."""
 
     key: str
@@ -68,7 +68,7 @@ class Item:
     @property
     def size_bytes(self) -> int:
         """The bytes of the boxes that this rank has."""
-        return sum(box.volume for box in self.boxes) * DTYPES[self.dtype][1] if self.boxes else 0
+        return sum([box.volume for box in self.boxes]) * DTYPES[self.dtype][1] if self.boxes else 0
 
     @property
     def signature(self) -> list[Any]:
@@ -139,6 +139,7 @@ class Structure:
         return [row.key for row in self.rows if row.mode in (Mode.COMPARE, Mode.VALUE)]
 
 
+@lru_cache(maxsize=65_536)
 def total_bytes(dtype: str, sizes: Sizes) -> int:
     """The size of a tensor of torch's dtype of that name."""
     return prod(sizes) * DTYPES[dtype][1]

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,16 +15,16 @@ import numpy as np
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.index_file import INDEX_NAME, split_parts
+from ckptstore.state.index.items import total_bytes
 from ckptstore.state.index.outline import Outline
-from ckptstore.state.index.part import BESIDE_VALUE, DTYPE_NAMES, DTYPES, PER_RANK, Part, Regions
+from ckptstore.state.index.part import BESIDE_VALUE, DTYPE_NAMES, PER_RANK, Part, Regions
 from ckptstore.state.tensors.boxes import Box, whole
 
 _LISTED_CHUNKS = 200_000
 """An index of more chunks stays in columns, to save memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedTensor:
+class IndexedTensor(NamedTuple):
     """What is known of a tensor, wherever its bytes are."""
 
     fqn: str
@@ -60,6 +58,7 @@ class TensorIndex:
         self._row_of: dict[tuple[str, int], int] = {}
         self._entries: list[IndexedTensor] = []
         self._entry_ranks: list[int] = []
+        self._boxes: dict[tuple[int, int], Box] = {}
         if outline is not None:
             self._take(outline)
         rows_of_parts = self._merge_rows()
@@ -170,12 +169,11 @@ class TensorIndex:
         """
         keep = np.ones(len(row), bool)
         stored = np.bincount(row, size, len(self._entries))
-        for number, entry in enumerate(self._entries):
-            if stored[number] > prod(entry.shape) * DTYPES[entry.dtype][1]:
-                low, high = np.searchsorted(row, [number, number + 1])
-                boxes = self._numbers[box[low:high][:, None] + np.arange(2 * len(entry.shape))]
-                _, first, same = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
-                keep[low:high] = owner[low:high] == owner[low + first[same.reshape(-1)]]
+        for number in np.flatnonzero(stored > self._sizes_bytes).tolist():
+            low, high = np.searchsorted(row, [number, number + 1])
+            boxes = self._numbers[box[low:high][:, None] + np.arange(2 * len(self._entries[number].shape))]
+            _, first, same = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
+            keep[low:high] = owner[low:high] == owner[low + first[same.reshape(-1)]]
         return keep
 
     def keys_of(self, rank: int) -> frozenset[str]:
@@ -210,9 +208,8 @@ class TensorIndex:
     def tensors(self) -> Mapping[str, IndexedTensor]:
         """The tensors by name; of one that differs between ranks, the lowest rank's."""
         found: dict[str, IndexedTensor] = {}
-        for fqn, rank in sorted(self._row_of, key=lambda key: key[1]):
-            if fqn not in found:
-                found[fqn] = self._entries[self._row_of[fqn, rank]]
+        for (fqn, _), row in sorted(self._row_of.items(), key=lambda item: item[0][1]):
+            found.setdefault(fqn, self._entries[row])
         return found
 
     @cached_property
@@ -264,32 +261,26 @@ class TensorIndex:
             picked = (low + np.flatnonzero(meets.all(axis=1))).tolist()
         if self.num_chunks > _LISTED_CHUNKS:
             return [self._chunk(index, dims) for index in picked]
-        files, offsets, at, regions, numbers = self._lists
-        return [
-            Chunk(
-                files[index],
-                offsets[index],
-                Box(
-                    tuple(numbers[at[index] : at[index] + dims]),
-                    tuple(numbers[at[index] + dims : at[index] + 2 * dims]),
-                ),
-                regions[index],
-            )
-            for index in picked
-        ]
+        files, offsets, at, regions = self._lists
+        return [Chunk(files[index], offsets[index], self._box_at(at[index], dims), regions[index]) for index in picked]
 
     def _chunk(self, index: int, dims: int) -> Chunk:
-        at = int(self._box[index])
-        numbers = self._numbers[at : at + 2 * dims].tolist()
-        box = Box(tuple(numbers[:dims]), tuple(numbers[dims:]))
+        box = self._box_at(int(self._box[index]), dims)
         return Chunk(int(self._file[index]), int(self._offset[index]), box, int(self._region[index]))
 
+    def _box_at(self, at: int, dims: int) -> Box:
+        """The box at a place of the numbers. Equal ones of a part have one place, and mostly there are few."""
+        box = self._boxes.get((at, dims))
+        if box is None:
+            numbers = self._numbers[at : at + 2 * dims].tolist()
+            box = self._boxes[at, dims] = Box(tuple(numbers[:dims]), tuple(numbers[dims:]))
+        return box
+
     @cached_property
-    def _lists(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    def _lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
         """The columns as plain numbers, which are quicker to take one by one."""
-        columns = (self._file, self._offset, self._box, self._region, self._numbers)
-        file, offset, box, region, numbers = (column.tolist() for column in columns)
-        return file, offset, box, region, numbers
+        file, offset, box, region = (column.tolist() for column in (self._file, self._offset, self._box, self._region))
+        return file, offset, box, region
 
     def check_complete(self) -> None:
         """Raise CheckpointDamaged, naming the tensors, when chunks do not cover a tensor exactly once."""
@@ -300,17 +291,21 @@ class TensorIndex:
 
     def incomplete(self) -> list[str]:
         """The tensors that chunks do not cover exactly once."""
-        return [entry.fqn for row, entry in enumerate(self._entries) if not self._is_covered(row, entry)]
+        wrong = self._stored_bytes != self._sizes_bytes
+        several = np.flatnonzero(~wrong & (np.diff(self._bounds) > 1) & (self._sizes_bytes > 0))
+        wrong[several] = [not self._are_apart(row) for row in several.tolist()]
+        return [self._entries[row].fqn for row in np.flatnonzero(wrong).tolist()]
 
-    def _is_covered(self, row: int, entry: IndexedTensor) -> bool:
-        low, high = self._limits[row], self._limits[row + 1]
-        volume, dims = prod(entry.shape), len(entry.shape)
-        if int(self._stored_bytes[row]) != volume * DTYPES[entry.dtype][1]:
-            return False
-        if high - low <= 1 or not volume:
-            return True
-        boxes = self._numbers[self._box[low:high][:, None] + np.arange(2 * dims)]
-        return are_apart(np.array(entry.shape, np.int64), boxes[:, :dims], boxes[:, dims:])
+    def _are_apart(self, row: int) -> bool:
+        """Whether no two chunks of a tensor share an element."""
+        low, high, shape = self._limits[row], self._limits[row + 1], self._entries[row].shape
+        boxes = self._numbers[self._box[low:high][:, None] + np.arange(2 * len(shape))]
+        return are_apart(np.array(shape, np.int64), boxes[:, : len(shape)], boxes[:, len(shape) :])
+
+    @cached_property
+    def _sizes_bytes(self) -> np.ndarray[Any, Any]:
+        """Of each tensor."""
+        return np.array([total_bytes(entry.dtype, entry.shape) for entry in self._entries], np.int64)
 
     def check_files(self, sizes_bytes: Mapping[str, int]) -> None:
         """Raise CheckpointDamaged when a region lies outside its file, or the file is not known."""

@@ -27,6 +27,7 @@ from ckptstore.state.live.modules import collect_module, same_on_all_ranks
 from ckptstore.state.live.optimizer_load import OptimizerLoad
 from ckptstore.state.live.optimizers import collect_optimizer, scope_of
 from ckptstore.state.live.units import Kind, Unit, units_of
+from ckptstore.state.tensors.placement import PLAIN_TYPES
 
 
 class _Part(Protocol):
@@ -138,6 +139,8 @@ def begin_load(
                 parts.append(ModuleLoad(unit, matching, device=where))
             elif unit.kind is Kind.OPTIMIZER:
                 parts.append(OptimizerLoad(unit, scope_of(unit.key, unit.item, modules), matching))
+            elif type(unit.item) in PLAIN_TYPES and not unit.item.is_meta:
+                matching.take_tensor([unit.key], unit.item)  # once it is filled there is nothing to finish
             elif unit.kind is Kind.VALUE:
                 parts.append(ValueLoad(unit, matching, device=where))
             else:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from ckptstore.errors import InvalidState
-from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
 from ckptstore.state.tensors.wrapped import Wrapped
 
 Path = tuple[Any, ...]
@@ -66,8 +66,7 @@ def per_rank(item: Any) -> OwnOfRank:
     return OwnOfRank(item)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor that this rank holds, whole or in part.
 
     `tensor` is a plain tensor, a DTensor or FSDP1's ShardedTensor: the live memory, not a copy, except for FSDP1.
@@ -106,10 +105,9 @@ class FlatState:
         """
         key = self._take(path)
         kept = entry.tensor if live is None else live
-        wrapped = wrapped_in(entry.tensor, key)
-        for name, value in wrapped.items():
-            self._add_wrapped((*path[:-1], f"{path[-1]}{name.removeprefix(key)}"), value, entry, is_new=name != key)
-        if wrapped or is_wrapped(entry.tensor):
+        if is_wrapped(entry.tensor):
+            for name, value in wrapped_in(entry.tensor, key).items():
+                self._add_wrapped((*path[:-1], f"{path[-1]}{name.removeprefix(key)}"), value, entry, is_new=name != key)
             self._keys_by_identity[id(kept)] = self._keys_by_identity[id(entry.tensor)] = key
             self._kept += [kept, entry.tensor]
             return
@@ -125,7 +123,7 @@ class FlatState:
     def _add_wrapped(self, path: Path, value: Wrapped, entry: TensorEntry, *, is_new: bool) -> None:
         for inner, leaf in find_tensors(value, path):
             assert isinstance(leaf, torch.Tensor)
-            self.add_tensor(inner, replace(entry, tensor=leaf))
+            self.add_tensor(inner, entry._replace(tensor=leaf))
         self.values[self._take(path) if is_new else join_path(path)] = value
 
     def add_value(self, path: Path, value: Any) -> None:
@@ -150,7 +148,7 @@ class FlatState:
                 f"two places of the state have the same key {key!r}: {list(self.paths[key])} and {list(path)}",
                 hint="Rename one of them",
             )
-        self.paths[key] = tuple(part if isinstance(part, int) else str(part) for part in path)
+        self.paths[key] = tuple([part if isinstance(part, int) else str(part) for part in path])
         return key
 
 
@@ -162,11 +160,9 @@ def join_path(path: Path) -> str:
 def identity_of(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that are views of exactly the same memory. Distributed and empty tensors go by object, so that
     all ranks, also those with an empty shard, find the same ties."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or not tensor.numel() or tensor.is_meta:
+    if type(tensor) not in PLAIN_TYPES or not tensor.numel() or tensor.is_meta or tensor.layout is not torch.strided:
         return id(tensor)
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def children(value: Any) -> Iterator[tuple[Any, Any]]:

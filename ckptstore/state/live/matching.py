@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
 from ckptstore.state.tensors.wrapped import Wrapped, check_same
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
+class SavedTensor(NamedTuple):
     """What the index of a checkpoint says of one whole tensor."""
 
     dtype: torch.dtype
@@ -42,8 +41,7 @@ class Saved:
     skipped: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """Memory to be filled: `tensor` takes the whole tensor, or its part of it, that the checkpoint has as `source`."""
 
     tensor: torch.Tensor
@@ -199,7 +197,7 @@ class Matching:
         One of the keys in the checkpoint is enough: tied weights may have been stored under either name.
         """
         self._placed.update(keys)
-        if not any(map(self.includes, keys)) or any(key in self.saved.skipped for key in keys):
+        if not (self._include is None or any(map(self.includes, keys))) or not self.saved.skipped.isdisjoint(keys):
             return False
         if is_wrapped(tensor):
             return self._take_wrapped(keys, tensor)
@@ -292,26 +290,32 @@ class Matching:
         stand for nothing."""
         mismatch, known = self.mismatch, {*self._keys, *self.saved.skipped}
         mismatch.names = frozenset(map(str, names))
-        present = []
-        for name in mismatch.names:
-            found = [key for key in (name, *self.below(name)) if key in known]
-            skipped = [key for key in self.saved.skipped if _is_below(key, (name,))]
-            if not found and not skipped and any(_is_below(key, (name,)) for key in mismatch.missing):
-                mismatch.absent |= {name}
-            for key in found:
-                is_stored = key in self.saved.values or self.source_of(key) is not None
-                if is_stored and key not in self._placed and key not in self.saved.skipped and self.includes(key):
-                    mismatch.unexpected.add(key)
-            present += [*found, *skipped]
+        held = {key: parts for key in known if (parts := _parts_of(key, mismatch.names))}
+        empty = mismatch.names.difference(*held.values())
+        mismatch.absent = frozenset(name for key in mismatch.missing for name in _parts_of(key, empty))
+        for key in held.keys() - self._placed - self.saved.skipped:
+            is_stored = key in self.saved.values or self.source_of(key) is not None
+            if is_stored and self.includes(key):
+                mismatch.unexpected.add(key)
         taken = self._placed - mismatch.missing
         inside = {key for key in taken - known if not self.saved.values.keys().isdisjoint(above(key))}
         mismatch.is_empty = not self.targets and not any(map(self.includes, (taken & known) | inside))
         for pattern in self._include or ():
-            if not any(fits(key, pattern) for key in (*present, *inside)):
+            if not any(fits(key, pattern) for key in (*held, *inside)):
                 near = nearest_key(pattern, known)
                 mismatch.unused[pattern] = near if near and _is_below(near, mismatch.names) else None
         if mismatch.absent or mismatch.unused:
             mismatch.there = frozenset(map(_top, known))
+
+
+def _parts_of(key: str, names: Collection[str]) -> list[str]:
+    """Those names of parts of the state to which a key belongs: its own, or that of something above it."""
+    found, end = [key] if key in names else [], key.find(".")
+    while end >= 0:
+        if key[:end] in names:
+            found.append(key[:end])
+        end = key.find(".", end + 1)
+    return found
 
 
 def _can_cast(present: SavedTensor, wanted: SavedTensor) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.live.flatten import ATOMS, OwnOfRank, Path, Replicated, children, join_path
+from ckptstore.state.tensors.placement import PLAIN_TYPES
+
+_LEAVES = ATOMS | PLAIN_TYPES
 
 
 class Kind(IntEnum):
@@ -25,8 +27,7 @@ class Kind(IntEnum):
     VALUE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """One part of the state: a live object, or a tensor or plain value with everything in it that is no live object.
 
     `parent` is the container that it stands in, `path[-1]` its place there. `is_own` says that it was marked as the
@@ -86,6 +87,9 @@ def units_of(state: Any) -> list[Unit]:
 
 
 def _walk(item: Any, path: Path, parent: Any) -> Iterator[Unit]:
+    if type(item) in PLAIN_TYPES:
+        yield Unit(Kind.VALUE, path, item, parent)
+        return
     if isinstance(item, OwnOfRank):
         yield _own_unit(item.item, path, parent)
         return
@@ -113,7 +117,7 @@ def _holds_objects(item: Any) -> bool:
     return any(
         isinstance(inner, OwnOfRank) or kind_of(inner) is not None or _holds_objects(inner)
         for _, inner in children(item)
-        if type(inner) not in ATOMS
+        if type(inner) not in _LEAVES
     )
 
 

@@ -8,6 +8,7 @@ rows, memory on a device.
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +23,7 @@ from ckptstore.state.index.tensor_index import Chunk, TensorIndex
 from ckptstore.state.tensors.boxes import Box, inside, is_range, overlap, runs, span, strides_of, whole
 from ckptstore.state.tensors.placement import Piece
 from ckptstore.state.tensors.segments import narrowed
-from ckptstore.state.tensors.tensor_memory import is_plain_memory, view_of
+from ckptstore.state.tensors.tensor_memory import address_of, is_plain_memory, view_of
 from ckptstore.transfer import RangeRead
 
 MAX_SKIP_BYTES = 2 << 20
@@ -86,20 +87,21 @@ class Step:
         return RangeRead(self.key, self.offset, views, self.checks), buffer
 
     @collector_paused()
-    def scattered_read(self) -> tuple[RangeRead, list[tuple[Copy, memoryview]]]:
-        """The same with every copy that can be read straight into its memory; and those that are left, with their
-        bytes."""
-        if self.direct is not None:
-            return self.range_read()[0], []
+    def scattered_read(self) -> tuple[RangeRead, list[Buffered]]:
+        """The same with every copy that can be read straight into its memory; and the buffers of those that are
+        left."""
+        if all(copy.size_bytes < _SCATTERED_BYTES for copy in self.copies):
+            item, buffer = self.range_read()
+            return item, [Buffered(self.offset, buffer, self.copies)]
         views: list[memoryview] = []
-        left: list[tuple[Copy, memoryview]] = []
+        left: list[Buffered] = []
         start, waiting, waiting_stop = self.offset, list[Copy](), self.offset
 
         def buffer_until(stop: int) -> None:
             if stop > start:
                 view = _buffer(stop - start)
                 views.append(view)
-                left.extend((copy, view[copy.offset - start :][: copy.size_bytes]) for copy in waiting)
+                left.append(Buffered(start, view, tuple(waiting)))
             waiting.clear()
 
         for copy, following in zip(self.copies, [*self.copies[1:], None], strict=True):
@@ -116,8 +118,28 @@ class Step:
 
     def finish(self, buffer: memoryview) -> None:
         """Copy out of the buffer."""
+        Buffered(self.offset, buffer, self.copies).empty()
+
+
+class Buffered(NamedTuple):
+    """A buffer with a stretch of a file, and what is copied out of it."""
+
+    offset: int
+    """Where in the file the stretch begins."""
+    buffer: memoryview
+    copies: Sequence[Copy]
+
+    def empty(self) -> None:
+        """Copy everything to where it belongs."""
+        if not self.copies:
+            return
+        address, last = _address(self.buffer), len(self.buffer)
         for copy in self.copies:
-            fill(copy.target, buffer[copy.offset - self.offset :][: copy.size_bytes], copy.strides)
+            start = copy.offset - self.offset
+            if copy.is_whole and 0 <= start <= last - copy.size_bytes:  # for a small tensor a view costs too much
+                ctypes.memmove(address_of(copy.target, copy.size_bytes), address + start, copy.size_bytes)
+            else:
+                fill(copy.target, self.buffer[start:][: copy.size_bytes], copy.strides)
 
 
 def _buffer(size_bytes: int) -> memoryview:
@@ -149,7 +171,7 @@ class ReadPlan:
         self._prefix = prefix
         self._checked = checked
         self._steps: list[Step] = []
-        self._shared: dict[int, list[Copy]] = {}
+        self._shared: defaultdict[int, list[Copy]] = defaultdict(list)
         self._regions = [column.tolist() for column in _region_columns(index)]
 
     def add(self, source: str, pieces: Iterable[Piece], *, rank: int) -> None:
@@ -177,7 +199,7 @@ class ReadPlan:
         if not is_own:
             first, count = (0, box.volume) if box.sizes == chunk.box.sizes else span(box, chunk.box.sizes)
             copy = Copy(chunk.offset + first * element_bytes, count * element_bytes, target, strides)
-            self._shared.setdefault(chunk.region, []).append(copy)
+            self._shared[chunk.region].append(copy)
         elif is_plain_memory(target) and is_range(box, chunk.box.sizes):
             first, count = span(box, chunk.box.sizes)
             self._add_direct(chunk, chunk.offset + first * element_bytes, view_of(target))
@@ -292,5 +314,5 @@ def _run_wave(wave: Sequence[Step], read: Callable[[Sequence[RangeRead]], None])
     reads = [step.scattered_read() for step in wave]
     read([item for item, _ in reads])
     for _, left in reads:
-        for copy, data in left:
-            fill(copy.target, data, copy.strides)
+        for buffered in left:
+            buffered.empty()

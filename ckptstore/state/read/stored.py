@@ -16,7 +16,7 @@ from ckptstore.state.live.matching import Saved, SavedTensor, above, fits
 from ckptstore.state.live.values import Decoder, references
 from ckptstore.state.read.read_plan import ReadPlan, RunSteps, run_steps
 from ckptstore.state.tensors.boxes import Box
-from ckptstore.state.tensors.placement import Piece, dtype_and_shape, pieces_of
+from ckptstore.state.tensors.placement import Piece, dtype_and_shape, name_of, pieces_of
 from ckptstore.state.tensors.tensor_memory import check_memory
 from ckptstore.transfer import RangeRead
 
@@ -69,14 +69,18 @@ class StoredState:
         skipped = frozenset(key for key, rank in own.items() if rank is None)
         self._ranks = {key: rank for key, rank in own.items() if rank is not None}
         with collector_paused():
+            tied, left_out = self.index.aliases, skipped.union(self.index.aliases)
             tensors = {
                 fqn: SavedTensor(getattr(torch, entry.dtype), entry.shape)
-                for fqn in self.index.tensors
-                if fqn not in skipped and (entry := self.index.entry(fqn, self.source_rank(fqn))) is not None
-                if not entry.beside_value and fqn not in self.index.aliases
+                for fqn, lowest in self.index.tensors.items()
+                if fqn not in left_out and (entry := self._as_taken(lowest)) is not None and not entry.beside_value
             }
-        aliases = {key: first for key, first in self.index.aliases.items() if key not in skipped}
+        aliases = {key: first for key, first in tied.items() if key not in skipped}
         return Saved(tensors, self.values(wanted), aliases, skipped)
+
+    def _as_taken(self, lowest: IndexedTensor) -> IndexedTensor | None:
+        """What this rank knows of a tensor, of which the lowest rank's is given."""
+        return self.index.entry(lowest.fqn, self.source_rank(lowest.fqn)) if lowest.per_rank else lowest
 
     def entry(self, key: str) -> IndexedTensor:
         """What this rank knows of a tensor. Raises CheckpointDamaged for one that the index lacks."""
@@ -92,9 +96,8 @@ class StoredState:
     def _own_keys(self) -> dict[str, int | None]:
         """For each key that differs between ranks whose this rank takes, None for one that is left out."""
         ranks = self.index.value_ranks()
-        beside = {fqn for fqn, entry in self.index.tensors.items() if entry.beside_value}
         for fqn, entry in self.index.tensors.items():
-            if entry.per_rank and fqn not in beside:
+            if entry.per_rank and not entry.beside_value:
                 ranks[fqn] = self.index.ranks_of(fqn)
         if self.index.world_size == self.world_size:
             return dict.fromkeys(ranks, self.rank)
@@ -188,7 +191,7 @@ class StoredState:
         rank = self.source_rank(source)
         entry = self.index.entry(source, rank)
         dtype, shape = dtype_and_shape(tensor)
-        wanted_dtype = str(dtype).removeprefix("torch.")
+        wanted_dtype = name_of(dtype)
         if entry is None or (entry.dtype, entry.shape) != (wanted_dtype, shape):
             has = f"{entry.dtype} {entry.shape}" if entry else "nothing"
             raise StateMismatch(f"{name} is {wanted_dtype} {shape}, the checkpoint has {has}")

@@ -6,10 +6,14 @@ A range of elements below means a range of the tensor's elements in row-major or
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 Sizes = tuple[int, ...]
+
+_KNOWN_SIZES = 65_536
+"""Of a state with very many tensors, most have one of a few shapes."""
 
 
 class Box(NamedTuple):
@@ -24,6 +28,7 @@ class Box(NamedTuple):
         return prod(self.sizes)
 
 
+@lru_cache(maxsize=_KNOWN_SIZES)
 def whole(sizes: Sizes) -> Box:
     """The box that is all of a tensor."""
     return Box((0,) * len(sizes), sizes)
@@ -47,6 +52,7 @@ def within(inner: Box, outer: Box) -> Box:
     return Box(tuple(a + b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
 
 
+@lru_cache(maxsize=_KNOWN_SIZES)
 def strides_of(sizes: Sizes) -> Sizes:
     """Elements from one index to the next, in each dimension of a contiguous tensor."""
     strides, step = [0] * len(sizes), 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
@@ -47,7 +47,8 @@ def pieces_of(tensor: torch.Tensor, key: str) -> list[Piece]:
     Raises InvalidState for a placement that is neither Shard nor Replicate.
     """
     if type(tensor) in PLAIN_TYPES:
-        return [Piece(whole(tuple(tensor.shape)), tensor.detach())] if tensor.numel() else []
+        detached = tensor.detach() if tensor.requires_grad else tensor
+        return [Piece(whole(tuple(tensor.shape)), detached)] if tensor.numel() else []
     if isinstance(tensor, DTensor):
         return [piece for piece in _dtensor_pieces(tensor, key) if piece.box.volume]
     shards = getattr(tensor, "local_shards", None)
@@ -129,6 +130,12 @@ def dtype_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]
         metadata: Any = tensor.metadata()  # type: ignore[attr-defined]
         return metadata.tensor_properties.dtype, tuple(metadata.size)
     return tensor.dtype, tuple(tensor.shape)
+
+
+@cache
+def name_of(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, without the module."""
+    return str(dtype).removeprefix("torch.")
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:

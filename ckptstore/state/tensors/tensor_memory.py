@@ -40,7 +40,17 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the bytes of a tensor lie in this process's memory, one after another, as they are to be stored."""
     if type(tensor) not in PLAIN_TYPES and not tensor.data_ptr():
         return False  # a subclass that keeps them elsewhere
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def address_of(tensor: torch.Tensor, size_bytes: int) -> int:
+    """Where the memory of a tensor of so many bytes begins, for which `is_plain_memory` holds. Raises InvalidState when
+    it has been given back."""
+    address = tensor.data_ptr()
+    end_bytes = tensor.storage_offset() * tensor.element_size() + size_bytes
+    if not address or end_bytes > tensor.untyped_storage().nbytes():
+        raise InvalidState("a tensor's memory has been given back, or is smaller than the tensor")
+    return address
 
 
 def view_of(tensor: torch.Tensor) -> memoryview:
@@ -48,10 +58,7 @@ def view_of(tensor: torch.Tensor) -> memoryview:
     size_bytes = tensor.numel() * tensor.element_size()
     if not size_bytes:
         return memoryview(b"")
-    storage = tensor.untyped_storage()
-    if storage.data_ptr() == 0 or tensor.storage_offset() * tensor.element_size() + size_bytes > storage.nbytes():
-        raise InvalidState("a tensor's memory has been given back, or is smaller than the tensor")
-    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
+    return memoryview((ctypes.c_char * size_bytes).from_address(address_of(tensor, size_bytes))).cast("B")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview | bytes:

@@ -44,7 +44,8 @@ class RankPlan:
     is_shared: bool = False
     """Whether other ranks may have some of it too, so that they need it in order to load what they have saved."""
     spans: tuple[tuple[int, int], ...] = ()
-    """First and last item of each stretch of items in which it writes something that other ranks have too."""
+    """First and last item of each stretch of items in which it writes something that has no rule, or that other ranks
+    have too."""
 
 
 @collector_paused()
@@ -114,7 +115,7 @@ class _Planner:
     def _take_alike(self, number: int, item: Item) -> None:
         """What all ranks that have it have alike: shared out, or written by the lowest."""
         position, count = self._position(item.key)
-        if item.mode in (Mode.SPLIT, Mode.COMPARE):
+        if item.mode in (Mode.SPLIT, Mode.COMPARE) and count > 1:
             group = _Group((), self._agreement.partial.get(item.key), count, position)
             self._lists.setdefault(group, []).append(number)
         elif position == 0:
@@ -139,7 +140,7 @@ class _Planner:
             self._deal(numbers, group.shares, group.share)
         return RankPlan(
             tuple(sorted(self._writes, key=lambda write: write.item)),
-            tuple(number for number, item in enumerate(self._items) if item.dtype and not item.size_bytes),
+            tuple([number for number, item in enumerate(self._items) if item.dtype and not item.size_bytes]),
             self._flags,
             {key: tuple(others) for key, others in self._ties.items()},
             tuple(self._common),

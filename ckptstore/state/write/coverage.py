@@ -36,6 +36,11 @@ class Expected:
         keys = {key: known.setdefault(tuple(numbers), tuple(numbers)) for key, numbers in found.items()}
         return Expected(tuple(classes), keys)
 
+    @staticmethod
+    def of_one(keys: Iterable[str]) -> Expected:
+        """What a rank alone has."""
+        return Expected((0,), dict.fromkeys(keys, (0,)))
+
     def ranks_of(self, key: str) -> list[int]:
         """The ranks that have a key, or parts of it."""
         parts = (numbers for name, numbers in self.keys.items() if name.startswith(f"{key}@"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ckptstore.state.tensors.placement import (
     group_of,
     is_distributed,
     layout_of,
+    name_of,
     pieces_of,
     sharers_of,
 )
@@ -74,9 +74,9 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
             )
         )  # fmt: skip
         found.memory[key] = found.memory[first]
-    found.own = frozenset(
-        item.key for item in found.items if item.key in flat.own and item.mode in (Mode.COMPARE, Mode.VALUE)
-    )
+    if flat.own:
+        kinds = (Mode.COMPARE, Mode.VALUE)
+        found.own = frozenset(item.key for item in found.items if item.key in flat.own and item.mode in kinds)
     if compare and found.values:
         _fill_value_digests(found)
     found.items.sort(key=lambda item: item.key)
@@ -127,13 +127,14 @@ def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: boo
     pieces = pieces_of(_checked(tensor, key), key)
     for piece in pieces:
         check_memory(piece.tensor, key)
-    dtype, shape = dtype_name(tensor, key), dtype_and_shape(tensor)[1]
-    boxes = tuple(piece.box for piece in pieces)
+    torch_dtype, shape = dtype_and_shape(tensor)
+    dtype = _known_name(torch_dtype, key)
+    boxes = tuple([piece.box for piece in pieces])
     if is_distributed(tensor):
         found.memory[key] = tuple(piece.tensor for piece in pieces)
         found.items.append(_distributed(key, tensor, dtype, shape, boxes))
         return
-    found.memory[key] = tuple(piece.tensor for piece in pieces)
+    found.memory[key] = tuple([piece.tensor for piece in pieces])
     mode, digest = Mode.LOWEST, b""
     if is_own:
         mode, digest = Mode.COMPARE, _unlike_any() if compare else b""
@@ -173,12 +174,11 @@ def _checked(tensor: torch.Tensor, key: str) -> torch.Tensor:
 
 def dtype_name(tensor: torch.Tensor, key: str) -> str:
     """torch's name of a dtype, without the module; raises InvalidState for one that the format does not know."""
-    name = _name_of(dtype_and_shape(tensor)[0])
+    return _known_name(dtype_and_shape(tensor)[0], key)
+
+
+def _known_name(dtype: torch.dtype, key: str) -> str:
+    name = name_of(dtype)
     if name not in DTYPES:
         raise InvalidState(f"{key} has the dtype {name}, which the format does not know")
     return name
-
-
-@cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

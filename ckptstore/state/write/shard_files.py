@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,7 @@ from ckptstore.state.write.assignment import RankPlan
 from ckptstore.state.write.describe import Described
 from ckptstore.state.write.incremental import Kept, KeptChunk, KeptFile, Place, digests_of, free_names
 from ckptstore.state.write.outlining import RankTold
+from ckptstore.state.write.stock_pickle import StockPlace
 from ckptstore.transfer import Stored
 
 ALIGN_BYTES = 4096
@@ -36,12 +38,7 @@ LOCAL_SHARED_FILE_BYTES = 64 << 20
 """On a disk, which takes bytes for one file from one thread at a time."""
 
 
-StockPlace = tuple[str, int, int]
-"""File, offset and length of a plain value as stock readers take it."""
-
-
-@dataclass(slots=True)
-class _Placed:
+class _Placed(NamedTuple):
     key: str
     box: Box
     offset: int
@@ -144,7 +141,7 @@ class ShardFiles:
             self.kept = self._before.still_good(self._digests) if self._before else []
         held = {(chunk.key, chunk.box) for file in self.kept for chunk in file.chunks}
         for frame in frames:
-            if (frame[0], frame[1]) not in held:
+            if not held or (frame[0], frame[1]) not in held:
                 (small if frame[2].payload_bytes < BLOCK_BYTES else large).append(frame)
         return small, large
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -21,8 +20,9 @@ from ckptstore.runtime.collector import collector_paused
 from ckptstore.runtime.torch_private import storage_info_class
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState, join_path, stock_leaves
+from ckptstore.state.tensors.boxes import Box, Sizes
 from ckptstore.state.tensors.frames import template, value_frame
-from ckptstore.state.write.shard_files import StockPlace
+from ckptstore.state.write.stock_pickle import MetadataPickle, StockPlace
 
 MAX_CHUNKS = 200_000
 """With more chunks than this `.metadata` is written on request only: it takes stock readers gigabytes to read it."""
@@ -48,34 +48,43 @@ def stock_frames(flat: FlatState, keys: Iterable[str]) -> tuple[dict[str, bytes]
 @collector_paused()
 def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: Paths) -> bytes:
     """`.metadata` as stock DCP writes it. Of a tensor that differs between ranks it has the lowest rank's."""
-    items: dict[str, Any] = {}
-    storage: dict[MetadataIndex, Any] = {}
-    add_stock_tensors(index, items, storage)
-    add_stock_bytes(places, items, storage)
-    planner = {key: tuple(paths.get(key, (key,))) for key in items}
-    return pickle.dumps(Metadata(items, planner, storage, version="1.0.0"))
+    metadata = MetadataPickle()
+    for fqn, dtype, shape, chunks in _stock_tensors(index):
+        if fqn not in places:
+            metadata.add_tensor(fqn, paths.get(fqn, (fqn,)), dtype, shape, chunks)
+    for key, place in places.items():
+        metadata.add_value(key, paths.get(key, (key,)), place)
+    return metadata.encode()
+
+
+def _stock_tensors(index: TensorIndex) -> Iterator[tuple[str, torch.dtype, Sizes, list[tuple[Box, StockPlace]]]]:
+    """Key, dtype, shape, and the box and frame of each chunk of the tensors of an index."""
+    for fqn, entry in index.tensors.items():
+        if entry.beside_value:
+            continue
+        dtype = getattr(torch, entry.dtype)
+        chunks = []
+        for chunk in index.chunks(fqn, index.ranks_of(fqn)[0] if entry.per_rank else 0):
+            frame = template(dtype, chunk.box.sizes)
+            place = index.files[chunk.file], chunk.offset - len(frame.header), frame.size_bytes
+            chunks.append((chunk.box, place))
+        yield fqn, dtype, entry.shape, chunks
 
 
 def add_stock_tensors(index: TensorIndex, items: dict[str, Any], storage: dict[MetadataIndex, Any]) -> None:
     """Put the tensors of an index into the two dicts of a `Metadata`; chunks of entries that are there are replaced."""
     lies_at, size = storage_info_class(), lru_cache(None)(torch.Size)  # equal parts are pickled once
     properties = lru_cache(None)(TensorProperties)
-    for fqn, entry in index.tensors.items():
-        if entry.beside_value:
-            continue
-        dtype = getattr(torch, entry.dtype)
-        rank = index.ranks_of(fqn)[0] if entry.per_rank else 0
+    for fqn, dtype, shape, placed in _stock_tensors(index):
         chunks = []
-        for number, chunk in enumerate(index.chunks(fqn, rank)):
-            frame = template(dtype, chunk.box.sizes)
-            offsets = size(chunk.box.offsets)
-            chunks.append(ChunkStorageMetadata(offsets, size(chunk.box.sizes)))
-            start = chunk.offset - len(frame.header)
-            storage[MetadataIndex(fqn, offsets, number)] = lies_at(index.files[chunk.file], start, frame.size_bytes)
+        for number, (box, place) in enumerate(placed):
+            offsets = size(box.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, size(box.sizes)))
+            storage[MetadataIndex(fqn, offsets, number)] = lies_at(*place)
         if fqn in items:
             items[fqn].chunks = chunks
         else:
-            items[fqn] = TensorStorageMetadata(properties(dtype), size(entry.shape), chunks)
+            items[fqn] = TensorStorageMetadata(properties(dtype), size(shape), chunks)
 
 
 def add_stock_bytes(places: Mapping[str, StockPlace], items: dict[str, Any], storage: dict[MetadataIndex, Any]) -> None:

@@ -1,0 +1,168 @@
+"""The pickle of a `.metadata`, put together opcode by opcode.
+
+A `Metadata` has four objects for each chunk. To make them and to pickle them one by one takes longer than all else that
+is done for a small tensor. Here what is the same for many chunks is made once. The result is what `pickle` writes for
+such objects; `pickletools` of the standard library describes each opcode.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptstore.runtime.torch_private import storage_info_class
+from ckptstore.state.tensors.boxes import Box, Sizes
+
+StockPlace = tuple[str, int, int]
+"""File, offset and length of what stock readers take in one piece."""
+
+_PROTOCOL, _STOP, _NONE = b"\x80\x04", b".", b"N"
+_TEXT, _PUT, _GET, _POP, _INT = b"X", b"r", b"j", b"0", b"J"
+_DICT, _ITEMS_END = b"}(", b"u"
+_LIST, _APPENDS = b"](", b"e"
+_TUPLE, _TUPLE_END = b"(", b"t"
+_NEW, _STATE_END = b")\x81", b"ub"
+"""An object of the class that was fetched before, without arguments; the end of the fields that it gets."""
+_number, _int = struct.Struct("<I").pack, struct.Struct("<i").pack
+
+
+class MetadataPickle:
+    """Takes in tensors and plain values, each key once, and becomes the pickle of a `Metadata`."""
+
+    def __init__(self) -> None:
+        self._num_known = 0
+        self._constants: dict[Hashable, bytes] = {}
+        self._first: list[bytes] = []
+        """What is written before everything else, to be fetched from there on."""
+        self._items: list[bytes] = []
+        self._paths: list[bytes] = []
+        self._storage: list[bytes] = []
+        self._tensors: dict[tuple[torch.dtype, Sizes, tuple[Box, ...]], bytes] = {}
+        self._chunks: dict[tuple[int | None, Sizes | None, str, int], tuple[bytes, bytes]] = {}
+        self._index = self._begun(MetadataIndex) + self._constant("fqn")
+        self._value = self._constant(BytesStorageMetadata) + _NEW
+
+    def add_tensor(
+        self,
+        key: str,
+        path: Sequence[str | int],
+        dtype: torch.dtype,
+        shape: Sizes,
+        chunks: Sequence[tuple[Box, StockPlace]],
+    ) -> None:
+        """A tensor with the box and the frame of each of its chunks."""
+        form = dtype, shape, tuple([box for box, _ in chunks])
+        item = self._tensors.get(form)
+        if item is None:
+            item = self._tensors[form] = self._tensor(*form)
+        fetched = self._add(key, path, item)
+        for number, (box, (file, offset, size_bytes)) in enumerate(chunks):
+            before, after = self._chunk(number, box.offsets, file, size_bytes)
+            self._storage += (self._index, fetched, before, _of_int(offset), after)
+
+    def add_value(self, key: str, path: Sequence[str | int], place: StockPlace) -> None:
+        """A plain value that lies at that place."""
+        fetched = self._add(key, path, self._value)
+        file, offset, size_bytes = place
+        before, after = self._chunk(None, None, file, size_bytes)
+        self._storage += (self._index, fetched, before, _of_int(offset), after)
+
+    def encode(self) -> bytes:
+        """The pickle."""
+        fields = {"state_dict_metadata": self._items, "planner_data": self._paths, "storage_data": self._storage}
+        whole = [self._begun(Metadata)]
+        for name, content in fields.items():
+            whole += (self._constant(name), _DICT, *content, _ITEMS_END)
+        whole += (self._constant("storage_meta"), _NONE, self._constant("version"), self._constant("1.0.0"), _STATE_END)
+        return b"".join([_PROTOCOL, *self._first, *whole, _STOP])
+
+    def _add(self, key: str, path: Sequence[str | int], item: bytes) -> bytes:
+        """Take in the item of a key; the result fetches the key."""
+        number = self._next()
+        fetched = _GET + number
+        self._items += (_of_text(key), _PUT, number, item)
+        if len(path) == 1 and path[0] == key:
+            self._paths += (fetched, _TUPLE, fetched, _TUPLE_END)
+        else:
+            above = [self._constant(part) if type(part) is str else _plain(part) for part in path[:-1]]
+            last = path[-1]
+            self._paths += (fetched, _TUPLE, *above, _of_text(last) if type(last) is str else _plain(last), _TUPLE_END)
+        return fetched
+
+    def _tensor(self, dtype: torch.dtype, shape: Sizes, boxes: Sequence[Box]) -> bytes:
+        """A `TensorStorageMetadata`."""
+        chunks = [
+            self._object(ChunkStorageMetadata, offsets=self._size(box.offsets), sizes=self._size(box.sizes))
+            for box in boxes
+        ]
+        properties = self._constant((dtype, "properties"), TensorProperties(dtype))
+        listed = b"".join([_LIST, *chunks, _APPENDS])
+        return self._object(TensorStorageMetadata, properties=properties, size=self._size(shape), chunks=listed)
+
+    def _chunk(self, number: int | None, offsets: Sizes | None, file: str, size_bytes: int) -> tuple[bytes, bytes]:
+        """What follows the key in the place of a chunk or value, as far as its offset; and what follows that."""
+        known = number, offsets, file, size_bytes
+        if known not in self._chunks:
+            index = self._constant("index") + _plain(number)
+            if offsets is not None:
+                index += self._constant("offset") + self._size(offsets)
+            begun = self._begun(storage_info_class()) + self._constant("relative_path") + self._constant(file)
+            length = self._constant("length") + _of_int(size_bytes)
+            self._chunks[known] = index + _STATE_END + begun + self._constant("offset"), length + _STATE_END
+        return self._chunks[known]
+
+    def _begun(self, kind: type) -> bytes:
+        """A new object that waits for its fields."""
+        return self._constant(kind) + _NEW + _DICT
+
+    def _object(self, kind: type, **fields: bytes) -> bytes:
+        """An object with these fields."""
+        named = [self._constant(name) + value for name, value in fields.items()]
+        return b"".join([self._begun(kind), *named, _STATE_END])
+
+    def _size(self, sizes: Sizes) -> bytes:
+        return self._constant((sizes, "size"), torch.Size(sizes))
+
+    def _constant(self, name: Hashable, value: Any = None) -> bytes:
+        """What fetches a value that is there for all: `value`, or the text or class that is its own name."""
+        found = self._constants.get(name)
+        if found is None:
+            number = self._next()
+            self._first += (_plain(name if value is None else value), _PUT, number, _POP)
+            found = self._constants[name] = _GET + number
+        return found
+
+    def _next(self) -> bytes:
+        self._num_known += 1
+        return _number(self._num_known - 1)
+
+
+def _of_text(value: str) -> bytes:
+    text = value.encode("utf-8", "surrogatepass")
+    return b"".join([_TEXT, _number(len(text)), text])
+
+
+def _of_int(value: int) -> bytes:
+    return _INT + _int(value) if value < 1 << 31 else _plain(value)
+
+
+def _plain(value: Any) -> bytes:
+    """What makes a value that is not referred to from elsewhere."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, 2, fix_imports=False)
+    pickler.fast = True  # it numbers nothing
+    pickler.dump(value)
+    return buffer.getvalue()[2:-1]
