@@ -27,7 +27,8 @@ from ckptstore.testing.hooked import Call
 
 FIGURES = {"async": "blocked_seconds"}
 """What the ratios of a workload are taken of; total seconds where nothing else is said."""
-_ACTIONS = {"load": "load", "node-cache": "load", "tier-resume": "load"}
+LOADS = ("load", "node-cache", "tier-resume")
+"""The contests in which loads are timed."""
 _WATCHED: dict[str, type[Ckptstore]] = {"save": Ckptstore, "async": AsyncCkptstore}
 """The workloads of which a timeline is taken."""
 
@@ -76,7 +77,8 @@ def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
 def _turns(case: Case, task: Task) -> dict[str, Any]:
     tell = _teller(task, case.rank)
     kinds = [kind for kind in CONTENDERS[task.name] if kind.role != "peer" or task.asked.wants(kind.family)]
-    contest = Contest(case, _ACTIONS.get(task.name, "save"), figure=figure_of(task.name), tell=tell)
+    action = "load" if task.name in LOADS else "save"
+    contest = Contest(case, action, figure=figure_of(task.name), tell=tell)
     outcomes: list[WorkloadOutcome] = contest.run(kinds, repeat=task.asked.repeat)
     watched: dict[str, Any] = {}
     if task.name in _WATCHED and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
@@ -99,7 +101,7 @@ def _case(task: Task, rank: int, world_size: int) -> Case:
         case.rank_bytes = sum(path.stat().st_size for path in case.files.rglob("*") if path.is_file())
     else:
         case.make_state(task.asked.shape, task.size_bytes, task.asked.tensor_bytes or TENSOR_BYTES)
-        if _ACTIONS.get(task.name) == "load":
+        if task.name in LOADS:
             case.make_target()
     return case
 
