@@ -314,6 +314,28 @@ def performance_commands() -> str:
     return "```console\n" + "\n".join(lines) + "\n```"
 
 
+def peer_matrix() -> str:
+    """Which peer is in which table, and the reasons of the holes."""
+    from ckptstore.bench import matrix  # which takes torch
+
+    headers, rows, reasons = matrix.matrix()
+    absent = [f"- {name}: {reason}." for name, reason in matrix.ABSENT.items()]
+    parts = (
+        table(headers, rows),
+        "\n".join(f"- {reason}" for reason in reasons),
+        "In no table are:",
+        "\n".join(absent),
+    )
+    return "\n\n".join(parts)
+
+
+def peer_settings() -> str:
+    """What is tried of each peer, and what it checks."""
+    from ckptstore.bench import matrix
+
+    return table(["peer", "`--peers`", "settings that are tried", "what it checks"], [*matrix.settings_rows()])
+
+
 def _row_of_report(row: Mapping[str, Any]) -> dict[str, str]:
     """Fills a row from one workload of a report. `report` is a file in docs/performance/reports."""
     report = json.loads((DOCS / "performance/reports" / row["report"]).read_text())
@@ -357,6 +379,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "json": json_tables,
     "performance table": performance_table,
     "performance commands": performance_commands,
+    "peer matrix": peer_matrix,
+    "peer settings": peer_settings,
     "performance pages": lambda: "\n".join((index("performance"), index("performance/history"))),
     "how to": lambda: index("how-to"),
     "explain": lambda: index("explain"),

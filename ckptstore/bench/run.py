@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.bench import machine
+from ckptstore.bench.case import Case
 from ckptstore.bench.destination import Place, check_room, is_disk, opened_place
 from ckptstore.bench.figures.report import OURS, S3_SINK, S3_TEST, Asked, Report, Sample, Workload, WorkloadOutcome
 from ckptstore.bench.gpu.on_device import check_device, on_device
@@ -21,7 +22,7 @@ from ckptstore.bench.peers.base import installed_versions
 from ckptstore.bench.peers.registry import CONTENDERS
 from ckptstore.bench.shapes import asked_bytes
 from ckptstore.bench.timeline import aligned, straggler
-from ckptstore.bench.work import Task, figure_of, work
+from ckptstore.bench.work import LOADS, Task, figure_of, work
 from ckptstore.bench.workloads.fast_nodes import fast_nodes
 from ckptstore.bench.workloads.files import files_of
 from ckptstore.bench.workloads.finding import finding
@@ -32,27 +33,27 @@ from ckptstore.testing import RanksFailed, run_ranks
 _TIMEOUT_SECONDS = 3600.0
 _STATES_ON_DISK = {
     "save": 2,
-    "load": 9,
+    "load": 1,
     "async": 4,
     "directory": 3,
-    "node-cache": 5,
-    "tier": 9,
+    "node-cache": 3,
+    "tier": 4,
     "ranks": 2,
     "ls": 0,
-    "gpu": 9,
+    "gpu": 4,
 }
 _STATES_IN_MEMORY = {
-    "save": 4,
+    "save": 6,
     "load": 6,
-    "async": 9,
+    "async": 12,
     "directory": 2,
     "node-cache": 1,
-    "tier": 12,
-    "ranks": 3,
+    "tier": 16,
+    "ranks": 4,
     "ls": 0,
     "gpu": 12,
 }
-"""At the most, as multiples of the size."""
+"""At the most, as multiples of the size; on the disk also what each peer keeps that loads."""
 _TITLES = {
     "save": "Save a state",
     "load": "Load into tensors that exist",
@@ -74,14 +75,14 @@ def run(asked: Asked, *, storage_options: Mapping[str, Any], command: str, show:
     with opened_place(asked.to, storage_options, **line) as place:  # type: ignore[arg-type]
         check_room(
             place,
-            disk_bytes=size_bytes * max(_STATES_ON_DISK[name] for name in asked.workloads),
+            disk_bytes=size_bytes * max(_states_on_disk(name, asked, place) for name in asked.workloads),
             memory_bytes=size_bytes * max(_STATES_IN_MEMORY[name] for name in asked.workloads),
         )
         workloads: list[Workload] = []
         curves: Mapping[str, Any] = {}
         for name in asked.workloads:
             if name == "ls":
-                workloads += finding(place, repeat=asked.repeat, tell=lambda text: show(f"ls: {text}", 0, 0))
+                workloads += finding(place, asked, tell=lambda text: show(f"ls: {text}", 0, 0))
             elif name == "tier":
                 workloads += fast_nodes(place, asked, size_bytes, lambda tasks, ranks: contests(tasks, ranks, show))
             elif name == "gpu":
@@ -136,6 +137,17 @@ def _check(asked: Asked) -> None:
         raise InvalidInput(
             "--bandwidth-mb has no effect here: no test server takes part", hint=f"Give --to {S3_TEST}, or measure tier"
         )
+
+
+def _states_on_disk(name: str, asked: Asked, place: Place) -> int:
+    """What is there at the same time. All that take part in a load have a checkpoint of their own."""
+    found = _STATES_ON_DISK[name]
+    for contest_name in (name, {"tier": "tier-resume", "gpu": "gpu-load"}.get(name, "")):
+        if contest_name in LOADS:
+            case = Case(place=place, rank=0, world_size=asked.ranks, durable=asked.durable, bucket=place)
+            kinds = [kind for kind in CONTENDERS[contest_name] if kind.role != "peer" or asked.wants(kind.family)]
+            found += sum(kind.unfit(case) is None for kind in kinds)
+    return found
 
 
 def _workload(name: str, asked: Asked, place: Place, size_bytes: int, show: Show) -> Workload:
@@ -206,7 +218,7 @@ def _failed(task: Task, ranks: int, reason: str) -> Workload:
 
 def _env(task: Task) -> dict[str, str]:
     """What clients that take no credentials find in their environment: those of the test server only."""
-    if task.place.endpoint_url is None:
+    if (task.bucket or task.place).endpoint_url is None:
         return {}
     return {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_REGION": "us-east-1"}
 

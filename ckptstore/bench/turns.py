@@ -3,6 +3,7 @@ its own: what one leaves behind, such as pages to be written back, is not always
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable
@@ -76,7 +77,7 @@ class Contest:
         """Choose each contender's settings, then let all take `repeat` turns."""
         entrants = [Entrant(kind=kind) for kind in kinds]
         able = [kind for kind in kinds if kind.objection(self.case) is None]
-        self._total = sum(len(kind.sweep(self.case, self.action)) + repeat for kind in able)
+        self._total = sum(len(kind.sweep(self.case, self.action)) * self._tries(kind) + repeat for kind in able)
         for entrant in entrants:
             self._enter(entrant)
             if entrant.contender is not None:
@@ -94,30 +95,49 @@ class Contest:
         return [entrant.outcome() for entrant in entrants]
 
     def _enter(self, entrant: Entrant) -> None:
-        """Every setting takes one turn, which warms up too; the fastest one stays."""
+        """Every setting takes a turn, and one more before it where that warms up; the fastest one stays."""
         kind = entrant.kind
         objection = first(self.case.gather(kind.objection(self.case)))
         if objection:
             entrant.status, entrant.reason = "skipped", objection.partition(": ")[2]
             return
-        try:
-            tried = [self._tried(kind, settings) for settings in kind.sweep(self.case, self.action)]
-        except TurnFailed as error:
-            entrant.fail(error)
-            return
-        best = min(range(len(tried)), key=lambda index: tried[index][0])
-        entrant.sweep = [{**one.settings, "seconds": round(seconds, 6)} for seconds, one in tried]
-        for index, (_, contender) in enumerate(tried):
-            if index == best:
-                entrant.contender = contender
-            else:
-                self._quietly(contender.close)
+        best_seconds, failure = math.inf, TurnFailed("it has no settings")
+        for settings in kind.sweep(self.case, self.action):
+            try:
+                seconds, contender = self._tried(kind, settings)
+            except TurnFailed as error:  # the others may work
+                failure = error
+                entrant.sweep.append({**settings, "failed": str(error)[:_SHOWN_CHARACTERS]})
+                continue
+            entrant.sweep.append({**settings, "seconds": round(seconds, 6)})
+            loser: Contender | None = contender
+            if seconds < best_seconds:
+                best_seconds, entrant.contender, loser = seconds, contender, entrant.contender
+            if loser is not None:
+                self._dismiss(loser)
+        if entrant.contender is None:
+            entrant.fail(failure)
+
+    def _dismiss(self, contender: Contender) -> None:
+        """Give back what it holds, and what was stored for it."""
+        self._quietly(contender.close)
+        if self.action == "load":
+            self._quietly(lambda: contender.discard(self._kept(contender)) if self.case.rank == 0 else None)
+
+    def _tries(self, kind: type[Contender]) -> int:
+        """How many turns are taken to judge a setting: the last one counts."""
+        return 2 if self.action in kind.warmed else 1
 
     def _tried(self, kind: type[Contender], settings: dict[str, Any]) -> tuple[float, Contender]:
         contender = self._together(lambda: kind(self.case, **settings))
-        if self.action == "load":
-            self._store(contender)
-        sample = self.turn(contender)
+        try:
+            if self.action == "load":
+                self._store(contender)
+            for _ in range(self._tries(kind)):
+                sample = self.turn(contender)
+        except TurnFailed:
+            self._dismiss(contender)
+            raise
         return max(self.case.gather(getattr(sample, self.figure))), contender
 
     def _store(self, contender: Contender) -> None:
@@ -205,7 +225,7 @@ class Contest:
             self.tell(str(error), self._total)
 
     def _kept(self, contender: Contender) -> str:
-        settings = "-".join(str(value) for value in contender.settings.values())
+        settings = "-".join(f"{name}-{value}" for name, value in contender.settings.items())
         return self.case.uri("kept-" + re.sub(r"\W+", "-", f"{contender.name} {settings}").strip("-").lower())
 
     def _remove(self, place: str) -> None:

@@ -28,7 +28,8 @@ from ckptstore.testing.hooked import Call
 
 FIGURES = {"async": "blocked_seconds", "gpu-stall": "blocked_seconds", "gpu-first": "blocked_seconds"}
 """What the ratios of a workload are taken of; total seconds where nothing else is said."""
-_ACTIONS = {"load": "load", "node-cache": "load", "tier-resume": "load", "gpu-load": "load"}
+LOADS = ("load", "node-cache", "tier-resume", "gpu-load")
+"""The contests in which loads are timed."""
 _CONTESTS: dict[str, type[Contest]] = {"gpu-steps": Steps}
 """The contests that time something else than one call."""
 _WATCHED: dict[str, type[Ckptstore]] = {"save": Ckptstore, "async": AsyncCkptstore}
@@ -79,9 +80,8 @@ def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
 def _turns(case: Case, task: Task) -> dict[str, Any]:
     tell = _teller(task, case.rank)
     kinds = [kind for kind in CONTENDERS[task.name] if kind.role != "peer" or task.asked.wants(kind.family)]
-    contest = _CONTESTS.get(task.name, Contest)(
-        case, _ACTIONS.get(task.name, "save"), figure=figure_of(task.name), tell=tell
-    )
+    action = "load" if task.name in LOADS else "save"
+    contest = _CONTESTS.get(task.name, Contest)(case, action, figure=figure_of(task.name), tell=tell)
     outcomes: list[WorkloadOutcome] = contest.run(kinds, repeat=task.asked.repeat)
     watched: dict[str, Any] = {}
     if task.name in _WATCHED and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
@@ -106,7 +106,7 @@ def _case(task: Task, rank: int, world_size: int) -> Case:
         case.rank_bytes = sum(path.stat().st_size for path in case.files.rglob("*") if path.is_file())
     elif task.name not in _CONTESTS:  # these have a state of their own
         case.make_state(task.asked.shape, task.size_bytes, task.asked.tensor_bytes or TENSOR_BYTES)
-        if _ACTIONS.get(task.name) == "load":
+        if task.name in LOADS:
             case.make_target()
     return case
 

@@ -111,6 +111,16 @@ def cached_plans(plans: Any) -> list[Any]:
     return []
 
 
+def save_planner_with_cache(name: str) -> Any:
+    """DCP's save planner with plan caching on. The plans lie in the class, by this name; DCP itself takes the class's,
+    so that savers of one process with different plans would find each other's."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    planner._cached_plans_key = name
+    return planner
+
+
 def is_tensor_parallel_fsdp1(module: Any) -> bool:
     """Whether FSDP1 has flattened parameters that were distributed already, by tensor parallelism."""
     handle = getattr(module, "_handle", None)

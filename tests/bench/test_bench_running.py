@@ -124,6 +124,9 @@ def test_finding_checkpoints_takes_two_requests_at_any_size(tmp_path: Path) -> N
     value = json.loads((tmp_path / "told.json").read_text())
     requests = [workload["outcomes"][0]["samples"][0]["requests"] for workload in value["workloads"]]
     assert requests == [2, 2, 2]
+    for workload in value["workloads"]:  # each of them asserts that it finds the newest step
+        found = {one["name"]: one["status"] for one in workload["outcomes"] if one["role"] == "peer"}
+        assert found == {"Orbax CheckpointManager": "measured", "transformers get_last_checkpoint": "measured"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "told.json"]
 
 
@@ -242,14 +245,15 @@ def test_a_secret_is_not_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_workload_runs_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With short curves: each point is a contest of all contenders in as many processes as there are ranks. The fast
-    tier has a test of its own."""
+    """With short curves: each point is a contest in as many processes as there are ranks. The fast tier and the other
+    peers have tests of their own."""
     without_tier = tuple(name for name in WORKLOADS if name != "tier")
     monkeypatch.setattr("ckptstore.cli.commands.bench._WORKLOADS", without_tier)
     for name, points in {"REAL_RANKS": (1, 2), "_SIZES": (1,), "_FILE_COUNTS": (10,)}.items():
         monkeypatch.setattr(f"ckptstore.bench.workloads.scaling.{name}", points)
     told, shown = tmp_path / "told.json", tmp_path / "shown.html"
     options = ["--size", "8MiB", "--repeat", 1, "--max-ranks", 256, "--latency-ms", 1, "--to", tmp_path / "place"]
+    options += ["--peers", "dcp,torch,safetensors,ray,cp"]
     bench("all", *options, "--json", told, "--html", shown)
     found, value = measured(told), json.loads(told.read_text())
     assert {"ckptstore", "DCP FileSystemWriter", "torch.save", "safetensors", "raw disk"} <= set(found["save"])
@@ -270,7 +274,8 @@ def test_every_workload_runs_on_a_disk(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_two_ranks_on_the_test_server(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
-    bench("save", "--to", "s3-test", "--size", "24MiB", "--ranks", 2, "--repeat", 1, "--json", told)
+    options = ["--size", "24MiB", "--ranks", 2, "--repeat", 1, "--peers", "dcp,s3torchconnector"]
+    bench("save", "--to", "s3-test", *options, "--json", told)
     found = measured(told)["save"]
     assert {"ckptstore", "DCP FsspecWriter", "s3torchconnector DCP", "raw requests"} <= set(found)
     for one in found.values():

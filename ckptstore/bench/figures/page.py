@@ -139,8 +139,8 @@ def _growth(scaling: Mapping[str, Any]) -> str:
         ]
         parts.append(f"<h3>Seconds over {escape(titles.get(name, name))}</h3>")
         parts.append(curves(lines, x_title=titles.get(name, name), y_title="seconds"))
-        failed = {f"{who} at {point['at']}: {why}" for point in points for who, why in point["failed"].items()}
-        parts += [f'<p class="absent">failed: {escape(line)}</p>' for line in sorted(failed)]
+        absent = dict.fromkeys(line for point in points for line in point["absent"])
+        parts += [f'<p class="absent">{escape(line)}</p>' for line in absent]
     simulated = scaling.get("simulated", {})
     points = simulated.get("points", ())
     if points:

@@ -102,7 +102,7 @@ class WorkloadOutcome:
     """Why it was skipped, or what it failed with."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     sweep: tuple[Mapping[str, Any], ...] = ()
-    """Every setting that was tried, with its best seconds."""
+    """Every setting that was tried, with its seconds or with what it failed with."""
     samples: tuple[Sample, ...] = ()
     calls: Mapping[str, int] = field(default_factory=dict)
     """Calls of the storage by verb, over all ranks, in one more turn that was only watched; of ckptstore alone."""
@@ -110,9 +110,11 @@ class WorkloadOutcome:
     """What else was measured in its turns, as medians of the first rank."""
 
     @classmethod
-    def of(cls, name: str, samples: Iterable[Sample], *, role: Role = "ckptstore") -> WorkloadOutcome:
+    def of(
+        cls, name: str, samples: Iterable[Sample], *, role: Role = "ckptstore", family: str | None = None
+    ) -> WorkloadOutcome:
         """A contender that was measured by something else than a contest."""
-        return cls(name=name, family=role, role=role, status="measured", samples=tuple(samples))
+        return cls(name=name, family=family or role, role=role, status="measured", samples=tuple(samples))
 
     @property
     def median_seconds(self) -> float:

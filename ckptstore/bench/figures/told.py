@@ -50,8 +50,14 @@ def _row(workload: Workload, one: WorkloadOutcome, limit_seconds: float | None) 
 
 def label(one: WorkloadOutcome) -> str:
     """Its name with its settings."""
-    settings = ", ".join(text for name, value in one.settings.items() if (text := _setting(name, value)))
+    settings = settings_text(one.settings)
     return f"{one.name} ({settings})" if settings else one.name
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings in words."""
+    tried = {name: value for name, value in settings.items() if name not in ("seconds", "failed")}
+    return ", ".join(text for name, value in tried.items() if (text := _setting(name, value)))
 
 
 def _setting(name: str, value: Any) -> str:
@@ -61,7 +67,7 @@ def _setting(name: str, value: Any) -> str:
         return f"{value / (1 << 20):g} MiB"
     if "thread" in name:
         return f"{value} threads" if value > 1 else "1 thread"
-    return str(value)
+    return value if isinstance(value, str) else f"{name.replace('_', ' ')} {value}"
 
 
 def facts(workload: Workload) -> list[str]:
@@ -70,11 +76,18 @@ def facts(workload: Workload) -> list[str]:
 
 
 def absent(workload: Workload) -> list[str]:
-    """Who was skipped or failed, and why; a limit of another medium is not worth a line."""
+    """Who was skipped or failed, and why, and with which settings one failed that was measured with others. A limit of
+    another medium is not worth a line."""
     return [
         f"{one.status}: {one.name}: {one.reason}"
         for one in workload.outcomes
         if one.status == "failed" or (one.status == "skipped" and one.role != "limit")
+    ] + [
+        f"failed: {one.name} with {settings_text(tried)}: {tried['failed']}"
+        for one in workload.outcomes
+        if one.status == "measured"
+        for tried in one.sweep
+        if "failed" in tried
     ]
 
 
@@ -85,6 +98,7 @@ def scaling_lines(scaling: Mapping[str, Any]) -> list[str]:
         for point in points:
             seconds = ", ".join(f"{who} {told['median']:.4f} s" for who, told in point["seconds"].items())
             lines.append(f"{name} = {point['at']}: {seconds}")
+        lines += dict.fromkeys(f"{name}: {line}" for point in points for line in point["absent"])
     simulated = scaling.get("simulated", {})
     for point in simulated.get("points", ()):
         peak = f"{point['peak_bytes'] / (1 << 20):.0f} MiB" if point["peak_bytes"] is not None else "?"

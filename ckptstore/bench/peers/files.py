@@ -1,44 +1,56 @@
-"""One file for each rank: torch.save, safetensors, Lightning's checkpoint I/O, Orbax on the same arrays."""
+"""One file for each rank: torch.save, safetensors, Lightning's checkpoint I/O, s3torchconnector's S3Checkpoint.
+
+Where there are no paths, what knows nothing else goes through fsspec, as its users have it.
+"""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ckptstore.bench.case import Case
-from ckptstore.bench.peers.base import Contender, Wait, make_durable
+from ckptstore.bench.peers.base import BY_FSSPEC, ZIPPED, Contender, Wait, make_durable
+from ckptstore.bench.peers.dcp import client_config, region_of
+from ckptstore.bench.raw import MIB
+from ckptstore.storage.uri import parse_uri
 
 
 class OneFile(Contender):
     """Writes this rank's tensors to a file, and makes it durable where the run is: none of these does so itself."""
 
-    suffix = ""
+    suffix: ClassVar[str] = ""
 
     @classmethod
-    def objection(cls, case: Case) -> str | None:
-        return super().objection(case) or (None if case.place.is_local else "it writes to paths")
+    def unfit(cls, case: Case) -> str | None:
+        return None if case.place.is_local else "it writes to paths"
 
-    def path(self, place: str) -> Path:
+    def path(self, place: str) -> str:
         """This rank's file."""
-        return Path(place) / f"rank-{self.case.rank}{self.suffix}"
+        return f"{place}/rank-{self.case.rank}{self.suffix}"
 
     def prepare(self, place: str) -> None:
-        Path(place).mkdir(parents=True, exist_ok=True)
+        if self.case.place.is_local:
+            Path(place).mkdir(parents=True, exist_ok=True)
 
     def save(self, place: str) -> Wait | None:
         self.write(self.path(place))
-        if self.case.durable:
-            make_durable(self.path(place))
+        self.persist(place)
         return None
 
-    def write(self, path: Path) -> None:
+    def persist(self, place: str) -> None:
+        """Make it durable, where it is not and is to be."""
+        if self.case.durable and self.case.place.is_local:
+            make_durable(Path(self.path(place)))
+
+    def write(self, path: str) -> None:
         """Write the file."""
         raise NotImplementedError
 
-    def read(self, path: Path) -> Mapping[str, torch.Tensor]:
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
         """What is in it."""
         raise NotImplementedError
 
@@ -52,15 +64,16 @@ class TorchSave(OneFile):
     """`torch.save` and `torch.load`, with and without mmap."""
 
     name, family, suffix, packages = "torch.save", "torch", ".pt", ("torch",)
+    checks = ZIPPED
 
     @classmethod
     def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
         return [{}] if action == "save" else [{"mmap": False}, {"mmap": True}]
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str) -> None:
         torch.save(self.case.local, path)
 
-    def read(self, path: Path) -> Mapping[str, torch.Tensor]:
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
         found: Mapping[str, torch.Tensor] = torch.load(path, mmap=self.settings.get("mmap", False), weights_only=True)
         return found
 
@@ -71,95 +84,164 @@ class Safetensors(OneFile):
     name, family, suffix = "safetensors", "safetensors", ".safetensors"
     modules = packages = ("safetensors",)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str) -> None:
         from safetensors.torch import save_file
 
         save_file(self.case.local, path)
 
-    def read(self, path: Path) -> Mapping[str, torch.Tensor]:
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
         from safetensors.torch import load_file
 
         found: Mapping[str, torch.Tensor] = load_file(path)
         return found
 
 
-class Lightning(OneFile):
-    """`TorchCheckpointIO`, by which its Trainer and Fabric save."""
-
-    name, family, suffix = "Lightning TorchCheckpointIO", "lightning", ".ckpt"
-    modules = packages = ("lightning",)
-
-    def _io(self) -> Any:
-        from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-
-        return TorchCheckpointIO()
-
-    def write(self, path: Path) -> None:
-        self._io().save_checkpoint(self.case.local, str(path))
-
-    def read(self, path: Path) -> Mapping[str, torch.Tensor]:
-        found: Mapping[str, torch.Tensor] = self._io().load_checkpoint(str(path), weights_only=True)
-        return found
-
-
-class Orbax(Contender):
-    """`StandardCheckpointer` on the same bytes as JAX arrays of the CPU. It returns new arrays; its writes are durable
-    always."""
-
-    name, family = "Orbax", "orbax"
-    modules = ("orbax.checkpoint", "jax")
-    packages = ("orbax-checkpoint", "jax", "tensorstore")
+class ThroughFsspec(OneFile):
+    """An object for each rank, of bytes that are made in memory first: fsspec sends these in parts at a time."""
 
     @classmethod
-    def objection(cls, case: Case) -> str | None:
-        try:
-            missing = super().objection(case)
-        except ModuleNotFoundError:  # of a parent package
-            missing = "orbax-checkpoint is not installed"
-        if missing:
-            return missing
-        if not case.place.is_local:
-            return "it writes to paths, and to Google Cloud Storage"
-        if not case.durable:
-            return "it makes everything durable, and this run does not"
-        return None if case.alone else "it shards JAX arrays over JAX's own processes"
+    def unfit(cls, case: Case) -> str | None:
+        return "there is a disk" if case.place.is_local else None
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
-        import jax
-        import ml_dtypes
-        import orbax.checkpoint as ocp
+        from fsspec.core import url_to_fs
 
-        def array(tensor: torch.Tensor) -> Any:
-            if tensor.dtype == torch.bfloat16:
-                return jax.numpy.asarray(tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
-            return jax.numpy.asarray(tensor.numpy())
+        self.fs: Any = url_to_fs(case.place.uri, **case.place.storage_options)[0]
 
-        self._tree = {name: array(tensor) for name, tensor in case.local.items()}
-        self._checkpointer = ocp.StandardCheckpointer()
-        self._found: Mapping[str, Any] = {}
 
-    def save(self, place: str) -> Wait | None:
-        self._checkpointer.save(f"{place}/tree", self._tree)
-        self._checkpointer.wait_until_finished()
-        return None
+class TorchSaveFsspec(ThroughFsspec):
+    """`torch.save` and `torch.load`."""
 
-    def load(self, place: str) -> None:
-        import jax
+    name, family, suffix = "torch.save through fsspec", "torch", ".pt"
+    modules, packages = ("fsspec",), ("torch", "fsspec", "s3fs", "gcsfs", "adlfs")
+    checks = f"{ZIPPED}; {BY_FSSPEC}"
 
-        wanted = jax.tree.map(
-            lambda item: jax.ShapeDtypeStruct(item.shape, item.dtype, sharding=item.sharding), self._tree
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return [{"as_stream": False}, {"as_stream": True}]
+
+    def write(self, path: str) -> None:
+        if self.settings.get("as_stream"):
+            with self.fs.open(path, "wb") as file:
+                torch.save(self.case.local, file)
+            return
+        made = io.BytesIO()
+        torch.save(self.case.local, made)
+        self.fs.pipe_file(path, made.getvalue())
+
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+        if self.settings.get("as_stream"):
+            with self.fs.open(path, "rb") as file:
+                streamed: Mapping[str, torch.Tensor] = torch.load(file, weights_only=True)
+                return streamed
+        found: Mapping[str, torch.Tensor] = torch.load(io.BytesIO(self.fs.cat_file(path)), weights_only=True)
+        return found
+
+
+class SafetensorsFsspec(ThroughFsspec):
+    """`safetensors.torch.save` and `load`, which make and take bytes."""
+
+    name, family, suffix = "safetensors through fsspec", "safetensors", ".safetensors"
+    modules, packages = ("safetensors", "fsspec"), ("safetensors", "fsspec", "s3fs", "gcsfs", "adlfs")
+    checks = BY_FSSPEC
+
+    def write(self, path: str) -> None:
+        from safetensors.torch import save
+
+        self.fs.pipe_file(path, save(self.case.local))
+
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+        from safetensors.torch import load
+
+        found: Mapping[str, torch.Tensor] = load(self.fs.cat_file(path))
+        return found
+
+
+class S3Checkpoint(OneFile):
+    """`torch.save` and `torch.load` with the streams of s3torchconnector's S3Checkpoint. Its plugin for Lightning does
+    the same."""
+
+    name, family, suffix = "s3torchconnector S3Checkpoint", "s3torchconnector", ".pt"
+    modules, packages = ("s3torchconnector",), ("torch", "s3torchconnector")
+    checks = ZIPPED
+
+    @classmethod
+    def unfit(cls, case: Case) -> str | None:
+        return None if case.place.is_s3 else "it knows S3 alone"
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return [{"part_bytes": size} for size in (8 * MIB, 32 * MIB)]
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        import s3torchconnector
+
+        self._objects: Any = s3torchconnector.S3Checkpoint(
+            region_of(case),
+            endpoint=case.place.storage_options.get("endpoint_url"),
+            s3client_config=client_config(case, settings),
         )
-        self._found = self._checkpointer.restore(f"{place}/tree", wanted)
-        jax.block_until_ready(self._found)
 
-    def wrong(self) -> str | None:
-        import numpy as np
+    def write(self, path: str) -> None:
+        with self._objects.writer(path) as file:
+            torch.save(self.case.local, file)
 
-        for name, item in self._tree.items():
-            if np.asarray(item).tobytes() != np.asarray(self._found[name]).tobytes():
-                return name
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+        with self._objects.reader(path) as file:
+            found: Mapping[str, torch.Tensor] = torch.load(file, weights_only=True)
+        return found
+
+
+class Lightning(OneFile):
+    """`TorchCheckpointIO`, by which its Trainer and Fabric save: to paths, and through fsspec."""
+
+    name, family, suffix = "Lightning TorchCheckpointIO", "lightning", ".ckpt"
+    modules, packages = ("lightning",), ("lightning", "fsspec", "s3fs", "gcsfs", "adlfs")
+    checks = f"{ZIPPED}; {BY_FSSPEC}"
+
+    @classmethod
+    def unfit(cls, case: Case) -> str | None:
         return None
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        from fsspec.config import conf
+        from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+        self.io: Any = TorchCheckpointIO()
+        self._before = dict(conf)
+        if case.place.storage_options:  # it takes none, and fsspec's configuration is where its users put them
+            conf[parse_uri(case.place.uri).scheme] = dict(case.place.storage_options)
+
+    def write(self, path: str) -> None:
+        self.io.save_checkpoint(self.case.local, path)
+
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+        found: Mapping[str, torch.Tensor] = self.io.load_checkpoint(path, weights_only=True)
+        return found
 
     def close(self) -> None:
-        self._checkpointer.close()
+        from fsspec.config import conf
+
+        conf.clear()
+        conf.update(self._before)
+
+
+class AsyncLightning(Lightning):
+    """The same from the thread of its `AsyncCheckpointIO`, which copies the tensors first."""
+
+    name = "Lightning AsyncCheckpointIO"
+
+    def save(self, place: str) -> Wait | None:
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+        background = AsyncCheckpointIO(self.io)
+        background.save_checkpoint(self.case.local, self.path(place))
+
+        def wait() -> None:
+            background.teardown()  # waits, and raises what went wrong
+            self.persist(place)
+
+        return wait

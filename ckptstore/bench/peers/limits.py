@@ -60,7 +60,7 @@ class RawDisk(Limit):
     name = "raw disk"
 
     @classmethod
-    def objection(cls, case: Case) -> str | None:
+    def unfit(cls, case: Case) -> str | None:
         return None if case.place.is_local else "there is no disk"
 
     @classmethod
@@ -102,7 +102,7 @@ class RawRequests(Limit):
     name = "raw requests"
 
     @classmethod
-    def objection(cls, case: Case) -> str | None:
+    def unfit(cls, case: Case) -> str | None:
         return "there is a disk" if case.place.is_local else None
 
     @classmethod
@@ -155,7 +155,7 @@ class PlainSockets(Limit):
     name = "plain sockets"
 
     @classmethod
-    def objection(cls, case: Case) -> str | None:
+    def unfit(cls, case: Case) -> str | None:
         return None if case.place.endpoint_url else "only the test server takes what nobody signed"
 
     def prepare(self, place: str) -> None:

@@ -14,7 +14,7 @@ from ckptstore.bench.case import Case
 from ckptstore.bench.figures.report import Role
 from ckptstore.bench.no_paths import NoPaths
 from ckptstore.bench.peers.base import Contender, Wait
-from ckptstore.bench.peers.directories import RayPersist, arrow_filesystem, arrow_path
+from ckptstore.bench.peers.directories import FsspecCopy, PyarrowCopy, RayPersist, arrow_filesystem, arrow_path
 from ckptstore.bench.peers.own import Ckptstore
 from ckptstore.bench.raw import read_into
 from ckptstore.checkpoint import Checkpoint
@@ -101,6 +101,47 @@ class RayAsDirectory(RayPersist):
 
     def wrong(self) -> str | None:
         return _missing(self._found, self.case)
+
+
+class PyarrowDownload(PyarrowCopy):
+    """`pyarrow.fs.copy_files` to the local disk by one process; the others wait for it."""
+
+    name = "pyarrow copy_files, one process"
+
+    def save(self, place: str) -> Wait | None:
+        if self.case.rank == 0:
+            self.copy(place)
+        return None
+
+    def load(self, place: str) -> None:
+        self._target = Path(f"{self.case.files}-copied")
+        if self.case.rank == 0:
+            self._target.mkdir()
+            self.fetch(place, str(self._target))
+        self.case.gather(None)
+        self._found = {file.name: file.stat().st_size for file in self._target.rglob("*") if file.is_file()}
+
+    def fetch(self, place: str, target: str) -> None:
+        """All that is there, to a directory that is there."""
+        from pyarrow import fs
+
+        fs.copy_files(arrow_path(place), target, source_filesystem=self.filesystem, chunk_size=self.chunk_size)
+
+    def wrong(self) -> str | None:
+        error = _missing(self._found, self.case)
+        self.case.gather(None)
+        if self.case.rank == 0:
+            shutil.rmtree(self._target)
+        return error
+
+
+class FsspecDownload(FsspecCopy, PyarrowDownload):
+    """fsspec's `get` of a whole directory by one process; the others wait for it."""
+
+    name = "fsspec get, one process"
+
+    def fetch(self, place: str, target: str) -> None:
+        self.filesystem.get(f"{place}/", target, recursive=True, **self.settings)
 
 
 class RawDownload(Contender):

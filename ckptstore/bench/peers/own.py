@@ -116,5 +116,5 @@ class LinkedCkptstore(DirectoryCkptstore):
     link = True
 
     @classmethod
-    def objection(cls, case: Case) -> str | None:
+    def unfit(cls, case: Case) -> str | None:
         return None if case.place.is_local else "there is nothing to link to"

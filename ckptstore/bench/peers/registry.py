@@ -13,11 +13,28 @@ from ckptstore.bench.gpu.device_peers import (
 )
 from ckptstore.bench.gpu.first_saves import FirstDefaultStaged, FirstSave, FirstSaveResumed, FirstSaveWarmed
 from ckptstore.bench.peers.base import Contender
-from ckptstore.bench.peers.dcp import AsyncDcp, AsyncDcpProcess, Dcp, DcpFsspec, DcpS3
-from ckptstore.bench.peers.directories import CopyRecursively, RayPersist
-from ckptstore.bench.peers.files import Lightning, Orbax, Safetensors, TorchSave
+from ckptstore.bench.peers.dcp import Dcp, DcpFsspec, DcpHuggingFace, DcpS3
+from ckptstore.bench.peers.dcp_async import AsyncDcp, AsyncDcpProcess
+from ckptstore.bench.peers.directories import (
+    CopyRecursively,
+    FsspecCopy,
+    PyarrowCopy,
+    RayPersist,
+    RayReport,
+    RayReportAsync,
+)
+from ckptstore.bench.peers.files import (
+    AsyncLightning,
+    Lightning,
+    S3Checkpoint,
+    Safetensors,
+    SafetensorsFsspec,
+    TorchSave,
+    TorchSaveFsspec,
+)
 from ckptstore.bench.peers.limits import Memcpy, PlainSockets, RawDisk, RawDiskLoad, RawRequests
-from ckptstore.bench.peers.node import OneDownload, RawDownload, RayAsDirectory
+from ckptstore.bench.peers.node import FsspecDownload, OneDownload, PyarrowDownload, RawDownload, RayAsDirectory
+from ckptstore.bench.peers.orbax import AsyncOrbax, Orbax
 from ckptstore.bench.peers.own import (
     AsyncCkptstore,
     AsyncCkptstoreProcess,
@@ -39,29 +56,65 @@ from ckptstore.bench.peers.tier import (
     TwoCopies,
 )
 from ckptstore.bench.peers.tier_limits import BothCopies, Loopback, RawNode
-from ckptstore.bench.peers.torch_checkpointing import AsyncTorchCheckpointing, TorchCheckpointing
-
-_STATES: tuple[type[Contender], ...] = (
-    Dcp,
-    DcpFsspec,
-    DcpS3,
-    TorchCheckpointing,
-    TorchSave,
-    Safetensors,
-    Lightning,
-    Orbax,
+from ckptstore.bench.peers.tier_peers import (
+    AsyncDcpProcessToBucket,
+    AsyncDcpToBucket,
+    AsyncLightningToBucket,
+    BesideDcp,
+    BesideLightning,
+    BesideRay,
+    DcpFsspecFromBucket,
+    DcpS3FromBucket,
+    RayReportToBucket,
+    S3CheckpointFromBucket,
 )
+from ckptstore.bench.peers.torch_checkpointing import AsyncTorchCheckpointing, TorchCheckpointing
+from ckptstore.bench.workloads.finding import FINDERS
 
-CONTENDERS: dict[str, tuple[type[Contender], ...]] = {
+Kinds = tuple[type[Contender], ...]
+
+_ON_DISK: Kinds = (Dcp, DcpHuggingFace, TorchCheckpointing, TorchSave, Safetensors, Lightning, RayReport, Orbax)
+_STATES: Kinds = (
+    *(Dcp, DcpHuggingFace, DcpFsspec, DcpS3, S3Checkpoint, TorchCheckpointing, TorchSave, TorchSaveFsspec),
+    *(Safetensors, SafetensorsFsspec, Lightning, RayReport, Orbax),
+)
+_ASYNC: Kinds = (AsyncDcp, AsyncDcpProcess, AsyncTorchCheckpointing, AsyncLightning, RayReportAsync, AsyncOrbax)
+_TO_BUCKET: Kinds = (AsyncDcpToBucket, AsyncDcpProcessToBucket, AsyncLightningToBucket, RayReportToBucket)
+_OF_BUCKET: Kinds = (DcpFsspecFromBucket, DcpS3FromBucket, S3CheckpointFromBucket)
+
+CONTENDERS: dict[str, Kinds] = {
     "save": (Ckptstore, *_STATES, RawDisk, RawRequests, PlainSockets),
     "load": (Ckptstore, *_STATES, RawDiskLoad, RawRequests),
-    "async": (AsyncCkptstore, AsyncCkptstoreProcess, AsyncDcp, AsyncDcpProcess, AsyncTorchCheckpointing, Memcpy),
-    "directory": (DirectoryCkptstore, LinkedCkptstore, RayPersist, CopyRecursively, RawDisk, RawRequests),
-    "node-cache": (OneDownload, RayAsDirectory, RawDownload),
-    "tier-save": (OneCopy, TwoCopies, NoTier, ToDisk, AsyncDcp, RawNode, BothCopies, Loopback, Memcpy),
-    "tier-resume": (FromOwnNode, FromPartner, FromEmptyNodes, FromDisk, FromBucket, RawDiskLoad),
-    "tier-steps": (CappedDrain, NoDrain),
-    "ranks": (Ckptstore, Dcp, DcpFsspec, DcpS3, RawDisk, RawRequests),
+    "async": (AsyncCkptstore, AsyncCkptstoreProcess, *_ASYNC, Memcpy),
+    "directory": (
+        *(DirectoryCkptstore, LinkedCkptstore, RayPersist, CopyRecursively, PyarrowCopy, FsspecCopy),
+        *(RawDisk, RawRequests),
+    ),
+    "node-cache": (OneDownload, RayAsDirectory, PyarrowDownload, FsspecDownload, RawDownload),
+    "tier-save": (
+        OneCopy,
+        TwoCopies,
+        NoTier,
+        ToDisk,
+        *_ASYNC,
+        *_TO_BUCKET,
+        RawNode,
+        BothCopies,
+        Loopback,
+        Memcpy,
+    ),
+    "tier-resume": (
+        FromOwnNode,
+        FromPartner,
+        FromEmptyNodes,
+        FromDisk,
+        FromBucket,
+        *_ON_DISK,
+        *_OF_BUCKET,
+        RawDiskLoad,
+    ),
+    "tier-steps": (CappedDrain, BesideDcp, BesideLightning, BesideRay, NoDrain),
+    "ranks": (Ckptstore, *_STATES, RawDisk, RawRequests),
     "gpu-stall": (AsyncCkptstore, AsyncCkptstoreProcess, DefaultStaged, DefaultStagedProcess, PinnedCopy),
     "gpu-steps": (AsyncCkptstore, AsyncCkptstoreProcess, DefaultStaged, DefaultStagedProcess),
     "gpu-first": (FirstSave, FirstSaveWarmed, FirstSaveResumed, FirstDefaultStaged, PinnedCopy),
@@ -69,5 +122,6 @@ CONTENDERS: dict[str, tuple[type[Contender], ...]] = {
 }
 """In the order of the tables. What begins with "tier-" or "gpu-" are the contests of the workload of that name."""
 
-FAMILIES = tuple(dict.fromkeys(one.family for found in CONTENDERS.values() for one in found if one.role == "peer"))
+_NAMED = [one.family for found in CONTENDERS.values() for one in found if one.role == "peer"]
+FAMILIES = tuple(dict.fromkeys([*_NAMED, *(one.family for one in FINDERS)]))
 """What `--peers` knows."""

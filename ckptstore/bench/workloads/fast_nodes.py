@@ -28,13 +28,10 @@ BYTES_PER_SECOND, LATENCY_SECONDS = 200e6, 0.03
 """Of the line to the bucket, where nothing else is asked for."""
 _STEPS_BYTES = 256 << 20
 """What is drained beside the steps at the most: the drain lasts longer than they do, whatever its size."""
-_MEMCPY, _DCP, _LOOPBACK, _DISK, _BOTH = (
-    "memcpy",
-    "dcp.async_save, thread",
-    "loopback",
-    "raw disk",
-    "raw disk, both copies",
-)
+_MEMCPY, _LOOPBACK, _DISK, _BOTH = "memcpy", "loopback", "raw disk", "raw disk, both copies"
+
+_FROM_BUCKET = "from the bucket"
+"""All that a peer can read when the disk of a node is lost."""
 
 Contests = Callable[[Sequence[Task], int], list[Workload]]
 
@@ -47,6 +44,8 @@ class _View:
     title: str
     ours: str
     beside: Sequence[str]
+    peers: str | None = ""
+    """How the names of its peers end: "" are all of them, None is none."""
     figure: str = "total_seconds"
 
 
@@ -56,19 +55,20 @@ _VIEWS: Mapping[str, Sequence[_View]] = {
             name="tier-complete",
             title="Fast checkpoint complete, one copy",
             ours=OneCopy.name,
-            beside=(TwoCopies.name, ToDisk.name, NoTier.name, _DCP, _DISK),
+            beside=(TwoCopies.name, ToDisk.name, NoTier.name, _DISK),
         ),
         _View(
             name="tier-copies",
             title="Fast checkpoint complete, two copies",
             ours=TwoCopies.name,
             beside=(OneCopy.name, _DISK, _BOTH, _LOOPBACK),
+            peers=None,  # none of them has a second copy
         ),
         _View(
             name="tier-stall",
             title="Stall of an asynchronous save with a fast tier",
             ours=OneCopy.name,
-            beside=(TwoCopies.name, NoTier.name, _DCP, _MEMCPY),
+            beside=(TwoCopies.name, NoTier.name, _MEMCPY),
             figure="blocked_seconds",
         ),
     ),
@@ -84,12 +84,14 @@ _VIEWS: Mapping[str, Sequence[_View]] = {
             title="Resume of a node whose disk is empty, from its partner",
             ours=FromPartner.name,
             beside=(FromOwnNode.name, FromDisk.name, FromBucket.name),
+            peers=_FROM_BUCKET,
         ),
         _View(
             name="tier-resume-bucket",
             title="Resume of nodes whose disks are empty, from the bucket",
             ours=FromEmptyNodes.name,
             beside=(FromBucket.name,),
+            peers=_FROM_BUCKET,
         ),
     ),
     "tier-steps": (_View(name="tier-steps", title="Steps beside a capped drain", ours=OURS, beside=("no drain",)),),
@@ -138,9 +140,9 @@ def _seen(found: Workload, view: _View, suffix: str, facts: Mapping[str, Any]) -
     by_name = {one.name: one for one in found.outcomes}
     outcomes = [replace(by_name[view.ours], name=OURS)]
     outcomes += [
-        replace(by_name[name], name="ckptstore, one copy" if name == OURS else name)
-        for name in view.beside
-        if name in by_name  # --peers may have left it out
+        replace(one, name="ckptstore, one copy" if one.name == OURS else one.name)
+        for one in found.outcomes
+        if one.name in view.beside or (one.role == "peer" and view.peers is not None and one.name.endswith(view.peers))
     ]
     name = view.name + suffix
     return replace(found, name=name, title=view.title, figure=view.figure, facts=facts, outcomes=tuple(outcomes))

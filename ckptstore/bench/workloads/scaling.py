@@ -11,6 +11,7 @@ from typing import Any
 from ckptstore.bench.destination import Place
 from ckptstore.bench.figures.laws import exponent, line
 from ckptstore.bench.figures.report import Asked, Workload
+from ckptstore.bench.figures.told import absent
 from ckptstore.bench.work import Task
 from ckptstore.bench.workloads.files import files_of
 from ckptstore.bench.workloads.sharded_ranks import NUM_TENSORS, commit_of_sharded
@@ -59,7 +60,8 @@ def _over_files(task: Task, contest: Contest) -> list[tuple[int, Workload]]:
 
 
 def _curve(points: Sequence[tuple[int, Workload]]) -> list[dict[str, Any]]:
-    """Of each contender that was measured at a point, the median and all samples of its seconds."""
+    """Of each contender that was measured at a point, the median and all samples of its seconds; who is not there, and
+    why."""
     return [
         {
             "at": at,
@@ -69,7 +71,7 @@ def _curve(points: Sequence[tuple[int, Workload]]) -> list[dict[str, Any]]:
                 for one in workload.outcomes
                 if one.status == "measured"
             },
-            "failed": {one.name: one.reason for one in workload.outcomes if one.status == "failed"},
+            "absent": absent(workload),
         }
         for at, workload in points
     ]
