@@ -16,10 +16,14 @@ from ckptstore.bench.workloads.finding import FINDERS
 DISK, S3 = Place(uri="/disk/bench"), Place(uri="s3://bucket/bench")
 _BOTH, _DISK_ALONE = {"disk": DISK, "S3": S3}, {"disk": DISK}
 TABLES: Mapping[str, Mapping[str, Place]] = {
-    **{name: _DISK_ALONE if name.startswith("tier-") else _BOTH for name in CONTENDERS},
+    **{name: _DISK_ALONE if name.startswith("tier-") else _BOTH for name in CONTENDERS if not name.startswith("gpu-")},
     "ls": _BOTH,
 }
-"""Every table, and where it can be measured."""
+"""Every table, and where it can be measured; those of a GPU apart, which have the peers that load or stage for one."""
+
+_KINDS = [*(kind for name, kinds in CONTENDERS.items() if name in TABLES for kind in kinds), *FINDERS]
+NAMES_OF_PEERS = tuple(name for name in FAMILIES if any(kind.family == name for kind in _KINDS))
+"""What `--peers` calls those who stand in any of them."""
 
 _MANY = 2
 _COPIES = ("cp", "pyarrow", "fsspec")
@@ -90,7 +94,7 @@ def matrix() -> tuple[list[str], list[list[str]], list[str]]:
     headers = ["`--peers`", *(f"{table}, {name}" for table, name, _ in columns)]
     letters: dict[str, str] = {}
     rows = []
-    for family in FAMILIES:
+    for family in NAMES_OF_PEERS:
         row = [family]
         for table, _, place in columns:
             reason = hole(table, place, family)
@@ -105,7 +109,7 @@ def settings_rows() -> Iterator[list[str]]:
     kinds: dict[type[Contender], list[str]] = {}
     for table, found in CONTENDERS.items():
         for kind in found:
-            if kind.role == "peer" and not table.startswith("tier-"):
+            if kind.role == "peer" and table in TABLES and not table.startswith("tier-"):
                 kinds.setdefault(kind, []).append("load" if table in LOADS else "save")
     for kind, actions in kinds.items():
         tried = [each for action in sorted({*actions}, reverse=True) for each in _tried(kind, action)]

@@ -18,7 +18,7 @@ from ckptstore.bench.destination import Place, opened_place
 from ckptstore.bench.figures.report import Asked, Workload, WorkloadOutcome
 from ckptstore.bench.figures.told import absent
 from ckptstore.bench.peers.base import Contender
-from ckptstore.bench.peers.registry import CONTENDERS, FAMILIES
+from ckptstore.bench.peers.registry import CONTENDERS
 from ckptstore.bench.run import contests
 from ckptstore.bench.turns import Contest
 from ckptstore.bench.work import Task
@@ -40,7 +40,7 @@ def peers(table: str) -> list[type[Contender]]:
 
 def test_each_peer_is_in_each_table_or_a_reason_says_why_not() -> None:
     headers, rows, reasons = matrix.matrix()
-    assert [row[0] for row in rows] == [*FAMILIES]
+    assert [row[0] for row in rows] == [*matrix.NAMES_OF_PEERS]
     letters = {line.partition(":")[0] for line in reasons}
     for row in rows:
         for table, word in zip(headers[1:], row[1:], strict=True):
@@ -52,7 +52,7 @@ def test_no_reason_is_left_of_a_hole_that_was_filled() -> None:
     for table, holes in matrix.HOLES.items():
         there = {one.family for one in FINDERS} if table == "ls" else {kind.family for kind in peers(table)}
         assert not there & {*holes}, f"they are in {table}, where a reason says that they are not"
-        assert there | {*holes} == {*FAMILIES}, f"{table} has no reason for all holes"
+        assert there | {*holes} == {*matrix.NAMES_OF_PEERS}, f"{table} has no reason for all holes"
 
 
 @pytest.mark.parametrize("table", CONTENDERS)

@@ -61,7 +61,7 @@ def receipts(rank: int) -> bytes:
     took = RankTimings(rank, f"node-{rank // 8}", seconds, len(_DATA), 1, 0, stalled_seconds=0.0)
     receipt = Receipt(ranked_name(_FILE, rank), len(_DATA), crc32c(_DATA), rank, _FILE)
     head = json.dumps({**took.to_json(), "stalls": True}).encode()
-    return head + b"\n" + json.dumps([receipt.to_json()]).encode()
+    return head + b"\n" + json.dumps([receipt]).encode()
 
 
 @dataclass
