@@ -21,8 +21,9 @@ TABLES: Mapping[str, Mapping[str, Place]] = {
 }
 """Every table, and where it can be measured; those of a GPU apart, which have the peers that load or stage for one."""
 
-_KINDS = [*(kind for name, kinds in CONTENDERS.items() if name in TABLES for kind in kinds), *FINDERS]
-NAMES_OF_PEERS = tuple(name for name in FAMILIES if any(kind.family == name for kind in _KINDS))
+_STANDING = {kind.family for name, kinds in CONTENDERS.items() if name in TABLES for kind in kinds}
+_STANDING |= {one.family for one in FINDERS}
+NAMES_OF_PEERS = tuple(name for name in FAMILIES if name in _STANDING)
 """What `--peers` calls those who stand in any of them."""
 
 _MANY = 2
