@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptstore.state.tensors.boxes import Box, overlap
 from ckptstore.state.tensors.layouts import REPLICATED, Cut, Mesh, MeshLayout
-from ckptstore.state.tensors.placement import layout_of
+from ckptstore.state.tensors.placement import layout_of, pieces_of
 
 
 @st.composite
@@ -117,6 +117,35 @@ def test_a_mesh_that_cannot_be_is_refused(value: Any) -> None:
         MeshLayout.from_json({"mesh": value, "cuts": [[0, 1]]})
 
 
+def test_a_rank_that_the_save_had_not_is_refused_before_the_mesh_is_built() -> None:
+    fits = {"mesh": {"shape": [3], "first": 1, "steps": [2]}, "cuts": [[0, 1]]}
+    assert MeshLayout.from_json(fits, num_ranks=6).ranks == (1, 3, 5)
+    for value in ({"shape": [3], "first": 2, "steps": [2]}, {"shape": [7], "first": 0, "steps": [0]}):
+        with pytest.raises(ValueError, match=r"is not a number|is huge"):
+            MeshLayout.from_json(fits | {"mesh": value}, num_ranks=6)
+
+
+def test_what_is_too_fine_for_arithmetic_has_no_layout() -> None:
+    """Boxes of it are listed; in JSON it is refused."""
+    mesh = mesh_for(0, [0, 1])
+    placements = [_StridedShard(0, split_factor=1 << 22)]
+    tensor = DTensor.from_local(torch.zeros(1), mesh, placements, run_check=False, shape=(2,), stride=(1,))
+    assert layout_of(tensor) is None
+    with pytest.raises(ValueError, match="too many runs"):
+        MeshLayout.from_json({"mesh": {"shape": [2], "ranks": [0, 1]}, "cuts": [[0, 1 << 22]]})
+    both = Mesh((4, 4), tuple(range(16)))
+    assert not MeshLayout(both, (Cut(0, 1 << 20), Cut(1, 1 << 20))).is_fine
+
+
+def test_a_dimension_counted_from_the_end_is_that_dimension() -> None:
+    last = DTensor.from_local(torch.zeros(2, 2), mesh_for(1, [0, 1]), [Shard(1)], run_check=False)
+    last._spec.placements = (Shard(-1),)
+    layout = layout_of(last)
+    assert layout is not None
+    assert layout.boxes_of(1, (2, 4)) == (Box((0, 2), (2, 2)),)
+    assert [piece.box for piece in pieces_of(last, "last")] == [Box((0, 2), (2, 2))]
+
+
 SPLITS: list[tuple[tuple[int, ...], list[Any]]] = [
     ((4,), [Shard(0)]),
     ((4,), [Shard(1)]),
@@ -147,7 +176,9 @@ def test_the_boxes_are_those_of_torch(split: tuple[tuple[int, ...], list[Any]], 
                 )
                 local = torch.cat([chunks(block, grid[dim], placement.dim)[at] for block in blocks], placement.dim)
         tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-        boxes = layout_of(tensor).boxes_of(rank, shape)
+        layout = layout_of(tensor)
+        assert layout is not None
+        boxes = layout.boxes_of(rank, shape)
         found = [full[tuple(map(slice, box.offsets, np.add(box.offsets, box.sizes)))] for box in boxes]
         assert sorted(n for part in found for n in part.reshape(-1).tolist()) == sorted(local.reshape(-1).tolist())
         if local.numel() and not any(isinstance(placement, _StridedShard) for placement in placements):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from threads import distributed, mesh_for, new_uri, run_threads
+from threads import distributed, mesh_for, new_uri, outlined, run_threads
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.two_tensor import TwoTensor
@@ -201,7 +201,8 @@ def test_a_tensor_without_memory_is_refused_at_the_save_and_not_written_to_by_a_
         store.load({"w": make()})
 
 
-def test_several_boxes_in_one_local_tensor() -> None:
+@pytest.mark.parametrize("always", [False, True], ids=["listed", "outlined"])
+def test_several_boxes_in_one_local_tensor(always: bool) -> None:
     """What torchrec gives: a part made of shards, each with its place in the whole."""
     full = torch.arange(24.0).reshape(6, 4)
 
@@ -221,7 +222,15 @@ def test_several_boxes_in_one_local_tensor() -> None:
         expected = state(rank, 1)["w"]._local_tensor.local_shards()
         return all(map(torch.equal, found["w"]._local_tensor.local_shards(), expected))
 
-    assert run_threads(2, uri, flow) == [True, True]
+    with outlined(always):
+        assert run_threads(2, uri, flow) == [True, True]
     whole = {"w": torch.zeros(6, 4)}
     ckptstore.open_store(uri).load(whole)
     assert torch.equal(whole["w"], full)
+
+    def reshard(store: ckptstore.CheckpointStore, rank: int) -> Any:
+        found = {"w": distributed(full, mesh_for(rank, [0, 1, 2]), [Shard(0)], zeros=True)}
+        store.load(found)
+        return torch.equal(found["w"]._local_tensor, full[2 * rank : 2 * rank + 2])
+
+    assert run_threads(3, uri, reshard) == [True] * 3

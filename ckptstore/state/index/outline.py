@@ -179,7 +179,7 @@ def _inflated(data: bytes | memoryview) -> bytes:
 def _checked(content: Mapping[str, Any]) -> Outline:
     parts = tuple(PartFile(_number(size, 1, 1 << 62), _number(crc, 0, 1 << 32)) for size, crc in content["parts"])
     num_prefixes, world_size = _number(content["num_prefixes"], 1, 1 << 31), len(parts)
-    layouts = tuple(_layout(value, world_size) for value in content["layouts"])
+    layouts = tuple(MeshLayout.from_json(value, num_ranks=world_size) for value in content["layouts"])
     tensors = tuple(_outlined(row, len(layouts)) for row in content["tensors"])
     keys = [tensor.key for tensor in tensors]
     if any(left >= right for left, right in pairwise(keys)):
@@ -199,13 +199,6 @@ def _check_tied(tied: Mapping[str, str], tensors: Mapping[str, Outlined]) -> Non
     for key, first in tied.items():
         if first in tied or tensors[key][1:3] != tensors[first][1:3]:
             raise ValueError("a key is tied to what is not there, or is not alike")
-
-
-def _layout(value: Any, world_size: int) -> MeshLayout:
-    layout = MeshLayout.from_json(value)
-    if max(layout.ranks) >= world_size:
-        raise ValueError("a layout has a rank that the save had not")
-    return layout
 
 
 def _outlined(row: Sequence[Any], num_layouts: int) -> Outlined:

@@ -20,7 +20,7 @@ from ckptstore.state.tensors.boxes import Box, Sizes
 REPLICATED = -1
 """In place of a dimension of the tensor: this mesh dimension cuts none."""
 _MAX_RANKS = 1 << 20
-_MAX_DIMS = 64
+_MAX_DIMS = 32
 _MAX_RUNS = 1 << 22
 """Of all ranks, along one dimension of a tensor."""
 
@@ -80,18 +80,20 @@ class Mesh:
         return {"shape": list(self.shape), "ranks": list(self.ranks)}
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Mesh:
-        """What `to_json` made, distrusted. Raises ValueError, KeyError or TypeError."""
-        shape = tuple(_number(size, 1, _MAX_RANKS) for size in value["shape"])
-        if len(shape) > _MAX_DIMS or prod(shape) > _MAX_RANKS:
+    def from_json(value: Mapping[str, Any], *, num_ranks: int = _MAX_RANKS) -> Mesh:
+        """What `to_json` made, distrusted: of some of so many ranks. Raises ValueError, KeyError or TypeError."""
+        shape = tuple(_number(size, 1, num_ranks + 1) for size in value["shape"])
+        if len(shape) > _MAX_DIMS or prod(shape) > num_ranks:
             raise ValueError("a mesh is huge")
         if "ranks" in value:
-            ranks = [_number(rank, 0, _MAX_RANKS) for rank in value["ranks"]]
+            ranks = [_number(rank, 0, num_ranks) for rank in value["ranks"]]
         else:
-            steps = [_number(step, 0, _MAX_RANKS) for step in value["steps"]]
+            steps = [_number(step, 0, num_ranks) for step in value["steps"]]
             if len(steps) != len(shape):
                 raise ValueError("a mesh has not one step for each dimension")
-            ranks = _regular(_number(value["first"], 0, _MAX_RANKS), shape, steps).reshape(-1).tolist()
+            first = _number(value["first"], 0, num_ranks)
+            _number(first + sum(step * (size - 1) for step, size in zip(steps, shape, strict=True)), 0, num_ranks)
+            ranks = _regular(first, shape, steps).reshape(-1).tolist()
         if len(ranks) != prod(shape) or len(set(ranks)) != len(ranks):
             raise ValueError("a mesh has a rank twice, or not enough")
         return Mesh(shape, tuple(ranks))
@@ -124,6 +126,12 @@ class MeshLayout:
     def ranks(self) -> tuple[int, ...]:
         """The ranks that have a part."""
         return self.mesh.ranks
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether it cuts a dimension into more runs than are worth the arithmetic: an index lists the boxes then."""
+        dims = {cut.dim for cut in self.cuts if cut.dim != REPLICATED}
+        return any(prod(shares * by for shares, by in self._cutters(dim)[1]) > _MAX_RUNS for dim in dims)
 
     @cached_property
     def num_copies(self) -> int:
@@ -189,15 +197,16 @@ class MeshLayout:
         return {"mesh": self.mesh.to_json(), "cuts": [list(cut) for cut in self.cuts]}
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> MeshLayout:
-        """What `to_json` made, distrusted. Raises ValueError, KeyError or TypeError."""
-        mesh = Mesh.from_json(value["mesh"])
+    def from_json(value: Mapping[str, Any], *, num_ranks: int = _MAX_RANKS) -> MeshLayout:
+        """What `to_json` made, distrusted: of some of so many ranks. Raises ValueError, KeyError or TypeError."""
+        mesh = Mesh.from_json(value["mesh"], num_ranks=num_ranks)
         cuts = tuple(Cut(_number(dim, REPLICATED, _MAX_DIMS), _number(by, 1, 1 << 31)) for dim, by in value["cuts"])
         if len(cuts) != len(mesh.shape):
             raise ValueError("a layout has not one cut for each dimension of its mesh")
-        if len(mesh.ranks) * prod(cut.split_factor for cut in cuts) > _MAX_RUNS:
+        layout = MeshLayout(mesh, cuts)
+        if layout.is_fine:
             raise ValueError("a layout has too many runs")
-        return MeshLayout(mesh, cuts)
+        return layout
 
 
 def runs_of(shape: Sizes, mesh_shape: Sequence[int], cuts: Sequence[Cut], coordinate: Sequence[int]) -> list[Runs]:

@@ -143,23 +143,25 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return type(tensor) not in PLAIN_TYPES and (isinstance(tensor, DTensor) or hasattr(tensor, "local_shards"))
 
 
-def layout_of(tensor: DTensor) -> MeshLayout:
-    """How its mesh cuts a DTensor, in torch's numbers of the ranks."""
-    return _layout(tensor.device_mesh, tuple(tensor.placements))
+def layout_of(tensor: DTensor) -> MeshLayout | None:
+    """How its mesh cuts a DTensor, in torch's numbers of the ranks; None where its parts say themselves which boxes
+    they are, or are too many for arithmetic."""
+    if hasattr(tensor._local_tensor, "local_shards"):
+        return None
+    return _layout(tensor.device_mesh, tuple(tensor.placements), tensor.ndim)
 
 
 @lru_cache(maxsize=256)
-def _layout(mesh: DeviceMesh, placements: tuple[Any, ...]) -> MeshLayout:
+def _layout(mesh: DeviceMesh, placements: tuple[Any, ...], num_dims: int) -> MeshLayout | None:
     ranks = Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.reshape(-1).tolist()))
-    return MeshLayout(ranks, tuple(map(_cut, placements)))
+    layout = MeshLayout(ranks, tuple(_cut(placement, num_dims) for placement in placements))
+    return None if layout.is_fine else layout
 
 
-def _cut(placement: Any) -> Cut:
-    return (
-        Cut(REPLICATED)
-        if isinstance(placement, Replicate)
-        else Cut(placement.dim, getattr(placement, "split_factor", 1))
-    )
+def _cut(placement: Any, num_dims: int) -> Cut:
+    if isinstance(placement, Replicate):
+        return Cut(REPLICATED)
+    return Cut(placement.dim % num_dims, getattr(placement, "split_factor", 1))
 
 
 def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
@@ -171,7 +173,10 @@ def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
         return
     with torch.no_grad():
         local = tensor.to_local().detach()
-    mesh_shape, cuts = tuple(tensor.device_mesh.mesh.shape), [_cut(placement) for placement in tensor.placements]
+    mesh_shape, cuts = (
+        tuple(tensor.device_mesh.mesh.shape),
+        [_cut(placement, tensor.ndim) for placement in tensor.placements],
+    )
     runs = runs_of(tuple(tensor.shape), mesh_shape, cuts, coordinate)
     sizes = tuple(sum(size for _, size in each) for each in runs)
     if hasattr(local, "local_shards"):  # several boxes, each with memory of its own and its place in the whole
