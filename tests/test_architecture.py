@@ -65,7 +65,7 @@ IMPORTERS: dict[str, set[str]] = {
     "awscrt": {"format.digest", "testing.s3"},
     "axolotl": {"integrations.axolotl"},
     "azure": {"storage.cloud.azure", "storage.cloud.chains"},
-    "botocore": {"storage.cloud.aws", "storage.cloud.chains"},
+    "botocore": {"storage.cloud.aws_client", "storage.cloud.chains"},
     "click": {"cli"},
     "fastsafetensors": {"bench"},
     "fsspec": {"bench", "storage.fsspec"},

@@ -39,7 +39,7 @@ class ViewsBody(io.RawIOBase):
     """
 
     def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = views
+        self.views = views
         self._size_bytes = total_bytes(views)
         self._position = self._index = self._offset = 0
 
@@ -60,14 +60,14 @@ class ViewsBody(io.RawIOBase):
         if (offset, whence) == (0, io.SEEK_SET):
             self._rewind()
         elif (offset, whence) == (0, io.SEEK_END):
-            self._position, self._index = self._size_bytes, len(self._views)
+            self._position, self._index = self._size_bytes, len(self.views)
         elif whence != io.SEEK_SET or offset != self._position:
             raise io.UnsupportedOperation("seek")
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        while self._index < len(self._views):
-            view = self._views[self._index][self._offset : self._offset + PIECE_BYTES]
+        while self._index < len(self.views):
+            view = self.views[self._index][self._offset : self._offset + PIECE_BYTES]
             if view:
                 self._offset += len(view)
                 self._position += len(view)
@@ -89,10 +89,10 @@ class Filling:
         self._offset = 0
         self.missing_bytes = total_bytes(views)
 
-    def next(self) -> memoryview:
-        """Where the next bytes go, at most 1 MiB. Say afterwards how many came, with `advance`."""
+    def next(self, most_bytes: int = PIECE_BYTES) -> memoryview:
+        """Where the next bytes go. Say afterwards how many came, with `advance`."""
         view = self._views[self._index]
-        return view[self._offset : self._offset + PIECE_BYTES]
+        return view[self._offset : self._offset + most_bytes]
 
     def advance(self, size_bytes: int) -> None:
         """So many bytes were written into what `next` gave."""

@@ -15,7 +15,8 @@ from typing import Any
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.storage.base import Storage
 from ckptstore.storage.cloud import foreign, gcs
-from ckptstore.storage.cloud.aws import AwsConnection, S3Files
+from ckptstore.storage.cloud.aws import S3Files
+from ckptstore.storage.cloud.aws_client import AwsConnection
 from ckptstore.storage.cloud.azure import AzureConnection, AzureFiles
 from ckptstore.storage.cloud.client_options import files_of_same_account
 from ckptstore.storage.cloud.gcs import GcsFiles

@@ -1,0 +1,270 @@
+"""HTTP/1.1 without TLS on sockets of our own, for requests whose bodies are large.
+
+A client library moves a body in pieces, and for each piece it waits for the socket and for the interpreter lock. Here
+the kernel waits: it takes the views of a body in one call, and fills memory in one call. `http.client` writes the head
+of a request and reads that of an answer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import math
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+_HEAD_BYTES = 8 << 10
+"""The buffer for the head of an answer; what is in it of the body is copied once more."""
+_MAX_VIEWS = 512
+"""In one call; Linux takes 1,024."""
+_KEPT_CONNECTIONS = 64
+
+
+class PlainHttp:
+    """Requests to http:// URLs, a connection for each one that is in flight. Safe for threads.
+
+    A connection that is not used is kept for the next request to the same server. Nothing is tried again.
+    """
+
+    def __init__(self, *, connect_seconds: float | None, read_seconds: float | None, keepalive: bool = False) -> None:
+        """`read_seconds` is the longest that a connection may stand still; `keepalive` switches on that of TCP."""
+        self._connect_seconds = connect_seconds
+        self._read_seconds = read_seconds
+        self._keepalive = keepalive
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[_Connection]] = {}
+        self._closed = False
+
+    def send(self, method: str, url: str, headers: Mapping[str, Any], views: Sequence[memoryview]) -> Answer:
+        """Send a request with a body of these views, and read the head of the answer.
+
+        Raises OSError and `http.client.HTTPException`, and TimeoutError for a connection that stands still.
+        """
+        split = urlsplit(url)
+        given = {name.lower() for name in headers}
+        connection = self._take(split.netloc)
+        try:
+            connection.putrequest(
+                method,
+                f"{split.path or '/'}{split.query and '?'}{split.query}",
+                skip_host="host" in given,
+                skip_accept_encoding="accept-encoding" in given,
+            )
+            for name, value in headers.items():
+                connection.putheader(name, value)
+            response = connection.exchange(views)
+        except BaseException:
+            connection.end()
+            raise
+        return Answer(self, split.netloc, connection, response)
+
+    def close(self) -> None:
+        """Close the connections that are not in use, and each other one when its request is done."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, {}
+        for connections in idle.values():
+            for connection in connections:
+                connection.end()
+
+    def _take(self, server: str) -> _Connection:
+        while True:
+            with self._lock:
+                idle = self._idle.get(server)
+                connection = idle.pop() if idle else None
+            if connection is None:
+                break
+            if connection.is_alive():
+                return connection
+            connection.end()
+        connection = _Connection(server.rpartition("@")[2], timeout=self._connect_seconds)
+        connection.open(self._read_seconds, keepalive=self._keepalive)
+        return connection
+
+    def _give_back(self, server: str, connection: _Connection) -> None:
+        with self._lock:
+            idle = self._idle.setdefault(server, [])
+            if not self._closed and len(idle) < _KEPT_CONNECTIONS:
+                idle.append(connection)
+                return
+        connection.end()
+
+
+class Answer:
+    """The answer to a request, with a body that is read once. What is left of the body when it is closed is lost with
+    the connection."""
+
+    def __init__(
+        self, home: PlainHttp, server: str, connection: _Connection, response: http.client.HTTPResponse
+    ) -> None:
+        self.status = response.status
+        self.headers = response.headers
+        self._home = home
+        self._server = server
+        self._connection: _Connection | None = connection
+        self._response = response
+        self._release()
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def stream(self) -> Iterator[bytes]:
+        """The rest of the body; it is how botocore reads one that it parses."""
+        yield self.read()
+
+    def read(self, size: int | None = None) -> bytes:
+        """So many bytes, or the rest of the body."""
+        data = self._response.read(size)
+        self._release()
+        return data
+
+    def readinto(self, view: memoryview) -> int:
+        """Fill the view as far as the body goes."""
+        count = self._response.readinto(view)
+        self._release()
+        return count
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.end()
+
+    def _release(self) -> None:
+        """Keep the connection for the next request, once the body is read to its end."""
+        if self._connection is not None and self._response.isclosed():
+            connection, self._connection = self._connection, None
+            if self._response.will_close:
+                connection.end()
+            else:
+                self._home._give_back(self._server, connection)
+
+
+class _Connection(http.client.HTTPConnection):
+    """One connection. Its socket blocks, with timeouts that the kernel keeps."""
+
+    _head = b""
+
+    def open(self, read_seconds: float | None, *, keepalive: bool) -> None:
+        """Connect."""
+        self.connect()
+        self._line = line = self.sock
+        line.settimeout(None)
+        fraction, seconds = math.modf(read_seconds or 0.0)  # 0 waits for ever
+        wait = struct.pack("@ll", int(seconds), int(fraction * 1e6))
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+        if keepalive:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.sock = _Readable(line)
+
+    def is_alive(self) -> bool:
+        """Whether nothing has come that nobody asked for, such as the end of the connection."""
+        try:
+            self._line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def end(self) -> None:
+        """Close it, also for an answer that is still read."""
+        self.close()
+        self._line.close()
+
+    def send(self, data: Any) -> None:
+        """Keep the head of a request: `exchange` sends it together with the body."""
+        self._head = data
+
+    def exchange(self, views: Sequence[memoryview]) -> http.client.HTTPResponse:
+        """Send the request that was put together, and read the head of the answer."""
+        self.endheaders()
+        try:
+            self._send_all([memoryview(self._head), *views])
+        except (BrokenPipeError, ConnectionResetError):
+            # A server that refuses a request need not read all of it: it may have said why.
+            try:
+                response = self.getresponse()
+            except (OSError, http.client.HTTPException):
+                response = None
+            if response is None:
+                raise
+            response.will_close = True
+            return response
+        return self.getresponse()
+
+    def _send_all(self, views: Sequence[memoryview]) -> None:
+        pending = [view for view in views if len(view)]
+        first = 0
+        while first < len(pending):
+            try:
+                count = self._line.sendmsg(pending[first : first + _MAX_VIEWS])
+            except BlockingIOError:
+                raise TimeoutError("the server takes nothing any more") from None
+            while count:
+                size_bytes = len(pending[first])
+                if count < size_bytes:
+                    pending[first] = pending[first][count:]
+                    break
+                count, first = count - size_bytes, first + 1
+
+
+class _Readable:
+    """What `http.client` needs of a socket: files to read answers from, which outlive a `close` as those of a socket
+    do."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self.line = line
+        self._num_files = 0
+        self._is_closed = False
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """A buffer for the head of an answer; large reads go past it."""
+        assert mode == "rb"
+        self._num_files += 1
+        return io.BufferedReader(_Incoming(self), _HEAD_BYTES)
+
+    def let_go(self) -> None:
+        """A file was closed."""
+        self._num_files -= 1
+        if self._is_closed and not self._num_files:
+            self.line.close()
+
+    def close(self) -> None:
+        """Close the socket when the last file is closed."""
+        self._is_closed = True
+        if not self._num_files:
+            self.line.close()
+
+
+class _Incoming(io.RawIOBase):
+    """The bytes that come in."""
+
+    def __init__(self, home: _Readable) -> None:
+        self._home = home
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, view: Any) -> int:
+        """Some bytes; a large view, which asks for what is sure to come, is filled in one call."""
+        line, size_bytes = self._home.line, len(view)
+        try:
+            if size_bytes <= _HEAD_BYTES:
+                return line.recv_into(view)
+            return line.recv_into(view, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TimeoutError("the server sends nothing any more") from None
+
+    def close(self) -> None:
+        if not self.closed:
+            self._home.let_go()
+        super().close()

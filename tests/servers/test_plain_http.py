@@ -1,0 +1,336 @@
+"""Plain HTTP on our own sockets: bodies of any shape, servers that break off, stand still, refuse or say nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from ckptstore.errors import StorageError, StorageUnavailable
+from ckptstore.storage.cloud.plain_http import _HEAD_BYTES as HEAD_BYTES
+from ckptstore.storage.cloud.plain_http import PlainHttp
+from ckptstore.storage.open import open_storage
+from ckptstore.testing.s3_server import Fault, S3Server
+
+MIB = 1 << 20
+DATA = memoryview(os.urandom(9 * MIB + 17))
+numbers = itertools.count()
+
+
+class Echo(BaseHTTPRequestHandler):
+    """Gives back what was put, the way that the path asks for."""
+
+    protocol_version = "HTTP/1.1"
+    stored = b""
+    connections: ClassVar[list[object]] = []
+
+    def setup(self) -> None:
+        super().setup()
+        self.connections.append(self.connection)
+
+    def do_PUT(self) -> None:
+        type(self).stored = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        if self.path == "/chunked":
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            for start in range(0, len(self.stored), 3 * MIB):
+                chunk = self.stored[start : start + 3 * MIB]
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+            self.wfile.write(b"0\r\n\r\n")
+            return
+        if self.path == "/until-close":
+            self.send_header("connection", "close")
+        else:
+            self.send_header("content-length", str(len(self.stored)))
+        self.end_headers()
+        self.wfile.write(self.stored)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing on the terminal."""
+
+
+@pytest.fixture
+def echo() -> Iterator[str]:
+    Echo.connections.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def http() -> Iterator[PlainHttp]:
+    client = PlainHttp(connect_seconds=5, read_seconds=5)
+    yield client
+    client.close()
+
+
+@contextmanager
+def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server whose first connection goes through the first script, and so on; then it is closed."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        for script in scripts:
+            connection, _ = listener.accept()
+            with connection:
+                script(connection)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.close()
+
+
+def head_of(connection: socket.socket) -> bytes:
+    found = b""
+    while b"\r\n\r\n" not in found:
+        found += connection.recv(1 << 16)
+    return found
+
+
+def put(http: PlainHttp, url: str, views: list[memoryview]) -> int:
+    length = str(sum(map(len, views)))
+    with http.send("PUT", url, {"Content-Length": length}, views) as answer:
+        answer.read()
+        return answer.status
+
+
+def got(http: PlainHttp, url: str, size_bytes: int, piece_bytes: int) -> bytearray:
+    found = bytearray(size_bytes)
+    with http.send("GET", url, {}, ()) as answer, memoryview(found) as view:
+        start = 0
+        while count := answer.readinto(view[start : start + piece_bytes]):
+            start += count
+    return found
+
+
+EDGES = [0, 1, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 1, len(DATA)]
+
+
+@pytest.mark.parametrize("way", ["length", "chunked", "until-close"])
+@pytest.mark.parametrize("size_bytes", EDGES)
+def test_a_body_comes_back_as_it_was_sent(http: PlainHttp, echo: str, way: str, size_bytes: int) -> None:
+    assert put(http, f"{echo}/x", [DATA[:1], DATA[1:1], DATA[1:size_bytes]] if size_bytes else []) == 200
+    for piece_bytes in (HEAD_BYTES + 1, MIB, len(DATA)):
+        assert got(http, f"{echo}/{way}", size_bytes, piece_bytes) == DATA[:size_bytes]
+    if way != "until-close":
+        assert len(Echo.connections) == 1, "the connection is used again"
+
+
+def test_more_views_than_a_call_takes(http: PlainHttp, echo: str) -> None:
+    views = [DATA[start : start + 700] for start in range(0, 3000 * 700, 700)]
+    assert put(http, f"{echo}/x", views) == 200
+    assert Echo.stored == DATA[: 3000 * 700]
+
+
+def test_a_body_that_was_not_read_takes_its_connection_along(http: PlainHttp, echo: str) -> None:
+    put(http, f"{echo}/x", [DATA])
+    http.send("GET", f"{echo}/x", {}, ()).close()
+    assert got(http, f"{echo}/x", len(DATA), MIB) == DATA
+    assert len(Echo.connections) == 2
+
+
+def test_a_connection_that_the_server_has_closed_is_not_used(http: PlainHttp) -> None:
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+    def once(connection: socket.socket) -> None:
+        head_of(connection)
+        connection.sendall(answer)
+
+    with scripted(once, once) as url:
+        for _ in range(2):
+            with http.send("GET", f"{url}/x", {}, ()) as found:
+                assert found.read() == b"ok"
+            for connection in http._idle[url.removeprefix("http://")]:
+                assert connection.sock is not None
+                connection._line.recv(1, socket.MSG_PEEK)  # until the end of the connection is here
+
+
+def test_a_refusal_before_the_body_was_read_is_heard(http: PlainHttp) -> None:
+    def refuse(connection: socket.socket) -> None:
+        head_of(connection)
+        connection.sendall(b"HTTP/1.1 503 Slow Down\r\ncontent-length: 4\r\n\r\nSlow")
+        connection.shutdown(socket.SHUT_RD)
+        connection.recv(1)
+
+    with scripted(refuse) as url, http.send("PUT", f"{url}/x", {"Content-Length": str(len(DATA))}, [DATA]) as found:
+        assert (found.status, found.read()) == (503, b"Slow")
+    assert not http._idle.get(url.removeprefix("http://")), "nobody knows what is left in that connection"
+
+
+@pytest.mark.parametrize("stands", ["before the answer", "in the answer", "in the upload"])
+def test_a_server_that_stands_still_is_an_error_in_time(stands: str) -> None:
+    gone = threading.Event()
+
+    def script(connection: socket.socket) -> None:
+        head_of(connection)
+        if stands == "in the answer":
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(DATA))
+            connection.sendall(DATA[: 5 * MIB])
+        gone.wait(30)
+
+    views = [memoryview(bytes(64 * MIB))] if stands == "in the upload" else []
+    length = str(sum(map(len, views)))
+
+    def ask(http: PlainHttp, url: str) -> None:
+        with http.send("GET", f"{url}/x", {"Content-Length": length}, views) as answer:
+            answer.readinto(memoryview(bytearray(len(DATA))))
+
+    with scripted(script) as url, closing(PlainHttp(connect_seconds=5, read_seconds=0.3)) as http:
+        with pytest.raises(TimeoutError, match="any more"):
+            ask(http, url)
+        gone.set()
+
+
+@pytest.mark.parametrize("bad", ["x\r\nInjected: 1", "x\nInjected: 1"])
+def test_a_line_break_in_a_header_is_refused(http: PlainHttp, echo: str, bad: str) -> None:
+    with pytest.raises(ValueError, match="header"):
+        http.send("GET", f"{echo}/x", {"X": bad}, ())
+
+
+@pytest.fixture(params=["obstore", "fsspec"])
+def open_at(request: pytest.FixtureRequest, fast_s3: S3Server) -> Iterator[Callable[..., Any]]:
+    opened: list[Any] = []
+
+    def open_(**changed: Any) -> Any:
+        options = {**fast_s3.storage_options, **changed}
+        uri = f"s3://test/plain-http/{next(numbers)}"
+        opened.append(open_storage(uri, storage_options=options, engine=request.param))
+        return opened[-1]
+
+    yield open_
+    for storage in opened:
+        storage.close()
+
+
+def test_an_answer_cut_short_is_worth_a_retry(open_at: Any, fast_s3: S3Server) -> None:
+    storage = open_at()
+    storage.write("k", [DATA])
+    found = bytearray(len(DATA))
+    for after_bytes in (1, 5 * MIB, len(DATA) - 1):
+        fast_s3.faults.add(Fault(action="truncate", match="^GET", after_bytes=after_bytes))
+        with pytest.raises(StorageUnavailable):
+            storage.read_into("k", 0, [memoryview(found)])
+    storage.read_into("k", 0, [memoryview(found)[:5], memoryview(found)[5:]])
+    assert found == DATA
+
+
+def there_and_back(storage: Any) -> None:
+    """One of each request that may be large."""
+    storage.write("whole", [DATA])
+    writer = storage.open_parts("parts", 16 * MIB + 5)
+    writer.write_part(0, [DATA[: 8 * MIB]] * 2)
+    writer.write_part(16 * MIB, [DATA[:5]])
+    writer.finish()
+    for key, expected in (("whole", bytes(DATA)), ("parts", bytes(DATA[: 8 * MIB]) * 2 + bytes(DATA[:5]))):
+        found = bytearray(len(expected))
+        storage.read_into(key, 0, [memoryview(found)], version=storage.stat(key).version)
+        assert found == expected
+
+
+def test_a_proxy_is_not_gone_around(open_at: Any, fast_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", fast_s3.endpoint_url)  # it takes whole URLs, as a proxy does
+    there_and_back(open_at(endpoint_url="http://s3.invalid:9"))
+
+
+def test_no_proxy_is_heeded(open_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:9")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    there_and_back(open_at())
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key and a certificate of 127.0.0.1, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "ckptstore tests")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(IPv4Address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    path.write_bytes(made.public_bytes(pem) + private)
+    return path
+
+
+FORWARD = """
+import asyncio, contextlib, ssl, sys
+
+async def copy(source, target):
+    with contextlib.suppress(OSError):
+        while data := await source.read(1 << 18):
+            target.write(data)
+            await target.drain()
+    target.close()
+
+async def serve(reader, writer):
+    below = await asyncio.open_connection("127.0.0.1", int(sys.argv[2]))
+    await asyncio.gather(copy(reader, below[1]), copy(below[0], writer))
+
+async def main():
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(sys.argv[1])
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def behind_tls(certificate: Path, endpoint_url: str) -> Iterator[str]:
+    """A server of plain HTTP, as https."""
+    command = [sys.executable, "-c", FORWARD, str(certificate), endpoint_url.rpartition(":")[2]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"https://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+def test_tls_is_not_gone_around(fast_s3: S3Server, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with behind_tls(certificate, fast_s3.endpoint_url) as url:
+        options = {**fast_s3.storage_options, "endpoint_url": url}
+        untrusting = open_storage("s3://test/tls", storage_options=options, engine="fsspec")
+        with closing(untrusting), pytest.raises(StorageError, match="certificate"):
+            untrusting.read("k")
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+        with closing(open_storage("s3://test/tls", storage_options=options, engine="fsspec")) as storage:
+            there_and_back(storage)
