@@ -19,7 +19,7 @@ from ckptstore.storage.cloud import foreign
 from ckptstore.storage.cloud.aws_client import AwsConnection
 from ckptstore.storage.cloud.bodies import PIECE_BYTES, Filling, ViewsBody, crc32c_header, part_bytes, total_bytes
 from ckptstore.storage.cloud.lazy_client import CloudFiles
-from ckptstore.storage.cloud.plain_http import Answer
+from ckptstore.storage.cloud.plain_http import HttpAnswer
 from ckptstore.storage.uri import Location
 
 _DELETE_KEYS = 1000
@@ -94,7 +94,7 @@ class S3Files(CloudFiles[AwsConnection]):
         except foreign.ConditionFailed as error:
             raise foreign.other_version(key) from error
         with self._connection.seam(f"read {self.uri}", key), answer["Body"] as body:
-            piece_bytes = filling.missing_bytes if isinstance(body, Answer) else PIECE_BYTES
+            piece_bytes = filling.missing_bytes if isinstance(body, HttpAnswer) else PIECE_BYTES
             while filling.missing_bytes:
                 count = body.readinto(filling.next(piece_bytes))
                 if not count:

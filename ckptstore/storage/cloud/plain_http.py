@@ -39,7 +39,7 @@ class PlainHttp:
         self._idle: dict[str, list[_Connection]] = {}
         self._closed = False
 
-    def send(self, method: str, url: str, headers: Mapping[str, Any], views: Sequence[memoryview]) -> Answer:
+    def send(self, method: str, url: str, headers: Mapping[str, Any], views: Sequence[memoryview]) -> HttpAnswer:
         """Send a request with a body of these views, and read the head of the answer.
 
         Raises OSError and `http.client.HTTPException`, and TimeoutError for a connection that stands still.
@@ -60,7 +60,7 @@ class PlainHttp:
         except BaseException:
             connection.end()
             raise
-        return Answer(self, split.netloc, connection, response)
+        return HttpAnswer(self, split.netloc, connection, response)
 
     def close(self) -> None:
         """Close the connections that are not in use, and each other one when its request is done."""
@@ -94,7 +94,7 @@ class PlainHttp:
         connection.end()
 
 
-class Answer:
+class HttpAnswer:
     """The answer to a request, with a body that is read once. What is left of the body when it is closed is lost with
     the connection."""
 
@@ -109,7 +109,7 @@ class Answer:
         self._response = response
         self._release()
 
-    def __enter__(self) -> Answer:
+    def __enter__(self) -> HttpAnswer:
         return self
 
     def __exit__(self, *_: object) -> None:
