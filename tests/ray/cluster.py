@@ -115,6 +115,27 @@ def _python_path() -> str:
     return os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 
+def start_fewer_processes() -> None:
+    """Have trainers of this process start two actors less, each of which imports as much as a worker.
+
+    One hands out parts of datasets; it stays where there are any. The other gives back what a killed controller has
+    reserved, which `RayCluster.release` does here. The demo and the script for GPUs run with both.
+    """
+    from ray.train.v2._internal.callbacks import DatasetsCallback
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    if hasattr(DataParallelTrainer, "all_callbacks"):
+        return
+
+    def needed(trainer: Any) -> list[Any]:
+        spared = PlacementGroupCleanerCallback if trainer.datasets else (PlacementGroupCleanerCallback, DatasetsCallback)
+        return [callback for callback in trainer.all_callbacks() if not isinstance(callback, spared)]
+
+    DataParallelTrainer.all_callbacks = DataParallelTrainer._create_default_callbacks
+    DataParallelTrainer._create_default_callbacks = needed
+
+
 def fit(
     train: Callable[[dict[str, Any]], Any],
     *,
@@ -136,6 +157,7 @@ def fit(
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
+    start_fewer_processes()
     if torch:
         from ray.train.torch import TorchTrainer as Trainer
     else:
