@@ -129,7 +129,7 @@ def start_fewer_processes() -> None:
         return
 
     def needed(trainer: Any) -> list[Any]:
-        spared = PlacementGroupCleanerCallback if trainer.datasets else (PlacementGroupCleanerCallback, DatasetsCallback)
+        spared = (PlacementGroupCleanerCallback, *(() if trainer.datasets else (DatasetsCallback,)))
         return [callback for callback in trainer.all_callbacks() if not isinstance(callback, spared)]
 
     DataParallelTrainer.all_callbacks = DataParallelTrainer._create_default_callbacks
