@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ckptstore
+from ckptstore.demo.digits import write_digits
 from ckptstore.demo.picture import Shown, draw
 from ckptstore.demo.ray_worker import BATCH_SIZE, TOP_K, Reader, train
 from ckptstore.demo.resnet import load_digits
@@ -35,6 +36,8 @@ class RayScene:
     num_ranks: int
     width: int
     epochs: int
+    digits: Path
+    """What `write_digits` has written."""
     told: Path
     """Where rank 0 writes what it has to tell."""
 
@@ -54,6 +57,8 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, picture: 
             require_empty(root)
         shout(f"ResNet-18 of width {width} on 1,437 handwritten digits, in Ray Train: {num_ranks} workers,")
         shout(f"{epochs} epochs, AdamW, a checkpoint from all of them after each. Runs: {place}")
+        digits = directory / "digits.npz"
+        write_digits(digits)
         stack.enter_context(_own_ray(num_cpus=num_ranks + 2))
         runs = []
         for name, title, sharded in (
@@ -68,6 +73,7 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, picture: 
                 num_ranks=num_ranks,
                 width=width,
                 epochs=epochs,
+                digits=digits,
                 told=directory / f"{name}.txt",
             )
             runs.append(_play(scene))
@@ -114,12 +120,12 @@ def _play(scene: RayScene) -> Shown:
 
     head("3. A Ray actor reads digits with the best one")
     best = result.get_best_checkpoint("eval_loss", "min")
-    step, accuracy, read = _read(best, scene.width)
+    step, accuracy, read = _read(best, scene)
     expected = ckptstore.ray.resolve(best).metrics["eval_accuracy"]
     say(f"step {step}: {accuracy:.2%} of 360 digits that it was not trained on; at the save it was {expected:.2%}")
     if abs(accuracy - expected) > 0.01 or kept[step] != min(kept.values()):
         raise DemoFailed("what the actor has loaded is not the best of what was saved")
-    digits = load_digits()[1]
+    digits = load_digits(scene.digits)[1]
     return Shown(
         title=scene.title,
         losses=progress.losses,
@@ -144,6 +150,7 @@ def _fit(scene: RayScene) -> Any:
             "width": scene.width,
             "epochs": scene.epochs,
             "kill_step": scene.kill_step,
+            "digits": str(scene.digits),
             "told": str(scene.told),
         },
         scaling_config=ScalingConfig(num_workers=scene.num_ranks),
@@ -177,12 +184,12 @@ def _show_kept(scene: RayScene, progress: Progress) -> dict[int, float]:
     return kept
 
 
-def _read(ray_checkpoint: Any, width: int) -> tuple[int, float, Any]:
+def _read(ray_checkpoint: Any, scene: RayScene) -> tuple[int, float, Any]:
     """What an actor, and so another process, makes of the held-out digits."""
     import ray
 
-    digits = load_digits()[1]
-    reader: Any = ray.remote(num_cpus=1)(Reader).remote(ray_checkpoint, width)
+    digits = load_digits(scene.digits)[1]
+    reader: Any = ray.remote(num_cpus=1)(Reader).remote(ray_checkpoint, scene.width)
     step, read = ray.get(reader.read.remote(digits.images.numpy()))
     ray.kill(reader)
     return step, float((read == digits.labels.numpy()).mean()), read

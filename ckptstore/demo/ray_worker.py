@@ -40,6 +40,7 @@ def train(config: dict[str, Any]) -> None:
         kill_rank=world_size - 1,
         kill_step=config["kill_step"] if store.latest() is None else None,
         report=None,
+        digits=Path(config["digits"]),
     )
 
     def tell(text: str) -> None:

@@ -41,9 +41,10 @@ _OBJECT_STORE_BYTES = 80 << 20
 
 @dataclass
 class RayCluster:
-    """A running cluster; this process is connected to it."""
+    """A running cluster. This process is connected to it in `connected`."""
 
     temp_dir: str
+    environment: Mapping[str, str]
     nodes: list[Any] = field(default_factory=list)
     _cluster: Any = None
 
@@ -64,6 +65,18 @@ class RayCluster:
         self._cluster.remove_node(node, allow_graceful=False)
         self.nodes.remove(node)
 
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Connect this process, whose environment is that of the cluster meanwhile. Ray ends what it has begun here."""
+        import ray
+
+        with _environment(self.environment):
+            ray.init(address=self.address, logging_level="ERROR", log_to_driver=False)
+            try:
+                yield
+            finally:
+                ray.shutdown()
+
     def release(self) -> None:
         """Give back what is still reserved for runs that ended. Ray would learn of a killed controller from its
         dashboard, which is off here; and an elastic run waits for ever for what it believes to be free."""
@@ -78,41 +91,80 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster(*, num_nodes: int = 2, num_cpus: int = 4, environment: Mapping[str, str] = {}) -> Iterator[RayCluster]:
+    """A cluster for as long as the context lasts, and a connection to it."""
+    started = started_cluster(num_nodes=num_nodes, num_cpus=num_cpus, environment=environment)
+    with started as running, running.connected():
+        yield running
+
+
+@contextmanager
+def started_cluster(
+    *, num_nodes: int = 2, num_cpus: int = 4, environment: Mapping[str, str] = {}
+) -> Iterator[RayCluster]:
     """A cluster for as long as the context lasts. CPUs are logical: there may be more than the machine has."""
     temp_dir = tempfile.mkdtemp(prefix="ckr-", dir="/tmp")  # short: paths of sockets are bounded
-    before = dict(os.environ)
-    os.environ.update({**ENVIRONMENT, "RAY_TMPDIR": temp_dir, "PYTHONPATH": _python_path(), **environment})
+    variables = {**ENVIRONMENT, "RAY_TMPDIR": temp_dir, "PYTHONPATH": _python_path(), **environment}
     try:
-        import ray
-        from ray.cluster_utils import Cluster
+        with _environment(variables):
+            from ray.cluster_utils import Cluster
 
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": num_cpus,
-                "include_dashboard": False,
-                "object_store_memory": _OBJECT_STORE_BYTES,
-                "temp_dir": f"{temp_dir}/ray",  # where Ray looks for it by RAY_TMPDIR
-            },
-        )
-        running = RayCluster(temp_dir, [cluster.head_node], cluster)
+            cluster = Cluster(
+                initialize_head=True,
+                head_node_args={
+                    "num_cpus": num_cpus,
+                    "include_dashboard": False,
+                    "object_store_memory": _OBJECT_STORE_BYTES,
+                    "temp_dir": f"{temp_dir}/ray",  # where Ray looks for it by RAY_TMPDIR
+                },
+            )
         try:
-            for _ in range(num_nodes - 1):
-                running.add_node(num_cpus=num_cpus)
-            ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+            running = RayCluster(temp_dir, variables, [cluster.head_node], cluster)
+            with _environment(variables):
+                for _ in range(num_nodes - 1):
+                    running.add_node(num_cpus=num_cpus)
             yield running
         finally:
-            ray.shutdown()
             cluster.shutdown()
+    finally:
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables of this process, which what it starts gets too."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
     finally:
         os.environ.clear()
         os.environ.update(before)
-        shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 def _python_path() -> str:
     """Workers import the package and these helpers by name."""
     return os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+
+def start_fewer_processes() -> None:
+    """Have trainers of this process start two actors less, each of which imports as much as a worker.
+
+    One hands out parts of datasets; it stays where there are any. The other gives back what a killed controller has
+    reserved, which `RayCluster.release` does here. The demo and the script for GPUs run with both.
+    """
+    from ray.train.v2._internal.callbacks import DatasetsCallback
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    if hasattr(DataParallelTrainer, "all_callbacks"):
+        return
+
+    def needed(trainer: Any) -> list[Any]:
+        spared = (PlacementGroupCleanerCallback, *(() if trainer.datasets else (DatasetsCallback,)))
+        return [callback for callback in trainer.all_callbacks() if not isinstance(callback, spared)]
+
+    DataParallelTrainer.all_callbacks = DataParallelTrainer._create_default_callbacks
+    DataParallelTrainer._create_default_callbacks = needed
 
 
 def fit(
@@ -136,6 +188,7 @@ def fit(
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
+    start_fewer_processes()
     if torch:
         from ray.train.torch import TorchTrainer as Trainer
     else:

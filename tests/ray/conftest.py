@@ -1,4 +1,4 @@
-"""What the tests with Ray share: one cluster of two nodes per module. Without Ray they are skipped with a reason."""
+"""What the tests with Ray share: one cluster of two nodes per process. Without Ray they are skipped with a reason."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install ckptstore[r
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers find training functions by the names of these modules
 
-from cluster import RayCluster, ray_cluster
+from cluster import RayCluster, started_cluster
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[RayCluster]:
+    """Two nodes with four logical CPUs each, for all modules that this process runs."""
+    with started_cluster() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    """Two nodes with four logical CPUs each."""
-    with ray_cluster() as running:
-        yield running
+def cluster(nodes: RayCluster) -> Iterator[RayCluster]:
+    """A connection for this module. What it leaves running ends with it; modules without one are outside of Ray."""
+    with nodes.connected():
+        yield nodes

@@ -12,12 +12,16 @@ import ckptstore
 
 
 def killed_once(config: dict[str, Any], step: int) -> None:
-    """Kill the process of rank 1 at a step, in the first start of the run."""
+    """Kill the process of the last rank at a step, in the first start of the run."""
+    import ray.train
+
     worker = ckptstore.ray.current_worker()
     assert worker is not None
     mark = Path(config["notes"], "killed")
-    if worker.rank == 1 and step == config["kill_at"] and not mark.exists():
+    if worker.rank == worker.world_size - 1 and step == config["kill_at"] and not mark.exists():
         mark.touch()
+        if config.get("reports", False):
+            ray.train.get_all_reported_checkpoints()  # waits for Ray, which would forget what it has not fetched
         os.kill(os.getpid(), signal.SIGKILL)
 
 

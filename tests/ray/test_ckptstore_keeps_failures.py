@@ -68,8 +68,8 @@ def when(is_so: Callable[[], bool], act: Callable[[], object]) -> threading.Thre
 @pytest.mark.parametrize(
     ("parallel", "how", "where", "before", "after"),
     [
-        ("fsdp", "sync", "s3", 4, 2),
-        ("ddp", "async", "local", 2, 4),
+        ("fsdp", "sync", "s3", 2, 1),
+        ("ddp", "async", "local", 1, 2),
     ],
 )
 def test_every_way_to_save_survives_a_kill_and_another_number_of_workers(
@@ -197,7 +197,7 @@ def test_a_node_removed_during_an_upload_leaves_fewer_workers_and_no_half_checkp
     cluster: RayCluster, s3: S3Server, tmp_path: Path
 ) -> None:
     """The leader hangs in the middle of its upload, a node goes, and Ray starts again with what is left."""
-    node = cluster.add_node(num_cpus=2) if len(cluster.nodes) < 2 else cluster.nodes[1]
+    node = cluster.add_node() if len(cluster.nodes) < 2 else cluster.nodes[1]
     config = {"notes": str(tmp_path), "steps": STEPS, "parallel": "fsdp", "how": "async", "strike": [0, 3, "hang"]}
     removed = when((tmp_path / "struck").exists, lambda: cluster.remove_node(node))
     result = fit(
@@ -205,13 +205,13 @@ def test_a_node_removed_during_an_upload_leaves_fewer_workers_and_no_half_checkp
         storage_path=s3_path(s3),
         name="removed",
         config=config,
-        num_workers=(2, 4),
+        num_workers=(1, 2),
         torch=True,
         max_failures=2,
     )
     removed.join()
     resumed = [tuple(line[1:]) for line in notes(tmp_path, "resumed")]
-    assert resumed[0] == ("4", "0")
+    assert resumed[0] == ("2", "0")
     assert resumed[-1][1] == "2", "step 3 was never committed"
     check_losses(tmp_path, STEPS)
     checkpoint = ckptstore.ray.resolve(result.checkpoint)

@@ -7,6 +7,7 @@ from typing import Any
 
 import patterns
 import pytest
+import ray.train
 import torch
 from cluster import ROOT, RayCluster, fit
 
@@ -48,17 +49,19 @@ def test_patterns_that_start_from_nothing(cluster: RayCluster, tmp_path: Path, h
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # two runs, one of which starts its workers twice, on whatever is left of the machine
-@pytest.mark.parametrize("how", ["report", "store", "before"])
-def test_patterns_that_go_on_after_a_failure(cluster: RayCluster, tmp_path: Path, how: str) -> None:
-    """Once by Ray itself, once by a trainer of the same name."""
+@pytest.mark.timeout(600)  # the workers start twice, on whatever is left of the machine
+@pytest.mark.parametrize(("how", "by"), [("report", "ray"), ("store", "trainer"), ("before", "ray")])
+def test_patterns_that_go_on_after_a_failure(cluster: RayCluster, tmp_path: Path, how: str, by: str) -> None:
+    """By Ray itself, or by a trainer of the same name."""
+    run: dict[str, Any] = {"storage_path": tmp_path, "name": how, "torch": True}
     train = getattr(patterns, f"resumed_{how}")
-    result = fit(train, storage_path=tmp_path, name=how, torch=True, max_failures=1)
+    if by == "trainer":
+        with pytest.raises(ray.train.TrainingFailedError, match="Intentional error"):
+            fit(train, **run)
+    result = fit(train, max_failures=1 if by == "ray" else 0, **run)
     assert result.metrics["start"] == 2
     assert len(result.best_checkpoints) == 4
     if how == "store":
         assert steps_of(result, how) == [0, 1, 2, 3]
-    again = fit(train, storage_path=tmp_path, name=how, torch=True)
-    assert again.checkpoint.path == result.checkpoint.path, "there was nothing left to do"
-    model = getattr(patterns, f"served_{how}")(again.checkpoint)
+    model = getattr(patterns, f"served_{how}")(result.checkpoint)
     assert model.weight.item() == pytest.approx(never_failed().weight.item()), "the optimizer's state was there too"

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import ingesting
 import pytest
-from cluster import RayCluster, fit
+from cluster import RayCluster, fit, ray_cluster
 from keeping import notes
 
 NUM_FILES, ROWS_PER_FILE, EPOCHS, WORKERS = 6, 16, 2, 2
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    """One node: each CPU that is left over gets a process that reads."""
+    with ray_cluster(num_nodes=1, num_cpus=WORKERS + 2) as running:
+        yield running
 
 
 @pytest.mark.slow
