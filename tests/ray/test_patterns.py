@@ -63,5 +63,7 @@ def test_patterns_that_go_on_after_a_failure(cluster: RayCluster, tmp_path: Path
     assert len(result.best_checkpoints) == 4
     if how == "store":
         assert steps_of(result, how) == [0, 1, 2, 3]
+        again = fit(train, **run)
+        assert again.checkpoint.path == result.checkpoint.path, "there was nothing left to do"
     model = getattr(patterns, f"served_{how}")(result.checkpoint)
     assert model.weight.item() == pytest.approx(never_failed().weight.item()), "the optimizer's state was there too"
