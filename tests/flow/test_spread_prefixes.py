@@ -11,7 +11,7 @@ import torch
 from threaded_ranks import run_ranks_in_threads
 
 from ckptstore import CheckpointStore, InvalidInput, KeepLatest, open_store
-from ckptstore.state.write.incremental import spread_directory
+from ckptstore.format.naming import spread_directory
 
 NUM_PREFIXES = 20
 
