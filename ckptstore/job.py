@@ -27,6 +27,7 @@ from ckptstore.group.base import GroupOfParent
 from ckptstore.log import Log
 from ckptstore.log.identity import read_or_create_identity
 from ckptstore.retention import Candidate, Policy
+from ckptstore.runtime.beat import no_beat
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
@@ -102,16 +103,22 @@ class Job:
         """Whether this process is rank 0."""
         return self.group.rank == 0
 
-    def claim(self, newest: Record | None) -> Record:
-        """Leader: make sure that this job owns the store, and return the newest record.
+    def claim(self, newest: Record | None, beat: Beat = no_beat) -> Record:
+        """Leader: make sure that this job owns the store, and return the newest record. The others may wait long for
+        it, on a storage that fails often: `beat` is the sign to them.
 
         Raises StoreFenced when a later job has claimed it since.
         """
         if self.epoch is None:
             self.log.try_creates()
+            beat()
             self.store_id()
-            token, size = self.group.start_token, self.group.world_size
-            newest = self.log.append(lambda _newest: Claim(start_token=token, world_size=size))
+
+            def change(_newest: Record | None) -> Claim:
+                beat()
+                return Claim(start_token=self.group.start_token, world_size=self.group.world_size)
+
+            newest = self.log.append(change)
             assert newest is not None  # a claim is always written
             self.epoch, self.resume_from = newest.state.epoch, newest.state.resume_from
             self._claim = newest.number, newest.sha256
@@ -124,14 +131,14 @@ class Job:
             )
         return newest
 
-    def claim_to_save(self, step: int) -> Record:
+    def claim_to_save(self, step: int, beat: Beat = no_beat) -> Record:
         """Leader: `claim`, and a warning when the first thing that a job does is to save over what it could go on from.
 
         Raises StoreFenced as `claim` does.
         """
         if self.epoch is not None:
             return self.claim(self.log.newest())
-        newest = self.claim(None)
+        newest = self.claim(None, beat)
         latest = self.log.records([] if newest.state.latest is None else [newest.state.latest])
         if latest and latest[0].entry.step >= step:
             emit(
@@ -178,10 +185,10 @@ class Job:
         if self.fast is not None:
             return self.fast
 
-        def join(parts: list[Any], _beat: Beat) -> Any:
+        def join(parts: list[Any], beat: Beat) -> Any:
             nodes = arrival.agree(parts)
             if self.epoch is None:
-                self.claim(None) if step is None else self.claim_to_save(step)
+                self.claim(None, beat) if step is None else self.claim_to_save(step, beat)
             return {
                 **self.claimed(),
                 "store_id": self.store_id(),

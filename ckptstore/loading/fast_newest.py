@@ -75,7 +75,7 @@ def look(
                 known[sighting.sha256] = place.certificate_of(sighting.place)
                 beat()
         certificates = dict(known)
-        newest = job.claim(job.log.checked_newest())
+        newest = job.claim(job.log.checked_newest(), beat)
         beat()
         committed = job.log.records([*newest.state.live, *newest.state.trash])
         claims = _claims(job, newest, certificates.values())
@@ -115,6 +115,7 @@ def resumed(job: Job, seen: Findings, files: CheckpointFiles | None) -> None:
         attempt = str(certificate.attempt) if certificate else record.entry.attempt if record else ""
 
         def change(newest: Record | None) -> Resumed:
+            beat()
             state = job.claim(newest).state
             assert job.epoch is not None  # claimed
             return Resumed(epoch=job.epoch, source=source, attempt=attempt, next_save=job.peek_save_number(state))

@@ -119,8 +119,8 @@ def _likely_sizes_bytes(manifest: Manifest, group: Group) -> tuple[int, ...]:
 def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list[CheckpointFiles]:
     """The live checkpoints, in the order to try them, as the leader sees them."""
 
-    def join(_parts: list[Any], _beat: Beat) -> Any:
-        newest = job.claim(job.log.newest() if job.epoch is not None else None) if claim else job.log.newest()
+    def join(_parts: list[Any], beat: Beat) -> Any:
+        newest = job.claim(job.log.newest() if job.epoch is not None else None, beat) if claim else job.log.newest()
         if newest is None and read_identity(job.storage) is None:
             raise StoreMissing(
                 f"There is no store at {job.storage.uri}, so there is nothing to load",

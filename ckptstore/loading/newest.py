@@ -45,7 +45,7 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
     with watched(job.group.rank, job.storage.uri) as load:
 
         def join(_parts: list[Any], beat: Beat) -> Any:
-            newest = job.claim(job.log.newest() if job.epoch is not None else None)
+            newest = job.claim(job.log.newest() if job.epoch is not None else None, beat)
             record = first_whole(job, order(list(newest.state.live)), beat)
             found = None if record is None else [record.number, record.encode().decode()]
             return {**job.claimed(), "record": found, **load.told()}

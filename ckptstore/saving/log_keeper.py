@@ -13,6 +13,7 @@ from ckptstore.format.record import Record
 from ckptstore.group import Beat, Group
 from ckptstore.job import Job
 from ckptstore.retention import check_required
+from ckptstore.runtime.beat import no_beat
 from ckptstore.saving.commit import commit, tell
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
@@ -47,18 +48,18 @@ class LogKeeper:
         """This process in its job."""
         return self.job.group.rank
 
-    def claim(self, request: Request) -> Record:
+    def claim(self, request: Request, beat: Beat = no_beat) -> Record:
         """Leader: the newest record of the store, which this job owns from here on.
 
         Raises InvalidMetric when a metric that retention needs is missing, StoreFenced.
         """
         job = self.job
         check_required(job.policy, request.metrics, missing=job.missing)
-        return job.claim_to_save(request.step)
+        return job.claim_to_save(request.step, beat)
 
     def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
         """See `Keeper.begin`. Raises StepExists, StorageFull, and what `claim` raises."""
-        newest = self.claim(request)
+        newest = self.claim(request, beat)
         if request.options["exists"] == "error":
             self._refuse_existing(newest, request.step)
         self._check_room(decision, beat)
