@@ -71,6 +71,10 @@ class PlainHttp:
             for connection in connections:
                 connection.end()
 
+    def __del__(self) -> None:
+        """A client that is forgotten, as after expired credentials, leaves nothing open."""
+        self.close()
+
     def _take(self, server: str) -> _Connection:
         while True:
             with self._lock:
