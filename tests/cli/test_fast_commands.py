@@ -161,7 +161,7 @@ def test_another_node_of_the_save_lacks_nothing(run_json: Any, node: Node) -> No
     """The certificate names all nodes; what others hold is not missing here."""
     manifest, _ = node.stored(30)
     first, *others = manifest.files
-    split = replace(manifest, world_size=2, files=(first, *(replace(each, rank=1) for each in others)))
+    split = replace(manifest, world_size=2, files=(first, *(each._replace(rank=1) for each in others)))
     with open_store(node.root) as store:
         (claim,) = job_of(store).log.records([1])
     data = Certificate(split.encode(), 3, 1, claim.sha256, held_by({"a": [0], "b": [1]})).encode()

@@ -28,8 +28,8 @@ class Exchanges:
 
     def agree(self, states):
         """The agreements of all ranks."""
-        for negotiator, state in zip(self.negotiators, states, strict=True):
-            negotiator.begin(state)
+        for rank, (negotiator, state) in enumerate(zip(self.negotiators, states, strict=True)):
+            negotiator.begin(state, rank)
         while True:
             posts = [negotiator.describe() for negotiator in self.negotiators]
             self.sizes.append(max(map(len, posts)))
@@ -142,7 +142,10 @@ def test_shards_are_written_where_they_are():
 def test_replicas_of_a_mesh_share_their_box():
     held = Box((0, 0), (1024, 1024))
     states, plans = plans_of(
-        [[Item("w", Mode.MESH, "float32", (2048, 1024), (held,), sharers=(0, 1), position=rank)] for rank in range(2)]
+        [
+            [Item("w", Mode.MESH, "float32", (2048, 1024), (held,), sharers=(0, 1), position=rank, member=rank)]
+            for rank in range(2)
+        ]
     )
     boxes = written(states, plans, "w")
     assert boxes == [[Box((0, 0), (512, 1024))], [Box((512, 0), (512, 1024))]]

@@ -184,7 +184,7 @@ def test_a_manifest_keeps_the_bytes_of_its_timings() -> None:
     assert set(manifest.extra) == {"timings", "later"}
     assert manifest.encode() == data
     assert manifest.made_whole().encode() == data
-    linked = replace(manifest, files=(replace(manifest.files[0], attempt="step-0000000010-e0003-0123abcd"),))
+    linked = replace(manifest, files=(manifest.files[0]._replace(attempt="step-0000000010-e0003-0123abcd"),))
     assert linked.made_whole().encode() == data, "a copy keeps them too"
     assert example().timings is None
 
