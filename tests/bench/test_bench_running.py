@@ -265,7 +265,8 @@ def test_every_workload_runs_on_a_disk(tmp_path: Path, monkeypatch: pytest.Monke
     assert failed == []
     assert [point["at"] for point in value["scaling"]["real"]["ranks"]] == [1, 2]
     assert [point["at"] for point in value["scaling"]["real"]["files"]] == [10]
-    assert value["scaling"]["simulated"]["laws"]["requests"]["exponent"] == pytest.approx(1, abs=0.1)
+    few, many = [point["requests"] for point in value["scaling"]["simulated"]["points"]]
+    assert few > 4 * 64 > many > 16, "256 ranks meet in a tree, 64 do not"
     assert value["scaling"]["sharded"]["laws"]["told_bytes"]["exponent"] == pytest.approx(1, abs=0.1)
     assert [point["ranks"] for point in value["scaling"]["sharded"]["points"]] == [64, 256]
     assert not (tmp_path / "place").exists()

@@ -282,7 +282,8 @@ def _decode_index(data: bytes) -> object:
 
 def _outlines() -> list[bytes]:
     from ckptstore.state.index.outline import Outline, Outlined, PartFile, Span
-    from ckptstore.state.tensors.layouts import Cut, Mesh, MeshLayout
+    from ckptstore.state.tensors.cuts import Cut
+    from ckptstore.state.tensors.layouts import Mesh, MeshLayout
 
     meshes = Mesh((2, 2), (0, 1, 2, 3)), Mesh((3,), (3, 0, 2))
     layouts = MeshLayout(meshes[0], (Cut(-1), Cut(0))), MeshLayout(meshes[1], (Cut(1, 2),))

@@ -18,8 +18,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptstore.state.tensors.boxes import Box, overlap
-from ckptstore.state.tensors.layouts import REPLICATED, Cut, Mesh, MeshLayout
-from ckptstore.state.tensors.placement import layout_of, pieces_of
+from ckptstore.state.tensors.cuts import REPLICATED, Cut
+from ckptstore.state.tensors.dtensor_layouts import layout_of
+from ckptstore.state.tensors.layouts import Mesh, MeshLayout
+from ckptstore.state.tensors.placement import pieces_of
 
 
 @st.composite

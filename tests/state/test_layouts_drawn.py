@@ -14,7 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptstore.state.tensors.boxes import whole
-from ckptstore.state.tensors.layouts import REPLICATED, Cut, Mesh, MeshLayout
+from ckptstore.state.tensors.cuts import REPLICATED, Cut
+from ckptstore.state.tensors.layouts import Mesh, MeshLayout
 
 
 @st.composite

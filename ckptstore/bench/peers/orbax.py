@@ -112,6 +112,7 @@ def _array(tensor: torch.Tensor, world_size: int) -> Any:
 
     local = tensor.numpy() if tensor.dtype != torch.bfloat16 else tensor.view(torch.int16).numpy()
     local = local.view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else local
+    local = local.copy()  # an array of JAX may lie where the one of numpy does, which training changes
     if world_size == 1:
         return jax.numpy.asarray(local)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))

@@ -36,7 +36,8 @@ from ckptstore.state.index.outline import OUTLINE_NAME, Outline, part_name
 from ckptstore.state.index.part import PartBuilder
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.boxes import Box
-from ckptstore.state.tensors.layouts import Cut, Mesh, MeshLayout
+from ckptstore.state.tensors.cuts import Cut
+from ckptstore.state.tensors.layouts import Mesh, MeshLayout
 from ckptstore.state.write.agree import Agreement, Negotiator
 from ckptstore.transfer import RangeRead
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import is_wrapper
 from ckptstore.state.tensors.boxes import Box, whole
-from ckptstore.state.tensors.layouts import REPLICATED, Cut, Mesh, MeshLayout, runs_of
+from ckptstore.state.tensors.cuts import REPLICATED, Cut, runs_of
 from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, key_of_part, unwrap
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -143,22 +143,8 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return type(tensor) not in PLAIN_TYPES and (isinstance(tensor, DTensor) or hasattr(tensor, "local_shards"))
 
 
-def layout_of(tensor: DTensor) -> MeshLayout | None:
-    """How its mesh cuts a DTensor, in torch's numbers of the ranks; None where its parts say themselves which boxes
-    they are, or are too many for arithmetic."""
-    if hasattr(tensor._local_tensor, "local_shards"):
-        return None
-    return _layout(tensor.device_mesh, tuple(tensor.placements), tensor.ndim)
-
-
-@lru_cache(maxsize=256)
-def _layout(mesh: DeviceMesh, placements: tuple[Any, ...], num_dims: int) -> MeshLayout | None:
-    ranks = Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.reshape(-1).tolist()))
-    layout = MeshLayout(ranks, tuple(_cut(placement, num_dims) for placement in placements))
-    return None if layout.is_fine else layout
-
-
-def _cut(placement: Any, num_dims: int) -> Cut:
+def cut_of(placement: Any, num_dims: int) -> Cut:
+    """What a placement makes of a tensor of so many dimensions."""
     if isinstance(placement, Replicate):
         return Cut(REPLICATED)
     return Cut(placement.dim % num_dims, getattr(placement, "split_factor", 1))
@@ -175,7 +161,7 @@ def _dtensor_pieces(tensor: DTensor, key: str) -> Iterator[Piece]:
         local = tensor.to_local().detach()
     mesh_shape, cuts = (
         tuple(tensor.device_mesh.mesh.shape),
-        [_cut(placement, tensor.ndim) for placement in tensor.placements],
+        [cut_of(placement, tensor.ndim) for placement in tensor.placements],
     )
     runs = runs_of(tuple(tensor.shape), mesh_shape, cuts, coordinate)
     sizes = tuple(sum(size for _, size in each) for each in runs)

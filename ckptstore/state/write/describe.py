@@ -18,13 +18,13 @@ from ckptstore.state.index.part import DTYPES
 from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.live.values import Encoder
 from ckptstore.state.tensors.boxes import Box, whole
+from ckptstore.state.tensors.dtensor_layouts import layout_of
 from ckptstore.state.tensors.placement import (
     PLAIN_TYPES,
     Piece,
     dtype_and_shape,
     group_of,
     is_distributed,
-    layout_of,
     name_of,
     pieces_of,
     sharers_of,

@@ -1,0 +1,27 @@
+"""From a DTensor to its layout."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ckptstore.state.tensors.layouts import Mesh, MeshLayout
+from ckptstore.state.tensors.placement import cut_of
+
+
+def layout_of(tensor: DTensor) -> MeshLayout | None:
+    """How its mesh cuts a DTensor, in torch's numbers of the ranks; None where its parts say themselves which boxes
+    they are, or are too many for arithmetic."""
+    if hasattr(tensor._local_tensor, "local_shards"):
+        return None
+    return _layout(tensor.device_mesh, tuple(tensor.placements), tensor.ndim)
+
+
+@lru_cache(maxsize=256)
+def _layout(mesh: DeviceMesh, placements: tuple[Any, ...], num_dims: int) -> MeshLayout | None:
+    ranks = Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.reshape(-1).tolist()))
+    layout = MeshLayout(ranks, tuple(cut_of(placement, num_dims) for placement in placements))
+    return None if layout.is_fine else layout
