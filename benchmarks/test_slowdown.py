@@ -17,7 +17,7 @@ from ckptstore.bench.destination import Place
 from ckptstore.bench.figures.report import Sample, Workload, WorkloadOutcome
 from ckptstore.bench.measure import Meter
 from ckptstore.bench.peers.base import Contender
-from ckptstore.bench.peers.dcp import AsyncDcp, AsyncDcpProcess
+from ckptstore.bench.peers.dcp_async import AsyncDcp, AsyncDcpProcess
 from ckptstore.bench.peers.own import AsyncCkptstore, AsyncCkptstoreProcess
 from ckptstore.bench.turns import Contest
 from ckptstore.testing import run_ranks

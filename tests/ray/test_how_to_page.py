@@ -18,14 +18,15 @@ PAGE = ROOT / "docs/how-to/ray-train.md"
 COMING_FROM = ROOT / "docs/how-to/coming-from.md"
 DOCS = ROOT / "tests/docs"
 HERE = ROOT / "tests/ray"
-TWO_WORKERS, AS_MANY_AS_MATTER = "num_workers=2)", "num_workers=2 if name in ('files', 'shards') else 1)"
+ONE_IS_ENOUGH = ("ray-keeps", "ckptstore-keeps", "third", "ranked", "failing")
+TWO_WORKERS, AS_MANY_AS_MATTER = "num_workers=2)", f"num_workers=1 if name in {ONE_IS_ENOUGH} else 2)"
 """What the page says, and what its `fit` runs with here: each worker is a process that imports for seconds."""
 RUN = """
 import json, sys, ray
 from cluster import start_fewer_processes
 from page_runner import run_blocks
 start_fewer_processes()
-ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
+ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
 for page, code in json.load(sys.stdin).items():
     run_blocks(page, code, sys.argv[1])
 """
