@@ -37,7 +37,7 @@ def shard_runs(runs: Runs, *, shares: int, share: int, split_factor: int = 1) ->
     """What one of `shares` ranks gets of a dimension, as `torch.chunk` cuts it; see `Cut` for the factor."""
     length = sum(size for _, size in runs)
     found: Runs = []
-    for number in range(split_factor):
+    for number in range(min(split_factor, length)):  # all others are empty
         start, stop = _chunk(0, length, split_factor, number)
         found += _taken(runs, *_chunk(start, stop, shares, share))
     return found

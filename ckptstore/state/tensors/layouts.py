@@ -210,7 +210,8 @@ def _runs(size: int, cutters: tuple[tuple[int, int], ...]) -> _Runs:
     """What `runs_of` gives for one dimension, for all places at once: for some (shares, split factor)."""
     place, start, stop = (np.array([number] if size else [], np.int64) for number in (0, 0, size))
     num_places = 1
-    for shares, split_factor in cutters:
+    for shares, factor in cutters:
+        split_factor = min(factor, max(1, size))  # of more chunks the rest is empty
         # Runs and chunks both divide what there is, taken place after place, into stretches that follow each other.
         ends = np.cumsum(stop - start)
         run_starts = ends - (stop - start)
