@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -98,10 +99,19 @@ class TestCreateShowsAPart(_OnMemory):
     caught_by = "test_of_many_creators_one_wins_and_nobody_sees_a_part"
 
     class broken(MemoryStorage):
+        def __init__(self, uri: str) -> None:
+            super().__init__(uri)
+            self._was_read = threading.Event()
+
+        def read(self, key: str) -> bytes:
+            data = super().read(key)
+            self._was_read.set()
+            return data
+
         def create(self, key: str, data: bytes) -> bool:
             created = super().create(key, data[:10])
             if created:
-                time.sleep(0.001)
+                self._was_read.wait(1)  # the machine may be too busy for a reader within any short time
                 self.write(key, [memoryview(data)])
             return created
 
