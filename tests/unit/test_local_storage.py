@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ckptstore.errors import (
     AccessDenied,
@@ -412,3 +414,31 @@ def test_a_link_at_the_place_of_a_file_goes_and_what_it_leads_to_stays(storage: 
         action()
         assert not storage.local_path("f").is_symlink()
         assert (tmp_path / "elsewhere").read_bytes() == b"kept"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@given(sizes=st.lists(st.integers(0, 30), max_size=8), offset=st.integers(0, 5))
+def test_no_call_writes_more_to_the_page_cache_than_makes_it_fast(
+    tmp_path: Path, sizes: list[int], offset: int
+) -> None:
+    """Ten bytes here. Nothing is lost or moved by it, and no call is made in vain."""
+    views = [memoryview(os.urandom(size)) for size in sizes]
+    counts: list[int] = []
+
+    def pwritev(descriptor: int, some: list[memoryview], at: int) -> int:
+        counts.append(sum(map(len, some)))
+        return real(descriptor, some, at)
+
+    real = os.pwritev
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "pwritev", pwritev)
+            patch.setattr(posix, "_WRITE_BYTES", 10)
+            posix.write_at(descriptor, views, offset)
+    finally:
+        os.close(descriptor)
+    assert (tmp_path / "file").read_bytes() == (bytes(offset) + b"".join(views) if any(sizes) else b"")
+    assert sum(counts) == sum(sizes)
+    assert all(count <= 10 for count in counts)
+    assert len(counts) <= max(-(-sum(sizes) // 10), 1)

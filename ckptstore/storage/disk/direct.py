@@ -8,20 +8,18 @@ STATX_DIOALIGN).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import threading
 from collections.abc import Sequence
 
+from ckptstore.runtime.new_memory import HUGE_BYTES, new_memory
 from ckptstore.storage.disk import posix
 
 _ALIGN_BYTES = 4096
 """What every disk takes, where the system does not say what it wants."""
-_HUGE_BYTES = 2 << 20
 
 
 class DirectFile:
@@ -66,7 +64,7 @@ class DirectFile:
             return
         if not all(map(self._is_aligned, views)):
             views = [_gathered(views, size_bytes)]
-        posix.write_at(self._descriptor, views, offset)
+        posix.write_whole(self._descriptor, views, offset)
 
     def _is_aligned(self, view: memoryview) -> bool:
         if view.readonly or len(view) % self._offset_align_bytes:
@@ -108,12 +106,9 @@ def _gathered(views: Sequence[memoryview], size_bytes: int) -> memoryview:
 def _aligned(size_bytes: int) -> memoryview:
     """Memory in huge pages, where the system has them: a disk takes a megabyte of these in one piece, of small pages it
     takes a few hundred pieces, and a request of its own for so many."""
-    room_bytes = -(-size_bytes // _HUGE_BYTES) * _HUGE_BYTES + _HUGE_BYTES
-    buffer = mmap.mmap(-1, room_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
-    with contextlib.suppress(OSError, AttributeError):
-        buffer.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(buffer)
-    return view[-_address(view) % _HUGE_BYTES :]
+    room_bytes = -(-size_bytes // HUGE_BYTES) * HUGE_BYTES + HUGE_BYTES
+    view = memoryview(new_memory(room_bytes))
+    return view[-_address(view) % HUGE_BYTES :]
 
 
 def _address(view: memoryview) -> int:
