@@ -19,6 +19,7 @@ from typing import Protocol
 
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.free_memory import tightest_room
+from ckptstore.runtime.new_memory import new_memory, populate, touch
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import MemorySource, Source
 
@@ -74,9 +75,9 @@ class Buffer:
             os.ftruncate(self.descriptor, size_bytes)
             self.memory = mmap.mmap(self.descriptor, size_bytes)
         else:
-            self.memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):
-                self.memory.madvise(mmap.MADV_HUGEPAGE)
+            self.memory = new_memory(size_bytes)
+        self.is_new = True
+        """Whether some of it may not have been touched."""
         self.view = memoryview(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._unlock = device.unlock_memory if device.lock_memory(self.address, size_bytes) else None
@@ -89,7 +90,10 @@ class Buffer:
     def populate(self, start: int = 0, stop: int | None = None) -> None:
         """Have the system give the memory now, not page by page while a copy is made."""
         stop = len(self.memory) if stop is None else min(stop, len(self.memory))
-        ctypes.memset(self.address + start, 0, stop - start)
+        if self.descriptor is None:
+            populate(self.memory, start, stop)
+        else:
+            touch(self.memory, start, stop)
 
     def close(self) -> None:
         """Give the memory back as soon as nothing looks at it any more."""
@@ -172,6 +176,8 @@ class Staging:
         fresh = self._fit(sizes_bytes)
         with ThreadPoolExecutor(self._num_threads, "ckptstore-staging") as pool:
             list(pool.map(Buffer.populate, fresh))
+        for buffer in fresh:
+            buffer.is_new = False
 
     def stage(self, files: Sequence[PlannedFile], launched: Launched) -> list[PlannedFile]:
         """Copy all files into buffers, and return them with the copies as their sources, in the same order. The bytes
@@ -189,6 +195,8 @@ class Staging:
         with ThreadPoolExecutor(self._num_threads, "ckptstore-staging", launched.enter_thread) as pool:
             list(pool.map(lambda piece: _copy(*piece), pieces))
         launched.finish_copies()
+        for buffer in self.buffers:
+            buffer.is_new = False
         return [
             PlannedFile(file.key, MemorySource((buffer.view[: file.source.size_bytes],), payloads=file.source.payloads))
             for file, buffer in zip(files, self.buffers, strict=False)
@@ -229,6 +237,8 @@ class Staging:
 def _copy(source: Source, buffer: Buffer, start: int) -> None:
     """Copy one stretch of a source. The interpreter lock is free while bytes are copied."""
     size_bytes = min(_COPY_BYTES, source.size_bytes - start)
+    if buffer.is_new:  # page by page it takes longer
+        buffer.populate(start, start + size_bytes)
     target = buffer.view[start : start + size_bytes]
     with source.open() as read:
         done = 0

@@ -1,17 +1,16 @@
 """Buffers that bytes pass through, under one budget for all operations of a transfer.
 
-Buffers are used again, and in huge pages where the system has them: memory that is new to the process costs more than
-the copy into it.
+Buffers are used again: memory that is new to the process costs more than the copy into it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ckptstore.runtime.new_memory import new_memory
 from ckptstore.transfer.pool import Operation
 
 _ROUND_BYTES = 64 << 10
@@ -64,14 +63,11 @@ class Scratch:
             self._drop_kept(max(0, self._budget_bytes - self._lent_bytes - size_bytes))
             self._lent_bytes += size_bytes
         try:
-            buffer = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return new_memory(size_bytes)
         except BaseException:
             with self._changed:
                 self._lent_bytes -= size_bytes
             raise
-        with contextlib.suppress(OSError, AttributeError):
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-        return buffer
 
     def _give_back(self, buffer: mmap.mmap) -> None:
         with self._changed:

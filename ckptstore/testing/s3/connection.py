@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl
 from ckptstore.testing.s3 import checksums, control, listing
 from ckptstore.testing.s3.arriving import Arriving, Unchunker
 from ckptstore.testing.s3.messages import Answer, HttpRequest
-from ckptstore.testing.s3.objects import LoggedRequest, S3Error, new_id, new_memory
+from ckptstore.testing.s3.objects import LoggedRequest, S3Error, memory_for, new_id
 from ckptstore.testing.s3.rules import Fault
 from ckptstore.testing.s3.shared import Shared
 
@@ -133,7 +133,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._head[: len(rest)] = rest
         self._head_bytes = len(rest)
         if self._keeps(request, request.body_bytes):
-            request.body = new_memory(request.body_bytes)
+            request.body = memory_for(request.body_bytes)
             request.body[: len(mine)] = mine
         else:
             request.scratch = memoryview(bytearray(1 << 20))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_HUGE_BYTES = 1 << 20
+from ckptstore.runtime.new_memory import HUGE_BYTES, new_memory
+
 _ZEROS = memoryview(bytes(1 << 20))
 
 
@@ -95,14 +95,11 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
-def new_memory(size_bytes: int) -> memoryview:
-    """Memory for a body; in huge pages when it is large, which makes touching it first several times cheaper."""
-    if size_bytes < _HUGE_BYTES:
+def memory_for(size_bytes: int) -> memoryview:
+    """Memory for a body."""
+    if size_bytes < HUGE_BYTES:
         return memoryview(bytearray(size_bytes))
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+    return memoryview(new_memory(size_bytes))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,66 @@
+"""Memory that is new to this process: in huge pages, unless the system is slow to give these.
+
+A system gives a huge page in a fraction of the time of the small ones that it stands for. It is another matter where a
+virtual machine hands free memory back to its host: it does so in huge pages, and gets them back one slow fault after
+another, while pieces of memory that are smaller stay with it (Linux, Documentation/mm/free_page_reporting.rst). Which
+of the two holds is seen from the first pages: from a slow one on, this process takes small ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import time
+from typing import Any
+
+HUGE_BYTES = 2 << 20
+"""A huge page, on most machines."""
+_SLOW_SECONDS = 0.0015
+"""More time of a processor than this for one huge page is more than its small pages take."""
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14; the module mmap has no name for it."""
+
+_libc: Any = ctypes.CDLL(None, use_errno=True)
+
+
+class _Pages:
+    are_slow = False
+    """Whether huge pages were found to be slow."""
+
+
+def new_memory(size_bytes: int) -> mmap.mmap:
+    """Memory of this process alone, all zeros. Its first pages are there already where it is large. Raises OSError."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size_bytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_NOHUGEPAGE if _Pages.are_slow else mmap.MADV_HUGEPAGE)
+        if not _Pages.are_slow and size_bytes > HUGE_BYTES:
+            populate(memory, 0, HUGE_BYTES)
+    return memory
+
+
+def populate(memory: mmap.mmap, start: int, stop: int) -> None:
+    """`touch` for what `new_memory` gave, and from a slow huge page on in small pages."""
+    while start < stop:
+        end = stop if _Pages.are_slow else min(stop, start + HUGE_BYTES)
+        begun = time.thread_time()  # not the time in which other threads had the processor
+        touch(memory, start, end)
+        if not _Pages.are_slow and time.thread_time() - begun > _SLOW_SECONDS:
+            _Pages.are_slow = True
+        if _Pages.are_slow and hasattr(mmap, "MADV_NOHUGEPAGE"):
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_NOHUGEPAGE)
+        start = end
+
+
+def touch(memory: mmap.mmap, start: int, stop: int) -> None:
+    """Have the system give a stretch of memory now, not page by page when it is used first.
+
+    Call it before that: where the system has no call for it, zeros are written. The interpreter lock is free meanwhile.
+    """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    page_start = start - start % mmap.PAGESIZE
+    length = ctypes.c_size_t(stop - page_start)
+    if _libc.madvise(ctypes.c_void_p(address + page_start), length, _MADV_POPULATE_WRITE) != 0:
+        ctypes.memset(address + start, 0, stop - start)
