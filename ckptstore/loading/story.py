@@ -36,7 +36,7 @@ from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.loading.load_watch import LoadWatch, watched
 from ckptstore.log import Log
-from ckptstore.node_cache import NodeCache
+from ckptstore.node_cache import NodeCache, copy_key
 from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.disk.local import LocalStorage
@@ -270,7 +270,7 @@ class NodeCopies:
         """The copies are held until `stack` is left."""
         self._files = files
         self._manifest = manifest
-        self._digest = _copy_key(files, manifest, manifest.encode())
+        self._digest = _content_of(files, manifest, manifest.encode())
         self._stack = stack
         self._paths: dict[str, Path] = {}
         self._lock = threading.Lock()
@@ -283,10 +283,10 @@ class NodeCopies:
                 receipt = self._manifest.by_name[name]
 
                 def download(path: Path) -> None:
-                    download_files(self._files, self._manifest, [receipt], path, read_only=True, with_directories=False)
+                    download_files(self._files, self._manifest, [receipt], path, cached=True, with_directories=False)
 
                 fetched = NodeCache(self._files.config.cache).fetch_once(
-                    sha256_of(f"{self._digest}/{name}".encode()),
+                    copy_key(f"{self._digest}/{name}"),
                     step=self._manifest.step,
                     size_bytes=receipt.size_bytes,
                     download=download,
@@ -308,9 +308,9 @@ class NodeCopies:
             ) from error
 
 
-def _copy_key(files: CheckpointFiles, manifest: Manifest, data: bytes) -> str:
-    """What a copy on this node is found by: the manifest's digest, and the place of what no store has digests of, where
-    two checkpoints may differ in nothing that a listing shows."""
+def _content_of(files: CheckpointFiles, manifest: Manifest, data: bytes) -> str:
+    """What a copy on this node is a copy of: the manifest's digest, and the place of what no store has digests of,
+    where two checkpoints may differ in nothing that a listing shows."""
     return sha256_of(data if manifest.store_id else f"{files.uri}\n".encode() + data)
 
 
@@ -342,11 +342,11 @@ def _opened_directory(files: CheckpointFiles, load: LoadWatch, stack: ExitStack)
     expected |= {**dict.fromkeys(manifest.directories), MANIFEST_NAME: len(own_data)}
 
     def download(path: Path) -> None:
-        download_files(files, manifest, manifest.files, path, read_only=True)
+        download_files(files, manifest, manifest.files, path, cached=True)
         (path / MANIFEST_NAME).write_bytes(own_data)
 
     fetched = NodeCache(files.config.cache).fetch_once(
-        _copy_key(files, manifest, data),
+        copy_key(_content_of(files, manifest, data)),
         step=manifest.step,
         size_bytes=manifest.size_bytes + len(own_data),
         download=download,
@@ -403,12 +403,14 @@ def download_files(
     chosen: Sequence[Receipt],
     path: Path,
     *,
-    read_only: bool = False,
+    cached: bool = False,
     with_directories: bool = True,
 ) -> None:
-    """Copy these files of a checkpoint below a directory, every byte checked. They appear one by one."""
+    """Copy these files of a checkpoint below a directory, every byte checked. They appear one by one. `cached` is for
+    copies of the node cache: read-only, and not forced to the disk."""
+    wanted = [(files.wanted(item), f"{path}/{item.name}") for item in chosen]
     with files.missing_is_damage():
-        files.transfer.download([(files.wanted(item), f"{path}/{item.name}") for item in chosen], read_only=read_only)
+        files.transfer.download(wanted, read_only=cached, durable=not cached)
     if with_directories:
         for name in manifest.directories:
             (path / name).mkdir(parents=True, exist_ok=True)

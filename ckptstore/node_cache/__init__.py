@@ -16,5 +16,6 @@ directory, `readers` the leases, `eviction` what goes and when.
 from __future__ import annotations
 
 from ckptstore.node_cache.cache import NodeCache
+from ckptstore.node_cache.place import copy_key
 
-__all__ = ["NodeCache"]
+__all__ = ["NodeCache", "copy_key"]

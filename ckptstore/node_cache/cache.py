@@ -17,7 +17,7 @@ from ckptstore.config import CacheConfig
 from ckptstore.errors import CacheError, InvalidInput
 from ckptstore.events import DownloadFinished, DownloadStarted, DownloadWaited, emit
 from ckptstore.node_cache import eviction, readers
-from ckptstore.node_cache.place import CachePlace, open_place
+from ckptstore.node_cache.place import CachePlace, boot_id, open_place
 from ckptstore.storage.disk import posix
 from ckptstore.storage.disk.local_parts import flush_files
 
@@ -49,7 +49,7 @@ class NodeCache:
         download: Callable[[Path], None],
         expected: Mapping[str, int | None] | None = None,
     ) -> Iterator[Path]:
-        """The finished copy of what `key` (64 hex digits) stands for, read-only, until the context is left.
+        """The finished copy of what `key` stands for, read-only, until the context is left. `copy_key` makes keys.
 
         One process of the node calls `download`, which fills the given new empty directory with about `size_bytes`
         and verifies what it wrote; the others wait for it, at most `cache_wait_seconds`, and then download for
@@ -172,7 +172,6 @@ class _Fetch:
                 if self.is_there():
                     return
             else:
-                posix.flush(str(self.place.root))
                 return
         raise CacheError(f"{path} loses files again and again", step=self.step, hint=_CLEANED)
 
@@ -220,8 +219,8 @@ def _read_holder(path: Path) -> str:
 
 
 def _make_final(directory: Path) -> int:
-    """Make the files read-only and everything durable, so that what has its name is whole even after a loss of power.
-    Returns the size in bytes."""
+    """Make the files read-only, and durable where a start of the machine is not told from the last one. Returns the
+    size in bytes."""
     size_bytes, files, directories = 0, [], [str(directory)]
     for parent in directories:  # grows meanwhile
         with os.scandir(parent) as entries:
@@ -234,9 +233,10 @@ def _make_final(directory: Path) -> int:
                     files.append(entry.path)
                 elif stat.S_ISDIR(status.st_mode):
                     directories.append(entry.path)
-    flush_files(files)
-    for path in directories:
-        posix.flush(path)
+    if not boot_id():
+        flush_files(files)
+        for path in directories:
+            posix.flush(path)
     return size_bytes
 
 

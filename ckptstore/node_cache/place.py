@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import re
@@ -10,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from ckptstore.errors import CacheError, CkptstoreError, StorageFull
@@ -23,6 +25,24 @@ _NETWORK = frozenset(
     | {"orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"}
 )
 _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.ext4", "fuse.ntfs-3g", "fuse.overlayfs"})
+
+
+@cache
+def boot_id() -> str:
+    """What this machine is called from one start to the next (random(4)); empty where the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def copy_key(content: str) -> str:
+    """The key of a copy of what `content` names: 64 hex digits.
+
+    A copy is not forced to the disk, so a machine that loses its power may start with files that have their sizes and
+    not their bytes. Hence no copy is found after a start that did not make it.
+    """
+    return hashlib.sha256(f"{content}\n{boot_id()}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

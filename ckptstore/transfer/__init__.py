@@ -86,16 +86,18 @@ class Transfer:
         wanted: Sequence[tuple[Wanted, str | os.PathLike[str]]],
         *,
         read_only: bool = False,
+        durable: bool = True,
         beat: Beat = no_beat,
     ) -> None:
-        """Fetch files to paths where nothing is yet; directories are created. Durable as `upload` is. With `read_only`
-        nobody may write to the files.
+        """Fetch files to paths where nothing is yet; directories are created. With `read_only` nobody may write to the
+        files. They are durable as after `upload`, unless `durable` is False.
 
         A file with a wrong digest is fetched a second time, then CheckpointDamaged is raised. After an error complete
         files stay, torn ones do not. Raises StorageFull when the local disk is.
         """
         places = [(item, os.fspath(path)) for item, path in wanted]
-        fetch.download(self._engine, places, beat, read_only=read_only)
+        durable = durable and self._engine.config.durable
+        fetch.download(self._engine, places, beat, read_only=read_only, durable=durable)
 
     def check(self, wanted: Sequence[Wanted], *, beat: Beat = no_beat) -> list[Checked]:
         """Read every byte of the files and compare size and digest; the result has the order of the files.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
 from ckptstore.events import BytesMoved, emit, is_heard
@@ -20,36 +21,49 @@ Damage = CheckpointDamaged | FileMissing
 
 
 def download(
-    engine: Engine, wanted: Sequence[tuple[Wanted, str]], beat: Callable[[], None], *, read_only: bool
+    engine: Engine,
+    wanted: Sequence[tuple[Wanted, str]],
+    beat: Callable[[], None],
+    *,
+    read_only: bool,
+    durable: bool,
 ) -> None:
     """Fetch files to new paths. See `Transfer.download`."""
-    found = _fetch(engine, wanted, read_only, beat)
+    kind = _Kept(read_only, durable)
+    found = _fetch(engine, wanted, kind, beat)
     damaged = [place for place, checked in zip(wanted, found, strict=True) if checked.damage]
     if damaged:  # a bit may have flipped on its way
         if engine.copies is not None:
             for item, _ in damaged:
                 engine.copies.doubt(item.key)
-        for checked in _fetch(engine, damaged, read_only, beat):
+        for checked in _fetch(engine, damaged, kind, beat):
             if checked.damage:
                 raise checked.damage
-    if engine.config.durable:
+    if durable:
         make_durable([path for _, path in wanted])
         beat()
 
 
 def check(engine: Engine, wanted: Sequence[Wanted], beat: Callable[[], None]) -> list[Checked]:
     """Read files to the end. See `Transfer.check`."""
-    return _fetch(engine, [(item, None) for item in wanted], False, beat)
+    return _fetch(engine, [(item, None) for item in wanted], _Kept(), beat)
+
+
+class _Kept(NamedTuple):
+    """How files are kept that are fetched to a path."""
+
+    read_only: bool = False
+    durable: bool = False
 
 
 def _fetch(
-    engine: Engine, places: Sequence[tuple[Wanted, str | None]], read_only: bool, beat: Callable[[], None]
+    engine: Engine, places: Sequence[tuple[Wanted, str | None]], kept: _Kept, beat: Callable[[], None]
 ) -> list[Checked]:
     """Fetch each file to its path, or to nowhere where that is None; the result has their order."""
     total_bytes = sum(item.size_bytes for item, _ in places)
     found: list[Checked | None] = [None] * len(places)
     large = [index for index, (item, _) in enumerate(places) if item.size_bytes > STEP_BYTES]
-    fetches = {index: _fetch_of(engine, places[index], read_only) for index in large}
+    fetches = {index: _fetch_of(engine, places[index], kept) for index in large}
     tasks: list[Task] = [
         partial(_fetch_stretch, fetch, start, total_bytes)
         for fetch in fetches.values()
@@ -59,7 +73,7 @@ def _fetch(
 
     def fetch_batch(indices: Sequence[int], run: Operation) -> None:
         some = [places[index] for index in indices]
-        for index, checked in zip(indices, read_batch(engine, some, read_only, run), strict=True):
+        for index, checked in zip(indices, read_batch(engine, some, kept.read_only, run), strict=True):
             found[index] = checked
         _tell(some[-1][0].key, sum(item.size_bytes for item, _ in some), total_bytes)
 
@@ -78,9 +92,9 @@ def _fetch(
     return [checked for checked in found if checked is not None]
 
 
-def _fetch_of(engine: Engine, place: tuple[Wanted, str | None], read_only: bool) -> _Fetch:
+def _fetch_of(engine: Engine, place: tuple[Wanted, str | None], kept: _Kept) -> _Fetch:
     wanted, path = place
-    return _ToNowhere(engine, wanted) if path is None else _ToDisk(engine, wanted, path, read_only)
+    return _ToNowhere(engine, wanted) if path is None else _ToDisk(engine, wanted, path, kept)
 
 
 def _fetch_stretch(fetch: _Fetch, start: int, total_bytes: int, run: Operation) -> None:
@@ -179,10 +193,10 @@ class _ToNowhere(_Fetch):
 class _ToDisk(_Fetch):
     """For a file that is kept."""
 
-    def __init__(self, engine: Engine, wanted: Wanted, path: str, read_only: bool) -> None:
+    def __init__(self, engine: Engine, wanted: Wanted, path: str, kept: _Kept) -> None:
         super().__init__(engine, wanted)
         self._path = path
-        self._mode = READ_ONLY if read_only else WRITABLE
+        self._kept = kept
         self._file: NewFile | None = None
 
     def begin(self, run: Operation) -> None:
@@ -191,8 +205,8 @@ class _ToDisk(_Fetch):
                 self.wanted.key,
                 self._path,
                 size_bytes=self.wanted.size_bytes,
-                writes_back=self._engine.config.durable,
-                mode=self._mode,
+                writes_back=self._kept.durable,
+                mode=READ_ONLY if self._kept.read_only else WRITABLE,
             )
 
     def put(self, offset: int, view: memoryview) -> None:

@@ -18,7 +18,7 @@ import pytest
 from ckptstore.config import CacheConfig
 from ckptstore.errors import CacheError, InvalidInput, StorageError, StorageFull
 from ckptstore.events import DownloadFinished, DownloadStarted, DownloadWaited, Event, listening
-from ckptstore.node_cache import NodeCache, place
+from ckptstore.node_cache import NodeCache, copy_key, place
 from ckptstore.node_cache import cache as cache_module
 from ckptstore.node_cache.place import filesystem_of, flock_works, is_network, open_place
 
@@ -522,3 +522,23 @@ def test_of_threads_with_one_turn_each_only_one_downloads_though_the_lock_file_g
         list(pool.map(read, range(4)))
     assert set(most) == {1}
     assert copies(root) == set()
+
+
+def test_no_copy_is_found_that_was_made_before_the_machine_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place.boot_id()
+    now = copy_key("content")
+    assert now == copy_key("content") != copy_key("other")
+    monkeypatch.setattr(place, "boot_id", lambda: "the next start")
+    assert copy_key("content") != now
+
+
+@pytest.mark.parametrize("boot_id", ["", "known"])
+def test_copies_are_forced_to_the_disk_only_where_starts_are_not_told_apart(
+    root: Path, monkeypatch: pytest.MonkeyPatch, boot_id: str
+) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(cache_module, "boot_id", lambda: boot_id)
+    monkeypatch.setattr(cache_module, "flush_files", flushed.extend)
+    with fetch(NodeCache(config_at(root)), A, Downloads()) as path:
+        assert_whole(path)
+    assert sorted(Path(name).name for name in flushed) == ([] if boot_id else ["last", "model.pt"])

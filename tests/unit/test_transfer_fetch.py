@@ -62,7 +62,10 @@ def test_a_download_may_be_for_reading_alone(storage: Any, tmp_path: Path, read_
     assert {bool(path.stat().st_mode & 0o222) for path in found} == {not read_only}
 
 
-def test_a_download_is_made_durable(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_download_is_made_durable(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
     flushed: list[str] = []
     real_fsync = os.fsync
 
@@ -72,10 +75,10 @@ def test_a_download_is_made_durable(storage: Any, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "fsync", fsync)
     transfer = transfer_over(storage)
-    transfer.download([(item, tmp_path / "target" / item.key) for item in ALL[:4]])
+    transfer.download([(item, tmp_path / "target" / item.key) for item in ALL[:4]], durable=durable)
     transfer.close()
-    assert {str(tmp_path / "target" / item.key) for item in ALL[:4]} <= set(flushed)
-    assert str(tmp_path / "target/d") in flushed
+    expected = {str(tmp_path / "target" / item.key) for item in ALL[:4]} | {str(tmp_path / "target/d")}
+    assert expected <= set(flushed) if durable else not flushed
 
 
 def damage(storage: Any, key: str, at: int) -> None:

@@ -15,7 +15,7 @@ from ckptstore.integrations.given_store import GivenStore, StoreGiven
 from ckptstore.integrations.lightning.best import FILE_NAME, mode_in, write_file
 from ckptstore.integrations.lightning.schedule import Schedule
 from ckptstore.integrations.lightning.trainer_parts import check_strategy, metrics_of, state_of
-from ckptstore.node_cache import NodeCache
+from ckptstore.node_cache import NodeCache, copy_key
 
 if find_spec("lightning") is None or ("pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules):
     from pytorch_lightning import __version__ as _version
@@ -124,7 +124,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
             self._held_file.close()
             files, allow = files_behind(checkpoint), bool(self._load_options.get("allow_pickle", False))
             fetched = NodeCache(files.config.cache).fetch_once(
-                sha256_of(f"{checkpoint.uri}/{FILE_NAME}".encode() + files.read_manifest()[1]),
+                copy_key(f"{checkpoint.uri}/{FILE_NAME} {sha256_of(files.read_manifest()[1])}"),
                 step=checkpoint.step,
                 size_bytes=checkpoint.size_bytes,
                 download=lambda path: write_file(checkpoint, path, version=_version, allow_pickle=allow),
