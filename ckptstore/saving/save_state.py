@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -329,9 +330,9 @@ class StateSaver:
 
     def _staging_for(self, *, shared: bool) -> Staging:
         if shared not in self._staging:
-            self._staging[shared] = Staging(
-                shared=shared, num_threads=self.job.config.transfer.num_threads, device=device
-            )
+            # A copy never waits: more threads than processors make it slower.
+            num_threads = min(self.job.config.transfer.num_threads, os.cpu_count() or 1)
+            self._staging[shared] = Staging(shared=shared, num_threads=num_threads, device=device)
         return self._staging[shared]
 
 
