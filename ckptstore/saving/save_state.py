@@ -29,6 +29,7 @@ from ckptstore.saving.drain import Drain, Drainer
 from ckptstore.saving.drain.health import ResumedFrom, StoreHealth, health_of
 from ckptstore.saving.fast_keeper import FastKeeper
 from ckptstore.saving.log_keeper import LogKeeper
+from ckptstore.saving.memo import SaveMemo
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
@@ -70,6 +71,7 @@ class StateSaver:
     job: Job
     background: Background
     _negotiator: Negotiator = field(default_factory=Negotiator)
+    _memo: SaveMemo = field(default_factory=SaveMemo)
     _staging: dict[bool, Staging] = field(default_factory=dict)
     _uploader: Uploader | None = None
     _kept: Kept | None = None
@@ -299,6 +301,7 @@ class StateSaver:
             rank=job.group.rank,
             world_size=job.group.world_size,
             negotiator=self._negotiator,
+            memo=self._memo,
             storage=target.storage,
             upload=upload,
             options=replace(options, num_prefixes=self.job.config.num_prefixes),

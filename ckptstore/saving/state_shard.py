@@ -16,6 +16,7 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attemp
 from ckptstore.format.manifest import Receipt
 from ckptstore.group import Beat
 from ckptstore.runtime.collector import collector_paused
+from ckptstore.saving.memo import SaveMemo
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.state.index.index_file import INDEX_NAME, join_parts
 from ckptstore.state.index.outline import OUTLINE_NAME, part_name
@@ -23,14 +24,13 @@ from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.device import LaunchedWork
 from ckptstore.state.write.agree import Agreement, Negotiator, agreement_of_one, is_settled
-from ckptstore.state.write.assignment import plan_rank
 from ckptstore.state.write.copies import boxes_of, check_equal
 from ckptstore.state.write.coverage import Expected
 from ckptstore.state.write.describe import Described, describe
 from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
 from ckptstore.state.write.outlining import RankTold
 from ckptstore.state.write.shard_files import ShardFiles
-from ckptstore.state.write.stock_write import MAX_CHUNKS, stock_frames, stock_metadata
+from ckptstore.state.write.stock_write import MAX_CHUNKS, stock_frames
 from ckptstore.storage.base import CopiesInside, Disk, Storage
 from ckptstore.transfer.planned import PlannedFile, Upload
 from ckptstore.transfer.sources import MemorySource, Source
@@ -67,12 +67,14 @@ class StateShard:
         rank: int,
         world_size: int,
         negotiator: Negotiator,
+        memo: SaveMemo | None = None,
         storage: Storage,
         upload: Upload,
         options: StateOptions | None = None,
         before: Callable[[], Kept | None] = lambda: None,
     ) -> None:
-        """`collect` takes the state apart. Nothing is looked at yet. The negotiator belongs to the saves of one store.
+        """`collect` takes the state apart. Nothing is looked at yet. The negotiator and the memo belong to the
+        saves of one store.
 
         `before` finds out what this rank has in the checkpoint before, for an incremental save.
         """
@@ -80,6 +82,7 @@ class StateShard:
         self._flat = FlatState()
         self._rank, self._world_size = rank, world_size
         self._negotiator = negotiator
+        self._memo = memo or SaveMemo()
         self._storage = storage
         self._upload = upload
         self._options = options or StateOptions()
@@ -150,7 +153,7 @@ class StateShard:
         assert found is not None  # the ranks have met
         assert agreement is not None
         self.launched = LaunchedWork({tensor.device for boxes in found.memory.values() for tensor in boxes})
-        plan = plan_rank(found.items, agreement, self._rank)
+        plan = self._memo.plan(found.items, agreement, self._rank)
         self._files = ShardFiles(
             found,
             plan,
@@ -254,7 +257,7 @@ class StateShard:
         written = {INDEX_NAME: joined}
         if self._options.stock_readable is True or (self._options.stock_readable and index.num_chunks <= MAX_CHUNKS):
             places, paths = _stock_parts(heads)
-            written[DCP_METADATA_NAME] = stock_metadata(index, places, {**paths, **self._paths})
+            written[DCP_METADATA_NAME] = self._memo.stock_metadata(index, places, {**paths, **self._paths})
         return written
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:

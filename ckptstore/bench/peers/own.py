@@ -57,10 +57,16 @@ class Ckptstore(Contender):
             self.store = None
 
 
-class AsyncCkptstore(Ckptstore):
-    """`save_async`, warmed up. The store stays open from save to save, as in a job: its memory is used again."""
+class FirstSaveCkptstore(Ckptstore):
+    """The first save of a state, with nothing kept from one before."""
 
-    uploader: ClassVar[UploaderKind] = "thread"
+    name = "ckptstore, first save"
+
+
+class KeptCkptstore(Ckptstore):
+    """`save` by a store that stays open from save to save, as in a job: what it has found out is used again."""
+
+    warmed = ("save",)
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
@@ -69,15 +75,14 @@ class AsyncCkptstore(Ckptstore):
 
     def prepare(self, place: str) -> None:
         if self.store is None:
-            self.store = self.opened(self.case.uri(f"async-{self.uploader}-{self._token}"))
+            self.store = self.opened(self.case.uri(f"kept-{self._token}"))
             self.store.save(0, {"epoch": 0})
-            self.store.warm_up(self.case.state, uploader=self.uploader)
 
     def save(self, place: str) -> Wait | None:
         assert self.store is not None
         self._step += 1
-        pending = self.store.save_async(self._step, self.case.state, uploader=self.uploader)
-        return pending.result
+        self.store.save(self._step, self.case.state)
+        return None
 
     def after(self, place: str) -> None:
         """The files go, so that no turn finds a fuller disk than another; the log stays."""
@@ -85,6 +90,24 @@ class AsyncCkptstore(Ckptstore):
         if self.case.rank == 0 and self.case.place.is_local:
             for checkpoint in self.store:
                 shutil.rmtree(checkpoint.uri, ignore_errors=True)
+
+
+class AsyncCkptstore(KeptCkptstore):
+    """`save_async`, warmed up: its memory is used again."""
+
+    warmed = ()
+    uploader: ClassVar[UploaderKind] = "thread"
+
+    def prepare(self, place: str) -> None:
+        if self.store is None:
+            super().prepare(place)
+            self.store.warm_up(self.case.state, uploader=self.uploader)
+
+    def save(self, place: str) -> Wait | None:
+        assert self.store is not None
+        self._step += 1
+        pending = self.store.save_async(self._step, self.case.state, uploader=self.uploader)
+        return pending.result
 
 
 class AsyncCkptstoreProcess(AsyncCkptstore):

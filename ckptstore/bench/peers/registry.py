@@ -40,6 +40,8 @@ from ckptstore.bench.peers.own import (
     AsyncCkptstoreProcess,
     Ckptstore,
     DirectoryCkptstore,
+    FirstSaveCkptstore,
+    KeptCkptstore,
     LinkedCkptstore,
 )
 from ckptstore.bench.peers.tier import (
@@ -83,7 +85,7 @@ _TO_BUCKET: Kinds = (AsyncDcpToBucket, AsyncDcpProcessToBucket, AsyncLightningTo
 _OF_BUCKET: Kinds = (DcpFsspecFromBucket, DcpS3FromBucket, S3CheckpointFromBucket)
 
 CONTENDERS: dict[str, Kinds] = {
-    "save": (Ckptstore, *_STATES, RawDisk, RawRequests, PlainSockets),
+    "save": (KeptCkptstore, FirstSaveCkptstore, *_STATES, RawDisk, RawRequests, PlainSockets),
     "load": (Ckptstore, *_STATES, RawDiskLoad, RawRequests),
     "async": (AsyncCkptstore, AsyncCkptstoreProcess, *_ASYNC, Memcpy),
     "directory": (

@@ -197,6 +197,15 @@ class Part:
         """The JSON of the values that are this rank's alone."""
         return self._values[1]
 
+    def layout(self) -> list[bytes]:
+        """Everything but digests of blocks and plain values: equal for parts that say the same."""
+        texts = ["\0".join(self.names), "\0".join(self.files), str(self.rank)]
+        columns = [self.dtype, self.ndim, self.flags, self.shape_at, self.numbers, self.chunk_tensor, self.chunk_file]
+        columns += [self.chunk_offset, self.chunk_bytes, self.chunk_box, self.chunk_region]
+        columns += [self.regions.file, self.regions.offset, self.regions.size_bytes]
+        named = [text.encode("utf-8", "surrogatepass") for text in texts]
+        return named + [column.dtype.str.encode() + column.tobytes() for column in columns]
+
     @staticmethod
     def decode(data: bytes | memoryview, *, file: str) -> Part:
         """Read a part, and distrust it. Raises CheckpointDamaged, or UnsupportedVersion."""

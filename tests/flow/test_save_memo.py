@@ -1,0 +1,90 @@
+"""What a store keeps from one save to the next changes no file: each is what a store that is new writes."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptstore import open_store
+from ckptstore.format.layout import MANIFEST_NAME
+from ckptstore.saving import memo
+from ckptstore.state.write.stock_write import stock_metadata
+
+_TENSORS = {
+    "floats": lambda: torch.rand(3, 5),
+    "other floats": lambda: torch.rand(3, 5),
+    "longer": lambda: torch.rand(4, 5),
+    "ints": lambda: torch.randint(100, (15,)),
+    "strided": lambda: torch.rand(5, 3).T,
+    "scalar": lambda: torch.rand(()),
+    "empty": lambda: torch.rand(0, 5),
+    "large": lambda: torch.rand(600_000),
+}
+_VALUES = st.integers(0, 1 << 40) | st.floats(allow_nan=False) | st.lists(st.integers(0, 9), max_size=3)
+_PART = st.sampled_from(sorted(_TENSORS)) | st.just("tied") | _VALUES
+_STATES = st.lists(st.dictionaries(st.sampled_from("abcde"), _PART, max_size=5), min_size=2, max_size=5)
+_OPTIONS = st.sampled_from([{}, {"stock_readable": False}, {"stock_readable": True}])
+
+
+def made(parts: dict[str, Any]) -> dict[str, Any]:
+    """A state; what is tied is the first tensor once more."""
+    state: dict[str, Any] = {}
+    for key, part in parts.items():
+        if part == "tied":
+            state[key] = next((value for value in state.values() if isinstance(value, torch.Tensor)), "nothing")
+        else:
+            state[key] = _TENSORS[part]() if isinstance(part, str) else part
+    return {"state": state, "step": len(state)}
+
+
+def files_of(path: str) -> dict[str, bytes]:
+    """All but the manifest, which has times and digests of the others."""
+    found = {str(file.relative_to(path)): file.read_bytes() for file in Path(path).rglob("*") if file.is_file()}
+    return {name: data for name, data in found.items() if name != MANIFEST_NAME}
+
+
+@settings(deadline=None, max_examples=60)
+@given(states=_STATES, options=_OPTIONS, repeats=st.integers(1, 2))
+def test_every_file_is_what_a_new_store_writes(states: list[dict[str, Any]], options: Any, repeats: int) -> None:
+    with tempfile.TemporaryDirectory() as place, open_store(f"{place}/kept", durable=False) as kept:
+        step = 0
+        for parts in states:
+            for _ in range(repeats):  # the second time with other numbers
+                state, step = made(parts), step + 1
+                found = kept.save(step, state, **options)
+                with open_store(f"{place}/{step}", durable=False) as new:
+                    assert files_of(found.uri) == files_of(new.save(step, state, **options).uri)
+
+
+def test_the_same_structure_is_planned_and_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_of: list[int] = []
+
+    def counted(*args: Any) -> bytes:
+        made_of.append(1)
+        return stock_metadata(*args)
+
+    monkeypatch.setattr(memo, "stock_metadata", counted)
+    with open_store(tmp_path / "store") as store:
+        for step in range(3):
+            store.save(step, {"w": torch.rand(10), "step": step})
+        assert len(made_of) == 1
+        store.save(3, {"w": torch.rand(11), "step": 3})
+        assert len(made_of) == 2
+
+
+def test_no_tensor_is_held(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        tensor = torch.rand(1000)
+        held = weakref.ref(tensor)
+        store.save(0, {"w": tensor})
+        del tensor
+        gc.collect()
+        assert held() is None
