@@ -21,6 +21,8 @@ from ckptstore.state.write.stock_write import stock_metadata
 _TENSORS = {
     "floats": lambda: torch.rand(3, 5),
     "other floats": lambda: torch.rand(3, 5),
+    "turned": lambda: torch.rand(5, 3),
+    "as many bytes": lambda: torch.randint(100, (3, 5), dtype=torch.int32),
     "longer": lambda: torch.rand(4, 5),
     "ints": lambda: torch.randint(100, (15,)),
     "strided": lambda: torch.rand(5, 3).T,
