@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptstore import open_store
@@ -55,6 +55,8 @@ def files_of(path: str) -> dict[str, bytes]:
 
 @settings(deadline=None, max_examples=60)
 @given(states=_STATES, options=_OPTIONS, repeats=st.integers(1, 2))
+@example([{"a": "floats"}, {"a": "turned"}, {"a": "as many bytes"}], {}, 1)
+@example([{"a": "floats", "b": "tied"}, {"a": "floats", "b": "floats"}, {"b": "floats", "a": "tied"}], {}, 1)
 def test_every_file_is_what_a_new_store_writes(states: list[dict[str, Any]], options: Any, repeats: int) -> None:
     with tempfile.TemporaryDirectory() as place, open_store(f"{place}/kept", durable=False) as kept:
         step = 0
