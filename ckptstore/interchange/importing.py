@@ -19,7 +19,7 @@ from ckptstore.job import Job
 from ckptstore.saving.request import Request
 from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.state.live.flatten import FlatState
-from ckptstore.state.write.agree import Negotiator
+from ckptstore.state.write.memo import SaveMemo
 from ckptstore.store import CheckpointStore, save_shard
 
 
@@ -98,7 +98,7 @@ def _commit(flat: FlatState, store: CheckpointStore, asked: Mapping[str, Any], *
             lambda: flat,
             rank=0,
             world_size=1,
-            negotiator=Negotiator(),
+            memo=SaveMemo(),
             storage=job.storage,
             upload=job.transfer.upload,
             options=StateOptions(allow_pickle=allow_pickle),

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
+import os
 import time
 from typing import Any
 
@@ -20,7 +22,8 @@ _SLOW_SECONDS = 0.0015
 """More time of a processor than this for one huge page is more than its small pages take."""
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14; the module mmap has no name for it."""
-
+_UNKNOWN = frozenset({errno.EINVAL, errno.ENOSYS})
+"""What a system without it says."""
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
@@ -58,9 +61,13 @@ def touch(memory: mmap.mmap, start: int, stop: int) -> None:
     """Have the system give a stretch of memory now, not page by page when it is used first.
 
     Call it before that: where the system has no call for it, zeros are written. The interpreter lock is free meanwhile.
+    Raises OSError when there is no memory for it.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     page_start = start - start % mmap.PAGESIZE
     length = ctypes.c_size_t(stop - page_start)
     if _libc.madvise(ctypes.c_void_p(address + page_start), length, _MADV_POPULATE_WRITE) != 0:
+        code = ctypes.get_errno()
+        if code not in _UNKNOWN:  # to write there would end the process
+            raise OSError(code, os.strerror(code))
         ctypes.memset(address + start, 0, stop - start)

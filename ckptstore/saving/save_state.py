@@ -29,7 +29,6 @@ from ckptstore.saving.drain import Drain, Drainer
 from ckptstore.saving.drain.health import ResumedFrom, StoreHealth, health_of
 from ckptstore.saving.fast_keeper import FastKeeper
 from ckptstore.saving.log_keeper import LogKeeper
-from ckptstore.saving.memo import SaveMemo
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
@@ -38,8 +37,8 @@ from ckptstore.saving.state_shard import StateOptions, StateShard
 from ckptstore.saving.upload_process import Uploader
 from ckptstore.state.live.apply import collect
 from ckptstore.state.tensors import device
-from ckptstore.state.write.agree import Negotiator
 from ckptstore.state.write.incremental import Kept, kept_file_name
+from ckptstore.state.write.memo import SaveMemo
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Stored, Transfer
 from ckptstore.transfer.planned import PlannedFile
@@ -70,7 +69,6 @@ class StateSaver:
 
     job: Job
     background: Background
-    _negotiator: Negotiator = field(default_factory=Negotiator)
     _memo: SaveMemo = field(default_factory=SaveMemo)
     _staging: dict[bool, Staging] = field(default_factory=dict)
     _uploader: Uploader | None = None
@@ -300,7 +298,6 @@ class StateSaver:
             lambda: collect(state),
             rank=job.group.rank,
             world_size=job.group.world_size,
-            negotiator=self._negotiator,
             memo=self._memo,
             storage=target.storage,
             upload=upload,

@@ -16,18 +16,18 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attemp
 from ckptstore.format.manifest import Receipt
 from ckptstore.group import Beat
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.saving.memo import SaveMemo
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.state.index.index_file import INDEX_NAME, join_parts
 from ckptstore.state.index.outline import OUTLINE_NAME, part_name
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.device import LaunchedWork
-from ckptstore.state.write.agree import Agreement, Negotiator, agreement_of_one, is_settled
+from ckptstore.state.write.agree import Agreement, agreement_of_one, is_settled
 from ckptstore.state.write.copies import boxes_of, check_equal
 from ckptstore.state.write.coverage import Expected
 from ckptstore.state.write.describe import Described, describe
 from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
+from ckptstore.state.write.memo import SaveMemo
 from ckptstore.state.write.outlining import RankTold
 from ckptstore.state.write.shard_files import ShardFiles
 from ckptstore.state.write.stock_write import MAX_CHUNKS, stock_frames
@@ -66,23 +66,20 @@ class StateShard:
         *,
         rank: int,
         world_size: int,
-        negotiator: Negotiator,
-        memo: SaveMemo | None = None,
+        memo: SaveMemo,
         storage: Storage,
         upload: Upload,
         options: StateOptions | None = None,
         before: Callable[[], Kept | None] = lambda: None,
     ) -> None:
-        """`collect` takes the state apart. Nothing is looked at yet. The negotiator and the memo belong to the
-        saves of one store.
+        """`collect` takes the state apart. Nothing is looked at yet. The memo belongs to the saves of one store.
 
         `before` finds out what this rank has in the checkpoint before, for an incremental save.
         """
         self._collect = collect
         self._flat = FlatState()
         self._rank, self._world_size = rank, world_size
-        self._negotiator = negotiator
-        self._memo = memo or SaveMemo()
+        self._memo, self._negotiator = memo, memo.negotiator
         self._storage = storage
         self._upload = upload
         self._options = options or StateOptions()

@@ -61,7 +61,7 @@ def test_a_save_is_measured_beside_a_peer_and_the_limit_and_leaves_nothing(tmp_p
     result = bench("save", *options, code=1)
     assert "BELOW: save against the best peer" in result.output
     found = measured(told)["save"]
-    assert set(found) == {"ckptstore", "safetensors", "raw disk"}
+    assert set(found) == {"ckptstore", "ckptstore, first save", "safetensors", "raw disk"}
     assert all(len(one["samples"]) == 2 for one in found.values())
     assert found["ckptstore"]["calls"]["create"] >= 1
     assert len(found["raw disk"]["sweep"]) > 5
@@ -208,7 +208,7 @@ def test_requests_to_the_test_server_wait_when_that_is_asked_for(tmp_path: Path)
     options = ["--to", "s3-sink", "--size", "1MiB", "--shape", "tensors", "--repeat", 1, "--peers", "none"]
     bench("save", *options, "--latency-ms", 50, "--json", told)
     found = measured(told)["save"]
-    assert set(found) == {"ckptstore", "raw requests", "plain sockets"}
+    assert set(found) == {"ckptstore", "ckptstore, first save", "raw requests", "plain sockets"}
     (raw,) = found["plain sockets"]["samples"]
     assert raw["requests"] == 1
     assert raw["total_seconds"] > 0.05

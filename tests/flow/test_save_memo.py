@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ckptstore import open_store
 from ckptstore.format.layout import MANIFEST_NAME
-from ckptstore.saving import memo
+from ckptstore.state.write import memo
 from ckptstore.state.write.stock_write import stock_metadata
 
 _TENSORS = {

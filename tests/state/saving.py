@@ -14,7 +14,7 @@ from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState, TensorEntry
 from ckptstore.state.read.stored import StoredState
-from ckptstore.state.write.agree import Negotiator
+from ckptstore.state.write.memo import SaveMemo
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.transfer import Transfer
 
@@ -36,7 +36,7 @@ def plain_state(tensors, values=None):
     return flat
 
 
-def save_flat(root, flat, *, group=None, negotiator=None, attempt=ATTEMPT, transfer=None, **options):
+def save_flat(root, flat, *, group=None, memo=None, attempt=ATTEMPT, transfer=None, **options):
     """Save a flat state; the receipts of all files, on rank 0."""
     group = group or SoloGroup()
     moved = transfer or make_transfer(root)
@@ -44,7 +44,7 @@ def save_flat(root, flat, *, group=None, negotiator=None, attempt=ATTEMPT, trans
         lambda: flat,
         rank=group.rank,
         world_size=group.world_size,
-        negotiator=negotiator or Negotiator(),
+        memo=memo or SaveMemo(),
         storage=LocalStorage(root, durable=False),
         upload=moved.upload,
         options=StateOptions(**options),

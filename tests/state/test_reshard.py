@@ -20,8 +20,8 @@ from ckptstore.format.layout import Attempt
 from ckptstore.group import find_group
 from ckptstore.state.live.flatten import FlatState, TensorEntry, TensorRef
 from ckptstore.state.tensors.placement import pieces_of
-from ckptstore.state.write.agree import Negotiator
 from ckptstore.state.write.describe import describe
+from ckptstore.state.write.memo import SaveMemo
 from ckptstore.storage.disk.local import LocalStorage
 
 ATTEMPTS = {4: Attempt(4, 1, "44444444"), 2: Attempt(2, 1, "22222222")}
@@ -185,9 +185,9 @@ def every_direction(root):
     rank, storage, root = dist.get_rank(), LocalStorage(root), Path(root)
     first_two = dist.new_group([0, 1])
     group = find_group(None, storage=storage, config=StoreConfig())
-    negotiator, sizes = Negotiator(), {}
+    memo, sizes = SaveMemo(), {}
     for _ in range(2):  # the second one takes the short way
-        save_flat(root, build(4), group=group, negotiator=negotiator, attempt=ATTEMPTS[4])
+        save_flat(root, build(4), group=group, memo=memo, attempt=ATTEMPTS[4])
         dist.barrier()
         if rank == 0 and not sizes:
             names = sorted((root / ATTEMPTS[4].prefix).glob("*.distcp"))

@@ -86,3 +86,13 @@ def mapping_of(memory: mmap.mmap) -> Iterator[str]:
             inside = start <= address < end
         elif inside:
             yield line
+
+
+def test_memory_that_the_system_cannot_give_is_an_error(tmp_path: Path) -> None:
+    """To write behind the end of a file that is mapped would end the process."""
+    with open(tmp_path / "short", "w+b") as file:
+        file.truncate(HUGE_BYTES)
+        memory = mmap.mmap(file.fileno(), HUGE_BYTES)
+        file.truncate(0)
+        with pytest.raises(OSError, match="Bad address"):
+            touch(memory, 0, HUGE_BYTES)

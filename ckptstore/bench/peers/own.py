@@ -75,8 +75,13 @@ class KeptCkptstore(Ckptstore):
 
     def prepare(self, place: str) -> None:
         if self.store is None:
-            self.store = self.opened(self.case.uri(f"kept-{self._token}"))
-            self.store.save(0, {"epoch": 0})
+            self.store = self.begun()
+
+    def begun(self) -> CheckpointStore:
+        """The store of all turns."""
+        store = self.opened(self.case.uri(f"kept-{self._token}"))
+        store.save(0, {"epoch": 0})
+        return store
 
     def save(self, place: str) -> Wait | None:
         assert self.store is not None
@@ -95,13 +100,12 @@ class KeptCkptstore(Ckptstore):
 class AsyncCkptstore(KeptCkptstore):
     """`save_async`, warmed up: its memory is used again."""
 
-    warmed = ()
     uploader: ClassVar[UploaderKind] = "thread"
 
-    def prepare(self, place: str) -> None:
-        if self.store is None:
-            super().prepare(place)
-            self.store.warm_up(self.case.state, uploader=self.uploader)
+    def begun(self) -> CheckpointStore:
+        store = super().begun()
+        store.warm_up(self.case.state, uploader=self.uploader)
+        return store
 
     def save(self, place: str) -> Wait | None:
         assert self.store is not None

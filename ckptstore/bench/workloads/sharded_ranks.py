@@ -39,6 +39,7 @@ from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.cuts import Cut
 from ckptstore.state.tensors.layouts import Mesh, MeshLayout
 from ckptstore.state.write.agree import Agreement, Negotiator
+from ckptstore.state.write.memo import SaveMemo
 from ckptstore.transfer import RangeRead
 
 NUM_TENSORS = 4548
@@ -132,7 +133,7 @@ def commit_of_sharded(directory: str, num_ranks: int, num_tensors: int) -> dict[
                 FlatState,
                 rank=0,
                 world_size=num_ranks,
-                negotiator=leader,
+                memo=SaveMemo(negotiator=leader),
                 storage=job.storage,
                 upload=job.transfer.upload,
             )

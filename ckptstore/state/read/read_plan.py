@@ -19,6 +19,7 @@ import torch
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.runtime.collector import collector_paused
+from ckptstore.runtime.new_memory import HUGE_BYTES, new_memory
 from ckptstore.state.index.tensor_index import Chunk, TensorIndex
 from ckptstore.state.tensors.boxes import Box, inside, is_range, overlap, runs, span, strides_of, whole
 from ckptstore.state.tensors.placement import Piece
@@ -143,8 +144,8 @@ class Buffered(NamedTuple):
 
 
 def _buffer(size_bytes: int) -> memoryview:
-    """Memory that is new. A large piece comes in huge pages where the system has them: numpy asks for them."""
-    return np.empty(size_bytes, dtype=np.uint8).data
+    """Memory that is new."""
+    return memoryview(new_memory(size_bytes)) if size_bytes >= HUGE_BYTES else np.empty(size_bytes, np.uint8).data
 
 
 def fill(target: torch.Tensor, data: memoryview, strides: tuple[int, ...]) -> None:

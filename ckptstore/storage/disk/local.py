@@ -33,10 +33,9 @@ _PART_BYTES = 1 << 20
 """Small enough that a part is still in the processor's cache when it is written after it was hashed."""
 _LARGE_BYTES = 16 << 20
 _LARGE_PART_BYTES = 4 << 20
-"""Fewer calls leave the interpreter to other threads. Several threads that write one file in calls of 16 MiB have
-collapsed to a tenth of the speed."""
+"""Fewer parts leave the interpreter to other threads."""
 _DIRECT_PART_BYTES = 8 << 20
-"""Past the page cache there is no such collapse, and fewer calls take half the processor's time."""
+"""Past the page cache fewer calls take half the processor's time."""
 _DISK_THREADS = 2
 """A directory takes one new file at a time, and the interpreter runs one thread at a time."""
 _NETWORK_THREADS = 64

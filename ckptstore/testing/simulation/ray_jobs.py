@@ -117,7 +117,7 @@ class RunOfRay:
     def _state(self, group: Group, index: int, action: Action) -> Shard:
         from ckptstore.saving.state_shard import StateShard
         from ckptstore.state.live.apply import collect
-        from ckptstore.state.write.agree import Negotiator
+        from ckptstore.state.write.memo import SaveMemo
         from ckptstore.testing.simulation.states import state_of
 
         state = state_of((self._member.actor.name, index), self._member.rank)
@@ -125,7 +125,7 @@ class RunOfRay:
             lambda: collect(state),
             rank=group.rank,
             world_size=group.world_size,
-            negotiator=Negotiator(),
+            memo=SaveMemo(),
             storage=self.run.storage,
             upload=self.run.transfer.upload,
         )

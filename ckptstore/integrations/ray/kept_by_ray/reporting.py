@@ -29,7 +29,7 @@ from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.shard import Shard
 
 if TYPE_CHECKING:
-    from ckptstore.state.write.agree import Negotiator
+    from ckptstore.state.write.memo import SaveMemo
 
 logger = logging.getLogger("ckptstore.ray")
 
@@ -154,7 +154,7 @@ class _Reporter:
     run: Run
     storage_options: Mapping[str, Any] | None
     _group: Group | None = None
-    _negotiator: Negotiator | None = None
+    _memo: SaveMemo | None = None
 
     def report(self, brought: _Brought, *, validation: Any) -> Checkpoint | None:
         import ray.train
@@ -202,16 +202,16 @@ class _Reporter:
     def _state(self, group: Group, brought: _Brought) -> Shard:
         from ckptstore.saving.state_shard import StateShard
         from ckptstore.state.live.apply import collect
-        from ckptstore.state.write.agree import Negotiator
+        from ckptstore.state.write.memo import SaveMemo
 
-        if self._negotiator is None:
-            self._negotiator = Negotiator()
+        if self._memo is None:
+            self._memo = SaveMemo()
         state = brought.state or {}
         return StateShard(
             lambda: collect(state),
             rank=group.rank,
             world_size=group.world_size,
-            negotiator=self._negotiator,
+            memo=self._memo,
             storage=self.run.storage,
             upload=self.run.transfer.upload,
         )

@@ -7,13 +7,13 @@ alone, and is used only where these are equal. It holds no tensor of the state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.items import Item
 from ckptstore.state.index.tensor_index import TensorIndex
-from ckptstore.state.write.agree import Agreement
+from ckptstore.state.write.agree import Agreement, Negotiator
 from ckptstore.state.write.assignment import RankPlan, plan_rank
 from ckptstore.state.write.stock_pickle import StockPlace
 from ckptstore.state.write.stock_write import Paths, stock_metadata
@@ -23,6 +23,7 @@ from ckptstore.state.write.stock_write import Paths, stock_metadata
 class SaveMemo:
     """Of one store in one process, for one save at a time."""
 
+    negotiator: Negotiator = field(default_factory=Negotiator)
     _planned_for: tuple[Any, ...] | None = None
     _plan: RankPlan | None = None
     _stock_of: tuple[Any, ...] | None = None
