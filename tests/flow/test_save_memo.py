@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import weakref
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptstore import open_store
+from ckptstore.errors import InvalidState
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.state.write import memo
-from ckptstore.state.write.stock_write import stock_metadata
 
 _TENSORS = {
     "floats": lambda: torch.rand(3, 5),
@@ -33,7 +34,9 @@ _TENSORS = {
 _VALUES = st.integers(0, 1 << 40) | st.floats(allow_nan=False) | st.lists(st.integers(0, 9), max_size=3)
 _PART = st.sampled_from(sorted(_TENSORS)) | st.just("tied") | _VALUES
 _STATES = st.lists(st.dictionaries(st.sampled_from("abcde"), _PART, max_size=5), min_size=2, max_size=5)
-_OPTIONS = st.sampled_from([{}, {"stock_readable": False}, {"stock_readable": True}])
+_PLAIN: list[dict[str, Any]] = [{}, {"stock_readable": False}, {"stock_readable": True}]
+_WAYS = st.lists(st.sampled_from([*_PLAIN, {"incremental": True}, {"incremental": "reference"}, None]), min_size=1)
+"""The options of one save after another, again and again; None for one that fails."""
 
 
 def made(parts: dict[str, Any]) -> dict[str, Any]:
@@ -54,41 +57,68 @@ def files_of(path: str) -> dict[str, bytes]:
 
 
 @settings(deadline=None, max_examples=60)
-@given(states=_STATES, options=_OPTIONS, repeats=st.integers(1, 2))
-@example([{"a": "floats"}, {"a": "turned"}, {"a": "as many bytes"}], {}, 1)
-@example([{"a": "floats", "b": "tied"}, {"a": "floats", "b": "floats"}, {"b": "floats", "a": "tied"}], {}, 1)
-def test_every_file_is_what_a_new_store_writes(states: list[dict[str, Any]], options: Any, repeats: int) -> None:
+@given(states=_STATES, ways=_WAYS, in_background=st.booleans(), repeats=st.integers(1, 2))
+@example([{"a": "floats"}, {"a": "turned"}, {"a": "as many bytes"}], [{}], False, 1)
+@example([{"a": "floats", "b": "tied"}, {"a": "floats", "b": "floats"}, {"b": "floats", "a": "tied"}], [{}], False, 1)
+@example([{"a": "floats"}, {"a": "turned"}, {"a": "floats"}], [{}, None, {}], True, 2)
+def test_every_file_is_what_a_new_store_writes(
+    states: list[dict[str, Any]], ways: list[Any], in_background: bool, repeats: int
+) -> None:
     with tempfile.TemporaryDirectory() as place, open_store(f"{place}/kept", durable=False) as kept:
-        step = 0
+        step, every_way = 0, cycle(ways)
         for parts in states:
             for _ in range(repeats):  # the second time with other numbers
-                state, step = made(parts), step + 1
-                found = kept.save(step, state, **options)
-                with open_store(f"{place}/{step}", durable=False) as new:
-                    assert files_of(found.uri) == files_of(new.save(step, state, **options).uri)
+                state, step, options = made(parts), step + 1, next(every_way)
+                if options is None:
+                    with pytest.raises(InvalidState):
+                        kept.save(step, {**state, "odd": object()})
+                    continue
+                found = saved(kept, step, state, options, in_background=in_background)
+                loaded = made(parts)
+                found.load(loaded)
+                assert torch.equal(torch.cat(numbers(loaded)), torch.cat(numbers(state)))
+                if "incremental" not in options:  # which takes files over, or refers to them
+                    with open_store(f"{place}/{step}", durable=False) as new:
+                        assert files_of(found.uri) == files_of(new.save(step, state, **options).uri)
+
+
+def saved(store: Any, step: int, state: dict[str, Any], options: Any, *, in_background: bool) -> Any:
+    if not in_background:
+        return store.save(step, state, **options)
+    return store.save_async(step, state, **options).result()
+
+
+def numbers(state: dict[str, Any]) -> list[torch.Tensor]:
+    """All tensors of a state one after another, in the order of its keys, each with its shape."""
+    found = [torch.zeros(0, dtype=torch.float64)]
+    for _, value in sorted(state["state"].items()):
+        if isinstance(value, torch.Tensor):
+            found += [torch.tensor(value.shape, dtype=torch.float64), value.reshape(-1).to(torch.float64)]
+    return found
 
 
 def test_the_same_structure_is_planned_and_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_of: list[int] = []
+    made_of: list[str] = []
 
-    def counted(*args: Any) -> bytes:
-        made_of.append(1)
-        return stock_metadata(*args)
+    def counted(name: str, function: Any) -> Any:
+        return lambda *args: made_of.append(name) or function(*args)
 
-    monkeypatch.setattr(memo, "stock_metadata", counted)
+    for name in ("plan_rank", "stock_metadata"):
+        monkeypatch.setattr(memo, name, counted(name, getattr(memo, name)))
     with open_store(tmp_path / "store") as store:
         for step in range(3):
             store.save(step, {"w": torch.rand(10), "step": step})
-        assert len(made_of) == 1
+        assert made_of == ["plan_rank", "stock_metadata"]
         store.save(3, {"w": torch.rand(11), "step": 3})
-        assert len(made_of) == 2
+        assert made_of == ["plan_rank", "stock_metadata"] * 2
 
 
 def test_no_tensor_is_held(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store:
         tensor = torch.rand(1000)
         held = weakref.ref(tensor)
-        store.save(0, {"w": tensor})
+        for step in range(2):
+            store.save(step, {"w": tensor})
         del tensor
         gc.collect()
         assert held() is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import uuid
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -92,9 +91,8 @@ class KeptCkptstore(Ckptstore):
     def after(self, place: str) -> None:
         """The files go, so that no turn finds a fuller disk than another; the log stays."""
         assert self.store is not None
-        if self.case.rank == 0 and self.case.place.is_local:
-            for checkpoint in self.store:
-                shutil.rmtree(checkpoint.uri, ignore_errors=True)
+        if self.case.rank == 0 and (checkpoint := self.store.latest()) is not None:
+            self.case.place.remove(checkpoint.uri)
 
 
 class AsyncCkptstore(KeptCkptstore):

@@ -18,31 +18,33 @@ from ckptstore.state.write.assignment import RankPlan, plan_rank
 from ckptstore.state.write.stock_pickle import StockPlace
 from ckptstore.state.write.stock_write import Paths, stock_metadata
 
+_DIGEST = Item._fields.index("digest")
+"""The last field of an item. What a rank writes depends on digests only by what was agreed."""
+
 
 @dataclass(slots=True)
 class SaveMemo:
     """Of one store in one process, for one save at a time."""
 
     negotiator: Negotiator = field(default_factory=Negotiator)
-    _planned_for: tuple[Any, ...] | None = None
-    _plan: RankPlan | None = None
-    _stock_of: tuple[Any, ...] | None = None
-    _stock: bytes = b""
+    _plan: tuple[Any, RankPlan] | None = None
+    """What a plan was made for, and the plan: one assignment, so that no error comes between the two."""
+    _stock: tuple[Any, bytes] | None = None
 
     @collector_paused()
     def plan(self, items: Sequence[Item], agreement: Agreement, rank: int) -> RankPlan:
-        """`plan_rank`; the last plan itself, where it is of equal items and an equal agreement."""
-        wanted = items, agreement, rank
-        if self._plan is None or self._planned_for != wanted:
-            self._plan = plan_rank(items, agreement, rank)
-            self._planned_for = wanted
-        return self._plan
+        """`plan_rank`; the last plan itself, where the agreement is equal and the items are, but for their digests."""
+        wanted = [item[:_DIGEST] for item in items], agreement, rank
+        last = self._plan
+        if last is None or last[0] != wanted:
+            last = self._plan = wanted, plan_rank(items, agreement, rank)
+        return last[1]
 
     @collector_paused()
     def stock_metadata(self, index: TensorIndex, places: Mapping[str, StockPlace], paths: Paths) -> bytes:
         """`stock_metadata`; the last bytes, where the index differs in digests and plain values alone."""
         wanted = index.layout_digest(), list(places.items()), list(paths.items())
-        if self._stock_of != wanted:
-            self._stock = stock_metadata(index, places, paths)
-            self._stock_of = wanted
-        return self._stock
+        last = self._stock
+        if last is None or last[0] != wanted:
+            last = self._stock = wanted, stock_metadata(index, places, paths)
+        return last[1]
