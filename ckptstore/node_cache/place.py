@@ -105,12 +105,15 @@ def open_place(cache_dir: Path) -> CachePlace:
     """
     given = Path(os.path.realpath(cache_dir.parent)) / cache_dir.name
     try:
+        is_new = not given.exists()
         _make_private(given)
         place = _known.get(given)
         kind = "" if place else filesystem_of(given)
         root = place.root if place else (given / f"node-{socket.gethostname()}" if is_network(kind) else given)
         for path in (root, root / "locks", root / "leases"):
             _make_private(path)
+        if place is None or is_new:
+            posix.spread_directories(str(root))
         if place is None:
             looked_at = CachePlace(root, flock_works(root / "locks"))
             place = _known.setdefault(given, looked_at)

@@ -442,3 +442,19 @@ def test_no_call_writes_more_to_the_page_cache_than_makes_it_fast(
     assert sum(counts) == sum(sizes)
     assert all(count <= 10 for count in counts)
     assert len(counts) <= max(-(-sum(sizes) // 10), 1)
+
+
+def test_attempts_lie_apart_on_a_disk_that_can_do_that(tmp_path: Path) -> None:
+    """As lsattr(1) shows it, and only in the directory that holds them."""
+    storage = LocalStorage(tmp_path / "store")
+    storage.write("checkpoints/step-1/file", [memoryview(b"x")])
+    storage.write("checkpoints/step-2/deep/file", [memoryview(b"x")])
+    posix.spread_directories(str(tmp_path / "missing"))
+    if posix.writes_directly(str(tmp_path)):  # ext4 or XFS, which refuses it
+        shown = subprocess.run(
+            ["lsattr", "-Rd", tmp_path, tmp_path / "store/checkpoints"], capture_output=True, text=True
+        )
+        attributes = {line.split()[1]: line.split()[0] for line in shown.stdout.splitlines() if line}
+        is_ext = any("e" in shown for shown in attributes.values())
+        assert ("T" in attributes[str(tmp_path / "store/checkpoints")]) == is_ext
+        assert "T" not in attributes[str(tmp_path)]

@@ -542,3 +542,15 @@ def test_copies_are_forced_to_the_disk_only_where_starts_are_not_told_apart(
     with fetch(NodeCache(config_at(root)), A, Downloads()) as path:
         assert_whole(path)
     assert sorted(Path(name).name for name in flushed) == ([] if boot_id else ["last", "model.pt"])
+
+
+def test_copies_lie_apart_in_every_new_cache(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in one that comes again after somebody has removed it."""
+    spread: list[str] = []
+    monkeypatch.setattr(place.posix, "spread_directories", spread.append)
+    for _ in range(2):
+        for key in (A, B):
+            with fetch(NodeCache(config_at(root)), key, Downloads()):
+                pass
+        shutil.rmtree(root)
+    assert spread == [str(root)] * 2

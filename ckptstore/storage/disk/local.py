@@ -391,6 +391,10 @@ class LocalStorage:
         while not os.path.isdir(above):
             above = os.path.dirname(above)
             holders.add(above)
+        if self._root in holders:  # what is made there holds checkpoints
+            first = path[len(self._root) + 1 :].partition("/")[0]
+            os.makedirs(f"{self._root}/{first}", exist_ok=True)
+            posix.spread_directories(f"{self._root}/{first}")
         os.makedirs(path, exist_ok=True)
         self._made_in |= holders
 

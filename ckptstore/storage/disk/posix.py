@@ -27,6 +27,11 @@ _COPY_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 20
 """The most that one call writes to the page cache. For more the kernel takes larger pages, and those of 2 MiB and more
 are up to ten times as slow where the host of a virtual machine has taken them back. For less it takes more calls."""
+_FLAGS = struct.Struct("i")
+_GET_FLAGS = 2 << 30 | struct.calcsize("l") << 16 | ord("f") << 8 | 1
+_SET_FLAGS = 1 << 30 | struct.calcsize("l") << 16 | ord("f") << 8 | 2
+"""ioctl_iflags(2); the numbers name a long, and an int is what is exchanged."""
+_TOP_DIRECTORY = 0x00020000
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
@@ -133,6 +138,23 @@ def allocate(descriptor: int, size_bytes: int) -> None:
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
+
+
+def spread_directories(path: str) -> None:
+    """Have what is created in this directory lie apart on the disk from now on, each directory with all below it.
+
+    For a new file ext4 looks near its directory, and passes over every place there of which a file was deleted in the
+    last minutes, one by one: thousands of files beside thousands that have just gone take three times as long. This is
+    what chattr(1) calls the attribute T. A hint: never raises.
+    """
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            (flags,) = _FLAGS.unpack(fcntl.ioctl(descriptor, _GET_FLAGS, bytes(_FLAGS.size)))
+            if not flags & _TOP_DIRECTORY:
+                fcntl.ioctl(descriptor, _SET_FLAGS, _FLAGS.pack(flags | _TOP_DIRECTORY))
+        finally:
+            os.close(descriptor)
 
 
 def start_writing_back(descriptor: int, offset: int, size_bytes: int) -> None:
