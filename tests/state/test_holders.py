@@ -12,7 +12,7 @@ from threads import distributed, mesh_for, new_uri, outlined, run_threads
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
-from ckptstore.saving import state_shard
+from ckptstore.state.write.memo import SaveMemo
 
 
 @pytest.fixture(autouse=True, params=["listed", "outlined"])
@@ -187,10 +187,10 @@ def test_what_a_plan_leaves_out_is_found_before_the_commit(
     words = WORDS[key] if kind == "listed" else "The ranks wrote"
     if (key, kind) == ("empty", "outlined"):
         pytest.skip("a tensor without elements is in the outline, and in no part")
-    real, is_broken = state_shard.plan_rank, False
+    real, is_broken = SaveMemo.plan, False
 
-    def plan_rank(items: Any, agreement: Any, rank: int) -> Any:
-        plan = real(items, agreement, rank)
+    def broken(memo: SaveMemo, items: Any, agreement: Any, rank: int) -> Any:
+        plan = real(memo, items, agreement, rank)
         gone = [number for number, item in enumerate(items) if item.key == key and is_broken]
         return dataclasses.replace(
             plan,
@@ -200,7 +200,7 @@ def test_what_a_plan_leaves_out_is_found_before_the_commit(
             own=tuple(name for name in plan.own if name != key or not is_broken or rank != 1),
         )
 
-    monkeypatch.setattr(state_shard, "plan_rank", plan_rank)
+    monkeypatch.setattr(SaveMemo, "plan", broken)
 
     def flow(store: ckptstore.CheckpointStore, rank: int) -> Any:
         nonlocal is_broken

@@ -76,6 +76,14 @@ class Item(NamedTuple):
         return [int(self.mode), self.dtype, list(self.shape)]
 
 
+_DIGEST = Item._fields.index("digest")
+
+
+def without_digests(items: Sequence[Item]) -> list[tuple[Any, ...]]:
+    """All but what the items hold: equal for the same structure."""
+    return [item[:_DIGEST] + item[_DIGEST + 1 :] for item in items]
+
+
 class Row(NamedTuple):
     """An item without boxes and digests."""
 

@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.runtime.collector import collector_paused
-from ckptstore.state.index.items import Item
+from ckptstore.state.index.items import Item, without_digests
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.write.agree import Agreement, Negotiator
 from ckptstore.state.write.assignment import RankPlan, plan_rank
 from ckptstore.state.write.stock_pickle import StockPlace
 from ckptstore.state.write.stock_write import Paths, stock_metadata
-
-_DIGEST = Item._fields.index("digest")
-"""The last field of an item. What a rank writes depends on digests only by what was agreed."""
 
 
 @dataclass(slots=True)
@@ -33,8 +30,9 @@ class SaveMemo:
 
     @collector_paused()
     def plan(self, items: Sequence[Item], agreement: Agreement, rank: int) -> RankPlan:
-        """`plan_rank`; the last plan itself, where the agreement is equal and the items are, but for their digests."""
-        wanted = [item[:_DIGEST] for item in items], agreement, rank
+        """`plan_rank`; the last plan itself, where the agreement is equal and the items are, but for their digests:
+        what a rank writes depends on these by what was agreed alone."""
+        wanted = without_digests(items), agreement, rank
         last = self._plan
         if last is None or last[0] != wanted:
             last = self._plan = wanted, plan_rank(items, agreement, rank)
