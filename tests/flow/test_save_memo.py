@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ckptstore import open_store
 from ckptstore.errors import InvalidState
 from ckptstore.format.layout import MANIFEST_NAME
+from ckptstore.state.index.items import Item, Mode, without_digests
 from ckptstore.state.write import memo
 
 _TENSORS = {
@@ -122,3 +123,11 @@ def test_no_tensor_is_held(tmp_path: Path) -> None:
         del tensor
         gc.collect()
         assert held() is None
+
+
+def test_items_are_compared_by_all_but_what_they_hold() -> None:
+    item = Item("key", Mode.VALUE, digest=b"one")
+    (one,), (other,) = without_digests([item]), without_digests([item._replace(digest=b"other")])
+    assert one == other
+    for name, value in {"key": "other", "mode": Mode.SPLIT, "member": 1, "owner": "x", "tied_to": "x"}.items():
+        assert without_digests([item._replace(**{name: value})]) != [one]
