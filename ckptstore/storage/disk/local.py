@@ -391,10 +391,11 @@ class LocalStorage:
         while not os.path.isdir(above):
             above = os.path.dirname(above)
             holders.add(above)
-        if self._root in holders:  # what is made there holds checkpoints
-            first = path[len(self._root) + 1 :].partition("/")[0]
-            os.makedirs(f"{self._root}/{first}", exist_ok=True)
-            posix.spread_directories(f"{self._root}/{first}")
+        first = f"{self._root}/{path[len(self._root) + 1 :].partition('/')[0]}"
+        if self._root in holders and first != path:  # what is made there holds checkpoints
+            with contextlib.suppress(FileExistsError):  # or somebody else makes and removes it meanwhile
+                os.makedirs(first, exist_ok=True)
+            posix.spread_directories(first)
         os.makedirs(path, exist_ok=True)
         self._made_in |= holders
 
