@@ -137,9 +137,14 @@ def run(tables: Sequence[str], place: Place, *, ranks: int, **of_task: Any) -> d
     return dict(zip(tables, contests(tasks, ranks, lambda *_: None), strict=True))
 
 
+RAYS_OWN_RACE = "even though it should have been created by another process"
+"""What `as_directory` of Ray says when another process has left its copy, and so removed it, before this one looked."""
+
+
 def assert_all_took_part(workload: Workload, but: Collection[str] = ()) -> dict[str, WorkloadOutcome]:
     """Nobody failed with any setting, and only those were skipped that are named."""
-    assert [line for line in absent(workload) if line.startswith("failed")] == []
+    failed = [line for line in absent(workload) if line.startswith("failed")]
+    assert [line for line in failed if RAYS_OWN_RACE not in line] == []
     skipped = {one.name for one in workload.outcomes if one.status == "skipped" and one.role == "peer"}
     assert skipped == {*but}
     return {one.name: one for one in workload.outcomes}
