@@ -15,6 +15,7 @@ from ckptstore.bench.peers.limits import Memcpy
 from ckptstore.bench.turns import Contest
 from ckptstore.testing import run_ranks
 
+_FIGURE = "blocked_seconds"
 SIZE_BYTES = (1 << 30) if FULL else (8 << 20)
 
 
@@ -23,7 +24,7 @@ def first_saves(directory: str) -> list[WorkloadOutcome]:
     with process_group() as (rank, world_size):
         case = Case(place=Place(uri=directory), rank=rank, world_size=world_size, durable=True)
         case.make_state("tensors", SIZE_BYTES)
-        contest = Contest(case, "save", figure="blocked_seconds", tell=lambda *_: None)
+        contest = Contest(case, "save", figure=_FIGURE, tell=lambda *_: None)
         return contest.run([FirstSave, FirstSaveWarmed, FirstSaveResumed, FirstDefaultStaged, Memcpy], repeat=ROUNDS)
 
 
@@ -31,4 +32,5 @@ def test_first_save(tell: Callable[[Workload], None], tmp_path: Path) -> None:
     (outcomes,) = run_ranks(1, first_saves, str(tmp_path), timeout_seconds=1800)
     assert [one.reason for one in outcomes if one.status != "measured"] == []
     title = "Stall of the first asynchronous save"
-    tell(Workload(name="", title=title, size_bytes=SIZE_BYTES, ranks=1, outcomes=tuple(outcomes)))
+    found = Workload(name="", title=title, size_bytes=SIZE_BYTES, ranks=1, outcomes=tuple(outcomes), figure=_FIGURE)
+    tell(found)
