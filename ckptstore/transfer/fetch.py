@@ -29,14 +29,14 @@ def download(
     durable: bool,
 ) -> None:
     """Fetch files to new paths. See `Transfer.download`."""
-    kind = _Kept(read_only, durable)
-    found = _fetch(engine, wanted, kind, beat)
+    kept = _Kept(read_only, durable)
+    found = _fetch(engine, wanted, kept, beat)
     damaged = [place for place, checked in zip(wanted, found, strict=True) if checked.damage]
     if damaged:  # a bit may have flipped on its way
         if engine.copies is not None:
             for item, _ in damaged:
                 engine.copies.doubt(item.key)
-        for checked in _fetch(engine, damaged, kind, beat):
+        for checked in _fetch(engine, damaged, kept, beat):
             if checked.damage:
                 raise checked.damage
     if durable:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.runtime.free_memory import Room
-from ckptstore.saving.staging import Staging
+from ckptstore.saving.staging import Buffer, Staging
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import MemorySource
 
@@ -138,3 +138,25 @@ def test_what_nobody_wants_is_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
     staging.stage(files(b"abc"), device)
     assert len(staging.buffers) == 1
     staging.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_is_asked_for_before_the_first_copy_and_never_again(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    real = Buffer.populate
+
+    def populate(buffer: Buffer, start: int = 0, stop: int | None = None) -> None:
+        asked.append(start)
+        real(buffer, start, stop)
+
+    monkeypatch.setattr(Buffer, "populate", populate)
+    staging = Staging(shared=shared, num_threads=2, device=Recorder())
+    source = MemorySource([memoryview(os.urandom(20 << 20))])
+    for _ in range(2):
+        (copy,) = staging.stage([PlannedFile("file", source)], Recorder())
+        with copy.source.open() as read:
+            assert b"".join(read(0, source.size_bytes, memoryview(bytearray()))) == b"".join(source.views)
+    staging.close()
+    assert sorted(asked) == [0, 8 << 20, 16 << 20]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ckptstore.bench.case import Case
@@ -65,7 +65,7 @@ class FirstSaveCkptstore(Ckptstore):
 class KeptCkptstore(Ckptstore):
     """`save` by a store that stays open from save to save, as in a job: what it has found out is used again."""
 
-    warmed = ("save",)
+    warmed: ClassVar[Sequence[str]] = ("save",)
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
@@ -98,6 +98,7 @@ class KeptCkptstore(Ckptstore):
 class AsyncCkptstore(KeptCkptstore):
     """`save_async`, warmed up: its memory is used again."""
 
+    warmed = ()
     uploader: ClassVar[UploaderKind] = "thread"
 
     def begun(self) -> CheckpointStore:

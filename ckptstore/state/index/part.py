@@ -198,11 +198,10 @@ class Part:
         return self._values[1]
 
     def layout(self) -> list[bytes]:
-        """Everything but digests of blocks and plain values: equal for parts that say the same."""
+        """Which boxes of which tensors lie where: equal for parts that differ in digests and plain values alone."""
         texts = ["\0".join(self.names), "\0".join(self.files), str(self.rank)]
         columns = [self.dtype, self.ndim, self.flags, self.shape_at, self.numbers, self.chunk_tensor, self.chunk_file]
-        columns += [self.chunk_offset, self.chunk_bytes, self.chunk_box, self.chunk_region]
-        columns += [self.regions.file, self.regions.offset, self.regions.size_bytes]
+        columns += [self.chunk_offset, self.chunk_box]
         named = [text.encode("utf-8", "surrogatepass") for text in texts]
         return named + [column.dtype.str.encode() + column.tobytes() for column in columns]
 

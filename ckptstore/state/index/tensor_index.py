@@ -202,7 +202,7 @@ class TensorIndex:
         return {rank: frozenset(names) for rank, names in found.items()}
 
     def layout_digest(self) -> bytes:
-        """Equal for two indices that differ in nothing but digests of blocks and plain values."""
+        """Equal for two indices that differ in digests of blocks and plain values alone."""
         digest = xxhash.xxh3_128()
         for part in self.parts:
             for column in part.layout():
