@@ -52,14 +52,15 @@ def test_patterns_that_start_from_nothing(cluster: RayCluster, tmp_path: Path, h
 @pytest.mark.timeout(600)  # the workers start twice, on whatever is left of the machine
 @pytest.mark.parametrize(("how", "by"), [("report", "ray"), ("store", "trainer"), ("before", "ray")])
 def test_patterns_that_go_on_after_a_failure(cluster: RayCluster, tmp_path: Path, how: str, by: str) -> None:
-    """By Ray itself, or by a trainer of the same name."""
+    """By Ray itself, or by a trainer of the same name. Ray may lose what a worker reported just before it failed: where
+    Ray keeps, the epoch is then trained, and fails, again."""
     run: dict[str, Any] = {"storage_path": tmp_path, "name": how, "torch": True}
     train = getattr(patterns, f"resumed_{how}")
     if by == "trainer":
         with pytest.raises(ray.train.TrainingFailedError, match="Intentional error"):
             fit(train, **run)
-    result = fit(train, max_failures=1 if by == "ray" else 0, **run)
-    assert result.metrics["start"] == 2
+    result = fit(train, max_failures=5 if by == "ray" else 0, **run)
+    assert result.metrics["start"] == 2, "it went on from the epoch that failed"
     assert len(result.best_checkpoints) == 4
     if how == "store":
         assert steps_of(result, how) == [0, 1, 2, 3]
