@@ -157,6 +157,7 @@ class Staging:
                         raise _Enough
                     buffer.populate(start, start + _COPY_BYTES)
                     made_bytes += _COPY_BYTES
+                buffer.is_new = False
         except (_Enough, OSError, MemoryError, RuntimeError) as error:
             logger.debug("%d bytes are ready for the next save_async (%r)", made_bytes, error)
         if not self._is_wanted.wait(_UNUSED_SECONDS):

@@ -140,9 +140,9 @@ def test_what_nobody_wants_is_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
     staging.close()
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("shared", "ahead"), [(False, False), (True, False), (False, True)])
 def test_memory_is_asked_for_before_the_first_copy_and_never_again(
-    shared: bool, monkeypatch: pytest.MonkeyPatch
+    shared: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     real = Buffer.populate
@@ -153,10 +153,12 @@ def test_memory_is_asked_for_before_the_first_copy_and_never_again(
 
     monkeypatch.setattr(Buffer, "populate", populate)
     staging = Staging(shared=shared, num_threads=2, device=Recorder())
-    source = MemorySource([memoryview(os.urandom(20 << 20))])
+    source = MemorySource([memoryview(os.urandom(40 << 20))])
+    if ahead:
+        prepared(staging, source.size_bytes)
     for _ in range(2):
         (copy,) = staging.stage([PlannedFile("file", source)], Recorder())
         with copy.source.open() as read:
             assert b"".join(read(0, source.size_bytes, memoryview(bytearray()))) == b"".join(source.views)
     staging.close()
-    assert sorted(asked) == [0, 8 << 20, 16 << 20]
+    assert sorted(asked) == [0, 8 << 20, 16 << 20, 24 << 20, 32 << 20]
