@@ -20,6 +20,7 @@ import psutil
 
 from ckptstore.bench.figures.report import S3_SINK, S3_TEST
 from ckptstore.errors import InvalidInput, StorageFull
+from ckptstore.storage.disk import posix
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.uri import parse_uri
 
@@ -115,6 +116,7 @@ def opened_place(
         above.mkdir(parents=True, exist_ok=True)
         place = Place(uri=str(above / name))
         place.path.mkdir()
+        posix.spread_directories(str(place.path))  # no turn pays for what another one has deleted
         try:
             yield place
         finally:
