@@ -32,8 +32,10 @@ ENVIRONMENT = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
+    "RAY_worker_niceness": "0",
 }
-"""What the driver and every process of the cluster have in their environment before Ray is imported."""
+"""What the driver and every process of the cluster have in their environment before Ray is imported. Workers
+that are nicer than others, as Ray has it, come to nothing on a machine that is busy."""
 
 _OBJECT_STORE_BYTES = 80 << 20
 """Ray wants 75 MiB at least."""
