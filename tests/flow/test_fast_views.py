@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_fast_tier import Jobs, save, state_of
+from test_fast_tier import Jobs, save, settle, state_of
 
 from ckptstore import (
     CheckpointDamaged,
@@ -25,7 +25,6 @@ from ckptstore import (
     StorageError,
     open_store,
 )
-from ckptstore.catalogue import job_of
 from ckptstore.events import CheckpointSkipped, Event, listening
 
 
@@ -188,13 +187,6 @@ def test_a_file_on_another_node(jobs: Jobs) -> None:
         found = store.latest(fast=True)
         assert found is not None
         loaded(found, 2)
-
-
-def settle(store: CheckpointStore) -> None:
-    """What is superseded is deleted in the background."""
-    place = job_of(store).fast
-    assert place is not None
-    place.settle()
 
 
 def test_it_becomes_durable_and_leaves_the_node(jobs: Jobs) -> None:
