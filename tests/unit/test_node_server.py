@@ -191,11 +191,19 @@ class Slow:
         yield read
 
 
+class Nowhere:
+    """What large files, for which a test has no room, are written to."""
+
+    def write_part(self, *_: object) -> None: ...
+
+    def abort(self) -> None: ...
+
+
 def test_what_is_given_up_is_not_read_any_more(disk: NodeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptstore.fast.partner import _Sending
     from ckptstore.transfer.planned import PlannedFile
 
-    monkeypatch.setattr(type(disk.storage), "open_parts", lambda *_: None)  # no room for such a file
+    monkeypatch.setattr(type(disk.storage), "open_parts", lambda *_: Nowhere())
     with served(disk) as server, reached(server) as client:
         source = Slow()
         sending = _Sending(client, [PlannedFile(ATTEMPT.key("a"), source)])
