@@ -32,6 +32,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
     for name in list(os.environ):
         if name.startswith("CKPTSTORE_") or name in LAUNCHER_VARIABLES:
             monkeypatch.delenv(name)
+    monkeypatch.setenv("CKPTSTORE_CHECK_COPIES", "all")
     monkeypatch.setenv("CKPTSTORE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
 
 

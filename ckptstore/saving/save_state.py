@@ -114,7 +114,7 @@ class StateSaver:
         upload = _StagedUpload(self, target, in_process=in_process)
         shard = self._shard(state, options, target, upload=self._doubled(upload, target))
         begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
-        staged = _Staged(shard)
+        staged = _Staged(shard, check_all=self.job.config.transfer.check_copies == "all")
 
         def finish() -> Any:
             saved = self._finish(target, staged, shard, begun)
@@ -339,18 +339,16 @@ class StateSaver:
 class _Staged:
     """A shard whose files are copies. What kept them from being copied is raised where all ranks hear of it."""
 
-    def __init__(self, shard: StateShard) -> None:
+    def __init__(self, shard: StateShard, *, check_all: bool) -> None:
         self._shard = shard
+        self._check_all = check_all
         self._error: Exception | None = None
         self.describe, self.decide, self.hear, self.join = shard.describe, shard.decide, shard.hear, shard.join
 
     def stage(self, staging: Callable[[], Staging]) -> None:
         """Copy everything that this rank will write."""
         try:
-            self._shard.plan()
-            files = [PlannedFile(name, source) for name, source in self._shard.sources]
-            staged = staging().stage(files, self._shard.launched)
-            self._shard.sources = [(file.key, file.source) for file in staged]
+            self._shard.stage(staging().stage, check_all=self._check_all)
         except Exception as error:  # no memory, for instance
             self._error = error
 

@@ -20,8 +20,7 @@ from typing import Protocol
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.free_memory import tightest_room
 from ckptstore.runtime.new_memory import new_memory, populate, touch
-from ckptstore.transfer.planned import PlannedFile
-from ckptstore.transfer.sources import MemorySource, Source
+from ckptstore.transfer.sources import MemorySource
 
 _COPY_BYTES = 8 << 20
 """What one thread copies at once."""
@@ -50,6 +49,21 @@ class Device(Protocol):
 
     def entrance(self) -> Callable[[], None]:
         """What another thread calls before it makes memory a target of copies from the devices of this one."""
+
+
+class Staged(Protocol):
+    """What is staged: a file that can be copied in stretches, by several threads at once."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes there are."""
+
+    @property
+    def payloads(self) -> Sequence[tuple[int, int]]:
+        """See `Source.payloads`."""
+
+    def fill(self, offset: int, target: memoryview) -> None:
+        """Write the bytes from `offset` on over all of `target`, and over nothing else."""
 
 
 class Launched(Protocol):
@@ -180,18 +194,18 @@ class Staging:
         for buffer in fresh:
             buffer.is_new = False
 
-    def stage(self, files: Sequence[PlannedFile], launched: Launched) -> list[PlannedFile]:
-        """Copy all files into buffers, and return them with the copies as their sources, in the same order. The bytes
-        are those that there are once `launched` is finished.
+    def stage(self, files: Sequence[Staged], launched: Launched) -> list[MemorySource]:
+        """Copy all files into buffers, and return the copies in the same order. The bytes are those that there are once
+        `launched` is finished.
 
         What an earlier call returned must not be in use any more. Raises InvalidState when there is no memory for it.
         """
         self._settle()
-        self._fit([file.source.size_bytes for file in files])
+        self._fit([file.size_bytes for file in files])
         pieces = [
-            (file.source, buffer, start)
+            (file, buffer, start)
             for file, buffer in zip(files, self.buffers, strict=False)
-            for start in range(0, file.source.size_bytes, _COPY_BYTES)
+            for start in range(0, file.size_bytes, _COPY_BYTES)
         ]
         with ThreadPoolExecutor(self._num_threads, "ckptstore-staging", launched.enter_thread) as pool:
             list(pool.map(lambda piece: _copy(*piece), pieces))
@@ -199,7 +213,7 @@ class Staging:
         for buffer in self.buffers:
             buffer.is_new = False
         return [
-            PlannedFile(file.key, MemorySource((buffer.view[: file.source.size_bytes],), payloads=file.source.payloads))
+            MemorySource((buffer.view[: file.size_bytes],), payloads=file.payloads)
             for file, buffer in zip(files, self.buffers, strict=False)
         ]
 
@@ -235,18 +249,9 @@ class Staging:
         return fresh
 
 
-def _copy(source: Source, buffer: Buffer, start: int) -> None:
-    """Copy one stretch of a source. The interpreter lock is free while bytes are copied."""
-    size_bytes = min(_COPY_BYTES, source.size_bytes - start)
+def _copy(file: Staged, buffer: Buffer, start: int) -> None:
+    """Copy one stretch of a file to its place in the buffer."""
+    stop = min(start + _COPY_BYTES, file.size_bytes)
     if buffer.is_new:  # page by page it takes longer
-        buffer.populate(start, start + size_bytes)
-    target = buffer.view[start : start + size_bytes]
-    with source.open() as read:
-        done = 0
-        for view in read(start, size_bytes, target):
-            length = len(view)
-            if view.readonly:  # headers and the like: too short to be worth more
-                target[done : done + length] = view
-            elif (address := ctypes.addressof(ctypes.c_char.from_buffer(view))) != buffer.address + start + done:
-                ctypes.memmove(buffer.address + start + done, address, length)
-            done += length
+        buffer.populate(start, stop)
+    file.fill(start, buffer.view[start:stop])

@@ -22,6 +22,7 @@ from ckptstore.state.index.outline import OUTLINE_NAME, part_name
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.device import LaunchedWork
+from ckptstore.state.tensors.segments import SegmentSource
 from ckptstore.state.write.agree import Agreement, agreement_of_one, is_settled
 from ckptstore.state.write.copies import boxes_of, check_equal
 from ckptstore.state.write.coverage import Expected
@@ -164,6 +165,19 @@ class StateShard:
         if options.stock_readable and not agreement.is_outlined:
             self._add_stock_values(agreement, [*plan.common, *plan.own])
         self.sources = [*self._files.sources()]
+
+    def stage(
+        self, copy: Callable[[Sequence[SegmentSource], LaunchedWork], Sequence[MemorySource]], *, check_all: bool
+    ) -> None:
+        """Have all that this rank will write copied, as `Staging.stage` does, and compare the copies: `sources` are
+        these afterwards. Raises CkptstoreError, with the key, for one that is not as its tensor."""
+        self.plan()
+        assert self._files is not None
+        names, originals = zip(*self._files.sources(), strict=True) if self._files.files else ((), ())
+        check = self._files.copy_check(turn=self._memo.next_turn(), every=check_all)
+        copies = copy(originals, self.launched)
+        check.compare([one.views[0] for one in copies])
+        self.sources = list(zip(names, copies, strict=True))
 
     def _add_stock_values(self, agreement: Agreement, keys: Sequence[str]) -> None:
         """Stock readers know one value for each key: the lowest rank's."""

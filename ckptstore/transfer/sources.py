@@ -17,8 +17,12 @@ from typing import NamedTuple, Protocol
 from ckptstore.errors import InvalidSource, SourceChanged
 
 Read = Callable[[int, int, memoryview], Sequence[memoryview]]
-"""`read(offset, size_bytes, scratch)` gives the bytes of a range, in order: in memory that the source owns, or read
-into `scratch`, which has room for them. They are valid until `scratch` is given to another call."""
+"""`read(offset, size_bytes, scratch)` gives the bytes of a range as views, in order.
+
+`scratch` has room for all of them unless the source is `in_memory`. It belongs to the source for the call: the source
+may write anything over its first `size_bytes`, and nothing behind them. The views are memory that the source owns or
+parts of `scratch`, wherever in it. So what lies in `scratch` afterwards means nothing by its place: the bytes are those
+of the views. They are valid until `scratch` is given to another call."""
 
 
 class Source(Protocol):

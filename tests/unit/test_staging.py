@@ -11,8 +11,7 @@ import pytest
 
 from ckptstore.runtime.free_memory import Room
 from ckptstore.saving.staging import Buffer, Staging
-from ckptstore.transfer.planned import PlannedFile
-from ckptstore.transfer.sources import MemorySource
+from ckptstore.state.tensors.segments import Bytes, SegmentSource
 
 
 class Recorder:
@@ -39,11 +38,8 @@ class Recorder:
         self.num_finished += 1
 
 
-def files(*contents: bytes) -> list[PlannedFile]:
-    return [
-        PlannedFile(f"f{index}", MemorySource([memoryview(bytearray(data))], payloads=[(0, len(data))]))
-        for index, data in enumerate(contents)
-    ]
+def files(*contents: bytes) -> list[SegmentSource]:
+    return [SegmentSource.of([Bytes(memoryview(bytearray(data)))], payloads=[(0, len(data))]) for data in contents]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -54,11 +50,9 @@ def test_copies_are_the_files_and_buffers_are_kept(shared: bool) -> None:
         given = files(*contents)
         staged = staging.stage(given, device)
         for one in given:
-            one.source.views[0][:] = bytes(len(one.source.views[0]))  # type: ignore[attr-defined]
-        assert [bytes(one.source.views[0]) for one in staged] == list(contents)  # type: ignore[attr-defined]
-        assert [(one.key, list(one.source.payloads)) for one in staged] == [
-            (one.key, list(one.source.payloads)) for one in given
-        ]
+            one.segments[0].memory[:] = bytes(one.size_bytes)
+        assert [bytes(one.views[0]) for one in staged] == list(contents)
+        assert [list(one.payloads) for one in staged] == [list(one.payloads) for one in given]
     assert len(staging.buffers) == len(device.locked) == 3
     assert all((buffer.descriptor is not None) == shared for buffer in staging.buffers)
     assert device.num_threads >= device.num_finished == 2
@@ -101,7 +95,7 @@ def test_buffers_are_made_in_the_background() -> None:
     staged = staging.stage(files(*contents), Recorder())
     assert [buffer.number for buffer in staging.buffers] == made
     assert not staging.is_unused
-    assert tuple(bytes(one.source.views[0]) for one in staged) == contents  # type: ignore[attr-defined]
+    assert tuple(bytes(one.views[0]) for one in staged) == contents
 
 
 def test_a_save_that_comes_too_early_takes_what_is_there() -> None:
@@ -110,7 +104,7 @@ def test_a_save_that_comes_too_early_takes_what_is_there() -> None:
         staging = Staging(shared=False, num_threads=2, device=Recorder())
         staging.prepare([len(data), len(data)])
         (staged,) = staging.stage(files(data), Recorder())
-        assert staged.source.views[0] == data  # type: ignore[attr-defined]
+        assert staged.views[0] == data
         del staged
         staging.close()
 
@@ -153,12 +147,12 @@ def test_memory_is_asked_for_before_the_first_copy_and_never_again(
 
     monkeypatch.setattr(Buffer, "populate", populate)
     staging = Staging(shared=shared, num_threads=2, device=Recorder())
-    source = MemorySource([memoryview(os.urandom(40 << 20))])
+    (source,) = files(os.urandom(40 << 20))
     if ahead:
         prepared(staging, source.size_bytes)
     for _ in range(2):
-        (copy,) = staging.stage([PlannedFile("file", source)], Recorder())
-        with copy.source.open() as read:
-            assert b"".join(read(0, source.size_bytes, memoryview(bytearray()))) == b"".join(source.views)
+        (copy,) = staging.stage([source], Recorder())
+        assert copy.views[0] == source.segments[0].memory
+        del copy
     staging.close()
     assert sorted(asked) == [0, 8 << 20, 16 << 20, 24 << 20, 32 << 20]

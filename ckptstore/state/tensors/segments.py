@@ -31,30 +31,33 @@ class Segment(Protocol):
         """How many bytes there are."""
 
     @property
-    def in_memory(self) -> bool:
-        """Whether reading copies nothing."""
+    def memory(self) -> memoryview | None:
+        """The bytes themselves, where they lie in host memory as they are to be stored; else None."""
 
-    def read(self, offset: int, size_bytes: int, scratch: memoryview) -> memoryview:
-        """The bytes of a range, in memory that stays, or in `scratch`."""
+    def fill(self, offset: int, target: memoryview) -> None:
+        """Write the bytes from `offset` on over all of `target`, and over nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
     """Memory as it is."""
 
-    view: memoryview | bytes
+    memory: memoryview
     keeps: torch.Tensor | None = None
     """The tensor whose memory it is."""
-    in_memory: bool = True
 
     @property
     def size_bytes(self) -> int:
         """How many bytes there are."""
-        return len(self.view)
+        return len(self.memory)
 
-    def read(self, offset: int, size_bytes: int, scratch: memoryview) -> memoryview:
-        """Without a copy."""
-        return memoryview(self.view)[offset : offset + size_bytes]
+    def fill(self, offset: int, target: memoryview) -> None:
+        """Copy memory. The interpreter lock is free meanwhile, except for what cannot be written to: headers, short."""
+        source = self.memory[offset : offset + len(target)]
+        if source.readonly or not source:
+            target[:] = source
+        else:
+            ctypes.memmove(_address(target), _address(source), len(target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +65,29 @@ class Copied:
     """A tensor whose bytes do not simply lie in host memory."""
 
     tensor: torch.Tensor
-    in_memory: bool = False
+    memory: None = None
 
     @property
     def size_bytes(self) -> int:
         """How many bytes it has when it is contiguous."""
         return self.tensor.numel() * self.tensor.element_size()
 
-    def read(self, offset: int, size_bytes: int, scratch: memoryview) -> memoryview:
+    def fill(self, offset: int, target: memoryview) -> None:
         """Copy the elements that cover the range to the host."""
-        element_bytes = self.tensor.element_size()
-        first, last = offset // element_bytes, -(-(offset + size_bytes) // element_bytes)
-        is_whole = first * element_bytes == offset and last * element_bytes == offset + size_bytes
-        if is_whole and len(scratch) >= size_bytes:
-            target = torch.frombuffer(scratch, dtype=torch.uint8, count=size_bytes).view(self.tensor.dtype)
-        else:
-            target = torch.empty(last - first, dtype=self.tensor.dtype)
+        bits = bits_of(self.tensor)
+        element_bytes = bits.element_size()
+        first, last = offset // element_bytes, -(-(offset + len(target)) // element_bytes)
+        before, after = offset - first * element_bytes, last * element_bytes - offset - len(target)
+        if before or after:  # it begins or ends inside of an element
+            whole = memoryview(bytearray((last - first) * element_bytes))
+            self.fill(first * element_bytes, whole)
+            target[:] = whole[before : len(whole) - after]
+            return
+        flat = torch.frombuffer(target, dtype=torch.uint8).view(bits.dtype)
         done = 0
-        for box in boxes_of_range(tuple(self.tensor.shape), first, last):
-            piece = narrowed(self.tensor, box)
-            target[done : done + box.volume].copy_(piece.reshape(-1) if piece.is_contiguous() else piece.flatten())
+        for box in boxes_of_range(tuple(bits.shape), first, last):
+            flat[done : done + box.volume].view(box.sizes).copy_(narrowed(bits, box))
             done += box.volume
-        start = offset - first * element_bytes
-        if is_whole and len(scratch) >= size_bytes:
-            return scratch[:size_bytes]
-        return memoryview(bytes(view_of(target)[start : start + size_bytes]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Slab:
     templates: Sequence[Template]
     tensors: Sequence[torch.Tensor]
     ends: Sequence[int] = field(default=(), repr=False)
-    in_memory: bool = False
+    memory: None = None
 
     @staticmethod
     def of(templates: Sequence[Template], tensors: Sequence[torch.Tensor]) -> Slab:
@@ -108,15 +109,15 @@ class Slab:
         """Of all frames."""
         return self.ends[-1]
 
-    def read(self, offset: int, size_bytes: int, scratch: memoryview) -> memoryview:
+    def fill(self, offset: int, target: memoryview) -> None:
         """The frames that cover the range, joined."""
-        first, last = bisect_right(self.ends, offset), bisect_right(self.ends, offset + size_bytes - 1)
+        first, last = bisect_right(self.ends, offset), bisect_right(self.ends, offset + len(target) - 1)
         payloads = _payloads(self.tensors[first : last + 1])
         parts: list[bytes] = []
         for template, payload in zip(self.templates[first : last + 1], payloads, strict=True):
             parts += (template.header, payload, template.trailer)
         start = offset - (self.ends[first - 1] if first else 0)
-        return memoryview(b"".join(parts))[start : start + size_bytes]
+        target[:] = memoryview(b"".join(parts))[start : start + len(target)]
 
 
 def _payloads(tensors: Sequence[torch.Tensor]) -> list[bytes]:
@@ -154,6 +155,21 @@ def payload_segment(tensor: torch.Tensor) -> Segment:
     return Bytes(view_of(tensor), keeps=tensor) if is_plain_memory(tensor) else Copied(tensor)
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers, for which torch has every operation; a tensor whose numbers are the conjugates
+    or the opposites of those in memory as it is."""
+    if tensor.is_conj() or tensor.is_neg() or tensor.element_size() not in _WHOLE_NUMBERS:
+        return tensor
+    return tensor.view(_WHOLE_NUMBERS[tensor.element_size()])
+
+
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentSource:
     """A file made of segments. The tensors stay unchanged until it has been written."""
@@ -167,7 +183,7 @@ class SegmentSource:
     def of(segments: Sequence[Segment], payloads: Sequence[tuple[int, int]]) -> SegmentSource:
         """The file of these segments; `payloads` are the (offset, size) of the regions with digests."""
         ends = list(accumulate(segment.size_bytes for segment in segments))
-        return SegmentSource(segments, payloads, ends, all(segment.in_memory for segment in segments))
+        return SegmentSource(segments, payloads, ends, all(segment.memory is not None for segment in segments))
 
     @property
     def size_bytes(self) -> int:
@@ -180,15 +196,31 @@ class SegmentSource:
         yield self._read
 
     def _read(self, offset: int, size_bytes: int, scratch: memoryview) -> Sequence[memoryview]:
-        index = bisect_right(self.ends, offset)
         found: list[memoryview] = []
         used = 0
+        for segment, start, count in self._stretches(offset, size_bytes):
+            if segment.memory is not None:
+                found.append(segment.memory[start : start + count])
+            else:
+                segment.fill(start, scratch[used : used + count])
+                found.append(scratch[used : used + count])
+                used += count
+        return found
+
+    def fill(self, offset: int, target: memoryview) -> None:
+        """Write the bytes from `offset` on over all of `target`, and over nothing else: each is copied once."""
+        done = 0
+        for segment, start, count in self._stretches(offset, len(target)):
+            segment.fill(start, target[done : done + count])
+            done += count
+
+    def _stretches(self, offset: int, size_bytes: int) -> Iterator[tuple[Segment, int, int]]:
+        """The segments that hold a range, each with where its part of the range begins in it, and how long it is."""
+        index = bisect_right(self.ends, offset)
         while size_bytes:
             start = offset - (self.ends[index - 1] if index else 0)
             segment = self.segments[index]
             count = min(size_bytes, segment.size_bytes - start)
             if count:
-                found.append(segment.read(start, count, scratch[used : used + count]))
-            used += 0 if segment.in_memory else count
+                yield segment, start, count
             offset, size_bytes, index = offset + count, size_bytes - count, index + 1
-        return found

@@ -27,6 +27,12 @@ class SaveMemo:
     _plan: tuple[Any, RankPlan] | None = None
     """What a plan was made for, and the plan: one assignment, so that no error comes between the two."""
     _stock: tuple[Any, bytes] | None = None
+    _turn: int = 0
+
+    def next_turn(self) -> int:
+        """Another number for each save of this process: which copies it looks at."""
+        self._turn += 1
+        return self._turn
 
     @collector_paused()
     def plan(self, items: Sequence[Item], agreement: Agreement, rank: int) -> RankPlan:

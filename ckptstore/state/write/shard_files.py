@@ -21,8 +21,9 @@ from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.index.part import DTYPES, PartBuilder
 from ckptstore.state.tensors.boxes import Box, inside
 from ckptstore.state.tensors.frames import Template, template
-from ckptstore.state.tensors.segments import Bytes, Segment, SegmentSource, Slab, narrowed, payload_segment
+from ckptstore.state.tensors.segments import Bytes, Copied, Segment, SegmentSource, Slab, narrowed, payload_segment
 from ckptstore.state.write.assignment import RankPlan
+from ckptstore.state.write.copy_check import CopyCheck, Placed
 from ckptstore.state.write.describe import Described
 from ckptstore.state.write.incremental import Kept, KeptChunk, KeptFile, Place, digests_of, free_names
 from ckptstore.state.write.outlining import RankTold
@@ -43,6 +44,7 @@ class _Placed(NamedTuple):
     box: Box
     offset: int
     payload_bytes: int
+    tensor: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -64,8 +66,8 @@ class ShardFile:
     def add_slab(self, keys: Sequence[tuple[str, Box]], slab: Slab) -> None:
         """Begin with small tensors."""
         offset = 0
-        for (key, box), made, end in zip(keys, slab.templates, slab.ends, strict=True):
-            self.placed.append(_Placed(key, box, offset + len(made.header), made.payload_bytes))
+        for (key, box), made, tensor, end in zip(keys, slab.templates, slab.tensors, slab.ends, strict=True):
+            self.placed.append(_Placed(key, box, offset + len(made.header), made.payload_bytes, tensor))
             offset = end
         self.slab_bytes = slab.size_bytes
         self.regions.append((0, slab.size_bytes))
@@ -74,11 +76,11 @@ class ShardFile:
     def add_large(self, key: str, box: Box, made: Template, tensor: torch.Tensor) -> None:
         """One tensor, its payload aligned."""
         gap = -(self.size_bytes + len(made.header)) % ALIGN_BYTES
-        self.add(Bytes(bytes(gap) + made.header))
-        self.placed.append(_Placed(key, box, self.size_bytes, made.payload_bytes))
+        self.add(Bytes(memoryview(bytes(gap) + made.header)))
+        self.placed.append(_Placed(key, box, self.size_bytes, made.payload_bytes, tensor))
         self.regions.append((self.size_bytes, made.payload_bytes))
         self.add(payload_segment(tensor))
-        self.add(Bytes(made.trailer))
+        self.add(Bytes(memoryview(made.trailer)))
 
     def source(self) -> SegmentSource:
         """What is to be written."""
@@ -170,12 +172,23 @@ class ShardFiles:
         for key, frame in frames.items():
             if frame not in known:
                 known[frame] = file.size_bytes
-                file.add(Bytes(frame))
+                file.add(Bytes(memoryview(frame)))
             self.stock[key] = file.name, known[frame], len(frame)
 
     def sources(self) -> list[tuple[str, SegmentSource]]:
         """Name and source of each file."""
         return [(file.name, file.source()) for file in self.files]
+
+    def copy_check(self, *, turn: int, every: bool) -> CopyCheck:
+        """What compares copies of the files with the tensors in them."""
+        large: list[Placed] = []
+        small: list[Placed] = []
+        for number, file in enumerate(self.files):
+            gathered = {id(segment.tensor) for segment in file.segments if isinstance(segment, Copied)}
+            for key, _, offset, size_bytes, tensor in file.placed:
+                one = Placed(key, number, offset, size_bytes, id(tensor) in gathered, tensor)
+                (small if offset < file.slab_bytes else large).append(one)
+        return CopyCheck(large, small, turn=turn, every=every)
 
     @collector_paused()
     def index_part(self, block_crcs: Sequence[Sequence[bytes]]) -> bytes:
