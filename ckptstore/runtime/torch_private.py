@@ -83,10 +83,10 @@ def non_persistent_buffers(module: Any) -> list[str]:
     ]
 
 
-def bare_step(optimizer: Any) -> Any:
-    """The step of an optimizer's class, without the hooks that torch and users put around it."""
-    step = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+def has_state_dict_hooks(optimizer: Any) -> bool:
+    """Whether hooks look at what an optimizer gives as its state dict, or takes."""
+    kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    return any(getattr(optimizer, f"_optimizer_{kind}_hooks", None) for kind in kinds)
 
 
 def is_wrapper(tensor: Any) -> bool:

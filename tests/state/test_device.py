@@ -13,7 +13,6 @@ import torch
 
 from ckptstore.saving.staging import Staging
 from ckptstore.state.tensors import device
-from ckptstore.transfer.planned import PlannedFile
 
 
 class Cuda:
@@ -114,15 +113,10 @@ class OnDevice:
     def __init__(self, cuda: Cuda, size_bytes: int) -> None:
         self.cuda, self.size_bytes = cuda, size_bytes
 
-    @contextmanager
-    def open(self) -> Iterator[Any]:
-        yield self._read
-
-    def _read(self, offset: int, size_bytes: int, scratch: memoryview) -> list[memoryview]:
+    def fill(self, offset: int, target: memoryview) -> None:
         stream = self.cuda.current_stream(1)
         self.cuda.note("copy", stream.name, self.cuda.current_device())
-        scratch[:size_bytes] = b"x" * size_bytes
-        return [scratch[:size_bytes]]
+        target[:] = b"x" * len(target)
 
 
 @pytest.fixture
@@ -139,9 +133,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 def stage_twice(*sizes_bytes: int, devices: set[torch.device], cuda: Cuda) -> None:
     staging = Staging(shared=False, num_threads=3, device=device)
     for _ in range(2):
-        files = [PlannedFile(f"f{size}", OnDevice(cuda, size)) for size in sizes_bytes]
+        files = [OnDevice(cuda, size) for size in sizes_bytes]
         staged = staging.stage(files, device.LaunchedWork(devices))
-        assert [bytes(one.source.views[0]) for one in staged] == [b"x" * size for size in sizes_bytes]  # type: ignore[attr-defined]
+        assert [bytes(one.views[0]) for one in staged] == [b"x" * size for size in sizes_bytes]
     del staged
     staging.close()
 

@@ -23,7 +23,8 @@ from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.live.matching import Matching, Mismatch, Saved, Target
 from ckptstore.state.live.meta import Materialised
 from ckptstore.state.live.module_load import ModuleLoad
-from ckptstore.state.live.modules import collect_module, same_on_all_ranks
+from ckptstore.state.live.modules import collect_module, same_on_all_ranks, uses_fsdp1
+from ckptstore.state.live.optimizer_fsdp1 import Fsdp1OptimizerLoad, collect_fsdp1_optimizer
 from ckptstore.state.live.optimizer_load import OptimizerLoad
 from ckptstore.state.live.optimizers import collect_optimizer, scope_of
 from ckptstore.state.live.units import Kind, Unit, units_of
@@ -54,7 +55,8 @@ def collect(state: Mapping[str, Any]) -> FlatState:
             collect_module(flat, unit.path, unit.item, same)
         elif unit.kind is Kind.OPTIMIZER:
             scope = scope_of(unit.key, unit.item, modules)
-            collect_optimizer(flat, unit.path, unit.item, scope, same)
+            collect_one = collect_fsdp1_optimizer if uses_fsdp1(scope.root) else collect_optimizer
+            collect_one(flat, unit.path, unit.item, scope, same)
         elif unit.kind is Kind.VALUE:
             flat.add_value(unit.path, unit.item)
         else:
@@ -138,7 +140,7 @@ def begin_load(
             if unit.kind is Kind.MODULE:
                 parts.append(ModuleLoad(unit, matching, device=where))
             elif unit.kind is Kind.OPTIMIZER:
-                parts.append(OptimizerLoad(unit, scope_of(unit.key, unit.item, modules), matching))
+                parts.append(_optimizer_load(unit, modules, matching, device=where))
             elif type(unit.item) in PLAIN_TYPES and not unit.item.is_meta:
                 matching.take_tensor([unit.key], unit.item)  # once it is filled there is nothing to finish
             elif unit.kind is Kind.VALUE:
@@ -150,6 +152,17 @@ def begin_load(
         raise
     matching.close(state)
     return Loading(matching.targets, matching.mismatch, parts)
+
+
+def _optimizer_load(
+    unit: Unit, modules: Sequence[tuple[str, torch.nn.Module]], matching: Matching, *, device: torch.device | None
+) -> _Part:
+    if unit.key in matching.saved.values:  # its state dict was not torch's, and was taken as a whole
+        return StatefulLoad(unit, matching, device=device)
+    scope = scope_of(unit.key, unit.item, modules)
+    if not uses_fsdp1(scope.root):
+        return OptimizerLoad(unit, scope, matching)
+    return Fsdp1OptimizerLoad(unit, scope, matching)
 
 
 def _modules(units: Sequence[Unit]) -> list[tuple[str, torch.nn.Module]]:

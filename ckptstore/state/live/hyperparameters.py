@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from ckptstore.state.live.contents import StoredContents
+from ckptstore.state.live.flatten import references_in
 from ckptstore.state.live.matching import Matching
-from ckptstore.state.live.optimizers import GROUPS, Scope, split_name
+from ckptstore.state.live.optimizers import GROUPS, NOT_SETTINGS, Scope, split_name
+from ckptstore.state.live.units import Unit
 
 _ABSENT = object()
 
@@ -18,70 +22,114 @@ class Hyperparameters:
 
     A group gets everything that was saved for its parameters, also what it does not have now (a scheduler's
     `initial_lr`). What the optimizer's class fills in for checkpoints of older releases is filled in. All parameters of
-    a group must have been saved with the same values.
+    a group that were saved must have been saved with the same values.
     """
 
-    def __init__(self, key: str, optimizer: torch.optim.Optimizer, scope: Scope, matching: Matching) -> None:
-        self._key = key
-        self._optimizer = optimizer
+    def __init__(self, unit: Unit, scope: Scope, matching: Matching) -> None:
+        self._unit = unit
+        self._optimizer: torch.optim.Optimizer = unit.item
         self._matching = matching
         self._names = [
-            [name for parameter in group["params"] for name in scope.of(parameter)] for group in optimizer.param_groups
+            [name for parameter in group["params"] for name in scope.of(parameter)]
+            for group in self._optimizer.param_groups
         ]
         self._saved = self._saved_by_parameter()
+        self.known = frozenset(self._saved)
+        """The parameters of which the checkpoint has settings, as far as these were asked for or not."""
+        self._foreign: set[str] = set()
         self._loaded = [self._match(number) for number in range(len(self._names))]
+        self._empty: dict[int, Mapping[str, Any]] = {}
 
-    def flat(self) -> dict[str, Any]:
-        """All of them under flat names, as torch's setter wants them, loaded or not."""
-        flat = {}
-        for group, names, loaded in zip(self._optimizer.param_groups, self._names, self._loaded, strict=True):
-            for item, value in {**group, **loaded}.items():
-                if item != "params":
-                    flat.update({f"{GROUPS}.{name}.{item}": value for name in names})
-        return flat
+    @property
+    def foreign(self) -> frozenset[str]:
+        """The parameters that were saved by another kind of optimizer: settings that this one needs are missing."""
+        return frozenset(self._foreign)
 
-    def apply(self) -> None:
-        """Set what was loaded: the very objects, where torch's setter sets copies."""
-        for group, loaded in zip(self._optimizer.param_groups, self._loaded, strict=True):
-            group.update(loaded)
+    def loaded(self, number: int) -> dict[str, Any]:
+        """What is loaded for one group, once the tensors have been filled."""
+        found = self._loaded[number].items()
+        return {item: value.result() if isinstance(value, StoredContents) else value for item, value in found}
+
+    def plain(self, number: int) -> dict[str, Any]:
+        """The part of it that holds no tensors."""
+        return {item: value for item, value in self._loaded[number].items() if not isinstance(value, StoredContents)}
+
+    def set_empty(self, number: int, settings: Mapping[str, Any]) -> None:
+        """What is loaded for a group without parameters."""
+        self._empty[number] = settings
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set what was loaded: the very objects, where torch sets copies."""
+        for number, group in enumerate(optimizer.param_groups):
+            group.update(self._empty.get(number) or self.loaded(number))
 
     def _saved_by_parameter(self) -> dict[str, dict[str, str]]:
+        """For each parameter the key of each setting. A key of a tensor inside of a value is none of its own."""
         known = {name for names in self._names for name in names}
         saved: dict[str, dict[str, str]] = defaultdict(dict)
-        for key in self._matching.below(f"{self._key}.{GROUPS}"):
-            split = split_name(key.removeprefix(f"{self._key}."), known)
-            if split is not None:
-                self._matching.placed(key)
-                if self._matching.includes(key):
-                    saved[split[1]][split[2]] = key
-        return saved
+        values = self._matching.saved.values
+        for key in self._matching.below(f"{self._unit.key}.{GROUPS}"):
+            split = split_name(key.removeprefix(f"{self._unit.key}."), known)
+            if split is None:
+                continue
+            self._matching.placed(key)
+            _, name, item = split
+            whole = f"{self._unit.key}.{GROUPS}.{name}.{item.partition('.')[0]}"
+            if key == whole or whole not in values:
+                saved[name][item] = key
+        return dict(saved)
 
     def _match(self, number: int) -> dict[str, Any]:
         """What is loaded for one group."""
         group, names = self._optimizer.param_groups[number], self._names[number]
-        if not names:
-            return {}
-        first = {item: self._value(key, group.get(item)) for item, key in self._saved.get(names[0], {}).items()}
         for name in names:
-            saved = self._saved.get(name, {})
-            for item in sorted((group.keys() | first.keys()) - {"params"}):
-                key = f"{self._key}.{GROUPS}.{name}.{item}"
-                if not self._matching.includes(key):
-                    continue
-                if item not in saved:
-                    self._fill(number, item, key, first)
-                elif name != names[0] and not self._agree(saved[item], self._saved.get(names[0], {}).get(item)):
-                    self._matching.mismatch.differing[key] = (
-                        f"is {self._matching.saved.values.get(saved[item])!r} in the checkpoint, and other parameters "
-                        f"of the same group have another {item}"
-                    )
-        return first
+            if name not in self._saved:
+                for item in group.keys() - NOT_SETTINGS:
+                    self._miss(name, item)
+        known = [name for name in names if name in self._saved]
+        if not known:
+            return {}
+        first = self._saved[known[0]]
+        found = {item: self._value(key, item, group.get(item)) for item, key in first.items() if self._includes(key)}
+        for item in sorted((group.keys() | {item for name in known for item in self._saved[name]}) - NOT_SETTINGS):
+            self._compare(known, item, found, filled=_ABSENT if item in first else self._filled(number, item))
+        return found
 
-    def _value(self, key: str, current: Any) -> Any:
+    def _compare(self, known: list[str], item: str, found: dict[str, Any], *, filled: Any) -> None:
+        """Note where parameters of one group were not saved with the same value."""
+        if filled is not _ABSENT and not any(item in self._saved[name] for name in known):
+            found[item] = filled
+            return
+        first = self._saved[known[0]].get(item)
+        for name in known:
+            own = self._saved[name].get(item)
+            if own is None:
+                self._miss(name, item)
+                if item in self._optimizer.defaults:
+                    self._foreign.add(name)
+            elif not self._agree(own, first) and self._includes(own):
+                self._matching.mismatch.differing[own] = (
+                    f"is {self._matching.saved.values.get(own)!r} in the checkpoint, and other parameters "
+                    f"of the same group have another {item}"
+                )
+
+    def _includes(self, key: str) -> bool:
+        return self._matching.includes(key)
+
+    def _miss(self, name: str, item: str) -> None:
+        key = f"{self._unit.key}.{GROUPS}.{name}.{item}"
+        if self._includes(key):
+            self._matching.miss(key, "a hyperparameter")
+
+    def _value(self, key: str, item: str, current: Any) -> Any:
         """The saved value; a tensor to be filled where a tensor was saved, the present one if it fits."""
         source = self._matching.source_of(key)
         if source is None:
-            return self._matching.saved.values[key]
+            value = self._matching.saved.values[key]
+            if not any(True for _ in references_in(value)):
+                return value
+            path = (*self._unit.path, key.removeprefix(f"{self._unit.key}."))
+            return StoredContents(path, current, self._matching, fixed=False, device=None)
         saved = self._matching.saved.tensors[source]
         if isinstance(current, torch.Tensor) and (current.dtype, tuple(current.shape)) == (saved.dtype, saved.shape):
             self._matching.take_tensor([key], current)
@@ -96,30 +144,20 @@ class Hyperparameters:
             return key not in values and other not in values
         return type(values[key]) is type(values[other]) and bool(values[key] == values[other])
 
-    def _fill(self, number: int, item: str, key: str, first: dict[str, Any]) -> None:
-        filled = first.get(item, _ABSENT)
-        if filled is _ABSENT:
-            filled = _filled_in(self._optimizer, number, item)
-            if filled is not _ABSENT and self._saved.get(self._names[number][0]):
-                first[item] = filled
-                return
-        elif self._names[number][0] not in self._saved or item not in self._saved[self._names[number][0]]:
-            return
-        self._matching.miss(key, "a hyperparameter")
-
-
-def _filled_in(optimizer: torch.optim.Optimizer, number: int, item: str) -> Any:
-    """What the optimizer's class puts into a group that lacks an item, as it does for checkpoints of older releases."""
-    group = {name: value for name, value in optimizer.param_groups[number].items() if name not in (item, "params")}
-    probe = object.__new__(type(optimizer))
-    try:
-        probe.__setstate__(
-            {
-                "defaults": dict(optimizer.defaults),
-                "state": defaultdict(dict),
-                "param_groups": [{**group, "params": []}],
-            }
-        )
-    except Exception:  # optimizers are the user's, and so is what they raise: then nothing is filled in
-        return _ABSENT
-    return probe.param_groups[0].get(item, _ABSENT)
+    def _filled(self, number: int, item: str) -> Any:
+        """What the optimizer's class puts into a group that lacks an item, as it does for checkpoints of older
+        releases."""
+        optimizer = self._optimizer
+        group = {name: value for name, value in optimizer.param_groups[number].items() if name not in (item, "params")}
+        probe = object.__new__(type(optimizer))
+        try:
+            probe.__setstate__(
+                {
+                    "defaults": dict(optimizer.defaults),
+                    "state": defaultdict(dict),
+                    "param_groups": [{**group, "params": []}],
+                }
+            )
+        except Exception:  # optimizers are the user's, and so is what they raise: then nothing is filled in
+            return _ABSENT
+        return probe.param_groups[0].get(item, _ABSENT)

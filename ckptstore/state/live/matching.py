@@ -159,7 +159,8 @@ class Matching:
         self.saved = saved
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors of the state, each with memory of the saved dtype that is filled in its place."""
-        self._may_cast = casts
+        self.may_cast = casts
+        """Whether what was saved in another floating-point dtype is cast."""
         self.targets: dict[str, Target] = {}
         self.mismatch = Mismatch()
         self._include = None if include is None else (include,) if isinstance(include, str) else tuple(include)
@@ -206,7 +207,7 @@ class Matching:
             self.miss(keys[0], "a tensor")
             return False
         wanted, present = SavedTensor(tensor.dtype, tuple(tensor.shape)), self.saved.tensors[found[0]]
-        if self._may_cast and _can_cast(present, wanted):
+        if self.may_cast and _can_cast(present, wanted):
             filled = torch.empty_like(tensor, dtype=present.dtype, requires_grad=False)
             self.casts.append((tensor, filled))
             self.targets[keys[0]] = Target(filled, found[0])
@@ -237,6 +238,10 @@ class Matching:
                 return False
             self._fill_wrapped(name, target, saved[name])
         return True
+
+    def parts_of(self, key: str) -> list[str]:
+        """The keys of the parts of a distributed tensor that wraps others; none for all other tensors."""
+        return [name for name in self._wrapped_at(key) if name != key]
 
     def _wrapped_at(self, key: str) -> dict[str, Wrapped]:
         """What the checkpoint says of a tensor that wraps others: one value, or one for each part."""

@@ -1,171 +1,295 @@
-"""Loading of an optimizer: its state is created where it is missing, filled, and everything else set exactly."""
+"""Loading of an optimizer: memory for its state is filled, and it is handed a `state_dict` of its own numbers.
+
+Nothing steps. State that the optimizer does not have yet is made as the checkpoint has it, and placed as the parameter
+is; `load_state_dict` takes it in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import empty as empty_dtensor
 
+from ckptstore.errors import CkptstoreError, StateMismatch
+from ckptstore.runtime.torch_private import has_state_dict_hooks
+from ckptstore.state.live.contents import StoredContents
+from ckptstore.state.live.flatten import children, find_tensors
 from ckptstore.state.live.hyperparameters import Hyperparameters
-from ckptstore.state.live.matching import Matching
-from ckptstore.state.live.modules import blaming, quiet_torch, uses_fsdp1
-from ckptstore.state.live.optimizer_state import create_state, set_flat
+from ckptstore.state.live.matching import Matching, SavedTensor
 from ckptstore.state.live.optimizers import (
+    EMPTY_GROUPS,
     GROUPS,
-    OPTIONS,
+    MORE,
+    NOT_SETTINGS,
     STATE,
+    STATE_OF_ALL,
     Scope,
-    as_it_is,
+    numbered,
     parameters_of,
-    read_optimizer,
-    rename,
+    partition_of,
+    settings_of_empty,
     split_name,
 )
 from ckptstore.state.live.units import Unit
+from ckptstore.state.live.wrapper_load import made_wrapper
+from ckptstore.state.tensors.placement import PLAIN_TYPES
+from ckptstore.state.tensors.wrapped import Wrapped
+
+WHOLE = ""
+"""In place of the name of an item: the state of a parameter in one piece."""
 
 
 class OptimizerLoad:
     """One optimizer of the state, whose parameters `scope` names.
 
-    A parameter without state in the checkpoint has none afterwards, since it had not stepped when it was saved.
+    A parameter of which the checkpoint has settings gets exactly the state that it has there, also none, as
+    `load_state_dict` does it. One that the checkpoint does not know keeps what it has.
     """
 
     def __init__(self, unit: Unit, scope: Scope, matching: Matching) -> None:
         self._unit = unit
         self._optimizer: torch.optim.Optimizer = unit.item
-        self._scope = scope
         self._matching = matching
-        self._state_before = dict(self._optimizer.state)
-        self._owners = {name: item for item in parameters_of(self._optimizer) for name in scope.of(item)}
-        self._values: dict[str, Any] = {}
         self._is_wanted = matching.includes_below(unit.key)
-        if self._is_wanted:
-            self._prepare_state()
-            self._flat = read_optimizer(unit.key, self._optimizer, scope)
-            self._match_state()
-            self._hyperparameters = Hyperparameters(unit.key, self._optimizer, scope, matching)
-
-    def finish(self) -> None:
-        """Put everything into its place, once the tensors have been filled. Collective under FSDP1."""
         if not self._is_wanted:
             return
-        state = {id(parameter): dict(self._optimizer.state.get(parameter, {})) for parameter in self._parameters}
-        self._flat.update(self._values)
-        groups = self._hyperparameters.flat()
-        is_copied = uses_fsdp1(self._scope.root)
-        if groups:
-            private = {rename(name, self._scope.private): item for name, item in {**self._flat, **groups}.items()}
-            stateless = [item for item in self._parameters if item not in self._optimizer.state] if is_copied else []
-            with (
-                as_it_is(self._optimizer),
-                _frozen(stateless),
-                quiet_torch(),
-                blaming(f"the optimizer at {self._unit.key!r}"),
-            ):
-                set_optimizer_state_dict(self._scope.root, self._optimizer, private, options=OPTIONS)
-        if is_copied:
-            self._drop_empty()
-        else:
-            self._restore_exactly(state)
-        self._hyperparameters.apply()
+        self._part = partition_of(self._optimizer)
+        self._hyperparameters = Hyperparameters(unit, scope, matching)
+        self._names = {id(item): scope.of(item)[0] for item in parameters_of(self._optimizer)}
+        owned = {self._names[id(item)] for item in parameters_of(self._part)}
+        self._saved = self._saved_items(owned)
+        self._state = {
+            number: self._match_state(parameter) for number, parameter in numbered(self._part).items()
+        }  # in the order of numbers
+        self._of_all = self._contents_of(STATE_OF_ALL, self._global_state())
+        self._more = self._contents_of(MORE, None) if self._takes_more() else None
+        self._empty_groups = self._match_empty_groups()
+
+    def finish(self) -> None:
+        """Hand the optimizer its state, once the tensors have been filled. Raises StateMismatch when it refuses it."""
+        if not self._is_wanted:
+            return
+        state = {number: {item: _result(held) for item, held in items.items()} for number, items in self._state.items()}
+        wanted = {number: items.get(WHOLE, items) for number, items in state.items() if items}
+        more = self._more.result() if self._more is not None and self._more.changes else {}
+        of_all = self._of_all.result() if self._of_all is not None and self._of_all.changes else self._global_state()
+        packed = {STATE: {**wanted, **of_all}, GROUPS: self._packed_groups(), **more}
+        before = _kept_groups(self._part)
+        try:
+            self._part.load_state_dict(packed)
+        except CkptstoreError:
+            raise
+        except Exception as error:  # optimizers are the user's, and so is what they raise
+            raise StateMismatch(
+                f"the {type(self._optimizer).__name__} at {self._unit.key!r} refused its state: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        for held in before:
+            _put_back(*held)
+        self._restore_exactly(wanted)
+        self._hyperparameters.apply(self._optimizer)
+        if self._part is not self._optimizer:
+            self._hyperparameters.apply(self._part)
 
     def abandon(self) -> None:
-        """Take back what the preparation changed, for a load that does not happen."""
-        if self._is_wanted:
-            self._optimizer.state.clear()
-            self._optimizer.state.update(self._state_before)
+        """Nothing has changed yet."""
 
-    @property
-    def _parameters(self) -> list[torch.Tensor]:
-        return parameters_of(self._optimizer)
+    def _key(self, name: str) -> str:
+        return f"{self._unit.key}.{name}"
 
-    def _saved_names(self, section: str) -> set[str]:
-        """The parameters of which the checkpoint has something in a section, as far as that was asked for."""
-        prefix = f"{self._unit.key}."
-        found = set()
-        for key in self._matching.below(f"{self._unit.key}.{section}"):
-            split = split_name(key.removeprefix(prefix), self._owners)
-            if split is not None and self._matching.includes(key):
-                found.add(split[1])
+    def _saved_items(self, names: set[str]) -> dict[str, list[str]]:
+        """The items of state that the checkpoint has of each parameter: of nested ones the outermost names.
+
+        A key of a tensor inside of a value is none of its own.
+        """
+        found: dict[str, dict[str, None]] = {}
+        known, values = {*names, *self._names.values()}, self._matching.saved.values
+        prefix = self._key("")
+        for key in self._matching.below(self._key(STATE)):
+            split = split_name(key.removeprefix(prefix), known)
+            if split is None:
+                continue
+            _, name, item = split
+            if name not in names:  # another rank's, of an optimizer whose state is divided
+                self._matching.placed(key)
+                continue
+            whole = self._key(f"{STATE}.{name}")
+            first = item.split(".", 1)[0].split("@", 1)[0]
+            found.setdefault(name, {})[WHOLE if whole in values else first] = None
+        return {name: list(items) for name, items in found.items()}
+
+    def _match_state(self, parameter: torch.Tensor) -> dict[Any, Any]:
+        """For each item of a parameter's state what it shall be: a tensor, a value, or contents that are filled."""
+        name, matching = self._names[id(parameter)], self._matching
+        live = dict(self._part.state.get(parameter, {}))
+        items = self._saved.get(name, [])
+        if not items and name not in self._hyperparameters.known:
+            for item, value in live.items():
+                if matching.includes(key := self._key(f"{STATE}.{name}.{item}")):
+                    matching.miss(key, "a tensor" if isinstance(value, torch.Tensor) else "a plain value")
+            return live
+        if name in self._hyperparameters.foreign:  # of another kind of optimizer, as the settings that lack show
+            return live
+        if items == [WHOLE]:
+            whole = self._contents_of(f"{STATE}.{name}", live, device=parameter.device)
+            return {WHOLE: whole} if whole is not None and whole.changes else live
+        items = sorted(items, key=lambda item: item != "step")  # torch's order, for those who print it
+        stays = {item for item in {*live, *items} if self._stays(self._key(f"{STATE}.{name}.{item}"))}
+        return {
+            **{item: value for item, value in live.items() if item in stays},
+            **{item: self._match_item(parameter, name, item, live) for item in items if item not in stays},
+        }
+
+    def _stays(self, key: str) -> bool:
+        return not self._matching.includes_below(key) or key in self._matching.saved.skipped
+
+    def _match_item(self, parameter: torch.Tensor, name: str, item: str, live: Mapping[str, Any]) -> Any:
+        """What one item shall be; what it is now where the checkpoint's does not fit, which is noted."""
+        matching, key, current = self._matching, self._key(f"{STATE}.{name}.{item}"), live.get(item)
+        value, source = matching.saved.values.get(key), matching.source_of(key)
+        is_wrapped = isinstance(value, Wrapped) or bool(matching.parts_of(key))
+        if isinstance(current, torch.Tensor) and (is_wrapped or source is not None):
+            matching.take_tensor([key], current)
+            return current
+        if is_wrapped or source is not None:
+            if source is not None:
+                saved = matching.saved.tensors[source]
+                if matching.may_cast and saved.dtype.is_floating_point and parameter.is_floating_point():
+                    saved = saved._replace(dtype=saved.dtype if item == "step" else parameter.dtype)
+                made = _made(parameter, item, saved, self._steps_on_device(parameter))
+            else:
+                made = made_wrapper(matching, key, parameter, type(self._part))
+            matching.take_tensor([key], made)
+            return made
+        if isinstance(current, torch.Tensor) and current.dim() == 0 and isinstance(value, int | float):
+            matching.placed(key)  # older releases of torch count in numbers
+            return torch.full_like(current, value)
+        if key not in matching.saved.values and not isinstance(current, Mapping):
+            return self._nested(parameter, key)
+        held = current if any(True for _ in children(current)) else None
+        return self._contents_of(f"{STATE}.{name}.{item}", held, device=parameter.device)
+
+    def _nested(self, parameter: torch.Tensor, key: str) -> Any:
+        """Nested dicts as stock DCP flattens them: their text is all that is known of their keys."""
+        found: dict[str, Any] = {}
+        for inner in self._matching.below(key):
+            *path, last = inner.removeprefix(f"{key}.").split(".")
+            at = found
+            for part in path:
+                at = at.setdefault(part, {})
+            if self._matching.source_of(inner) is not None:
+                at[last] = self._matching.make_tensor(inner, parameter.device)
+            else:
+                self._matching.placed(inner)
+                at[last] = self._matching.saved.values[inner]
         return found
 
-    def _prepare_state(self) -> None:
-        with_state, with_settings = self._saved_names(STATE), self._saved_names(GROUPS)
-        missing = []
-        for parameter in self._parameters:
-            names = self._scope.of(parameter)
-            has_state = bool(self._optimizer.state.get(parameter))
-            if any(name in with_state for name in names):
-                missing += [] if has_state else [parameter]
-            elif has_state and all(name in with_settings for name in names):
-                del self._optimizer.state[parameter]
-        if missing:
-            try:
-                create_state(self._unit.key, self._optimizer, missing)
-            except BaseException:
-                self.abandon()
-                raise
+    def _steps_on_device(self, parameter: torch.Tensor) -> bool:
+        """Whether torch keeps the count of steps where the parameter is, and not on the host."""
+        for number, group in enumerate(self._part.param_groups):
+            if any(item is parameter for item in group["params"]):
+                settings = {**group, **self._hyperparameters.plain(number)}
+                return bool(settings.get("capturable") or settings.get("fused"))
+        return False
 
-    def _match_state(self) -> None:
-        matching, saved = self._matching, self._matching.saved
-        for name, item in self._flat.items():
-            key = f"{self._unit.key}.{name}"
-            if not name.startswith(f"{STATE}.") or not matching.includes(key):
-                continue
-            if isinstance(item, torch.Tensor):
-                if item.dim() == 0 and _is_number(saved.values.get(key)):  # older releases of torch count in numbers
-                    matching.placed(key)
-                    self._values[name] = torch.full_like(item, saved.values[key])
-                else:
-                    matching.take_tensor([key], item)
-            elif key in saved.values:
-                matching.placed(key)
-                self._values[name] = saved.values[key]
-            else:
-                matching.miss(key, "a plain value")
+    def _contents_of(self, name: str, current: Any, *, device: torch.device | None = None) -> StoredContents | None:
+        """What is filled under a key, None where neither side has anything."""
+        key = self._key(name)
+        if not current and key not in self._matching.saved.values and not self._matching.below(key):
+            return None
+        return StoredContents((*self._unit.path, name), current, self._matching, fixed=False, device=device)
 
-    def _restore_exactly(self, state: dict[int, dict[str, Any]]) -> None:
-        """Undo what torch's setter does beyond setting: it casts state to the parameter's dtype, forgets that of frozen
-        parameters and makes empty entries."""
-        for name, value in self._values.items():
-            split = split_name(name, self._owners)
-            if split is not None:
-                set_flat(state[id(self._owners[split[1]])], split[2], value)
-        found = dict(self._optimizer.state)
-        self._optimizer.state.clear()
-        for parameter in self._parameters:
-            wanted, present = state[id(parameter)], found.get(parameter, {})
-            for name, item in wanted.items():
-                if not isinstance(item, torch.Tensor) or not _agrees(present.get(name), item):
-                    present[name] = item
-            if wanted:
-                self._optimizer.state[parameter] = present
+    def _global_state(self) -> dict[Any, Any]:
+        state: Mapping[Any, Any] = self._part.state
+        return {item: value for item, value in state.items() if not isinstance(item, torch.Tensor)}
 
-    def _drop_empty(self) -> None:
-        for parameter in self._parameters:
-            if parameter in self._optimizer.state and not self._optimizer.state[parameter]:
-                del self._optimizer.state[parameter]
+    def _takes_more(self) -> bool:
+        """Whether somebody may be interested in further entries of the state dict; torch passes over them."""
+        kind, plain = type(self._part), torch.optim.Optimizer
+        is_own = kind.load_state_dict is not plain.load_state_dict or kind.state_dict is not plain.state_dict
+        return is_own or has_state_dict_hooks(self._part)
+
+    def _match_empty_groups(self) -> StoredContents | None:
+        """The settings of groups without parameters; left without a place where there are more or fewer of them now."""
+        saved = self._matching.saved.values.get(self._key(EMPTY_GROUPS))
+        num_now = len(settings_of_empty(self._optimizer))
+        is_fitting = isinstance(saved, list) and len(saved) == num_now
+        return self._contents_of(EMPTY_GROUPS, None) if is_fitting else None
+
+    def _packed_groups(self) -> list[dict[str, Any]]:
+        """The groups as `Optimizer.state_dict` packs them, with what was loaded."""
+        numbers = {id(parameter): number for number, parameter in numbered(self._part).items()}
+        empty = iter(self._empty_groups.result() or () if self._empty_groups is not None else ())
+        packed = []
+        for number, group in enumerate(self._part.param_groups):
+            settings = {item: value for item, value in group.items() if item not in NOT_SETTINGS}
+            loaded = self._hyperparameters.loaded(number)
+            if not self._optimizer.param_groups[number]["params"]:
+                loaded = next(empty, {})
+                self._hyperparameters.set_empty(number, loaded)
+            packed.append({**settings, **loaded, "params": [numbers[id(item)] for item in group["params"]]})
+        return packed
+
+    def _restore_exactly(self, wanted: Mapping[int, Mapping[Any, Any]]) -> None:
+        """Undo what `load_state_dict` does beyond setting: it casts state to its parameter's dtype, and moves it."""
+        for number, parameter in numbered(self._part).items():
+            present = self._part.state.get(parameter)
+            for item, ours in wanted.get(number, {}).items():
+                if present is not None and not _agrees(present.get(item), ours):
+                    present[item] = ours
 
 
-@contextmanager
-def _frozen(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Freeze parameters: for torch's setter those may be without state, while FSDP1's flat ones otherwise may not."""
-    free = [parameter for parameter in parameters if parameter.requires_grad]
-    for parameter in free:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in free:
-            parameter.requires_grad_(True)
+def _kept_groups(optimizer: Any) -> list[tuple[Any, Any, list[Any]]]:
+    """The groups of an optimizer, and of one that it wraps, which shares them."""
+    holders = [optimizer, getattr(optimizer, "optim", None), getattr(optimizer, "optimizer", None)]
+    return [
+        (holder, holder.param_groups, list(holder.param_groups))
+        for holder in holders
+        if isinstance(holder, torch.optim.Optimizer)
+    ]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+def _put_back(holder: Any, groups: Any, held: list[Any]) -> None:
+    """Have the caller's own dicts be the groups, with what was loaded: `load_state_dict` makes new ones."""
+    for own, new in zip(held, list(holder.param_groups), strict=True):
+        if own is not new:
+            contents = dict(new)
+            own.clear()
+            own.update(contents)
+    groups[:] = held
+    if holder.param_groups is not groups:
+        holder.param_groups = groups
 
 
-def _agrees(present: Any, item: torch.Tensor) -> bool:
-    return isinstance(present, torch.Tensor) and present.dtype == item.dtype and type(present) is type(item)
+def _result(held: Any) -> Any:
+    return held.result() if isinstance(held, StoredContents) else held
+
+
+def _made(parameter: torch.Tensor, item: str, saved: SavedTensor, steps_on_device: bool) -> torch.Tensor:
+    """Memory for a tensor of state that the optimizer does not have yet, where it would make it: with the parameter,
+    and divided over the ranks as that is. Counts of steps are whole, and on the host unless the device keeps them."""
+    if item == "step" or not saved.shape:
+        device = parameter.device if steps_on_device or item != "step" else "cpu"
+        return torch.empty(saved.shape, dtype=saved.dtype, device=device)
+    parameter = parameter.detach()
+    if isinstance(parameter, DTensor):
+        if saved.shape == tuple(parameter.shape):
+            return torch.empty_like(parameter, dtype=saved.dtype)
+        mesh = parameter.device_mesh
+        made: torch.Tensor = empty_dtensor(
+            *saved.shape, dtype=saved.dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim
+        )
+        return made
+    if saved.shape == tuple(parameter.shape) and type(parameter) in PLAIN_TYPES:
+        return torch.empty_like(parameter, dtype=saved.dtype)
+    return torch.empty(saved.shape, dtype=saved.dtype, device=parameter.device)
+
+
+def _agrees(present: Any, ours: Any) -> bool:
+    if isinstance(ours, torch.Tensor):
+        same = isinstance(present, torch.Tensor) and type(present) is type(ours)
+        return same and (present.dtype, present.device) == (ours.dtype, ours.device)
+    return not any(True for _ in find_tensors(ours, ()))

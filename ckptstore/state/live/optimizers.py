@@ -1,42 +1,31 @@
-"""What an optimizer contributes to a state: its state and hyperparameters by the names of the parameters.
+"""What an optimizer contributes to a state: its own `state_dict`, under the names of its parameters.
 
-Everything goes through torch.distributed.checkpoint.state_dict with flattened keys, which are the same for every
-parallel layout: `state.<parameter>.exp_avg`, `param_groups.<parameter>.lr`. `Optimizer.state_dict` alone would number
-the parameters, and a new optimizer would load nothing of it without a word. Left to itself torch's helper creates the
-state of an optimizer that has not stepped, and with it changes the run; here such an optimizer is read as it is.
+`state.<parameter>.<item>` is one item of the state of one parameter, `param_groups.<parameter>.<setting>` one setting
+of its group: the keys of torch's flattened form, which are the same for every parallel layout. `Optimizer.state_dict`
+alone numbers the parameters, and a new optimizer would load nothing of it without a word. What belongs to no parameter
+has keys of its own: `state_of_all`, `settings_of_empty_groups`, and `more` for entries beside torch's two.
 
-The settings of a parameter group without parameters are not stored: there is no name to store them under.
+Under FSDP1, whose flat parameters have several names each, torch's helper reads and writes: see `optimizer_fsdp1`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptstore.errors import InvalidState
-from ckptstore.runtime.torch_private import canonical_names, is_tensor_parallel_fsdp1, is_wrapper
-from ckptstore.state.live.flatten import FlatState, Path, TensorEntry, join_path
-from ckptstore.state.live.modules import Sameness, blaming, quiet_torch
+from ckptstore.runtime.torch_private import canonical_names
+from ckptstore.state.live.flatten import FlatState, Path, Replicated, TensorEntry, join_path, map_tensors
+from ckptstore.state.live.modules import Sameness, blaming
 
 STATE, GROUPS = "state", "param_groups"
-
-OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
-
-
-class _KeptEmpty(defaultdict[Any, Any]):
-    """An empty state that torch's helper takes for one that exists already, so that it does not make one up."""
-
-    def __bool__(self) -> bool:
-        return True
+STATE_OF_ALL, EMPTY_GROUPS, MORE = "state_of_all", "settings_of_empty_groups", "more"
+NOT_SETTINGS = frozenset({"params", "param_names"})
+"""Items of a group that say which parameters it has. Names of parameters are those of the modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,58 +86,73 @@ def scope_of(key: str, optimizer: torch.optim.Optimizer, modules: Sequence[tuple
     return Scope(root, joint.prefixes, named)
 
 
-def read_optimizer(key: str, optimizer: torch.optim.Optimizer, scope: Scope) -> dict[str, Any]:
-    """The flat contents of an optimizer, under the names of the checkpoint. Collective under FSDP1.
-
-    Changes nothing. The tensors are the live ones, except under FSDP1. Raises InvalidState when torch cannot give them,
-    or gives others: of FSDP1 over tensor parallelism it gives every tensor parallel rank the state of the first.
-    """
-    if any(map(is_tensor_parallel_fsdp1, scope.root.modules())):
-        raise InvalidState(
-            f"the optimizer at {key!r} is of parameters under FSDP1 and tensor parallelism: torch gives the state of "
-            f"the first tensor parallel rank for all of them",
-            hint="Use FSDP2 (fully_shard) with tensor parallelism; the module alone can be saved",
-        )
-    _refuse_wrapped_under_fsdp1(key, optimizer, scope.root)
-    with as_it_is(optimizer), quiet_torch(), blaming(f"the optimizer at {key!r}"):
-        if not optimizer.param_groups:
-            return {}
-        flat = get_optimizer_state_dict(scope.root, optimizer, options=OPTIONS)
-    return {rename(name, scope.public): item for name, item in flat.items()}
-
-
-def _refuse_wrapped_under_fsdp1(key: str, optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> None:
-    """Raise InvalidState where torch raises on the ranks that have wrapped tensors, and the others wait for them for
-    minutes: parts below a size are not wrapped. All ranks raise alike. Collective under FSDP1."""
-    modules = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
-    groups = {id(module.process_group): module.process_group for module in modules}
-    states = optimizer.state.values() if groups else ()
-    kinds = {type(item).__name__ for state in states for item in state.values() if is_wrapper(item)}
-    for group in groups.values():
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, min(kinds, default=""), group=group)
-        kinds.update(filter(None, found))
-    if kinds:
-        raise InvalidState(
-            f"the optimizer at {key!r} has state in tensors that wrap others ({min(kinds)}), under FSDP1, which cannot "
-            f"put the parts of several ranks together",
-            hint="Use FSDP2 (fully_shard), or an optimizer with plain tensors; the module alone can be saved",
-        )
-
-
 def collect_optimizer(
     flat: FlatState, path: Path, optimizer: torch.optim.Optimizer, scope: Scope, same: Sameness
 ) -> None:
-    """Take an optimizer into a flat state. The state of a parameter that DDP keeps equal is equal itself."""
-    equal: set[str] = set()
-    if not _is_partial(optimizer):
-        equal = {name for item in parameters_of(optimizer) if id(item) in same.parameters for name in scope.of(item)}
-    for name, item in read_optimizer(join_path(path), optimizer, scope).items():
-        if isinstance(item, torch.Tensor):
-            split = split_name(name, equal)
-            flat.add_tensor((*path, name), TensorEntry(item, split is not None and split[0] == STATE))
+    """Take an optimizer into a flat state. The state of a parameter that DDP keeps equal is equal itself.
+
+    Changes nothing. The tensors are the live ones. An optimizer whose `state_dict` is not torch's two entries for its
+    own parameters is taken as one value. Raises InvalidState when its
+    `state_dict` raises.
+    """
+    equal: Collection[int] = () if partition_of(optimizer) is not optimizer else same.parameters
+    packed = packed_state(join_path(path), optimizer)
+    parameters = numbered(partition_of(optimizer))
+    if not _is_of(packed, parameters):
+        flat.add_value(path, packed)
+        return
+    more = {name: item for name, item in packed.items() if name not in (STATE, GROUPS)}
+    of_all = {}
+    for number, items in packed[STATE].items():
+        if number in parameters:
+            (name,) = scope.of(parameters[number])
+            _add_state(flat, (*path, f"{STATE}.{name}"), items, is_equal=id(parameters[number]) in equal)
         else:
-            flat.add_value((*path, name), item)
+            of_all[number] = items
+    for group in optimizer.param_groups:
+        settings = [(item, value) for item, value in group.items() if item not in NOT_SETTINGS]
+        for parameter in group["params"]:
+            (name,) = scope.of(parameter)
+            for item, value in settings:
+                add_item(flat, (*path, f"{GROUPS}.{name}.{item}"), value)
+    empty = settings_of_empty(optimizer)
+    for name, value in ((STATE_OF_ALL, of_all), (EMPTY_GROUPS, empty), (MORE, more)):
+        if value:
+            flat.add_value((*path, name), value)
+
+
+def packed_state(key: str, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """The `state_dict` of an optimizer, or of the part of it that this rank has. Raises InvalidState when that does."""
+    with blaming(f"the optimizer at {key!r}"):
+        return partition_of(optimizer).state_dict()
+
+
+def partition_of(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer itself; of a ZeroRedundancyOptimizer the one that has the state of this rank's parameters.
+
+    Raises InvalidState for one that has not made it yet.
+    """
+    loaded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # importing it is slow and warns
+    if loaded is None or not isinstance(optimizer, loaded.ZeroRedundancyOptimizer):
+        return optimizer  # type: ignore[no-any-return]
+    inner = getattr(optimizer, "optim", None)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise InvalidState(
+            "a ZeroRedundancyOptimizer with overlap_with_ddp has no state before its first steps",
+            hint="Save and load after three backward passes, or make it without overlap_with_ddp",
+        )
+    return inner
+
+
+def numbered(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
+    """The parameters by the numbers that `Optimizer.state_dict` gives them."""
+    return dict(enumerate({id(parameter): parameter for parameter in parameters_of(optimizer)}.values()))
+
+
+def settings_of_empty(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of the groups that have no parameter under whose name they could be stored."""
+    groups = [group for group in optimizer.param_groups if not group["params"]]
+    return [{item: value for item, value in group.items() if item not in NOT_SETTINGS} for group in groups]
 
 
 def split_name(flat_name: str, parameters: Collection[str]) -> tuple[str, str, str] | None:
@@ -166,39 +170,32 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def rename(flat_name: str, new: Callable[[str], str]) -> str:
-    """Apply a renaming to what follows "state." or "param_groups."."""
-    section, _, rest = flat_name.partition(".")
-    return f"{section}.{new(rest)}"
+def _add_state(flat: FlatState, path: Path, items: Any, *, is_equal: bool) -> None:
+    """The state of one parameter: item by item, or as one value where their names are not simply text."""
+    if not isinstance(items, Mapping) or not all(isinstance(item, str) and item and "." not in item for item in items):
+        add_item(flat, path, items, is_equal=is_equal)
+        return
+    for item, value in items.items():
+        add_item(flat, (*path[:-1], f"{path[-1]}.{item}"), value, is_equal=is_equal)
 
 
-@contextmanager
-def as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let torch's helpers see an optimizer without adding state to it, and without its groups that have no parameters.
-
-    What the helpers set inside stays set.
-    """
-    groups, state = optimizer.param_groups, optimizer.state
-    empty = None if state else _KeptEmpty(dict)
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    if empty is not None:
-        optimizer.state = empty
-    try:
-        yield
-    finally:
-        present = iter(optimizer.param_groups)
-        for group in groups:  # the caller's own dicts stay the groups, with what was set
-            if group["params"]:
-                group.update(next(present))
-        optimizer.param_groups = groups
-        if optimizer.state is empty:
-            optimizer.state = state
+def add_item(flat: FlatState, path: Path, value: Any, *, is_equal: bool = False) -> None:
+    """Take in one item of an optimizer. `is_equal` says that it is the same on all ranks."""
+    if isinstance(value, torch.Tensor):
+        flat.add_tensor(path, TensorEntry(value, is_equal))
+    else:
+        flat.add_value(path, map_tensors(value, path, lambda _, leaf: Replicated(leaf)) if is_equal else value)
 
 
-def _is_partial(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each rank has the state of some parameters only, though DDP has them all on each rank."""
-    loaded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # importing it is slow and warns
-    return loaded is not None and isinstance(optimizer, loaded.ZeroRedundancyOptimizer)
+def _is_of(packed: Any, parameters: Mapping[int, torch.Tensor]) -> bool:
+    """Whether a state dict is torch's: of these parameters, by number."""
+    if not isinstance(packed, Mapping) or not isinstance(packed.get(STATE), Mapping):
+        return False
+    groups = packed.get(GROUPS)
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
+        return False
+    numbers = [number for group in groups for number in group.get("params", ())]
+    return set(numbers) == parameters.keys()
 
 
 def _names(root: torch.nn.Module, wanted: Iterable[int]) -> dict[int, tuple[str, ...]]:

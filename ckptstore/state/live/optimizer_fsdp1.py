@@ -1,0 +1,244 @@
+"""Optimizers under FSDP1: torch's helper takes flat parameters apart, and puts them together.
+
+Left to itself the helper steps an optimizer that has no state, and with it changes the run. Here it sees such an
+optimizer as it is, and a load gives it the state that the checkpoint has.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ckptstore.errors import InvalidState
+from ckptstore.runtime.torch_private import is_tensor_parallel_fsdp1, is_wrapper
+from ckptstore.state.live.flatten import FlatState, Path, join_path
+from ckptstore.state.live.hyperparameters import Hyperparameters
+from ckptstore.state.live.matching import Matching
+from ckptstore.state.live.modules import Sameness, blaming, quiet_torch
+from ckptstore.state.live.optimizers import GROUPS, NOT_SETTINGS, STATE, Scope, add_item, parameters_of, split_name
+from ckptstore.state.live.units import Unit
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+
+
+class _KeptEmpty(defaultdict[Any, Any]):
+    """An empty state that torch's helper takes for one that exists already, so that it does not make one up."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def read_flat(key: str, optimizer: torch.optim.Optimizer, scope: Scope) -> dict[str, Any]:
+    """The flat contents of an optimizer, under the names of the checkpoint. Collective. Changes nothing.
+
+    Raises InvalidState when torch cannot give them, or gives others: of FSDP1 over tensor parallelism it gives every
+    tensor parallel rank the state of the first.
+    """
+    if any(map(is_tensor_parallel_fsdp1, scope.root.modules())):
+        raise InvalidState(
+            f"the optimizer at {key!r} is of parameters under FSDP1 and tensor parallelism: torch gives the state of "
+            f"the first tensor parallel rank for all of them",
+            hint="Use FSDP2 (fully_shard) with tensor parallelism; the module alone can be saved",
+        )
+    _refuse_wrapped(key, optimizer, scope.root)
+    stateless = [item for item in parameters_of(optimizer) if not optimizer.state.get(item)]
+    with _as_it_is(optimizer), _frozen(stateless), quiet_torch(), blaming(f"the optimizer at {key!r}"):
+        if not optimizer.param_groups:
+            return {}
+        flat = get_optimizer_state_dict(scope.root, optimizer, options=_OPTIONS)
+    named = {_renamed(name, scope.public): item for name, item in flat.items()}
+    return {name: item for name, item in named.items() if not name.endswith(".param_names")}
+
+
+def collect_fsdp1_optimizer(
+    flat: FlatState, path: Path, optimizer: torch.optim.Optimizer, scope: Scope, same: Sameness
+) -> None:
+    """Take an optimizer into a flat state; see `optimizers.collect_optimizer`. Collective."""
+    equal = {name for item in parameters_of(optimizer) if id(item) in same.parameters for name in scope.of(item)}
+    for name, item in read_flat(join_path(path), optimizer, scope).items():
+        split = split_name(name, equal)
+        add_item(flat, (*path, name), item, is_equal=split is not None and split[0] == STATE)
+
+
+class Fsdp1OptimizerLoad:
+    """One optimizer of the state, over modules under FSDP1. Collective."""
+
+    def __init__(self, unit: Unit, scope: Scope, matching: Matching) -> None:
+        self._unit = unit
+        self._optimizer: torch.optim.Optimizer = unit.item
+        self._scope = scope
+        self._matching = matching
+        self._owners = {name: item for item in parameters_of(self._optimizer) for name in scope.of(item)}
+        self._values: dict[str, Any] = {}
+        self._is_wanted = matching.includes_below(unit.key)
+        if self._is_wanted:
+            self._hyperparameters = Hyperparameters(unit, scope, matching)
+            self._flat = read_flat(unit.key, self._optimizer, scope)
+            self._add_missing()
+            self._match_state()
+
+    def finish(self) -> None:
+        """Put everything into its place, once the tensors have been filled."""
+        if not self._is_wanted:
+            return
+        self._flat.update(self._values)
+        state: dict[str, dict[str, Any]] = defaultdict(dict)
+        for flat_name, value in self._flat.items():
+            split = split_name(flat_name, self._owners)
+            if split is not None and split[0] == STATE:
+                state[self._scope.private(split[1])][split[2]] = value
+        owned = {id(self._owners[self._scope.public(name)]) for name in state}
+        stateless = [item for item in parameters_of(self._optimizer) if id(item) not in owned]
+        if self._optimizer.param_groups:
+            packed: Any = {STATE: dict(state), GROUPS: self._packed_groups()}
+            with (
+                _as_it_is(self._optimizer),
+                _frozen(stateless),
+                quiet_torch(),
+                blaming(f"the optimizer at {self._unit.key!r}"),
+            ):
+                set_optimizer_state_dict(
+                    self._scope.root, self._optimizer, packed, options=StateDictOptions(strict=False)
+                )
+        for parameter in parameters_of(self._optimizer):
+            if parameter in self._optimizer.state and not self._optimizer.state[parameter]:
+                del self._optimizer.state[parameter]
+        self._hyperparameters.apply(self._optimizer)
+
+    def abandon(self) -> None:
+        """Nothing has changed yet."""
+
+    def _packed_groups(self) -> list[dict[str, Any]]:
+        """The groups that have parameters, by the names that torch's setter knows, with what was loaded."""
+        return [
+            {
+                **{item: value for item, value in group.items() if item not in NOT_SETTINGS},
+                **self._hyperparameters.loaded(number),
+                "params": [self._scope.private(name) for item in group["params"] for name in self._scope.of(item)],
+            }
+            for number, group in enumerate(self._optimizer.param_groups)
+            if group["params"]
+        ]
+
+    def _add_missing(self) -> None:
+        """What the checkpoint has of state that is not there gets memory, divided as the parameter is; what it lacks of
+        parameters that it knows goes."""
+        matching, prefix = self._matching, f"{self._unit.key}."
+        saved: dict[str, set[str]] = defaultdict(set)
+        for key in matching.below(f"{prefix}{STATE}"):
+            split = split_name(key.removeprefix(prefix), self._owners)
+            if split is not None:
+                saved[split[1]].add(split[2])
+        for name in list(self._flat):
+            split = split_name(name, self._owners)
+            if split is None or split[0] != STATE or not matching.includes(f"{prefix}{name}"):
+                continue
+            if split[2] not in saved[split[1]] and split[1] in self._hyperparameters.known:
+                del self._flat[name]
+        with quiet_torch(), blaming(f"the optimizer at {self._unit.key!r}"):
+            shown = get_model_state_dict(self._scope.root, options=StateDictOptions(strict=False))
+        parts = {self._scope.public(name): item for name, item in shown.items()}
+        for parameter, items in saved.items():
+            for item in items:
+                name = f"{STATE}.{parameter}.{item}"
+                source = matching.source_of(prefix + name)
+                if name in self._flat or not matching.includes(prefix + name):
+                    continue
+                if source is None:
+                    self._flat[name] = matching.saved.values.get(prefix + name)
+                    continue
+                like, stored = parts.get(parameter), matching.saved.tensors[source]
+                if isinstance(like, torch.Tensor) and tuple(like.size()) == stored.shape and stored.shape:
+                    self._flat[name] = torch.empty_like(like, dtype=stored.dtype)
+                else:
+                    self._flat[name] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+
+    def _match_state(self) -> None:
+        matching, saved = self._matching, self._matching.saved
+        for name, item in self._flat.items():
+            key = f"{self._unit.key}.{name}"
+            if not name.startswith(f"{STATE}.") or not matching.includes(key):
+                continue
+            if isinstance(item, torch.Tensor):
+                if item.dim() == 0 and isinstance(saved.values.get(key), int | float):  # as older releases count
+                    matching.placed(key)
+                    self._values[name] = torch.full_like(item, saved.values[key])
+                else:
+                    matching.take_tensor([key], item)
+            elif key in saved.values:
+                matching.placed(key)
+                self._values[name] = saved.values[key]
+            else:
+                matching.miss(key, "a plain value")
+
+
+def _refuse_wrapped(key: str, optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> None:
+    """Raise InvalidState where torch raises on the ranks that have wrapped tensors, and the others wait for them for
+    minutes: parts below a size are not wrapped. All ranks raise alike. Collective."""
+    modules = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
+    groups = {id(module.process_group): module.process_group for module in modules}
+    kinds = {type(item).__name__ for state in optimizer.state.values() for item in state.values() if is_wrapper(item)}
+    for group in groups.values():
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, min(kinds, default=""), group=group)
+        kinds.update(filter(None, found))
+    if kinds:
+        raise InvalidState(
+            f"the optimizer at {key!r} has state in tensors that wrap others ({min(kinds)}), under FSDP1, which cannot "
+            f"put the parts of several ranks together",
+            hint="Use FSDP2 (fully_shard), or an optimizer with plain tensors; the module alone can be saved",
+        )
+
+
+def _renamed(flat_name: str, new: Any) -> str:
+    """Apply a renaming to what follows "state." or "param_groups."."""
+    section, _, rest = flat_name.partition(".")
+    return f"{section}.{new(rest)}" if section in (STATE, GROUPS) else flat_name
+
+
+@contextmanager
+def _as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch's helpers see an optimizer without adding state to it, and without its groups that have no parameters.
+
+    What the helpers set inside stays set.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    empty = None if state else _KeptEmpty(dict)
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    if empty is not None:
+        optimizer.state = empty
+    try:
+        yield
+    finally:
+        present = iter(optimizer.param_groups)
+        for group in groups:  # the caller's own dicts stay the groups, with what was set
+            if group["params"]:
+                group.update(next(present))
+        optimizer.param_groups = groups
+        if optimizer.state is empty:
+            optimizer.state = state
+
+
+@contextmanager
+def _frozen(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Freeze parameters: for torch's setter those may be without state, while FSDP1's flat ones otherwise may not."""
+    free = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in free:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in free:
+            parameter.requires_grad_(True)

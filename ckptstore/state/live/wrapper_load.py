@@ -1,0 +1,89 @@
+"""Tensors that wrap others, where an optimizer does not have them yet: of classes that the optimizer itself names."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckptstore.errors import InvalidState, StateMismatch
+from ckptstore.state.live.matching import Matching
+from ckptstore.state.tensors.placement import pieces_of
+from ckptstore.state.tensors.wrapped import Label, Wrapped, key_of_part, unwrap
+
+
+def made_wrapper(matching: Matching, key: str, parameter: torch.Tensor, optimizer: type) -> torch.Tensor:
+    """A tensor like the one that was saved under a key, of a parameter's state, to be filled.
+
+    Its class must stand in the module of the optimizer's class, or of one that this inherits from: a checkpoint chooses
+    none. Raises StateMismatch when it does not, or cannot be made from what was saved.
+    """
+    if not isinstance(parameter, DTensor):
+        return _made(matching, key, matching.saved.values[key], parameter.device, optimizer)
+    found = {}
+    for piece in pieces_of(parameter, key):
+        name = key_of_part(key, piece.box.offsets)
+        saved = matching.saved.values.get(name)
+        if not isinstance(saved, Wrapped) or saved.label.shape != piece.box.sizes:
+            raise StateMismatch(f"{key} was saved in other parts than those of the state", hint=_HINT)
+        found[name] = _made(matching, name, saved, parameter.device, optimizer)
+    if len(found) != 1:
+        raise StateMismatch(f"{key} wraps tensors, and this rank has no one part of it", hint=_HINT)
+    (local,) = found.values()
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+_HINT = "Let the optimizer step once before loading"
+
+
+def _made(matching: Matching, key: str, saved: Wrapped, device: torch.device, optimizer: type) -> torch.Tensor:
+    label = saved.label
+    named = [
+        vars(sys.modules[kind.__module__]).values() for kind in optimizer.__mro__ if kind.__module__ in sys.modules
+    ]
+    classes = {f"{item.__module__}.{item.__qualname__}": item for items in named for item in items if _is_tensor(item)}
+    kind: Any = classes.get(label.kind)
+    if kind is None or not hasattr(kind, "__tensor_unflatten__"):
+        raise StateMismatch(f"{key} is a {label.kind}, and the optimizer has no state to load it into", hint=_HINT)
+    inner = {name: _inner(matching, f"{key}.{name}", item, device, optimizer) for name, item in saved.items()}
+    stride = torch.empty(label.shape, device="meta").stride()
+    try:
+        made: torch.Tensor = kind.__tensor_unflatten__(inner, _context(label), torch.Size(label.shape), stride)
+        same = _without_part(unwrap(made, key).label) == _without_part(label)
+    except Exception as error:  # the class is the user's, and so is what it raises
+        raise StateMismatch(f"{key} cannot be made from what was saved: {error}", hint=_HINT) from error
+    if not same:
+        raise StateMismatch(f"{key} cannot be made from what was saved", hint=_HINT)
+    return made
+
+
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, type) and issubclass(item, torch.Tensor)
+
+
+def _inner(matching: Matching, key: str, saved: Any, device: torch.device, optimizer: type) -> torch.Tensor:
+    if isinstance(saved, Wrapped):
+        return _made(matching, key, saved, device, optimizer)
+    entry = matching.saved.tensors[matching.saved.aliases.get(saved.key, saved.key)]
+    return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+
+
+def _context(label: Label) -> Any:
+    def decoded(pairs: Mapping[str, Any]) -> Any:
+        if set(pairs) == {"builtins.float"}:
+            return float.fromhex(pairs["builtins.float"])
+        if any("." in name for name in pairs):
+            raise InvalidState(f"{sorted(pairs)} is no plain value")
+        return pairs
+
+    return json.loads(label.context, object_hook=decoded)
+
+
+def _without_part(label: Label) -> tuple[Any, ...]:
+    return label.kind, label.context, label.dtype, label.shape
