@@ -207,7 +207,7 @@ class StoreReader(StorageReader):
             if wrapped is not None:
                 batch.add_wrapped(item, *wrapped)
             else:
-                batch.add(item, self._box_of(item))
+                batch.add(item, self._view.keys.get(item.storage_index.fqn, item.storage_index.fqn), self._box_of(item))
         batch.finish()
         done: Future[None] = Future()
         done.set_result(None)
@@ -288,9 +288,8 @@ class _Batch:
         self._committed: list[tuple[ReadItem, torch.Tensor]] = []
         self._addresses: set[int] = set()
 
-    def add(self, item: ReadItem, box: Box) -> None:
-        """Fill what the planner gives for an item with a box of a stored tensor. Raises StateMismatch."""
-        key = item.storage_index.fqn
+    def add(self, item: ReadItem, key: str, box: Box) -> None:
+        """Fill what the planner gives for an item with a box of the tensor stored under `key`. Raises StateMismatch."""
         target = self._planner.resolve_tensor(item)
         if tuple(target.shape) != box.sizes:
             raise StateMismatch(f"{key}: the planner gave {tuple(target.shape)} for {box.sizes}")

@@ -7,7 +7,7 @@ only `.metadata` knows, where it was written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptstore.errors import CheckpointDamaged, InvalidState
+from ckptstore.state.index.stock_names import stock_names
 from ckptstore.state.live.flatten import TensorRef, children, join_path, references_in, stock_leaves
 from ckptstore.state.live.values import needs_code
 from ckptstore.state.read.stored import StoredState
@@ -54,6 +55,8 @@ class View:
     wrapped: dict[tuple[str, tuple[int, ...]], tuple[str, Wrapped]] = field(default_factory=dict)
     """For key and offsets of a tensor that is stored as what it wraps: the key of its value, and the value."""
     paths: Mapping[str, Any] = field(default_factory=MissingPaths)
+    keys: dict[str, str] = field(default_factory=dict)
+    """The key of the index for what a planner knows by another name."""
     barred: frozenset[str] = frozenset()
     """Keys of values that need code to be read, which was not allowed."""
 
@@ -67,11 +70,16 @@ def view_of_state(state: StoredState, stock: Metadata | None) -> View:
     saved = state.saved(lambda key: key not in view.barred)
     add_stock_tensors(index, view.items, view.places)
     listed = {} if stock is None else stock.state_dict_metadata
+    names = stock_names({*index.tensors, *saved.values})
     hidden: set[str] = set()
     for key, value in saved.values.items():
         for path, found in _wrapped_in(value, (key,)):
             hidden.update(_add_wrapped(view, join_path(path), found))
-        leaves = [((key,), value)] if isinstance(listed.get(key), BytesStorageMetadata) else stock_leaves(value, (key,))
+        leaves = (
+            [((key,), value)]
+            if isinstance(listed.get(names.get(key, key)), BytesStorageMetadata)
+            else stock_leaves(value, (key,))
+        )
         for path, leaf in leaves:
             if isinstance(leaf, TensorRef):
                 continue  # an item of its own, of the tensor kind
@@ -79,6 +87,7 @@ def view_of_state(state: StoredState, stock: Metadata | None) -> View:
             view.values[name] = leaf
             view.items[name] = BytesStorageMetadata()
             hidden.update(ref for ref in references_in(leaf) if ref.startswith(f"{name}."))
+    _rename(view, names)
     for key, entry in listed.items():
         if isinstance(entry, BytesStorageMetadata):
             view.items.setdefault(key, BytesStorageMetadata())
@@ -86,10 +95,21 @@ def view_of_state(state: StoredState, stock: Metadata | None) -> View:
         if not any(name == key or name.startswith(f"{key}.") for name in view.items):
             view.items[key] = BytesStorageMetadata()
     for key in hidden:
-        view.items.pop(key, None)
+        view.items.pop(names.get(key, key), None)
     if stock is not None and stock.planner_data is not None:
         view.paths = stock.planner_data
     return view
+
+
+def _rename(view: View, names: Mapping[str, str]) -> None:
+    """Show stock's names for the contents of optimizers."""
+    if not names:
+        return
+    view.keys = {name: key for key, name in names.items()}
+    view.items = {names.get(key, key): item for key, item in view.items.items()}
+    view.values = {names.get(key, key): value for key, value in view.values.items()}
+    view.places = {replace(place, fqn=names.get(place.fqn, place.fqn)): at for place, at in view.places.items()}
+    view.wrapped = {(names.get(key, key), at): found for (key, at), found in view.wrapped.items()}
 
 
 def _wrapped_in(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Wrapped]]:

@@ -26,7 +26,7 @@ def what_ddp_keeps_the_same(directory: Path) -> None:
     parameters = {f"{layer}.{kind}" for layer in ("up", "norm", "down") for kind in ("weight", "bias")}
     assert {key for key, entry in flat.tensors.items() if entry.replicated} == {
         *(f"model.{name}" for name in parameters),
-        *(f"optim.state.{name}.momentum_buffer" for name in parameters),
+        *(f"optim.state.model.{name}.momentum_buffer" for name in parameters),
     }
     assert not any(entry.lowest_rank_counts for entry in flat.tensors.values())
 
@@ -131,14 +131,14 @@ def parameters_that_never_got_a_gradient(directory: Path) -> None:
         unused = next(item for name, item in run.model.named_parameters() if name.endswith(names))
         del run.optimizer.state[unused]
         flat = save_with_dcp(run.state, directory / layout)
-        assert "optim.state.first.weight.momentum_buffer" not in flat.tensors
-        assert "optim.param_groups.first.weight.lr" in flat.values
+        assert "optim.state.model.first.weight.momentum_buffer" not in flat.tensors
+        assert "optim.param_groups.model.first.weight.lr" in flat.values
         again = Run(layout, lambda items: torch.optim.SGD(items, lr=0.7, momentum=0.9))
         again.steps(1)
         load_with_dcp(again.state, directory / layout)
         loaded = collect(again.state).tensors
         assert loaded.keys() == flat.tensors.keys()
-        key = "optim.state.block.up.weight.momentum_buffer"
+        key = "optim.state.model.block.up.weight.momentum_buffer"
         assert torch.equal(full(loaded[key].tensor), full(flat.tensors[key].tensor))
         assert again.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
 
@@ -188,7 +188,7 @@ def a_mismatch_leaves_everything(directory: Path) -> None:
 
     def refused() -> None:
         with pytest.raises(
-            StateMismatch, match=r"missing in the checkpoint: optim\.param_groups\.block\.down\.bias\.dampening"
+            StateMismatch, match=r"missing in the checkpoint: optim\.param_groups\.model\.block\.down\.bias\.dampening"
         ):
             load_with_dcp(other.state, directory)
 
@@ -230,6 +230,7 @@ def stock_calls_of_torch_read_and_write_the_same_keys(directory: Path) -> None:
         set_optimizer_state_dict,
     )
 
+    from ckptstore.state.index.stock_names import stock_names
     from ckptstore.state.live.apply import collect
     from ckptstore.state.live.flatten import join_path, stock_leaves
     from ckptstore.state.live.matching import Mismatch, Saved, SavedTensor
@@ -252,6 +253,8 @@ def stock_calls_of_torch_read_and_write_the_same_keys(directory: Path) -> None:
     items |= {key: flat.tensors[to].tensor for key, to in flat.aliases.items()}
     for key, value in flat.values.items():
         items |= {join_path(path): leaf for path, leaf in stock_leaves(value, flat.paths[key])}
+    names = stock_names(items)
+    items = {names.get(key, key): item for key, item in items.items()}
     dcp.save(items, checkpoint_id=directory / "ours")
 
     other = Run("tensor-parallel")

@@ -99,7 +99,7 @@ def groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def carried_group(carried: Carried) -> dict[str, Any]:
-    prefix = "optim.param_groups.0.weight."
+    prefix = "optim.param_groups.model.0.weight."
     found = {}
     for key in carried.flat.paths:
         if key.startswith(prefix):
@@ -141,11 +141,11 @@ def test_keys_are_flat_and_one_per_item() -> None:
     run = Run(OPTIMIZERS["adamw"])
     run.steps(1)
     flat = collect(run.state)
-    assert "optim.state.0.weight.exp_avg" in flat.tensors
-    assert flat.paths["optim.state.0.weight.exp_avg"] == ("optim", "state.0.weight.exp_avg")
-    assert flat.values["optim.param_groups.3.bias.betas"] == (0.9, 0.999)
+    assert "optim.state.model.0.weight.exp_avg" in flat.tensors
+    assert flat.paths["optim.state.model.0.weight.exp_avg"] == ("optim", "state.model.0.weight.exp_avg")
+    assert flat.values["optim.param_groups.model.3.bias.betas"] == (0.9, 0.999)
     exp_avg = run.optimizer.state[run.model[0].weight]["exp_avg"]
-    assert flat.tensors["optim.state.0.weight.exp_avg"].tensor.data_ptr() == exp_avg.data_ptr()
+    assert flat.tensors["optim.state.model.0.weight.exp_avg"].tensor.data_ptr() == exp_avg.data_ptr()
 
 
 def test_an_optimizer_that_has_not_stepped_is_stored_empty_also_with_gradients_pending() -> None:
@@ -155,7 +155,7 @@ def test_an_optimizer_that_has_not_stepped_is_stored_empty_also_with_gradients_p
         flat = unchanged_by(lambda: collect(run.state), *training(run.model, run.optimizer))
         assert not run.optimizer.state
         assert not [key for key in flat.tensors if key.startswith("optim.")]
-        assert flat.values["optim.param_groups.0.weight.lr"] == 0.02
+        assert flat.values["optim.param_groups.model.0.weight.lr"] == 0.02
 
 
 def test_an_empty_optimizer_resets_one_that_has_stepped() -> None:
@@ -288,7 +288,9 @@ def test_groups_cut_differently_are_a_mismatch() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     apart = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters(), "lr": 0.25}]
     carried = Carried({"model": model, "optim": torch.optim.SGD(apart)})
-    with pytest.raises(StateMismatch, match=r"optim\.param_groups\.1\.bias\.lr is 0\.25 in the checkpoint, and other"):
+    with pytest.raises(
+        StateMismatch, match=r"optim\.param_groups\.model\.1\.bias\.lr is 0\.25 in the checkpoint, and other"
+    ):
         carried.load({"model": model, "optim": torch.optim.SGD(model.parameters(), lr=1.0)})
 
 
@@ -297,9 +299,9 @@ def test_a_checkpoint_of_an_older_release_gets_what_the_class_fills_in() -> None
     run.steps(1)
     carried = Carried(run.state)
     for name in ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"):
-        del carried.saved.values[f"optim.param_groups.{name}.decoupled_weight_decay"]
-        carried.saved.values[f"optim.state.{name}.step"] = 1
-        del carried.saved.tensors[f"optim.state.{name}.step"]
+        del carried.saved.values[f"optim.param_groups.model.{name}.decoupled_weight_decay"]
+        carried.saved.values[f"optim.state.model.{name}.step"] = 1
+        del carried.saved.tensors[f"optim.state.model.{name}.step"]
     other = Run(OPTIMIZERS["adamw"])
     carried.load(other.state)
     assert other.optimizer.param_groups[0]["decoupled_weight_decay"] is True
@@ -326,11 +328,11 @@ def test_the_state_of_another_kind_of_optimizer_stays_out(steps: int) -> None:
     momentum.steps(1)
     adam.steps(steps)
     before = states(adam.optimizer)
-    with pytest.raises(StateMismatch, match=r"missing in the checkpoint: .*optim\.param_groups\.0\.bias\.betas"):
+    with pytest.raises(StateMismatch, match=r"missing in the checkpoint: .*optim\.param_groups\.model\.0\.bias\.betas"):
         Carried(momentum.state).load(adam.state)
     assert states(adam.optimizer) == before
     found = Carried(momentum.state).load(adam.state, strict=False)
-    assert "optim.state.0.bias.momentum_buffer" in found.unexpected
+    assert "optim.state.model.0.bias.momentum_buffer" in found.unexpected
     assert states(adam.optimizer) == before
     adam.steps(1)
 
@@ -364,7 +366,7 @@ def test_an_optimizer_over_two_modules_has_their_keys_in_its_names() -> None:
     carried = Carried(state)
     assert "both.state.gan.d.x.weight.exp_avg" in carried.tensors
     assert "both.state.gan.g.0.bias.exp_avg" in carried.tensors
-    assert "single.state.1.weight.momentum_buffer" in carried.tensors
+    assert "single.state.gan.g.1.weight.momentum_buffer" in carried.tensors
     other = make()
     carried.load(other)
     for name in ("both", "single"):
@@ -385,7 +387,7 @@ def test_the_first_module_that_owns_all_parameters_names_them() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), momentum=0.9)
     flat = collect({"optim": optimizer, "whole": model, "part": model[0]})
-    assert "optim.param_groups.0.weight.lr" in flat.values
+    assert "optim.param_groups.whole.0.weight.lr" in flat.values
 
 
 def test_tied_weights_have_one_state() -> None:
@@ -400,9 +402,9 @@ def test_tied_weights_have_one_state() -> None:
     state["optim"].step()
     carried = Carried(state)
     assert [key for key in carried.tensors if key.endswith("exp_avg")] == [
-        "optim.state.a.weight.exp_avg",
-        "optim.state.a.bias.exp_avg",
-        "optim.state.b.bias.exp_avg",
+        "optim.state.model.a.weight.exp_avg",
+        "optim.state.model.a.bias.exp_avg",
+        "optim.state.model.b.bias.exp_avg",
     ]
     other = make()
     carried.load(other)
@@ -416,7 +418,7 @@ def test_only_the_optimizer_or_a_part_of_it_can_be_loaded() -> None:
     other = Run(OPTIMIZERS["adamw"])
     other.optimizer.param_groups[0]["lr"] = 7.0
     before = bits(dict(other.model.state_dict()))
-    assert carried.load(other.state, include="optim.state.0.*") == Mismatch()
+    assert carried.load(other.state, include="optim.state.model.0.*") == Mismatch()
     assert bits(dict(other.model.state_dict())) == before
     assert set(other.optimizer.state) == set(other.model[0].parameters())
     weight = other.optimizer.state[other.model[0].weight]
@@ -593,3 +595,44 @@ def test_names_of_parameters_are_those_of_the_modules_now() -> None:
     carried.load(wider, strict=False)
     assert wider["optim"].param_groups[0]["param_names"][-1] == "2.bias"
     assert len(wider["optim"].state) == 4
+
+
+def test_names_follow_the_modules_and_not_how_many_there_are() -> None:
+    def make(*trained: str) -> dict[str, Any]:
+        torch.manual_seed(4)
+        modules = {"gen": nn.Linear(2, 3), "disc": nn.Linear(2, 3)}
+        parameters = [parameter for name in trained for parameter in modules[name].parameters()]
+        return {**modules, "optim": torch.optim.AdamW(parameters, lr=0.1)}
+
+    one, two = make("gen"), make("disc", "gen")
+    for state in (one, two):
+        (state["gen"](torch.ones(2)) + state["disc"](torch.ones(2))).sum().backward()
+        state["optim"].step()
+    assert "optim.state.gen.weight.exp_avg" in Carried(one).tensors
+    wider = make("gen", "disc")
+    found = Carried(one).load(wider, strict=False)
+    assert all(".disc." in key for key in found.missing)
+    weights = [state["optim"].state[state["gen"].weight] for state in (one, wider)]
+    assert bits(weights[0]["exp_avg"]) == bits(weights[1]["exp_avg"])
+    narrower = make("gen")
+    found = Carried(two).load(narrower, strict=False)
+    assert all(".disc." in key for key in found.unexpected)
+    assert len(narrower["optim"].state) == 2
+
+
+def test_names_within_the_module_as_torch_gives_them_fit_too() -> None:
+    run, other = Run(OPTIMIZERS["adamw"]), Run(OPTIMIZERS["adamw"])
+    run.steps(1)
+    carried = Carried(run.state)
+
+    def short(key: str) -> str:
+        return key.replace("optim.state.model.", "optim.state.").replace("groups.model.", "groups.")
+
+    saved = carried.saved
+    carried.tensors = {short(key): tensor for key, tensor in carried.tensors.items()}
+    carried.saved = type(saved)(
+        {short(key): item for key, item in saved.tensors.items()},
+        {short(key): value for key, value in saved.values.items()},
+    )
+    carried.load(other.state)
+    assert states(other.optimizer) == states(run.optimizer)

@@ -1,9 +1,11 @@
 """What an optimizer contributes to a state: its own `state_dict`, under the names of its parameters.
 
 `state.<parameter>.<item>` is one item of the state of one parameter, `param_groups.<parameter>.<setting>` one setting
-of its group: the keys of torch's flattened form, which are the same for every parallel layout. `Optimizer.state_dict`
-alone numbers the parameters, and a new optimizer would load nothing of it without a word. What belongs to no parameter
-has keys of its own: `state_of_all`, `settings_of_empty_groups`, and `more` for entries beside torch's two.
+of its group, where `<parameter>` is the key of the parameter itself: the same for every parallel layout, and however
+many modules the optimizer is over. Stock readers are shown torch's own names, without the key of the module: see
+`ckptstore.state.index.stock_names`. `Optimizer.state_dict` alone numbers the parameters, and a new optimizer would load
+nothing of it without a word. What belongs to no parameter has keys of its own: `state_of_all`,
+`settings_of_empty_groups`, and `more` for entries beside torch's two.
 
 Under FSDP1, whose flat parameters have several names each, torch's helper reads and writes: see `optimizer_fsdp1`.
 """
@@ -30,47 +32,51 @@ NOT_SETTINGS = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What names the parameters of one optimizer.
+    """What names the parameters of one optimizer: as the checkpoint names the parameters themselves.
 
     `root` is the module that owns them all: one of the state, or a holder of several, whose children are then called
-    "0", "1", ... and are stored under `prefixes`. `names` has, by the id of a parameter, its canonical names in the
-    checkpoint: several for FSDP1's flat parameters.
+    "0", "1", ... `prefixes` has the beginning of a name in `root`, and the one that it has in the checkpoint. `names`
+    has, by the id of a parameter, its names in the checkpoint: several for FSDP1's flat parameters.
     """
 
     root: torch.nn.Module
-    prefixes: tuple[str, ...]
+    prefixes: tuple[tuple[str, str], ...]
     names: dict[int, tuple[str, ...]]
 
     def public(self, name: str) -> str:
         """The name in the checkpoint of what `root` calls `name`."""
-        if not self.prefixes:
-            return name
-        child, _, rest = name.partition(".")
-        return f"{self.prefixes[int(child)]}.{rest}"
+        return next(new + name.removeprefix(old) for old, new in self.prefixes if name.startswith(old))
 
     def private(self, name: str) -> str:
         """The opposite of `public`."""
-        for child, prefix in enumerate(self.prefixes):
-            if name.startswith(f"{prefix}."):
-                return f"{child}.{name.removeprefix(f'{prefix}.')}"
-        return name
+        return next((old + name.removeprefix(new) for old, new in self.prefixes if name.startswith(new)), name)
 
     def of(self, parameter: torch.Tensor) -> tuple[str, ...]:
         """The names of a parameter in the checkpoint."""
         return self.names[id(parameter)]
 
+    def fitting(self, flat_names: Iterable[str]) -> Scope:
+        """The scope itself; where these names of a checkpoint are those that the only module gives, as torch's own
+        functions have it, the scope that has these."""
+        names = {name for names in self.names.values() for name in names}
+        if len(self.prefixes) > 1 or any(split_name(name, names) for name in flat_names):
+            return self
+        ((old, new),) = self.prefixes
+        plain = {item: tuple(name.removeprefix(new) for name in each) for item, each in self.names.items()}
+        return Scope(self.root, ((old, ""),), plain)
+
 
 def scope_of(key: str, optimizer: torch.optim.Optimizer, modules: Sequence[tuple[str, torch.nn.Module]]) -> Scope:
     """Find the modules of the state that own an optimizer's parameters, by identity.
 
-    The first module that owns them all, else as few as it takes in the order of the state; then the keys are prefixed
-    with those of the modules. Raises InvalidState, with group and index, for a parameter that none owns.
+    The first module that owns them all, else as few as it takes in the order of the state. A name begins with the key
+    of its module, however many there are. Raises InvalidState, with group and index, for a parameter that none owns.
     """
     wanted = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     owned = [(name, module, {id(parameter) for parameter in module.parameters()}) for name, module in modules]
-    for _, module, ids in owned:
+    for name, module, ids in owned:
         if wanted.keys() <= ids:
-            return Scope(module, (), _names(module, wanted.keys()))
+            return _named(module, (("", f"{name}."),), wanted.keys())
     missing, chosen = set(wanted), []
     for name, module, ids in owned:
         if missing & ids:
@@ -81,9 +87,17 @@ def scope_of(key: str, optimizer: torch.optim.Optimizer, modules: Sequence[tuple
     root = torch.nn.Module()
     for index, (_, module) in enumerate(chosen):
         root.add_module(str(index), module)
-    joint = Scope(root, tuple(name for name, _ in chosen), {})
-    named = {item: tuple(map(joint.public, names)) for item, names in _names(root, wanted.keys()).items()}
-    return Scope(root, joint.prefixes, named)
+    return _named(root, tuple((f"{index}.", f"{name}.") for index, (name, _) in enumerate(chosen)), wanted.keys())
+
+
+def _named(root: torch.nn.Module, prefixes: tuple[tuple[str, str], ...], wanted: Collection[int]) -> Scope:
+    scope = Scope(root, prefixes, {})
+    names = {
+        id(parameter): tuple(map(scope.public, canonical_names(root, name)))
+        for name, parameter in root.named_parameters()
+        if id(parameter) in wanted
+    }
+    return Scope(root, prefixes, names)
 
 
 def collect_optimizer(
@@ -196,15 +210,6 @@ def _is_of(packed: Any, parameters: Mapping[int, torch.Tensor]) -> bool:
         return False
     numbers = [number for group in groups for number in group.get("params", ())]
     return set(numbers) == parameters.keys()
-
-
-def _names(root: torch.nn.Module, wanted: Iterable[int]) -> dict[int, tuple[str, ...]]:
-    ids = set(wanted)
-    return {
-        id(parameter): canonical_names(root, name)
-        for name, parameter in root.named_parameters()
-        if id(parameter) in ids
-    }
 
 
 def _not_owned(key: str, optimizer: torch.optim.Optimizer, missing: set[int], module_count: int) -> InvalidState:

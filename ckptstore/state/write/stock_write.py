@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.runtime.torch_private import storage_info_class
+from ckptstore.state.index.stock_names import stock_names, stock_path
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState, join_path, stock_leaves
 from ckptstore.state.tensors.boxes import Box, Sizes
@@ -49,11 +50,17 @@ def stock_frames(flat: FlatState, keys: Iterable[str]) -> tuple[dict[str, bytes]
 def stock_metadata(index: TensorIndex, places: Mapping[str, StockPlace], paths: Paths) -> bytes:
     """`.metadata` as stock DCP writes it. Of a tensor that differs between ranks it has the lowest rank's."""
     metadata = MetadataPickle()
+    names = stock_names({*index.tensors, *places})
+
+    def named(key: str) -> tuple[str, tuple[str | int, ...]]:
+        name = names.get(key, key)
+        return name, stock_path(paths.get(key, (key,)), key, name)
+
     for fqn, dtype, shape, chunks in _stock_tensors(index):
         if fqn not in places:
-            metadata.add_tensor(fqn, paths.get(fqn, (fqn,)), dtype, shape, chunks)
+            metadata.add_tensor(*named(fqn), dtype, shape, chunks)
     for key, place in places.items():
-        metadata.add_value(key, paths.get(key, (key,)), place)
+        metadata.add_value(*named(key), place)
     return metadata.encode()
 
 
