@@ -33,6 +33,7 @@ from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.apply import Loading, begin_load
 from ckptstore.state.live.matching import Matching, Mismatch, Saved
 from ckptstore.state.live.units import Kind, units_of
+from ckptstore.state.read.settle import unsettled
 from ckptstore.state.read.shared_reads import SharedSteps
 from ckptstore.state.read.stock_read import StockState, load_metadata
 from ckptstore.state.read.stored import PerRank, StoredState
@@ -188,8 +189,7 @@ def _prepare(
     needs if the ranks have what they had in the save; with all of it if that is not enough for all of them."""
     for whole in (False, True):
         stored, saved, manifest = _open(group, files, reader, state, options, load, whole=whole)
-        own_parts = stored if isinstance(stored, StoredState) and reader.has_own_parts else None
-        found = _match(group, saved, state, options, own_parts=own_parts)
+        found = _match(group, stored, saved, state, options, reader)
         if found is not None:
             return stored, *found, manifest
     raise AssertionError("the whole index is always enough")
@@ -353,25 +353,34 @@ def _open(
 
 
 def _match(
-    group: Group, saved: Saved, state: Mapping[str, Any], options: LoadOptions, *, own_parts: StoredState | None
+    group: Group,
+    stored: StoredState | StockState,
+    saved: Saved,
+    state: Mapping[str, Any],
+    options: LoadOptions,
+    reader: _Reader,
 ) -> tuple[Loading, Mismatch] | None:
-    """Find the place of everything, and agree on what does not fit.
+    """Find the place of everything, and agree on what does not fit. Reads what has to be compared because it is for the
+    same memory.
 
-    `own_parts` is what was opened with parts of the index alone, on all ranks. Then the result is None, the state being
-    as it was, when they are not enough for some rank.
+    Where only parts of the index were opened, on all ranks, the result is None, the state being as it was, when they
+    are not enough for some rank.
     """
+    own_parts = stored if isinstance(stored, StoredState) and reader.has_own_parts else None
     held: list[Loading] = []
 
-    def work(_beat: Beat) -> bytes:
+    def work(beat: Beat) -> bytes:
+        reader.beat = beat
         try:
             loading = begin_load(
                 state, saved, include=options.include, device=options.device, casts=options.dtype == "state"
             )
+            held.append(loading)
+            loading.mismatch.differing.update(unsettled(loading.conflicts, stored.fill_boxes))
         except CheckpointDamaged:
             if own_parts is None:
                 raise
             return _MORE
-        held.append(loading)
         if own_parts is None:
             return json.dumps(loading.mismatch.to_json()).encode()
         if not _has_all(own_parts, loading):

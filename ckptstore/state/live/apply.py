@@ -4,6 +4,7 @@ Loading has two phases, so that bytes are read straight into the memory where th
 
     flat = collect(state)                       # save: what this rank has
     loading = begin_load(state, saved)          # load: the memory to fill, and everything that does not fit
+    ... note in loading.mismatch which of loading.conflicts the checkpoint does not settle ...
     loading.mismatch.check(strict=True)         # of all ranks together: Mismatch.joined
     ... fill every loading.targets[key].tensor with what the checkpoint has as .source ...
     loading.finish()                            # modules, optimizers, schedulers, other objects, plain values
@@ -20,7 +21,7 @@ import torch
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.state.live.contents import StatefulLoad, ValueLoad
 from ckptstore.state.live.flatten import FlatState
-from ckptstore.state.live.matching import Matching, Mismatch, Saved, Target
+from ckptstore.state.live.matching import Matching, Saved, Target
 from ckptstore.state.live.meta import Materialised
 from ckptstore.state.live.module_load import ModuleLoad
 from ckptstore.state.live.modules import collect_module, same_on_all_ranks, uses_fsdp1
@@ -28,6 +29,7 @@ from ckptstore.state.live.optimizer_fsdp1 import Fsdp1OptimizerLoad, collect_fsd
 from ckptstore.state.live.optimizer_load import OptimizerLoad
 from ckptstore.state.live.optimizers import collect_optimizer, scope_of
 from ckptstore.state.live.units import Kind, Unit, units_of
+from ckptstore.state.tensors.conflicts import Conflict
 from ckptstore.state.tensors.placement import PLAIN_TYPES
 
 
@@ -69,13 +71,15 @@ def collect(state: Mapping[str, Any]) -> FlatState:
 class Loading:
     """A load between its two phases. Made by `begin_load`.
 
-    `targets` has the memory to be filled: the state's own, except under FSDP1 and for tensors that the state does not
-    have yet. `mismatch` has everything that does not fit.
+    `targets` has the memory to be filled, each once: the state's own, except under FSDP1 and for tensors that the state
+    does not have yet. `conflicts` has the pairs of stored tensors that are for the same memory, and must be found equal
+    before. `mismatch` has everything that does not fit.
     """
 
-    def __init__(self, targets: Mapping[str, Target], mismatch: Mismatch, parts: Sequence[_Part]) -> None:
-        self.targets = targets
-        self.mismatch = mismatch
+    def __init__(self, matching: Matching, parts: Sequence[_Part]) -> None:
+        self.targets: Mapping[str, Target] = matching.targets
+        self.conflicts: Sequence[Conflict] = matching.conflicts
+        self.mismatch = matching.mismatch
         self._parts = parts
 
     def finish(self) -> None:
@@ -148,10 +152,10 @@ def begin_load(
             else:
                 parts.append(StatefulLoad(unit, matching, device=where))
     except BaseException:
-        Loading({}, Mismatch(), parts).abandon()
+        Loading(matching, parts).abandon()
         raise
     matching.close(state)
-    return Loading(matching.targets, matching.mismatch, parts)
+    return Loading(matching, parts)
 
 
 def _optimizer_load(

@@ -28,6 +28,9 @@ from ckptstore.state.live.flatten import (
 )
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.units import Unit
+from ckptstore.state.tensors.conflicts import local_memory
+from ckptstore.state.tensors.overlap import overlaps_itself
+from ckptstore.state.tensors.tensor_memory import obstacle_of
 
 
 class StoredContents:
@@ -53,10 +56,10 @@ class StoredContents:
         is_wanted = matching.includes(self._key) and self._key not in matching.saved.skipped
         if self.is_skipped:
             matching.placed(self._key)
-        elif is_wanted and self._key in matching.saved.values and self._key not in self._own:
+        elif is_wanted and self._key in matching.saved.values and (self._key not in self._own or not fixed):
             self._match_whole(matching.saved.values[self._key])
-        elif is_wanted and matching.source_of(self._key) is not None and not self._own:
-            self._loaded[self._key] = matching.make_tensor(self._key, device)
+        elif is_wanted and matching.source_of(self._key) is not None and not (self._own and fixed):
+            self._match_tensor(self._key, self._own.get(self._key))
             self._is_whole = True
         else:
             self._match_leaves()
@@ -68,12 +71,18 @@ class StoredContents:
 
     def result(self) -> Any:
         """What shall stand at the place, once the tensors have been filled."""
-        saved = self._matching.saved.values.get(self._key)
+        loaded = {key: self._moved(key, leaf) for key, leaf in self._loaded.items()}
         if not self._is_whole:
-            return _with_leaves(self._current, self._path, self._loaded)
-        if saved is None:
-            return self._loaded.get(self._key)
-        return map_tensors(saved, self._path, lambda key, leaf: self._loaded.get(key, leaf))
+            return _with_leaves(self._current, self._path, loaded)
+        if self._key not in self._matching.saved.values:
+            return loaded[self._key]
+        return map_tensors(self._matching.saved.values[self._key], self._path, lambda key, leaf: loaded.get(key, leaf))
+
+    def _moved(self, key: str, leaf: Any) -> Any:
+        tensor = self._matching.moved.get(key)
+        if tensor is None:
+            return leaf
+        return Replicated(tensor) if isinstance(leaf, Replicated) else tensor
 
     def _skips(self) -> bool:
         """Whether a part that only the checkpoint could give is left out; then so is the whole."""
@@ -92,13 +101,18 @@ class StoredContents:
             if leaf is not None and (self._fixed or self._fits(key, leaf)):
                 complete &= self._take(key, leaf) and key in keys
             elif free:
-                where = self._device if leaf is None or leaf_tensor(leaf).is_meta else leaf_tensor(leaf).device
-                self._loaded[key] = self._matching.make_tensor(key, where)
+                self._match_tensor(key, leaf)
             else:
                 complete = False
         self._is_whole = complete
         if not complete:
             self._match_leaves(tensors=False)
+
+    def _match_tensor(self, key: str, leaf: Any) -> None:
+        """Fill the tensor that stands at a place if it fits, else a new one."""
+        if leaf is None or not self._fits(key, leaf) or not self._take(key, leaf):
+            where = self._device if leaf is None or leaf_tensor(leaf).is_meta else leaf_tensor(leaf).device
+            self._loaded[key] = self._matching.make_tensor(key, where)
 
     def _match_leaves(self, *, tensors: bool = True) -> None:
         """Fill what has a counterpart under its own key, as in checkpoints of stock DCP, and leave the rest."""
@@ -123,9 +137,9 @@ class StoredContents:
     def _take(self, key: str, leaf: Any) -> bool:
         tensor = leaf_tensor(leaf)
         if tensor.is_meta:
-            tensor = torch.empty_like(tensor, device=self._device or torch.get_default_device())
+            tensor = torch.empty_like(tensor, device=self._device or default_device())
             leaf = Replicated(tensor) if isinstance(leaf, Replicated) else tensor
-        if not self._matching.take_tensor([key], tensor):
+        if not self._matching.take_tensor([key], tensor, may_move=not self._fixed):
             return False
         self._loaded[key] = leaf
         return True
@@ -133,6 +147,8 @@ class StoredContents:
     def _fits(self, key: str, leaf: Any) -> bool:
         """Whether the state's tensor can take the checkpoint's; a distributed one must, since none can be made."""
         tensor, source = leaf_tensor(leaf), self._matching.source_of(key)
+        if obstacle_of(tensor) is not None or any(map(overlaps_itself, local_memory(tensor))):
+            return False
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or source is None:
             return isinstance(tensor, DTensor) or source is not None
         saved = self._matching.saved.tensors[source]
@@ -195,6 +211,12 @@ class StatefulLoad:
 
     def abandon(self) -> None:
         """Nothing has changed yet."""
+
+
+def default_device() -> torch.device:
+    """Return where memory belongs of which nothing was said: on torch's default device, unless that has no memory."""
+    device = torch.get_default_device()
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptstore.errors import InvalidState
-from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
+from ckptstore.state.tensors.overlap import identity_of
+from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
+from ckptstore.state.tensors.tensor_memory import obstacle_of
 from ckptstore.state.tensors.wrapped import Wrapped
 
 Path = tuple[Any, ...]
@@ -101,9 +103,13 @@ class FlatState:
     def add_tensor(self, path: Path, entry: TensorEntry, *, live: torch.Tensor | None = None) -> None:
         """Take in a tensor. `live` is the parameter or buffer that it shows, where it is another object.
 
-        One that wraps other tensors becomes a value, and those become tensors of their own.
+        One that wraps other tensors becomes a value, and those become tensors of their own. Raises InvalidState, with
+        the key, for a kind of tensor that cannot be stored.
         """
         key = self._take(path)
+        obstacle = obstacle_of(entry.tensor)
+        if obstacle is not None:
+            raise InvalidState(f"{key} is {obstacle.what}, which cannot be stored", hint=obstacle.hint)
         kept = entry.tensor if live is None else live
         if is_wrapped(entry.tensor):
             for name, value in wrapped_in(entry.tensor, key).items():
@@ -155,14 +161,6 @@ class FlatState:
 def join_path(path: Path) -> str:
     """The flat key of a path."""
     return ".".join(map(str, path))
-
-
-def identity_of(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that are views of exactly the same memory. Distributed and empty tensors go by object, so that
-    all ranks, also those with an empty shard, find the same ties."""
-    if type(tensor) not in PLAIN_TYPES or not tensor.numel() or tensor.is_meta or tensor.layout is not torch.strided:
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def children(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -12,7 +12,10 @@ import torch
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StateMismatch
 from ckptstore.runtime.near import meant, nearest, nearest_key, shown
-from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
+from ckptstore.state.tensors.conflicts import Conflict, PlacedTensor, conflicts_of, local_memory
+from ckptstore.state.tensors.overlap import overlaps_itself
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
+from ckptstore.state.tensors.tensor_memory import obstacle_of
 from ckptstore.state.tensors.wrapped import Wrapped, check_same
 
 
@@ -162,10 +165,15 @@ class Matching:
         self.may_cast = casts
         """Whether what was saved in another floating-point dtype is cast."""
         self.targets: dict[str, Target] = {}
+        self.conflicts: list[Conflict] = []
+        """What has to be compared before anything is filled. Complete after `close`."""
+        self.moved: dict[str, torch.Tensor] = {}
+        """New tensors for places of which the memory is for something else too. Complete after `close`."""
         self.mismatch = Mismatch()
         self._include = None if include is None else (include,) if isinstance(include, str) else tuple(include)
         self._keys = sorted({*saved.tensors, *saved.aliases, *saved.values})
         self._placed: set[str] = set()
+        self._places: list[PlacedTensor] = []
 
     def includes(self, key: str) -> bool:
         """Whether a key, or everything below it, was asked for. Patterns are those of fnmatch: `*` crosses dots."""
@@ -192,42 +200,76 @@ class Matching:
         source = self.saved.aliases.get(key, key)
         return source if source in self.saved.tensors else None
 
-    def take_tensor(self, keys: Sequence[str], tensor: torch.Tensor) -> bool:
+    def take_tensor(
+        self, keys: Sequence[str], tensor: torch.Tensor, *, live: torch.Tensor | None = None, may_move: bool = False
+    ) -> bool:
         """Have a tensor filled, that the state knows under these keys. False, with the reason noted, if it cannot be.
 
-        One of the keys in the checkpoint is enough: tied weights may have been stored under either name.
+        One of the keys in the checkpoint is enough: tied weights may have been stored under either name. Where they
+        were not tied when they were saved, all that the checkpoint has of them is compared before anything is filled.
+        `live` is the parameter or buffer whose memory it is in the end, where `tensor` is a copy. With `may_move` a new
+        tensor is made, and noted in `moved`, if something else is to be filled into the same memory.
         """
         self._placed.update(keys)
-        if not (self._include is None or any(map(self.includes, keys))) or not self.saved.skipped.isdisjoint(keys):
+        asked = [key for key in keys if self.includes(key)]
+        if not asked or not self.saved.skipped.isdisjoint(keys):
+            return False
+        obstacle = obstacle_of(tensor)
+        if obstacle is not None:
+            self.mismatch.differing[keys[0]] = f"is {obstacle.what} in the state, which cannot be loaded into"
             return False
         if is_wrapped(tensor):
             return self._take_wrapped(keys, tensor)
-        found = [source for key in keys if (source := self.source_of(key)) is not None]
-        if not found:
+        found = {source: key for key in keys if (source := self.source_of(key)) is not None}
+        wanted = {source: key for source, key in found.items() if key in asked} or found
+        if not wanted:
             self.miss(keys[0], "a tensor")
             return False
-        wanted, present = SavedTensor(tensor.dtype, tuple(tensor.shape)), self.saved.tensors[found[0]]
-        if self.may_cast and _can_cast(present, wanted):
+        if any(map(overlaps_itself, local_memory(tensor))):
+            self.mismatch.differing[keys[0]] = (
+                "has several elements in the same memory in the state, as after expand(): give it memory for each "
+                "element, with clone() or contiguous()"
+            )
+            return False
+        places = [
+            PlacedTensor(key, tensor, source, self.saved.tensors[source].dtype, live, may_move)
+            for source, key in wanted.items()
+        ]
+        fits = [self._take_placed(place, keys[0]) for place in places]
+        return all(fits)
+
+    def _take_placed(self, place: PlacedTensor, first: str) -> bool:
+        """Give a tensor, known as `first`, one of the stored tensors that belong there. The first one fills it."""
+        tensor, source = place.tensor, place.source
+        wanted, present = SavedTensor(tensor.dtype, tuple(tensor.shape)), self.saved.tensors[source]
+        can_cast = self.may_cast and _can_cast(present, wanted)
+        if wanted != present and not can_cast:
+            way = ' (dtype="state" casts it)' if _can_cast(present, wanted) else ""
+            name = first if first not in self.mismatch.differing and first not in self.targets else place.key
+            self.mismatch.differing[name] = f"is {present} in the checkpoint and {wanted} in the state{way}"
+            return False
+        self._places.append(place)
+        if first in self.targets:
+            return True
+        filled = tensor
+        if can_cast:
             filled = torch.empty_like(tensor, dtype=present.dtype, requires_grad=False)
             self.casts.append((tensor, filled))
-            self.targets[keys[0]] = Target(filled, found[0])
-            return True
-        if wanted != present:
-            way = ' (dtype="state" casts it)' if _can_cast(present, wanted) else ""
-            self.mismatch.differing[keys[0]] = f"is {present} in the checkpoint and {wanted} in the state{way}"
-            return False
-        self.targets[keys[0]] = Target(tensor, found[0])
+        self.targets[first] = Target(filled, source)
         return True
 
     def _take_wrapped(self, keys: Sequence[str], tensor: torch.Tensor) -> bool:
         """Have the tensors filled that a tensor wraps."""
-        key = next((key for key in keys if self._wrapped_at(key)), keys[0])
-        saved = self._wrapped_at(key)
-        for name in (name for other in keys for name in self._wrapped_at(other)):
+        found = {key: saved for key in keys if (saved := self._wrapped_at(key))}
+        for name in (name for saved in found.values() for name in saved):
             self._placed.update((name, *self.below(name)))
-        if not saved:
-            self.miss(key, f"a {type(getattr(tensor, '_local_tensor', tensor)).__name__}, which wraps tensors,")
+        if not found:
+            self.miss(keys[0], f"a {type(getattr(tensor, '_local_tensor', tensor)).__name__}, which wraps tensors,")
             return False
+        fits = [self._take_wrapped_from(key, saved, tensor) for key, saved in found.items()]
+        return all(fits)
+
+    def _take_wrapped_from(self, key: str, saved: Mapping[str, Wrapped], tensor: torch.Tensor) -> bool:
         for name, target in wrapped_in(tensor, key).items():
             try:
                 if name not in saved:
@@ -258,7 +300,8 @@ class Matching:
                 self.take_tensor([f"{key}.{name}", stored.key], inner)
 
     def make_tensor(self, key: str, device: torch.device | None) -> torch.Tensor:
-        """A new plain tensor for what the checkpoint has under a key, to be filled.
+        """A new plain tensor for what the checkpoint has under a key, to be filled. Without a device it is made on the
+        CPU, whatever torch's default device is.
 
         Raises CheckpointDamaged when a value refers to a tensor that the index lacks.
         """
@@ -274,9 +317,25 @@ class Matching:
         saved = self.saved.tensors[source]
         made = self.targets.get(key)
         if made is None:
-            made = Target(torch.empty(saved.shape, dtype=saved.dtype, device=device), source)
+            made = Target(torch.empty(saved.shape, dtype=saved.dtype, device=device or "cpu"), source)
             self.targets[key] = made
         return made.tensor
+
+    def _share_memory(self) -> None:
+        """Fill each memory once, and note what must agree because it is for the same memory."""
+        places = self._places
+        while True:
+            self.conflicts, copies = conflicts_of(places)
+            moving = {id(place): place for pair in self.conflicts if (place := _moving(pair)) is not None}
+            if not moving:
+                break
+            for place in moving.values():
+                made = torch.empty_like(place.tensor, requires_grad=False)
+                self.moved[place.key], self.targets[place.key] = made, Target(made, place.source)
+            places = [place for place in places if id(place) not in moving]
+        for place in copies:
+            if place.key in self.targets and self.targets[place.key].tensor is place.tensor:
+                del self.targets[place.key]
 
     def miss(self, key: str, what: str) -> None:
         """Note that the state has something for which the checkpoint has nothing, or something of another kind."""
@@ -292,7 +351,8 @@ class Matching:
 
     def close(self, names: Iterable[str]) -> None:
         """Note what the checkpoint has below the state's top-level names and nothing took, and what names and patterns
-        stand for nothing."""
+        stand for nothing; and find the memory that several stored tensors would fill."""
+        self._share_memory()
         mismatch, known = self.mismatch, {*self._keys, *self.saved.skipped}
         mismatch.names = frozenset(map(str, names))
         held = {key: parts for key in known if (parts := _parts_of(key, mismatch.names))}
@@ -311,6 +371,12 @@ class Matching:
                 mismatch.unused[pattern] = near if near and _is_below(near, mismatch.names) else None
         if mismatch.absent or mismatch.unused:
             mismatch.there = frozenset(map(_top, known))
+
+
+def _moving(conflict: Conflict) -> PlacedTensor | None:
+    """The place of two for the same memory that can go elsewhere."""
+    places = (conflict.second.place, conflict.first.place)
+    return next((place for place in places if place.may_move and type(place.tensor) in PLAIN_TYPES), None)
 
 
 def _parts_of(key: str, names: Collection[str]) -> list[str]:

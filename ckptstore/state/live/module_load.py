@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from ckptstore.state.live.contents import StoredContents
-from ckptstore.state.live.flatten import identity_of
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.meta import Materialised, materialise
-from ckptstore.state.live.modules import read_module, write_module
+from ckptstore.state.live.modules import read_module, shows, write_module
 from ckptstore.state.live.units import Unit
+from ckptstore.state.tensors.overlap import identity_of
 
 
 class ModuleLoad:
@@ -55,5 +55,8 @@ class ModuleLoad:
             if isinstance(item, torch.Tensor):
                 ties.setdefault(identity_of(self._contents.live.get(name, item)), []).append(name)
         for names in ties.values():
-            matching.take_tensor([f"{self._unit.key}.{name}" for name in names], self._contents.items[names[0]])
+            item, live = self._contents.items[names[0]], self._contents.live.get(names[0])
+            is_copy = live is not None and not shows(item, live)
+            keys = [f"{self._unit.key}.{name}" for name in names]
+            matching.take_tensor(keys, item, live=live if is_copy else None)
         return [names for names in ties.values() if len(names) > 1]

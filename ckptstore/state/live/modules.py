@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.torch_private import canonical_names
 from ckptstore.state.live.flatten import FlatState, Path, TensorEntry, join_path
+from ckptstore.state.tensors.overlap import identity_of
 from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
 from ckptstore.state.tensors.wrapped import Wrapped
 
@@ -68,7 +69,7 @@ def write_module(key: str, module: torch.nn.Module, contents: ModuleContents, lo
     items = {**contents.items, **loaded}
     for name, live in contents.live.items():
         item = items.get(name)
-        if isinstance(item, torch.Tensor) and _shows(item, live):
+        if isinstance(item, torch.Tensor) and shows(item, live):
             items[name] = live
     if items:
         with quiet_torch(), blaming(f"the module at {key!r}"):
@@ -134,23 +135,19 @@ def _live_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return live
 
 
-def _shows(item: torch.Tensor, live: torch.Tensor) -> bool:
+def shows(item: torch.Tensor, live: torch.Tensor) -> bool:
     """Whether a tensor is a view of all of `live`, so that what was read into it is there already."""
     if is_wrapped(item) and is_wrapped(live):
         shown, held = wrapped_in(item, ""), wrapped_in(live, "")
         return shown.keys() == held.keys() and all(_wraps_same(shown[key], held[key]) for key in shown)
     if isinstance(item, DTensor) and isinstance(live, DTensor):
-        return _memory(item.to_local()) == _memory(live.to_local())
+        return identity_of(item._local_tensor) == identity_of(live._local_tensor)
     is_plain = type(item) in (torch.Tensor, torch.nn.Parameter) and not isinstance(live, DTensor)
-    return is_plain and _memory(item) == _memory(live)
+    return is_plain and identity_of(item) == identity_of(live)
 
 
 def _wraps_same(shown: Wrapped, held: Wrapped) -> bool:
     return shown.label == held.label and all(
-        _wraps_same(inner, held[name]) if isinstance(inner, Wrapped) else _memory(inner) == _memory(held[name])
+        _wraps_same(inner, held[name]) if isinstance(inner, Wrapped) else identity_of(inner) == identity_of(held[name])
         for name, inner in shown.items()
     )
-
-
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -275,10 +275,11 @@ def _groups(copies: Sequence[Copy], begin: int) -> Iterator[list[Copy]]:
 def _cut(box: Box, sizes: tuple[int, ...], element_bytes: int) -> Iterator[Box]:
     """The pieces of a box that are read one by one, none with more bytes from end to end than a buffer holds."""
     for run in runs(box, sizes, MAX_SKIP_BYTES // element_bytes):
-        yield from _halves(run, sizes, BUFFER_BYTES // element_bytes)
+        yield from halves(run, sizes, BUFFER_BYTES // element_bytes)
 
 
-def _halves(box: Box, sizes: tuple[int, ...], most: int) -> Iterator[Box]:
+def halves(box: Box, sizes: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Yield the parts of a box of a tensor of these sizes, halved until none spans more than so many elements."""
     if span(box, sizes)[1] <= most or box.volume == 1:
         yield box
         return
@@ -286,7 +287,7 @@ def _halves(box: Box, sizes: tuple[int, ...], most: int) -> Iterator[Box]:
     half = box.sizes[dim] // 2
     for offset, size in ((0, half), (half, box.sizes[dim] - half)):
         offsets = (*box.offsets[:dim], box.offsets[dim] + offset, *box.offsets[dim + 1 :])
-        yield from _halves(Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), sizes, most)
+        yield from halves(Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), sizes, most)
 
 
 class RunSteps(Protocol):

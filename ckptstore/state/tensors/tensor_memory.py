@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.tensors.placement import PLAIN_TYPES
+
+
+class Obstacle(NamedTuple):
+    """Why a tensor is neither stored nor loaded into: `what` follows "is", `hint` says what to do."""
+
+    what: str
+    hint: str
+
+
+def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
+    """Return why a tensor of this kind is neither stored nor loaded into, None for one that is: it has its numbers in
+    a dense array, or in other tensors that do. Asks for the kind alone, not for shape or memory."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if type(tensor) not in PLAIN_TYPES and is_lazy(tensor):
+        return Obstacle("lazy: it has no shape before its module is first called", "Call the module once before")
+    if tensor.is_nested:
+        return Obstacle("a nested tensor", "Use its values and offsets, or torch.nested.to_padded_tensor")
+    if tensor.is_quantized:
+        return Obstacle(
+            "a quantised tensor of torch.ao", "Use its int_repr(), scale and zero point, or a torchao tensor"
+        )
+    if tensor.layout is not torch.strided:
+        name = str(tensor.layout).removeprefix("torch.").removeprefix("_")
+        return Obstacle(f"a tensor with the layout {name}", "Use to_dense(), or the dense tensors that it is made of")
+    return None
 
 
 def check_memory(tensor: torch.Tensor, key: str) -> None:

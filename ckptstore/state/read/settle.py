@@ -1,0 +1,79 @@
+"""Comparing stored tensors that a load would put into the same memory. Writes nothing to the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from ckptstore.state.read.read_plan import halves
+from ckptstore.state.tensors.boxes import Box, whole, within
+from ckptstore.state.tensors.conflicts import Conflict, FilledBox, PlacedTensor
+from ckptstore.state.tensors.overlap import first_byte, place_bytes, reach_bytes
+
+COMPARED_BYTES = 32 << 20
+"""The most that is read at once of one of two tensors for the same memory."""
+
+FillBoxes = Callable[[Sequence[tuple[str, Box, torch.Tensor]]], None]
+"""`StoredState.fill_boxes`."""
+
+
+def unsettled(conflicts: Sequence[Conflict], fill_boxes: FillBoxes) -> dict[str, str]:
+    """Return, for each key of the state whose memory another key would fill with other bytes, what is wrong.
+
+    Reads both sides of each conflict, in parts where they are for exactly the same memory, whole where they have only
+    some elements in common. Raises what `fill_boxes` does.
+    """
+    found: dict[str, str] = {}
+    for first, second, is_same in conflicts:
+        if second.place.key in found:
+            continue
+        agree = _are_equal(first, second, fill_boxes) if is_same else _agree_in_common(first, second, fill_boxes)
+        if not agree:
+            found[second.place.key] = _what_differs(first.place, second.place, is_same=is_same)
+    return found
+
+
+def _what_differs(first: PlacedTensor, second: PlacedTensor, *, is_same: bool) -> str:
+    shares = "is the same memory as" if is_same else "has memory in common with"
+    return (
+        f"{shares} {first.key} in the state, and the checkpoint has other numbers for {second.source} than for "
+        f"{first.source}: give them memory of their own, or load one of them with include"
+    )
+
+
+def _are_equal(first: FilledBox, second: FilledBox, fill_boxes: FillBoxes) -> bool:
+    """Whether two stored boxes of the same sizes have the same bytes, in the dtype of the state."""
+    sizes, most = first.box.sizes, max(1, COMPARED_BYTES // first.memory.element_size())
+    return all(
+        np.array_equal(
+            _read(first, within(part, first.box), fill_boxes), _read(second, within(part, second.box), fill_boxes)
+        )
+        for part in halves(whole(sizes), sizes, most)
+    )
+
+
+def _agree_in_common(first: FilledBox, second: FilledBox, fill_boxes: FillBoxes) -> bool:
+    """Whether two stored boxes have the same bytes wherever their memory is the same."""
+    start = min(first_byte(first.memory), first_byte(second.memory))
+    stop = max(first_byte(item.memory) + reach_bytes(item.memory) for item in (first, second))
+    memory, is_set = np.zeros(stop - start, np.uint8), np.zeros(stop - start, np.bool_)
+    place_bytes(memory, start, first.memory)[...] = _read(first, first.box, fill_boxes)
+    place_bytes(is_set, start, first.memory)[...] = True
+    there, common = place_bytes(memory, start, second.memory), place_bytes(is_set, start, second.memory)
+    return bool(np.array_equal(there[common], _read(second, second.box, fill_boxes)[common]))
+
+
+def _read(item: FilledBox, box: Box, fill_boxes: FillBoxes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """The bytes that the memory would have for a stored box, of its sizes and the size of an element."""
+    stored = torch.empty(box.sizes, dtype=item.place.saved_dtype, device="cpu")
+    fill_boxes([(item.place.source, box, stored)])
+    shown = stored.to(item.memory.dtype)
+    if item.memory.is_neg():
+        shown = shown.neg()
+    if item.memory.is_conj():
+        shown = shown.conj().resolve_conj()
+    size = shown.element_size()
+    found: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = shown.reshape(-1).view(torch.uint8).numpy()
+    return found.reshape(*box.sizes, size)
