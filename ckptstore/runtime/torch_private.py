@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
+from functools import cache
 from typing import Any
 
 TRIED_VERSIONS = ("2.10.0", "2.13.0")
@@ -37,14 +40,66 @@ def cloned(store: Any) -> Any:
 
 
 def canonical_names(root: Any, name: str) -> tuple[str, ...]:
-    """The names, free of what wrappers put in, of a parameter or buffer that `root` calls `name`.
+    """Return the names, free of what wrappers put in, of a parameter, buffer or entry that `root` calls `name`.
 
-    There are several for the flat parameter of FSDP1. They are the ones that torch.distributed.checkpoint.state_dict
-    uses.
+    Wrappers are DDP, FSDP1, torch.compile and activation checkpointing, nested in any way; a submodule of the user's
+    own that is called `module` keeps its name. A name that leads to no module below some point is kept from there on.
+    There are several names for the flat parameter of FSDP1, sorted.
     """
-    from torch.distributed.checkpoint.state_dict import _get_fqns
+    found: list[str] = []
+    parts = name.split(".")
+    at, place = root, 0
+    while place < len(parts):
+        kind: Any = type(at)
+        attribute = _wrapper_attribute(kind)
+        if attribute is not None:
+            inner = at._modules[attribute]
+            if parts[place:] == [attribute, _FLAT_PARAMETER]:
+                flat = getattr(at, _FLAT_PARAMETER)
+                below = [own for raw in flat._fqns for own in canonical_names(inner, raw)]
+                return tuple(sorted(".".join([*found, own]) for own in below))
+            place += parts[place] == attribute  # what a wrapper gives may lack its own prefix
+            at = inner
+            continue
+        part = parts[place]
+        if at is not None and hasattr(type(at), "_fqn_modifiers"):  # torch's way to say what a hook leaves out
+            at = _child(at, at._fqn_modifiers().get(part)) or at
+        found.append(part)
+        at, place = _child(at, part), place + 1
+    return (".".join(found),)
 
-    return tuple(sorted(_get_fqns(root, name)))
+
+_FLAT_PARAMETER = "_flat_param"
+
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
+)
+"""The module and name of each class of wrappers, and the attribute that has what is wrapped."""
+
+
+@cache
+def _wrapper_attribute(kind: Any) -> str | None:
+    for module, name, attribute in _WRAPPERS:
+        wrapper = getattr(sys.modules.get(module), name, None)  # not imported means that nothing is of that class
+        if wrapper is not None and issubclass(kind, wrapper):
+            return attribute
+    return None
+
+
+def _child(module: Any, name: str | None) -> Any:
+    return None if module is None or name is None else module._modules.get(name)
+
+
+def state_dict_like(given: Any, items: Any) -> Any:
+    """Return a state dict of these items for `load_state_dict`, with the versions of modules that are in `given`, which
+    `state_dict` returned: without them modules take the items for ones of their oldest version."""
+    made = OrderedDict(items)
+    if "_metadata" in getattr(given, "__dict__", ()):
+        vars(made).update(_metadata=vars(given)["_metadata"])
+    return made
 
 
 def convert_tensors(module: Any, chosen: Any, convert: Any) -> None:

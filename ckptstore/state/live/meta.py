@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -25,23 +25,27 @@ class Materialised:
     remade: tuple[str, ...] = ()
     """The keys of buffers outside of the state that the module has filled itself."""
     left: tuple[str, ...] = ()
-    """The keys of those that nobody can fill: they stay on the meta device."""
+    """The keys of those outside of the state that nobody can fill: they stay on the meta device."""
 
 
-def materialise(key: str, module: torch.nn.Module, device: torch.device | None) -> Materialised:
+def materialise(
+    key: str, module: torch.nn.Module, device: torch.device | None, names: Collection[str] | None = None
+) -> Materialised:
     """Give memory to the parameters and buffers that are on the meta device and are part of the state.
 
-    The memory is not initialised. Parameters stay the same objects. A buffer outside of the state, such as the
-    frequencies of a rotary embedding, is filled by the module's own `reset_parameters`, or `_init_weights` of a module
-    around it, as Hugging Face's have it; one that this leaves as it was stays on meta, with a warning. Neither is
-    called where parameters beside the buffer have contents already.
+    `names` are the canonical ones of what is part of it; None says all parameters and persistent buffers. The memory is
+    not initialised. Parameters stay the same objects. A buffer outside of the state, such as the frequencies of a
+    rotary embedding, is filled by the module's own `reset_parameters`, or `_init_weights` of a module around it, as
+    Hugging Face's have it; one that this leaves as it was stays on meta, with a warning, and so does what the module's
+    own `state_dict` leaves out. Neither is called where parameters beside the buffer have contents already.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     if not any(tensor.is_meta for _, tensor in named):
         return Materialised(lambda: None)
     outside = [name for name in non_persistent_buffers(module) if module.get_buffer(name).is_meta]
     makers = {name: maker for name in outside if (maker := _maker_of(module, name)) is not None}
-    stays = {id(module.get_buffer(name)) for name in outside if name not in makers}
+    left_out = _left_out(module, names, {id(module.get_buffer(name)) for name in outside})
+    stays = {id(module.get_buffer(name)) for name in outside if name not in makers} | set(left_out)
     kept = {id(tensor) for _, tensor in named if not tensor.is_meta}
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +53,7 @@ def materialise(key: str, module: torch.nn.Module, device: torch.device | None) 
 
     convert_tensors(module, lambda tensor: tensor.is_meta and id(tensor) not in stays, allocate)
     remade = _remake(module, makers)
-    left = [name for name in outside if name not in remade]
+    left = [*(name for name in outside if name not in remade), *left_out.values()]
     made = [tensor for tensor in [*module.parameters(), *module.buffers()] if id(tensor) not in kept]
 
     def release() -> None:
@@ -63,11 +67,22 @@ def materialise(key: str, module: torch.nn.Module, device: torch.device | None) 
 
     if left:
         warnings.warn(
-            f"the module at {key!r} was on the meta device; these buffers are not part of a checkpoint and stay there "
+            f"the module at {key!r} was on the meta device; these tensors are not part of its state and stay there "
             f"until you set them: {', '.join(left)}",
             stacklevel=2,
         )
     return Materialised(release, keys(sorted(remade)), keys(left))
+
+
+def _left_out(module: torch.nn.Module, names: Collection[str] | None, outside: set[int]) -> dict[int, str]:
+    """By id, the names of those tensors on the meta device that a module's own `state_dict` leaves out under all their
+    names, but for buffers that are `outside` of it by torch's rules."""
+    if names is None:
+        return {}
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    inside = {id(tensor) for name, tensor in every if not set(canonical_names(module, name)).isdisjoint(names)}
+    skipped = inside | outside
+    return {id(tensor): name for name, tensor in every if tensor.is_meta and id(tensor) not in skipped}
 
 
 def _maker_of(module: torch.nn.Module, name: str) -> Callable[[], object] | None:

@@ -9,9 +9,12 @@ import torch
 from ckptstore.state.live.contents import StoredContents
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.meta import Materialised, materialise
-from ckptstore.state.live.modules import read_module, shows, write_module
+from ckptstore.state.live.modules import read_module, shows, uses_fsdp1, with_new_memory, write_module
 from ckptstore.state.live.units import Unit
 from ckptstore.state.tensors.overlap import identity_of
+
+EXTRA_STATE = "_extra_state"
+"""What torch calls the entry that a module's `get_extra_state` gives."""
 
 
 class ModuleLoad:
@@ -23,9 +26,14 @@ class ModuleLoad:
         self._is_wanted = matching.includes_below(unit.key)
         if not self._is_wanted:
             return
-        self.materialised = materialise(unit.key, unit.item, device)
+        # FSDP1 gives nothing of what is on the meta device; all others say what of it is part of the state.
+        contents = None if uses_fsdp1(unit.item) else read_module(unit.key, unit.item)
+        self.materialised = materialise(unit.key, unit.item, device, None if contents is None else contents.items)
         try:
-            self._contents = read_module(unit.key, unit.item)
+            if contents is None:
+                self._contents = read_module(unit.key, unit.item)
+            else:
+                self._contents = with_new_memory(unit.key, unit.item, contents)
             self._ties = self._match_tensors(matching)
         except BaseException:
             self.materialised.release()
@@ -33,7 +41,7 @@ class ModuleLoad:
         self._others = {
             name: StoredContents((*unit.path, name), item, matching, fixed=False, device=device)
             for name, item in self._contents.items.items()
-            if not isinstance(item, torch.Tensor)
+            if not _is_tensor(name, item)
         }
 
     def finish(self) -> None:
@@ -52,7 +60,7 @@ class ModuleLoad:
     def _match_tensors(self, matching: Matching) -> list[list[str]]:
         ties: dict[Any, list[str]] = {}
         for name, item in self._contents.items.items():
-            if isinstance(item, torch.Tensor):
+            if _is_tensor(name, item):
                 ties.setdefault(identity_of(self._contents.live.get(name, item)), []).append(name)
         for names in ties.values():
             item, live = self._contents.items[names[0]], self._contents.live.get(names[0])
@@ -60,3 +68,9 @@ class ModuleLoad:
             keys = [f"{self._unit.key}.{name}" for name in names]
             matching.take_tensor(keys, item, live=live if is_copy else None)
         return [names for names in ties.values() if len(names) > 1]
+
+
+def _is_tensor(name: str, item: Any) -> bool:
+    """Whether an item is a tensor of the module itself. A tensor that is its extra state may have any other shape, kind
+    or none in the checkpoint: the module's own `set_extra_state` decides about it."""
+    return isinstance(item, torch.Tensor) and name.rpartition(".")[2] != EXTRA_STATE

@@ -1,30 +1,35 @@
 """What a module contributes to a state, under names that do not depend on how it is wrapped.
 
 DDP, FSDP1, FSDP2, tensor parallelism, torch.compile and activation checkpointing give the same names for the same
-architecture. Everything goes through torch.distributed.checkpoint.state_dict; `Module.state_dict` alone would keep the
-prefixes of wrappers.
+architecture. What a module holds is what its own `state_dict` gives, and it is given back through its own
+`load_state_dict`, under the names that it used: so hooks and methods of its own take part.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptstore.errors import InvalidState
-from ckptstore.runtime.torch_private import canonical_names
+from ckptstore.errors import CkptstoreError, InvalidState, StateMismatch
+from ckptstore.runtime.torch_private import canonical_names, state_dict_like
 from ckptstore.state.live.flatten import FlatState, Path, TensorEntry, join_path
 from ckptstore.state.tensors.overlap import identity_of
-from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
+from ckptstore.state.tensors.placement import PLAIN_TYPES, is_wrapped, wrapped_in
 from ckptstore.state.tensors.wrapped import Wrapped
 
 
@@ -32,12 +37,15 @@ from ckptstore.state.tensors.wrapped import Wrapped
 class ModuleContents:
     """A module's parameters, persistent buffers and extra state by canonical name.
 
-    `items` is what torch's helper gives: live memory, except under FSDP1. `live` has the parameter or buffer object
-    of each name, where one object has it (FSDP1's flat parameters have several names each).
+    `items` is what its `state_dict` gives: live memory, except under FSDP1 and where hooks make something else. `live`
+    has the parameter or buffer object of each name, where one object has it (FSDP1's flat parameters have several names
+    each), also of those that are in no item. `raw` has the module's own name of each item, `given` is the state dict.
     """
 
     items: dict[str, Any]
     live: dict[str, torch.Tensor]
+    raw: dict[str, str]
+    given: Any
 
 
 @dataclass(slots=True)
@@ -54,26 +62,84 @@ class Sameness:
 
 
 def read_module(key: str, module: torch.nn.Module) -> ModuleContents:
-    """The contents of a module. Collective under FSDP1. Raises InvalidState when torch cannot give them."""
-    with quiet_torch(), blaming(f"the module at {key!r}"):
-        items = get_model_state_dict(module, options=StateDictOptions(strict=False))
-    return ModuleContents(items, _live_tensors(module))
+    """Return the contents of a module. Calls its `state_dict` once. Collective under FSDP1.
+
+    Raises InvalidState when that fails, or gives something that cannot be given back.
+    """
+    what = f"the module at {key!r}"
+    with quiet_torch(), blaming(what), torch.no_grad(), _in_shards(module):
+        given = module.state_dict()
+    items: dict[str, Any] = {}
+    raw: dict[str, str] = {}
+    for name, item in given.items():
+        (canonical, *_) = canonical_names(module, str(name))
+        if canonical in raw:
+            raise InvalidState(f"{what} has both {raw[canonical]!r} and {name!r} in its state_dict, which are one name")
+        raw[canonical], items[canonical] = name, item
+    return ModuleContents(items, _live_tensors(module), raw, given)
+
+
+def with_new_memory(key: str, module: torch.nn.Module, contents: ModuleContents) -> ModuleContents:
+    """Return the same contents after parameters and buffers on the meta device got memory.
+
+    Calls `state_dict` once more only where hooks have made something else of what was on the meta device.
+    """
+    live = _live_tensors(module)
+    stale = [name for name, item in contents.items.items() if isinstance(item, torch.Tensor) and item.is_meta]
+    if any(name not in live for name in stale):
+        return read_module(key, module)
+    return replace(contents, items={**contents.items, **{name: live[name].detach() for name in stale}}, live=live)
 
 
 def write_module(key: str, module: torch.nn.Module, contents: ModuleContents, loaded: Mapping[str, Any]) -> None:
-    """Put loaded contents into a module, which runs its hooks. Collective under FSDP1.
+    """Put loaded contents into a module by one call of its `load_state_dict`, with its hooks. Collective under FSDP1.
 
     Tensors that were read straight into the module's memory cost nothing: the module is handed its own parameter, and
-    copying a tensor to itself does nothing.
+    copying a tensor to itself does nothing. What its `state_dict` leaves out stays as it is. Raises StateMismatch when
+    it refuses its state, or leaves out a part of it.
     """
     items = {**contents.items, **loaded}
     for name, live in contents.live.items():
         item = items.get(name)
         if isinstance(item, torch.Tensor) and shows(item, live):
             items[name] = live
-    if items:
-        with quiet_torch(), blaming(f"the module at {key!r}"):
-            set_model_state_dict(module, items, options=StateDictOptions(strict=True))
+    if not items:
+        return
+    what = f"the module at {key!r}"
+    given = state_dict_like(contents.given, {contents.raw[name]: item for name, item in items.items()})
+    not_strict = {"strict": False} if _takes_strict(module) else {}
+    with quiet_torch(), blaming(what, StateMismatch), _in_shards(module):
+        result = module.load_state_dict(given, **not_strict)
+    left = set(getattr(result, "unexpected_keys", ()))
+    lost = [name for name, raw in contents.raw.items() if raw in left and not _is_live(items[name], contents)]
+    if lost:
+        raise StateMismatch(
+            f"{what} has {', '.join(lost)} in its state_dict, and its load_state_dict does not take it back",
+            hint="Have a hook of the module take it, or leave it out of its state_dict",
+        )
+
+
+def _takes_strict(module: torch.nn.Module) -> bool:
+    """Whether `load_state_dict` can be told that some entries are left out: not every own one can."""
+    parameters = inspect.signature(module.load_state_dict).parameters.values()
+    return any(item.name == "strict" or item.kind is item.VAR_KEYWORD for item in parameters)
+
+
+def _is_live(item: Any, contents: ModuleContents) -> bool:
+    """Whether an item is memory of the module, so that reading into it was all that there is to do."""
+    return isinstance(item, torch.Tensor) and any(item is live or shows(item, live) for live in contents.live.values())
+
+
+@contextmanager
+def _in_shards(module: torch.nn.Module) -> Iterator[None]:
+    """Have FSDP1 give and take each rank's shards, where it is in a module."""
+    if not uses_fsdp1(module):
+        yield
+        return
+    with FullyShardedDataParallel.state_dict_type(
+        module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    ):
+        yield
 
 
 def collect_module(flat: FlatState, path: Path, module: torch.nn.Module, same: Sameness) -> None:
@@ -115,12 +181,14 @@ def quiet_torch() -> Iterator[None]:
 
 
 @contextmanager
-def blaming(what: str) -> Iterator[None]:
-    """Name the object whose contents torch refused."""
+def blaming(what: str, error_class: type[CkptstoreError] = InvalidState) -> Iterator[None]:
+    """Name the object whose contents torch, or its own code, refused."""
     try:
         yield
-    except (RuntimeError, AssertionError, KeyError, ValueError, TypeError, NotImplementedError) as error:
-        raise InvalidState(f"{what} cannot be saved or loaded: {type(error).__name__}: {error}") from error
+    except CkptstoreError:
+        raise
+    except Exception as error:  # objects are the user's, and so is what they raise
+        raise error_class(f"{what} cannot be saved or loaded: {type(error).__name__}: {error}") from error
 
 
 def _live_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -142,7 +210,7 @@ def shows(item: torch.Tensor, live: torch.Tensor) -> bool:
         return shown.keys() == held.keys() and all(_wraps_same(shown[key], held[key]) for key in shown)
     if isinstance(item, DTensor) and isinstance(live, DTensor):
         return identity_of(item._local_tensor) == identity_of(live._local_tensor)
-    is_plain = type(item) in (torch.Tensor, torch.nn.Parameter) and not isinstance(live, DTensor)
+    is_plain = type(item) in PLAIN_TYPES and not isinstance(live, DTensor)
     return is_plain and identity_of(item) == identity_of(live)
 
 

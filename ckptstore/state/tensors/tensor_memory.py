@@ -26,8 +26,11 @@ def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
     a dense array, or in other tensors that do. Asks for the kind alone, not for shape or memory."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
-    if type(tensor) not in PLAIN_TYPES and is_lazy(tensor):
-        return Obstacle("lazy: it has no shape before its module is first called", "Call the module once before")
+    if type(tensor) not in PLAIN_TYPES:
+        if is_lazy(tensor):
+            return Obstacle("lazy: it has no shape before its module is first called", "Call the module once before")
+        if hasattr(tensor, "local_shards"):  # which raises when it is asked for more
+            return None
     if tensor.is_nested:
         return Obstacle("a nested tensor", "Use its values and offsets, or torch.nested.to_padded_tensor")
     if tensor.is_quantized:
