@@ -272,7 +272,7 @@ def _with_numbers(state: StoredState, leaf: Any, name: str) -> Any:
     if not isinstance(leaf, TensorRef):
         return leaf
     entry = state.entry(leaf.key)
-    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
     state.fill({name: (tensor, leaf.key)})
     return tensor
 
@@ -343,7 +343,7 @@ class _Batch:
                 self.finish()
             self._addresses.add(target.data_ptr())
         if dtype != target.dtype or is_elsewhere:
-            memory = torch.empty(box.sizes, dtype=dtype)
+            memory = torch.empty(box.sizes, dtype=dtype, device="cpu")
             self._converted.append((target, memory))
         self._wanted.append((key, box, memory))
 

@@ -132,7 +132,7 @@ def _by_value(pair: _Pair, tensor: StoredTensor, source_a: str, source_b: str, r
     dtype = getattr(torch, tensor.dtype)
     largest: float | None = None
     for box in _pieces(tensor):
-        a, b = torch.empty(box.sizes, dtype=dtype), torch.empty(box.sizes, dtype=dtype)
+        a, b = (torch.empty(box.sizes, dtype=dtype, device="cpu") for _ in range(2))
         for side, source, memory in ((pair.a, source_a, a), (pair.b, source_b, b)):
             reader = replace(side, rank=rank) if isinstance(side, StoredState) else side
             reader.fill_boxes([(source, box, memory)])

@@ -143,7 +143,7 @@ def _mapped(file: Path) -> mmap.mmap:
 def _tensor(entry: SafetensorsEntry, mapped: mmap.mmap) -> torch.Tensor:
     dtype = getattr(torch, entry.dtype)
     if not entry.size_bytes:
-        return torch.empty(entry.shape, dtype=dtype)
+        return torch.empty(entry.shape, dtype=dtype, device="cpu")
     data = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.size_bytes, offset=entry.offset)
     aligned = data if entry.offset % dtype.itemsize == 0 else data.clone()
     return aligned.view(dtype).view(entry.shape)
@@ -177,7 +177,7 @@ def read_dcp(
     aliases = {key: source for key, source in stock.index.aliases.items() if wanted(key)}
     sources = {*aliases.values(), *(key for key in stock.index.tensors if wanted(key) and key not in aliases)}
     tensors = {
-        key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
         for key, entry in stock.index.tensors.items()
         if key in sources
     }

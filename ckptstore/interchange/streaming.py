@@ -36,7 +36,7 @@ def stream_tensors(stored: StoredState, keys: Iterable[str]) -> Iterator[tuple[s
     total_bytes, largest = sum(sizes), max(sizes, default=0)
     batch_bytes = min(BATCH_BYTES, max(_LEAST_BYTES, largest))
     stored.buffer_bytes = batch_bytes
-    buffer = torch.empty(batch_bytes, dtype=torch.uint8)
+    buffer = torch.empty(batch_bytes, dtype=torch.uint8, device="cpu")
     for batch in _batches(stored, wanted, batch_bytes):
         parts = []
         at = 0

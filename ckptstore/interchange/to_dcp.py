@@ -105,7 +105,8 @@ def _value_frames(
     """The plain values in stock frames, leaf by leaf, and the path of each. Tensors in tuples stay in their leaf."""
     flat = FlatState()
     tensors = {
-        key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))  # memory that is never touched, but for tuples
+        # memory that is never touched, but for tuples
+        key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
         for value in selection.values.values()
         for key in references_in(value)
         for entry in [stored.entry(key)]

@@ -31,6 +31,7 @@ from ckptstore.state.live.optimizers import collect_optimizer, scope_of
 from ckptstore.state.live.units import Kind, Unit, units_of
 from ckptstore.state.tensors.conflicts import Conflict
 from ckptstore.state.tensors.placement import PLAIN_TYPES
+from ckptstore.state.tensors.tensor_memory import outside_inference
 
 
 class _Part(Protocol):
@@ -40,6 +41,7 @@ class _Part(Protocol):
 
 
 @collector_paused()
+@outside_inference()
 def collect(state: Mapping[str, Any]) -> FlatState:
     """Everything that this rank has to store, under the keys that stock DCP would use.
 
@@ -82,6 +84,7 @@ class Loading:
         self.mismatch = matching.mismatch
         self._parts = parts
 
+    @outside_inference()
     def finish(self) -> None:
         """Set everything that is not a tensor, and hand modules, optimizers, schedulers and other objects their state,
         in this order; plain values last. To be called once all targets are filled. Collective under FSDP1."""
@@ -105,7 +108,7 @@ class _Casts:
     matching: Matching
 
     def finish(self) -> None:
-        with torch.no_grad():
+        with torch.inference_mode():  # there inference tensors may be written to, and all others too
             for tensor, filled in self.matching.casts:
                 tensor.copy_(filled)
         self.matching.casts.clear()
@@ -115,6 +118,7 @@ class _Casts:
 
 
 @collector_paused()
+@outside_inference()
 def begin_load(
     state: Mapping[str, Any],
     saved: Saved,
@@ -127,9 +131,10 @@ def begin_load(
 
     Only what the state names is loaded; what the checkpoint has below those names and finds no place is unexpected.
     `include` narrows it to keys that fit a pattern (fnmatch: `"model.*"`, or several). Optimizer state that is missing
-    is created. Modules on the meta device get memory on `device` (None: that of their mesh, else torch's default);
-    tensors that the state lacks are made on `device` (None: the CPU). With `casts` a floating-point tensor that was
-    saved in another floating-point dtype is cast, through memory of its own. Collective where FSDP1 is in the state.
+    is created. Modules on the meta device get memory on `device` (None: that of their mesh, else torch's default, else
+    the CPU); tensors that the state lacks are made on `device` (None: the CPU). None is made as an inference tensor,
+    whatever mode the caller is in. With `casts` a floating-point tensor that was saved in another floating-point dtype
+    is cast, through memory of its own. Collective where FSDP1 is in the state.
 
     Raises InvalidState for a state that cannot be loaded into at all, and StateMismatch when an optimizer cannot create
     its state; the state is then as it was.

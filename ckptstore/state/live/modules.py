@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,7 +108,9 @@ def write_module(key: str, module: torch.nn.Module, contents: ModuleContents, lo
     what = f"the module at {key!r}"
     given = state_dict_like(contents.given, {contents.raw[name]: item for name, item in items.items()})
     not_strict = {"strict": False} if _takes_strict(module) else {}
-    with quiet_torch(), blaming(what, StateMismatch), _in_shards(module):
+    is_inference = any(live.is_inference() for live in contents.live.values())
+    mode = torch.inference_mode() if is_inference else nullcontext()  # outside it such tensors cannot be written to
+    with quiet_torch(), blaming(what, StateMismatch), _in_shards(module), mode:
         result = module.load_state_dict(given, **not_strict)
     left = set(getattr(result, "unexpected_keys", ()))
     lost = [name for name, raw in contents.raw.items() if raw in left and not _is_live(items[name], contents)]

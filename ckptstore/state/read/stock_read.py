@@ -131,7 +131,7 @@ class StockState:
         plan.opaque = self._opaque
         for source, pieces in wanted:
             plan.add(source, pieces, rank=0)
-        with torch.no_grad():
+        with torch.inference_mode():  # there inference tensors may be written to, and all others too
             run(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)
             for frame, jobs in plan.whole_frames.items():
                 self._load_frame(frame, jobs)

@@ -17,7 +17,7 @@ from ckptstore.state.live.values import Decoder, references
 from ckptstore.state.read.read_plan import ReadPlan, RunSteps, run_steps
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.placement import Piece, dtype_and_shape, name_of, pieces_of
-from ckptstore.state.tensors.tensor_memory import check_memory
+from ckptstore.state.tensors.tensor_memory import check_memory, outside_inference
 from ckptstore.transfer import RangeRead
 
 Choice = Literal["error", "first", "skip"]
@@ -58,6 +58,7 @@ class StoredState:
                     f"per_rank is {choice!r}, it is 'error', 'first' or 'skip', or a mapping of patterns to these"
                 )
 
+    @outside_inference()
     def saved(self, wanted: Callable[[str], bool] = lambda key: True) -> Saved:
         """What the checkpoint has for this rank, with the plain values whose keys are wanted. Reads what travels beside
         those.
@@ -133,6 +134,7 @@ class StoredState:
                     encoded[key] = rank, value
         return self._decoded({key: value for key, value in encoded.items() if wanted(key)})
 
+    @outside_inference()
     def value_of_each_rank(self, key: str) -> list[Any]:
         """A plain value or tensor of every rank that has one of its own, in the order of ranks; one, if all are equal.
         Tensors are read to the host."""
@@ -149,7 +151,7 @@ class StoredState:
             entry = self.index.entry(name, rank)
             if entry is None:
                 raise CheckpointDamaged(f"the checkpoint has no tensor {name!r}, to which {key!r} refers")
-            tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
             self._fill([(name, rank, pieces_of(tensor, name))])
             return tensor
 
@@ -165,7 +167,7 @@ class StoredState:
             for name in references(value):
                 entry = self.index.entry(name, rank)
                 if entry is not None and entry.beside_value:
-                    arrays[name, rank] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+                    arrays[name, rank] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
         self._fill([(name, rank, pieces_of(tensor, name)) for (name, rank), tensor in arrays.items()])
         found = {}
         for key, (rank, value) in encoded.items():
@@ -242,5 +244,5 @@ class StoredState:
                 for piece in pieces:
                     check_memory(piece.tensor, source)
                 plan.add(source, pieces, rank=rank)
-        with torch.no_grad():
+        with torch.inference_mode():  # there inference tensors may be written to, and all others too
             run(plan.steps(), self.read, buffer_bytes=self.buffer_bytes)

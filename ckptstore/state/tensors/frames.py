@@ -100,7 +100,7 @@ def _pickle_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(torch.empty(sizes, dtype=dtype), head)
+        torch.save(torch.empty(sizes, dtype=dtype, device="cpu"), head)
     finally:
         torch.serialization.set_crc32_options(before)
     name_bytes, extra_bytes = struct.unpack_from("<2H", head.kept, 26)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,15 @@ from torch.nn.parameter import is_lazy
 
 from ckptstore.errors import InvalidState
 from ckptstore.state.tensors.placement import PLAIN_TYPES
+
+
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """Have ordinary tensors made, also where the caller is in inference mode; a decorator too. Whether gradients are
+    recorded stays as it is."""
+    records_gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(records_gradients):
+        yield
 
 
 class Obstacle(NamedTuple):
