@@ -129,11 +129,14 @@ class StoreConfig(_Config):
     num_prefixes: int = 1
     """Over how many directories the ranks of a state checkpoint spread their files, for storages that limit the
     requests per second for each prefix. 1 puts all files side by side."""
+    compare_every: int = 16
+    """Every how many saves of a state the ranks compare what they are to have alike (under DDP, as a DTensor's
+    Replicate, marked as replicated). The first save of a store, and any of a new structure, always does."""
     transfer: TransferConfig = field(default_factory=TransferConfig.from_env)
     retry: RetryConfig = field(default_factory=RetryConfig.from_env)
     cache: CacheConfig = field(default_factory=CacheConfig.from_env)
 
     def __post_init__(self) -> None:
-        self._check_positive("rank_timeout_seconds", "num_prefixes")
+        self._check_positive("rank_timeout_seconds", "num_prefixes", "compare_every")
         if not self.grace_seconds >= 0:
             raise InvalidInput(f"grace_seconds is {self.grace_seconds!r}, it must be at least 0")

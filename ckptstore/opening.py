@@ -32,6 +32,7 @@ def open_store(
     memory_budget_bytes: int | None = None,
     single_writer: bool | None = None,
     num_prefixes: int | None = None,
+    compare_every: int | None = None,
     fast: FastTier | None = None,
 ) -> CheckpointStore:
     """Open the store at `uri`; it need not exist, the first save creates it. Nothing is written and no rank is waited
@@ -52,6 +53,8 @@ def open_store(
         single_writer: promise that no other job ever writes, for storages without create-if-absent.
         num_prefixes: over how many directories the ranks spread the files of a state checkpoint, for storages that
             limit the requests per second for each prefix (1).
+        compare_every: every how many saves of a state the ranks compare what they are to have alike (16). The first
+            save, and any of a new structure, always does.
         fast: save states to disks of the nodes first, and bring them into the store behind the training.
 
     Raises InvalidInput for an unknown scheme or a bad value.
@@ -68,6 +71,7 @@ def open_store(
         rank_timeout_seconds=rank_timeout_seconds,
         single_writer=single_writer,
         num_prefixes=num_prefixes,
+        compare_every=compare_every,
         transfer=TransferConfig.from_env(durable=durable, memory_budget_bytes=memory_budget_bytes),
     )
     place = open_place(uri, config=config, storage_options=storage_options, engine=engine)

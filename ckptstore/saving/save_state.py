@@ -242,7 +242,7 @@ class StateSaver:
         """Do now what only a first asynchronous save would do. Collective; nothing is written."""
         job = self.job
         target = _Target(job.storage, job.transfer, LogKeeper(job))
-        shard = self._shard(state, options, target, upload=job.transfer.upload)
+        shard = self._shard(state, options, target, upload=job.transfer.upload, compares_replicas=False)
         request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace")
         story.meet(job.group, "warm up", shard, request, lambda _decision, _beat: {})
         shard.plan()
@@ -288,12 +288,25 @@ class StateSaver:
         """The shared buffers, in the order of the files."""
         return self._staging[True].buffers
 
-    def _shard(self, state: Mapping[str, Any], options: StateOptions, target: _Target, *, upload: Any) -> StateShard:
+    def _shard(
+        self,
+        state: Mapping[str, Any],
+        options: StateOptions,
+        target: _Target,
+        *,
+        upload: Any,
+        compares_replicas: bool = True,
+    ) -> StateShard:
         if options.incremental not in (False, True, "reference"):
             raise InvalidInput(f"incremental is {options.incremental!r}, it is True, False or 'reference'")
         if options.incremental == "reference":  # stock readers look in one directory
             options = replace(options, stock_readable=False)
         job = self.job
+        options = replace(
+            options,
+            num_prefixes=job.config.num_prefixes,
+            compare_every=job.config.compare_every if compares_replicas else 0,
+        )
         return StateShard(
             lambda: collect(state),
             rank=job.group.rank,
@@ -301,7 +314,7 @@ class StateSaver:
             memo=self._memo,
             storage=target.storage,
             upload=upload,
-            options=replace(options, num_prefixes=self.job.config.num_prefixes),
+            options=options,
             before=lambda: self._before(live_only=options.incremental == "reference"),
         )
 

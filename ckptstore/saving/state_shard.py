@@ -30,6 +30,7 @@ from ckptstore.state.write.describe import Described, describe
 from ckptstore.state.write.incremental import Kept, KeptFile, kept_file_name
 from ckptstore.state.write.memo import SaveMemo
 from ckptstore.state.write.outlining import RankTold
+from ckptstore.state.write.replicas import Replicas
 from ckptstore.state.write.shard_files import ShardFiles
 from ckptstore.state.write.stock_write import MAX_CHUNKS, stock_frames
 from ckptstore.storage.base import CopiesInside, Disk, Storage
@@ -56,6 +57,9 @@ class StateOptions:
     """How many files a rank writes at once when there is much to write."""
     num_prefixes: int = 1
     """Over how many directories the files of all ranks are spread."""
+    compare_every: int = 16
+    """What ranks are to have alike is compared whenever the structure is new and at every n-th save; 0 means never, for
+    what saves nothing."""
 
 
 class StateShard:
@@ -108,7 +112,8 @@ class StateShard:
         if self._found is None:
             self._found = self._look()
             if self._world_size > 1:
-                self._negotiator.begin(self._found.items, self._rank)
+                replicas = Replicas(self._found.items, self._found.memory)
+                self._negotiator.begin(self._found.items, self._rank, replicas=replicas.answer, own=self._found.own)
         if self._agreement is not None:  # and the leader has to compare copies
             return boxes_of(self._found, self._agreement)
         return self._negotiator.describe() if self._world_size > 1 else b""
@@ -131,7 +136,11 @@ class StateShard:
         if self._agreement is not None:
             check_equal(descriptions)
             return Decision(b"", self._negotiator.size_bytes, may_be_less)
-        told = self._negotiator.join(descriptions, may_outline=self._options.stock_readable is not True)
+        told = self._negotiator.join(
+            descriptions,
+            may_outline=self._options.stock_readable is not True,
+            compare_every=self._options.compare_every,
+        )
         self._expected = self._negotiator.expected
         return Decision(told, self._negotiator.size_bytes if is_settled(told) else None, may_be_less)
 

@@ -89,7 +89,7 @@ def test_a_loader_that_was_not_marked_is_warned_of(tmp_path: Path, caplog: pytes
 
 def test_what_cannot_be_marked_and_bad_choices_are_refused(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
-        for item in (torch.nn.Linear(1, 1), {"inner": StatefulLoader(1)}, per_rank(1)):
+        for item in ([torch.nn.Linear(1, 1)], {"inner": StatefulLoader(1)}, per_rank(1)):
             with pytest.raises(InvalidState, match=r"^a\.b is marked as the rank's own"):
                 store.save(1, {"a": {"b": per_rank(item)}})
         store.save(1, {"epoch": 1})

@@ -51,7 +51,7 @@ def collect(state: Mapping[str, Any]) -> FlatState:
     """
     units = units_of(state)
     modules = _modules(units)
-    same = same_on_all_ranks(module for _, module in modules)
+    same = same_on_all_ranks(unit.item for unit in units if unit.kind is Kind.MODULE and not unit.is_own)
     flat = FlatState()
     for unit in units:
         known = set(flat.paths) if unit.is_own else set()

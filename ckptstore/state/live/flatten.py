@@ -44,7 +44,9 @@ class Replicated:
 def replicated(tensor: torch.Tensor) -> Replicated:
     """Say that a plain tensor is the same on all ranks, so that each rank writes a part, in place of one rank all.
 
-    Nothing checks it: where the ranks differ, the checkpoint holds a mixture. Parameters under DDP and DTensors with a
+    The first save of a store compares all bytes between the ranks, and so does every `compare_every`-th one after it: a
+    save raises InvalidState, with the ranks, before anything is written, where they differ. Between these saves nobody
+    looks, and of ranks that differ the checkpoint would hold a part of each. Parameters under DDP and DTensors with a
     Replicate placement need no mark. Use it at the tensor's place in the state, for saving and for loading.
     """
     return Replicated(tensor)
@@ -58,12 +60,14 @@ class OwnOfRank:
 
 
 def per_rank(item: Any) -> OwnOfRank:
-    """Say that an object with a state_dict, a tensor or a plain value belongs to its rank, even where all ranks happen
-    to have the same. The position of a data loader is such a value: it means other samples on other ranks.
+    """Say that an object, a tensor or a plain value belongs to its rank, even where all ranks happen to have the same.
+    The position of a data loader is such a value: it means other samples on other ranks. So are the weights of a module
+    that ranks train apart for a while, under DDP too, and those of its optimizer: mark both.
 
     Each rank stores its own and gets it back. On another number of ranks a load is refused unless its `per_rank=` says
     what to do. Use the mark at the item's place in the state, for saving and for loading. A tensor or plain value stays
-    marked there, and is read as `.item`. Modules, optimizers and schedulers raise InvalidState.
+    marked there, and is read as `.item`. What is tied to marked tensors is each rank's own as well. Tensors that are
+    distributed over ranks (DTensor, FSDP) raise InvalidState: no rank has all of them.
     """
     return OwnOfRank(item)
 

@@ -103,10 +103,10 @@ def _walk(item: Any, path: Path, parent: Any) -> Iterator[Unit]:
 
 def _own_unit(item: Any, path: Path, parent: Any) -> Unit:
     kind = kind_of(item)
-    if kind not in (None, Kind.STATEFUL) or (kind is None and _holds_objects(item)) or isinstance(item, OwnOfRank):
+    if (kind is None and _holds_objects(item)) or isinstance(item, OwnOfRank):
         raise InvalidState(
-            f"{join_path(path)} is marked as the rank's own, and is or holds a {type(item).__name__}",
-            hint="Mark objects with a state_dict such as data loaders, tensors and plain values one by one",
+            f"{join_path(path)} is marked as the rank's own, and is a {type(item).__name__} that holds objects",
+            hint="Mark modules, optimizers, data loaders, tensors and plain values one by one",
         )
     return Unit(Kind.VALUE if kind is None else kind, path, item, parent, is_own=True)
 

@@ -2,18 +2,22 @@
 
 Each rank sends the digest of its structure and one digest of all that is to be compared. When that is not what the
 leader knows from the last save, it asks all ranks for the digest of every key, and one rank of each kind for the
-structure. What was found to differ
-between ranks is compared key by key from then on, so that the next save needs one exchange again.
+structure. What was found to differ between ranks is compared key by key from then on, so that the next save needs one
+exchange again.
+
+What is dealt out because ranks are to have it alike is compared when the structure is new, with what the leader asks
+for then, and at every n-th save, which takes an exchange more. The leader alone counts.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import struct
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -23,10 +27,13 @@ from ckptstore.state.index.items import DIGEST_BYTES, WHOLE_MODES, Item, Mode, S
 from ckptstore.state.index.outline import Outline
 from ckptstore.state.write.coverage import Expected
 from ckptstore.state.write.outlining import Agreed, Outlinable, RankTold, outlinable_of, outline_of
+from ckptstore.state.write.replicas import Answer, Question, apart, check_details, differing, unshared
+
+logger = logging.getLogger("ckptstore")
 
 _AGAIN = b"again"
 _HEAD_BYTES = 2 * DIGEST_BYTES
-_FULL = struct.Struct("<iI")
+_FULL = struct.Struct("<iII")
 _NOBODY = -1
 
 
@@ -86,6 +93,30 @@ def agreement_of_one(own: frozenset[str] = frozenset()) -> Agreement:
     return Agreement(1, (), {}, own, frozenset())
 
 
+class _Asked(NamedTuple):
+    """What the leader asks for when it asks again."""
+
+    examples: frozenset[int] | None = None
+    """The ranks that tell their structures, while all tell their digests; None where no one does."""
+    question: Question | None = None
+
+    def encode(self) -> bytes:
+        examples = None if self.examples is None else sorted(self.examples)
+        return _AGAIN + json.dumps([examples, self.question]).encode()
+
+    @staticmethod
+    def decode(reply: bytes) -> _Asked:
+        examples, question = json.loads(reply.removeprefix(_AGAIN))
+        return _Asked(
+            None if examples is None else frozenset(examples),
+            None if question is None else Question(question[0], tuple(question[1])),
+        )
+
+
+def _without_replicas(_question: Question) -> bytes:
+    return b""
+
+
 @dataclass(slots=True)
 class _Mine:
     """What this rank has to say in one agreement."""
@@ -95,6 +126,8 @@ class _Mine:
     digests: Mapping[str, bytes]
     member: int
     rank: int
+    replicas: Answer
+    own: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -116,33 +149,75 @@ class Negotiator:
     """On the leader: the size of the tensors that all ranks together have to write."""
     outlinable: Outlinable | None = None
     """On the leader: the structures of the last agreement, if an outline can be made of them."""
-    _mine: _Mine = field(default_factory=lambda: _Mine(b"", b"", {}, _NOBODY, 0))
-    _examples: frozenset[int] | None = None
-    """When the leader has asked again: the ranks that tell their structures."""
+    _mine: _Mine = field(default_factory=lambda: _Mine(b"", b"", {}, _NOBODY, 0, _without_replicas, frozenset()))
+    _asked: _Asked | None = None
+    """What the leader has asked for, when it has asked again."""
+    _pending: bytes = b""
+    """On the leader: the agreement that holds if the replicas are alike."""
+    _unshared: frozenset[bytes] = frozenset()
+    """On the leader: what is in the answers on replicas, and not dealt out."""
+    _posted: bytes = b""
+    """On the leader: which structures all ranks have in this save."""
+    _compared_last: tuple[bytes, int] = b"", 0
+    """On the leader: the same of the save that compared the replicas last, and how many saves did not since."""
+    _has_warned: bool = False
 
-    def begin(self, items: Sequence[Item], rank: int) -> None:
-        """This rank has these items, sorted by key."""
+    def begin(
+        self,
+        items: Sequence[Item],
+        rank: int,
+        *,
+        replicas: Answer = _without_replicas,
+        own: frozenset[str] = frozenset(),
+    ) -> None:
+        """This rank has these items, sorted by key. `replicas` looks at what ranks are to have alike; `own` are the
+        keys that were marked as each rank's own."""
         structure = Structure.of(items).encode()
         digests = {item.key: item.digest for item in items if item.mode in (Mode.COMPARE, Mode.VALUE)}
         member = next((item.member for item in items if item.member != _NOBODY), _NOBODY)
-        self._mine = _Mine(structure, xxhash.xxh3_128_digest(structure), digests, member, rank)
-        self._examples = None
+        self._mine = _Mine(structure, xxhash.xxh3_128_digest(structure), digests, member, rank, replicas, own)
+        self._asked = None
 
     def describe(self) -> bytes:
-        """What the leader has to know: digests, and the structure itself when it has asked this rank for it."""
+        """What the leader has to know: digests, and whatever else it has asked this rank for."""
         mine = self._mine
-        if self._examples is not None:
-            deflated = zlib.compress(mine.structure, 1) if mine.rank in self._examples else b""
-            return b"".join([mine.identity, _FULL.pack(mine.member, len(deflated)), deflated, *mine.digests.values()])
+        if self._asked is not None:
+            examples, question = self._asked
+            answer = b"" if question is None else mine.replicas(question)
+            if examples is None:
+                return answer
+            deflated = zlib.compress(mine.structure, 1) if mine.rank in examples else b""
+            head = _FULL.pack(mine.member, len(deflated), len(answer))
+            return b"".join([mine.identity, head, deflated, answer, *mine.digests.values()])
         stable = xxhash.xxh3_128(b"".join(mine.digests[key] for key in mine.digests if key not in self._differed))
         apart = [mine.digests[key] for key in mine.digests if key in self._differed]
         return b"".join([mine.identity, stable.digest(), *apart])
 
-    def join(self, posts: Sequence[bytes], *, may_outline: bool = False) -> bytes:
-        """Leader: the reply to what all ranks described. Raises InvalidState when a key is something else on another
-        rank."""
-        compare = self._compare_roughly if self._examples is None else self._compare
-        return compare(posts, may_outline)
+    def join(self, posts: Sequence[bytes], *, may_outline: bool = False, compare_every: int = 0) -> bytes:
+        """Leader: the reply to what all ranks described. Replicas are compared whenever the structures are new and at
+        every `compare_every`-th save, never for 0.
+
+        Raises InvalidState when a key is something else on another rank, and when replicas differ.
+        """
+        if self._asked is None:
+            return self._compare_roughly(posts, may_outline, compare_every)
+        question = self._asked.question
+        answers = posts
+        if self._asked.examples is not None:
+            self._pending = self._compare(posts, may_outline)
+            answers = [_full_post(post)[2] for post in posts]
+        if question is None:
+            return self._agreed(is_compared=False)
+        if question.names:
+            check_details(answers)
+        elif wrong := [name.hex() for name in differing(answers) if name not in self._unshared]:
+            return _Asked(question=question._replace(names=tuple(wrong))).encode()
+        return self._agreed(is_compared=True)
+
+    def _agreed(self, *, is_compared: bool) -> bytes:
+        posted, since = self._compared_last
+        self._compared_last = (self._posted, 0) if is_compared else (posted, since + 1)
+        return self._pending
 
     def outline(self, agreement: Agreement, told: Sequence[RankTold], *, num_prefixes: int) -> Outline:
         """Leader: the outline of what all ranks have stored by the last agreement. Raises InvalidState for a hole."""
@@ -153,23 +228,31 @@ class Negotiator:
     def hear(self, reply: bytes) -> Agreement | None:
         """What all ranks have agreed on; None when the leader asks again."""
         if reply.startswith(_AGAIN):
-            self._examples = frozenset(json.loads(reply.removeprefix(_AGAIN)))
+            self._asked = _Asked.decode(reply)
             return None
         agreement = Agreement.decode(reply)
         self._differed = agreement.differs
         return agreement
 
-    def _compare_roughly(self, posts: Sequence[bytes], may_outline: bool) -> bytes:
-        """The agreement, if all ranks have the structure of the last save and only differ where they did then."""
-        if len({(len(post), post[:_HEAD_BYTES]) for post in posts}) > 1 or posts[0][:DIGEST_BYTES] != self._identity:
-            first = {post[:DIGEST_BYTES]: rank for rank, post in reversed(list(enumerate(posts)))}
-            return _AGAIN + json.dumps(sorted(first.values())).encode()
+    def _compare_roughly(self, posts: Sequence[bytes], may_outline: bool, compare_every: int) -> bytes:
+        """The agreement, if all ranks have the structure of the last save, only differ where they did then, and it is
+        not the time to compare replicas."""
+        identities = [post[:DIGEST_BYTES] for post in posts]
+        self._posted = xxhash.xxh3_128_digest(b"".join(identities))
+        last, since = self._compared_last
+        is_due = compare_every > 0 and (self._posted != last or since + 1 >= compare_every)
+        question = Question(one_by_one=len(set(identities)) > 1) if is_due else None
+        if len({(len(post), post[:_HEAD_BYTES]) for post in posts}) > 1 or identities[0] != self._identity:
+            first = {identity: rank for rank, identity in reversed(list(enumerate(identities)))}
+            return _Asked(frozenset(first.values()), question).encode()
         apart = [key for key in self._compared if key in self._differed]
         differs = frozenset(apart[index] for index in _differing([post[_HEAD_BYTES:] for post in posts]))
         outlined = may_outline and self.outlinable is not None
-        return Agreement(
+        self._unshared = frozenset()
+        self._pending = Agreement(
             len(posts), (), {}, differs, frozenset(), members=self._members, is_outlined=outlined
         ).encode()  # fmt: skip
+        return self._agreed(is_compared=False) if question is None else _Asked(question=question).encode()
 
     def _compare(self, posts: Sequence[bytes], may_outline: bool) -> bytes:
         numbers: dict[bytes, int] = {}
@@ -195,9 +278,25 @@ class Negotiator:
         self.size_bytes = _size_bytes(structures, classes, differs)
         shared = (() if is_one else classes), _partial(structures)
         untied, copies = frozenset(_untied(structures)), _copies(structures)
+        self._unshared = unshared(structures, differs)
+        if is_one:
+            self._warn(structures[0], differs)
         self.outlinable = outlinable_of(structures, classes, members)
         outlined = may_outline and self.outlinable is not None
         return Agreement(len(posts), *shared, frozenset(differs), untied, copies, self._members, outlined).encode()
+
+    def _warn(self, structure: Structure, differs: Collection[str]) -> None:
+        """Once for a store: of ranks that each seem to train a model of their own."""
+        keys, num_large = apart(structure, differs, self._mine.own)
+        if keys and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%d of %d large tensors differ between ranks (%s, ...), and each rank's own is stored. Did you forget "
+                "DistributedDataParallel? If not, mark what belongs to its rank with ckptstore.state.per_rank",
+                len(keys),
+                num_large,
+                ", ".join(keys[:3]),
+            )
 
 
 def _size_bytes(structures: Sequence[Structure], classes: Sequence[int], differs: Collection[str]) -> int:
@@ -214,11 +313,12 @@ def _size_bytes(structures: Sequence[Structure], classes: Sequence[int], differs
     return apart + sum(once.values())
 
 
-def _full_post(post: bytes) -> tuple[bytes, bytes]:
-    """The deflated structure and the digests of a full post."""
-    _, length = _FULL.unpack_from(post, DIGEST_BYTES)
+def _full_post(post: bytes) -> tuple[bytes, bytes, bytes]:
+    """The deflated structure, the digests and the answer on replicas of a full post."""
+    _, deflated_bytes, answer_bytes = _FULL.unpack_from(post, DIGEST_BYTES)
     start = DIGEST_BYTES + _FULL.size
-    return post[start : start + length], post[start + length :]
+    answer, end = start + deflated_bytes, start + deflated_bytes + answer_bytes
+    return post[start:answer], post[end:], post[answer:end]
 
 
 def _differing(digests: list[bytes]) -> list[int]:

@@ -30,6 +30,7 @@ from ckptstore.state.tensors.placement import (
     sharers_of,
 )
 from ckptstore.state.tensors.tensor_memory import bytes_of, check_memory
+from ckptstore.state.tensors.wrapped import Wrapped
 
 
 @dataclass(slots=True)
@@ -58,10 +59,13 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
     Raises InvalidState, with the key, for what cannot be stored.
     """
     found = Described()
+    marked = flat.own | {first for key, first in flat.aliases.items() if key in flat.own}  # one memory, one fate
     for key, value in flat.values.items():
+        if key in marked and isinstance(value, Wrapped) and value.label.part is not None:
+            raise _own_part(key)
         _take_value(found, flat, key, value, allow_pickle=allow_pickle)
     for key, entry in flat.tensors.items():
-        _take_tensor(found, key, entry, compare=compare, is_own=key in flat.own)
+        _take_tensor(found, key, entry, compare=compare, is_own=key in marked)
     by_key = {item.key: item for item in found.items}
     for key, first in flat.aliases.items():
         if first not in by_key:
@@ -74,9 +78,9 @@ def describe(flat: FlatState, *, compare: bool, allow_pickle: bool = False) -> D
             )
         )  # fmt: skip
         found.memory[key] = found.memory[first]
-    if flat.own:
+    if marked:
         kinds = (Mode.COMPARE, Mode.VALUE)
-        found.own = frozenset(item.key for item in found.items if item.key in flat.own and item.mode in kinds)
+        found.own = frozenset(item.key for item in found.items if item.key in marked and item.mode in kinds)
     if compare and found.values:
         _fill_value_digests(found)
     found.items.sort(key=lambda item: item.key)
@@ -131,6 +135,8 @@ def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: boo
     dtype = _known_name(torch_dtype, key)
     boxes = tuple([piece.box for piece in pieces])
     if is_distributed(tensor):
+        if is_own:
+            raise _own_part(key)
         found.memory[key] = tuple(piece.tensor for piece in pieces)
         found.items.append(_distributed(key, tensor, dtype, shape, boxes))
         return
@@ -144,6 +150,13 @@ def _take_tensor(found: Described, key: str, entry: TensorEntry, *, compare: boo
         mode = Mode.COMPARE
         digest = _digest(pieces, dtype, shape) if compare else b""
     found.items.append(Item(key, mode, dtype, shape, boxes, digest=digest))
+
+
+def _own_part(key: str) -> InvalidState:
+    return InvalidState(
+        f"{key} is marked as the rank's own, and it is distributed over ranks: no rank alone has all of it",
+        hint="Take per_rank away: the part of each rank is stored and given back as it is",
+    )
 
 
 def _distributed(key: str, tensor: Any, dtype: str, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Item:

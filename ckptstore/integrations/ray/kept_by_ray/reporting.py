@@ -200,7 +200,7 @@ class _Reporter:
         return story.save(group, keeper, shard, request, clock=clock)
 
     def _state(self, group: Group, brought: _Brought) -> Shard:
-        from ckptstore.saving.state_shard import StateShard
+        from ckptstore.saving.state_shard import StateOptions, StateShard
         from ckptstore.state.live.apply import collect
         from ckptstore.state.write.memo import SaveMemo
 
@@ -214,6 +214,7 @@ class _Reporter:
             memo=self._memo,
             storage=self.run.storage,
             upload=self.run.transfer.upload,
+            options=StateOptions(compare_every=self.run.config.compare_every),
         )
 
 
