@@ -9,6 +9,7 @@ import math
 import struct
 import sys
 import zlib
+from itertools import accumulate, islice
 from pathlib import Path
 
 import google_crc32c
@@ -189,6 +190,51 @@ def read_state(read, names):
     for key, (_, shape, _) in tensors.items():
         need(not math.prod(shape) or filled.get(key, np.zeros(1)).all(), f"{key} has a hole")
     return {key: (dtype, shape, item.tobytes()) for key, (dtype, shape, item) in tensors.items()}, values
+
+
+def unpacked(levels, data):
+    """The value of a content of kind `packed`, whose bytes are given."""
+    at, found, below = 0, [], []
+
+    def take(kind, count):
+        nonlocal at
+        part = np.frombuffer(data, kind, count, at)
+        at += part.nbytes
+        return part.tolist()
+
+    def texts(kind, count, distinct, index, width, size):
+        places = take(f"<u{index}", count) if index else range(count)
+        ends, whole = [0, *accumulate(take(f"<u{width}", distinct))], bytes(take("u1", size))
+        whole = whole if kind == "bytes" else whole.decode("utf-8", "surrogatepass")
+        return [whole[ends[place] : ends[place + 1]] for place in places]
+
+    def column(kind, count, *form):
+        if kind == "none":
+            return [None] * count
+        if kind in ("bool", "float"):
+            return list(map(bool, take("u1", count))) if kind == "bool" else take("<f8", count)
+        if kind == "int":
+            return take(f"<i{form[0]}", count) if form[0] else [int(x, 16) for x in texts(kind, count, *form[1:])]
+        return texts(kind, count, *form) if kind in ("str", "bytes") else take(f"<u{form[0]}", count)
+
+    for level in levels:
+        count = sum(described[1] for described in level)
+        codes = take("u1", count) if len(level) > 1 or level[0][0] == "none" else [0] * count
+        found.append((codes, [(described[0], column(*described)) for described in level]))
+    need(at == len(data), "a packed value has another size")
+    for codes, columns in reversed(found):
+        items, filled = iter(below), []
+        for kind, held in columns:
+            if kind == "dict":
+                keys = iter(list(islice(items, sum(held))))
+                made = [dict(zip(islice(keys, size), islice(items, size), strict=True)) for size in held]
+            else:
+                make = {"list": list, "tuple": tuple}.get(kind)
+                made = [make(islice(items, size)) for size in held] if make else held
+            filled.append(iter(made))
+        below = [next(filled[code]) for code in codes]
+        need(next(items, need) is need, "a level has another number of items")
+    return below[0]
 
 
 def read_checkpoint(root, record):

@@ -345,6 +345,10 @@ def _value_texts() -> list[bytes]:
         "plain": [1, 2.5, "x", None, True, {"a": [1]}],
         "tagged": (1, {2, 3}, frozenset("a"), slice(1, 2), 1 + 2j, range(3), ..., 10**30, float("nan")),
         "dicts": [{1: 2}, OrderedDict(a=1), Counter("aab"), defaultdict(int, a=1)],
+        "packed": [
+            {n: (n, str(n % 7), None, n % 2 == 0, n / 3, b"x", [10**30]) for n in range(200)},
+            Counter(range(1100)),
+        ],
         "bytes": [b"abc", bytearray(b"x"), b"y" * 70_000, list(range(2000)), [0.5] * 2000],
         "times": [
             datetime.date(2026, 1, 1),

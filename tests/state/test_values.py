@@ -158,12 +158,17 @@ def test_what_is_long_travels_as_tensors(value):
     assert same(through(value), value)
 
 
-@pytest.mark.parametrize("value", [[2**63] * 1001, [True] * 1001, [1] * 1000 + [1.0], [1] * 1000])
-def test_lists_that_are_not_all_int64_or_float_stay_lists(value):
+@pytest.mark.parametrize("value", [[2**63] * 1001, [True] * 1001, [1] * 1000 + [1.0]])
+def test_long_lists_that_are_not_all_int64_or_float_are_packed(value):
     kept = Kept()
-    Encoder(kept.store).encode(value, path="x")
+    assert Encoder(kept.store).encode(value, path="x")["$t"] == "packed"
     assert not kept.tensors
     assert same(through(value), value)
+
+
+@pytest.mark.parametrize("value", [[1] * 1000, {"a": [1] * 499, "b": [2.5] * 497}, {str(n): [] for n in range(500)}])
+def test_short_containers_are_json(value):
+    assert Encoder(Kept().store).encode(value, path="x") == value
 
 
 class Colour(IntEnum):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptstore.errors import InvalidState
+from ckptstore.state.index.packed_values import is_plain
 from ckptstore.state.tensors.overlap import identity_of
 from ckptstore.state.tensors.placement import is_wrapped, wrapped_in
 from ckptstore.state.tensors.tensor_memory import obstacle_of
@@ -25,6 +26,8 @@ Path = tuple[Any, ...]
 
 ATOMS = frozenset({int, float, str, bool, type(None), bytes, complex})
 """Types of which long lists are made, and in which nothing can be found."""
+_IN_A_LEAF = ATOMS | {tuple}
+"""Types of items for which stock DCP does not take a list apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,9 @@ class FlatState:
         if isinstance(value, torch.Tensor):
             self.add_tensor(path, TensorEntry(value))
             return
+        if is_plain(value):
+            self.values[self._take(path)] = value
+            return
         for inner, leaf in find_tensors(value, path):
             marked = isinstance(leaf, Replicated)
             self.add_tensor(inner, TensorEntry(leaf.tensor if isinstance(leaf, Replicated) else leaf, marked))
@@ -188,6 +194,8 @@ def _find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor |
     if isinstance(value, torch.Tensor | Replicated):
         yield path, value
         return
+    if is_plain(value):
+        return
     is_mapping = isinstance(value, Mapping)
     for part, item in children(value):
         if type(item) not in ATOMS:
@@ -202,6 +210,8 @@ def map_tensors(value: Any, path: Path, replace: Callable[[str, Any], Any]) -> A
     """
     if isinstance(value, torch.Tensor | Replicated | TensorRef):
         return replace(join_path(path), value)
+    if is_plain(value):
+        return value
     changed = {}
     for part, item in children(value):
         if type(item) not in ATOMS:
@@ -226,6 +236,8 @@ def references_in(value: Any) -> Iterator[str]:
     """The keys of all tensors that a value read from a checkpoint refers to."""
     if isinstance(value, TensorRef):
         yield value.key
+    if is_plain(value):
+        return
     for _, item in children(value):
         if type(item) not in ATOMS:
             yield from references_in(item)
@@ -248,6 +260,8 @@ def stock_leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _is_stock_leaf(items: Sequence[Any]) -> bool:
+    if set(map(type, items)) <= _IN_A_LEAF:
+        return True
     for item in items:
         if type(item) in ATOMS:
             continue

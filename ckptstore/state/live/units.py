@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptstore.errors import InvalidState
+from ckptstore.state.index.packed_values import is_plain
 from ckptstore.state.live.flatten import ATOMS, OwnOfRank, Path, Replicated, children, join_path
 from ckptstore.state.tensors.placement import PLAIN_TYPES
 
@@ -112,7 +113,7 @@ def _own_unit(item: Any, path: Path, parent: Any) -> Unit:
 
 
 def _holds_objects(item: Any) -> bool:
-    if isinstance(item, torch.Tensor | Replicated):
+    if isinstance(item, torch.Tensor | Replicated) or is_plain(item):
         return False
     return any(
         isinstance(inner, OwnOfRank) or kind_of(inner) is not None or _holds_objects(inner)

@@ -1,8 +1,8 @@
 """Plain values as JSON, and back, with exact types and order. Nothing is executed while decoding.
 
 What JSON lacks is `{"$t": kind, "v": ...}` (format-v1, "Plain values"). Long byte strings, long lists of numbers,
-arrays and tensors travel beside the JSON, as tensors; the JSON refers to them by key. torch and numpy are recognised
-without importing them.
+arrays and tensors travel beside the JSON, as tensors; the JSON refers to them by key. A list, tuple or dict of very
+many plain values is packed into one byte string. torch and numpy are recognised without importing them.
 
 Shared references are not preserved: a list that is reached twice comes back as two equal lists. Cycles are refused.
 """
@@ -10,27 +10,30 @@ Shared references are not preserved: a list that is reached twice comes back as 
 from __future__ import annotations
 
 import base64
-import datetime
 import json
 import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, InvalidState
 from ckptstore.format.encoding import float_name, shortened
+from ckptstore.runtime.collector import collector_paused
+from ckptstore.state.index.packed_values import CONTAINERS, pack, plain_size, unpack
+from ckptstore.state.index.tagged_scalars import DECODED, ENCODED
 from ckptstore.state.tensors.wrapped import Label, Wrapped, WrappedPart
 
 INLINE_BYTES = 64 << 10
 """Byte strings and arrays above this travel as tensors."""
-INLINE_NUMBERS = 1000
-"""Lists of numbers longer than this travel as tensors."""
+INLINE_ITEMS = 1000
+"""Containers of plain values with more items than this, at all levels together, are packed; lists of numbers travel as
+tensors."""
 
 _TAG = "$t"
 _INT64 = range(-(1 << 63), 1 << 63)
-_FLOATS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 _FACTORIES: Mapping[str, Any] = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool, bytes, tuple)}
 _ARRAY_KINDS = frozenset("biufcmMSU")
 
@@ -58,6 +61,8 @@ class Encoder:
         self._store = store
         self._allow_pickle = allow_pickle
         self._open: set[int] = set()
+        self._is_small = False
+        """Whether what is encoded now is in a container that has too few items to be packed."""
 
     def encode(self, value: Any, *, path: str) -> Any:
         """The JSON value. Raises InvalidState, with the path, for what cannot come back exactly."""
@@ -75,8 +80,10 @@ class Encoder:
         if kind is float:
             return value if value - value == 0.0 else _tagged("float", float_name(value))
         if kind in _CONTAINERS:
+            if kind in CONTAINERS and not self._is_small and _may_be_large(value):
+                return self._encode_plain(kind, value, path)
             return self._encode_container(kind, value, path)
-        simple = _SIMPLE.get(kind)
+        simple = ENCODED.get(kind)
         if simple is not None:
             return _tagged(*simple(value))
         if kind is bytes or kind is bytearray:
@@ -85,6 +92,35 @@ class Encoder:
         if foreign is not None:
             return foreign
         return self._pickled(value, path)
+
+    def _encode_plain(self, kind: type, value: Any, path: str) -> Any:
+        size = len(value) if len(value) > INLINE_ITEMS else plain_size(value)
+        if size is None:
+            return self._encode_container(kind, value, path)
+        if size > INLINE_ITEMS:
+            packed = self._encode_numbers(kind, value) or self._packed(value)
+            return self._encode_container(kind, value, path) if packed is None else packed
+        self._is_small = True
+        try:
+            return self._encode_container(kind, value, path)
+        finally:
+            self._is_small = False
+
+    def _encode_numbers(self, kind: type, value: Any) -> Any:
+        """A list or tuple of numbers of one kind, None for any other value."""
+        numbers = None if kind is dict else _numbers(value)
+        if numbers is None:
+            return None
+        items = _tagged("floats" if numbers.dtype.kind == "f" else "ints", self._store(numbers))
+        return items if kind is list else _tagged("tuple", items)
+
+    def _packed(self, value: Any) -> Any:
+        """A list, tuple or dict of plain values, None for any other value."""
+        packed = pack(value)
+        if packed is None:
+            return None
+        levels, data = packed
+        return _tagged("packed", [levels, self._encode_bytes(data)])
 
     def _encode_container(self, kind: type, value: Any, path: str) -> Any:
         if id(value) in self._open:
@@ -96,11 +132,10 @@ class Encoder:
             if kind is Wrapped:
                 return self._encode_wrapped(value, path)
             if kind is list or kind is tuple:
-                items = self._encode_items(value, path)
+                items = [self._encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
                 return items if kind is list else _tagged("tuple", items)
             if kind is set or kind is frozenset:
-                members = [self._encode(item, f"{path}{{}}") for item in value]
-                return _tagged(kind.__name__, sorted(members, key=json.dumps))
+                return _tagged(kind.__name__, self._encode_members(value, path))
             if kind is slice:
                 return _tagged("slice", [self._encode(bound, path) for bound in (value.start, value.stop, value.step)])
             pairs = self._encode_pairs(value, path)
@@ -113,12 +148,12 @@ class Encoder:
         finally:
             self._open.discard(id(value))
 
-    def _encode_items(self, value: Any, path: str) -> Any:
-        if len(value) > INLINE_NUMBERS:
-            numbers = _numbers(value)
-            if numbers is not None:
-                return _tagged("floats" if numbers.dtype.kind == "f" else "ints", self._store(numbers))
-        return [self._encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    def _encode_members(self, value: set[Any] | frozenset[Any], path: str) -> Any:
+        """In an order that does not depend on how the set was made."""
+        in_order = _in_order(value) if len(value) > INLINE_ITEMS else None
+        if in_order is not None:
+            return self._encode(in_order, path)
+        return sorted([self._encode(item, f"{path}{{}}") for item in value], key=json.dumps)
 
     def _encode_dict(self, value: dict[Any, Any], path: str) -> Any:
         if all(type(key) is str for key in value) and _TAG not in value:
@@ -139,7 +174,10 @@ class Encoder:
             },
         )
 
-    def _encode_pairs(self, value: dict[Any, Any], path: str) -> list[Any]:
+    def _encode_pairs(self, value: dict[Any, Any], path: str) -> Any:
+        """A list of pairs; of a large dict of a class of its own a plain one, packed."""
+        if type(value) is not dict and len(value) > INLINE_ITEMS and (packed := self._packed(dict(value))) is not None:
+            return packed
         return [
             [self._encode(key, f"{path} key {key!r}"), self._encode(item, f"{path}[{key!r}]")]
             for key, item in value.items()
@@ -210,7 +248,7 @@ class Decoder:
         if _TAG not in value:
             return {key: self._decode(item) for key, item in value.items()}
         kind, content = value[_TAG], value["v"]
-        plain = _DECODE_PLAIN.get(kind)
+        plain = DECODED.get(kind)
         if plain is not None:
             return plain(content)
         return _DECODE_NESTED[kind](self, content)
@@ -221,7 +259,12 @@ class Decoder:
             raise TypeError(f"a {type(items).__name__} where a list belongs")
         return items
 
-    def _pairs(self, content: Any) -> Iterator[tuple[Any, Any]]:
+    def _pairs(self, content: Any) -> Iterable[tuple[Any, Any]]:
+        if type(content) is dict:
+            packed = self._decode(content)
+            if type(packed) is not dict:
+                raise TypeError(f"a {type(packed).__name__} where pairs belong")
+            return packed.items()
         return ((self._decode(key), self._decode(item)) for key, item in content)
 
     def _bytes(self, content: Any) -> bytes:
@@ -230,6 +273,11 @@ class Decoder:
         import numpy
 
         return numpy.asarray(self._fetch(_reference(content))).tobytes()
+
+    def _packed(self, content: Any) -> Any:
+        levels, data = content
+        with collector_paused():
+            return unpack(levels, self._bytes(data))
 
     def _numbers(self, content: Any) -> list[Any]:
         numbers: list[Any] = self._fetch(content).tolist()
@@ -327,6 +375,27 @@ def _numbers(value: Any) -> Any:
     return None
 
 
+def _may_be_large(value: Any) -> bool:
+    """Whether a container is worth the time of `plain_size`: most have a few numbers."""
+    if len(value) > 32:
+        return True
+    items = value.values() if type(value) is dict else value
+    return not CONTAINERS.isdisjoint(map(type, items))
+
+
+def _in_order(members: set[Any] | frozenset[Any]) -> list[Any] | None:
+    """The members sorted, where they are numbers, texts or byte strings, or tuples of these that can be compared."""
+    kinds = set(map(type, members))
+    if kinds == {tuple}:
+        kinds = set(map(type, chain.from_iterable(members)))
+    if not kinds <= {int, str, bytes}:
+        return None
+    try:
+        return sorted(members)
+    except TypeError:
+        return None
+
+
 def _storable(dtype: Any) -> bool:
     return dtype.kind in _ARRAY_KINDS and dtype.names is None and dtype.char not in "gG" and dtype.itemsize > 0
 
@@ -340,79 +409,7 @@ def _numpy_dtype(name: str) -> Any:
     return dtype
 
 
-def _torch_dtype(name: str) -> Any:
-    import torch
-
-    prefix, _, short = name.partition(".")
-    dtype = getattr(torch, short, None) if prefix == "torch" and short.isidentifier() else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {name!r}")
-    return dtype
-
-
-def _torch_device(name: str) -> Any:
-    import torch
-
-    return torch.device(name)
-
-
-def _torch_size(sizes: list[int]) -> Any:
-    import torch
-
-    return torch.Size(sizes)
-
-
-def _fields_of_time(value: Any) -> list[Any]:
-    zone = value.tzinfo
-    if zone is not None and type(zone) is not datetime.timezone:
-        raise InvalidState(f"{value!r} has a time zone by name, which cannot be stored exactly")
-    offset = None if zone is None else zone.utcoffset(None) // datetime.timedelta(microseconds=1)
-    return [value.hour, value.minute, value.second, value.microsecond, value.fold, offset]
-
-
-def _time_of_fields(fields: list[Any]) -> tuple[tuple[int, ...], dict[str, Any]]:
-    *clock, fold, offset = fields
-    zone = None if offset is None else datetime.timezone(datetime.timedelta(microseconds=offset))
-    return tuple(clock), {"fold": fold, "tzinfo": zone}
-
-
-def _decode_time(fields: list[Any]) -> datetime.time:
-    clock, rest = _time_of_fields(fields)
-    hour, minute, second, microsecond = clock
-    return datetime.time(hour, minute, second, microsecond, **rest)
-
-
-def _decode_datetime(fields: list[Any]) -> datetime.datetime:
-    clock, rest = _time_of_fields(fields[3:])
-    return datetime.datetime(*fields[:3], *clock, **rest)
-
-
 _CONTAINERS = frozenset({list, tuple, dict, set, frozenset, slice, OrderedDict, Counter, defaultdict, Wrapped})
-
-_SIMPLE: Mapping[type, Callable[[Any], tuple[str, Any]]] = {
-    complex: lambda value: ("complex", [value.real.hex(), value.imag.hex()]),
-    range: lambda value: ("range", [hex(value.start), hex(value.stop), hex(value.step)]),
-    type(...): lambda value: ("Ellipsis", None),
-    datetime.date: lambda value: ("date", [value.year, value.month, value.day]),
-    datetime.time: lambda value: ("time", _fields_of_time(value)),
-    datetime.datetime: lambda value: ("datetime", [value.year, value.month, value.day, *_fields_of_time(value)]),
-    datetime.timedelta: lambda value: ("timedelta", [value.days, value.seconds, value.microseconds]),
-}
-
-_DECODE_PLAIN: Mapping[str, Callable[[Any], Any]] = {
-    "int": lambda content: int(content, 16),
-    "float": lambda content: _FLOATS[content],
-    "complex": lambda content: complex(float.fromhex(content[0]), float.fromhex(content[1])),
-    "range": lambda content: range(*(int(bound, 16) for bound in content)),
-    "Ellipsis": lambda content: ...,
-    "date": lambda content: datetime.date(*content),
-    "time": _decode_time,
-    "datetime": _decode_datetime,
-    "timedelta": lambda content: datetime.timedelta(*content),
-    "torch.dtype": _torch_dtype,
-    "torch.device": _torch_device,
-    "torch.Size": _torch_size,
-}
 
 _DECODE_NESTED: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "tuple": lambda self, content: tuple(self._items(content)),
@@ -426,6 +423,7 @@ _DECODE_NESTED: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "wrapper": Decoder._wrapped,
     "bytes": Decoder._bytes,
     "bytearray": lambda self, content: bytearray(self._bytes(content)),
+    "packed": Decoder._packed,
     "ints": Decoder._numbers,
     "floats": Decoder._numbers,
     "tensor": lambda self, content: self._fetch(content),
