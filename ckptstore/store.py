@@ -91,7 +91,8 @@ class CheckpointStore(Catalogue):
             incremental: take over files of the latest checkpoint that have hardly changed, and write only the rest.
                 True makes hard links, or copies inside the storage. "reference" refers to files of live checkpoints.
             allow_pickle: store values that have no other form as pickles; the load must allow them too.
-            stock_readable: write the metadata of torch's own DCP too: True always, "auto" up to 200,000 chunks.
+            stock_readable: write the metadata of torch's own DCP too: True always, "auto" up to 200,000 chunks and up
+                to 10,000 plain values in dicts and lists.
 
         A tensor that all ranks hold is written once, split over them. A small tensor or a value that differs between
         ranks is stored for each rank. Raises InvalidState, with the key, for what cannot be stored.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +33,12 @@ from ckptstore.state.write.memo import SaveMemo
 from ckptstore.state.write.outlining import RankTold
 from ckptstore.state.write.replicas import Replicas
 from ckptstore.state.write.shard_files import ShardFiles
-from ckptstore.state.write.stock_write import MAX_CHUNKS, stock_frames
+from ckptstore.state.write.stock_write import MAX_CHUNKS, MAX_NESTED_VALUES, has_many_values, stock_frames
 from ckptstore.storage.base import CopiesInside, Disk, Storage
 from ckptstore.transfer.planned import PlannedFile, Upload
 from ckptstore.transfer.sources import MemorySource, Source
+
+logger = logging.getLogger("ckptstore")
 
 _LENGTH = struct.Struct("<I")
 
@@ -49,7 +52,8 @@ class StateOptions:
 
     allow_pickle: bool = False
     stock_readable: StockReadable = "auto"
-    """Whether stock DCP shall be able to read it: plain values twice, and `.metadata`; "auto": up to 200,000 chunks."""
+    """Whether stock DCP shall be able to read it: plain values twice, and `.metadata`; "auto": up to 200,000 chunks and
+    values, and up to 10,000 values in dicts and lists."""
     incremental: Incremental = False
     """Whether files of the checkpoint before are taken over where most of them has not changed: linked or copied into
     the new one, or only referred to."""
@@ -95,6 +99,8 @@ class StateShard:
         self._found: Described | None = None
         self._agreement: Agreement | None = None
         self._paths: dict[str, tuple[str | int, ...]] = {}
+        self._has_stock = True
+        """Whether this rank's plain values are there for stock readers too."""
         self._files: ShardFiles | None = None
         self._expected = Expected()
         self.launched = LaunchedWork(())
@@ -193,6 +199,9 @@ class StateShard:
         assert self._files is not None
         rank = self._rank
         mine = [key for key in keys if agreement.holders(key)[0] == rank]
+        self._has_stock = self._options.stock_readable is True or not has_many_values(self._flat, mine)
+        if not self._has_stock:
+            return
         frames, paths = stock_frames(self._flat, mine)
         self._files.add_stock_values(frames)
         self._paths.update(paths)
@@ -238,7 +247,8 @@ class StateShard:
             (stored,) = self._add({name: part}, attempt, beat)
             receipts, head, part = [*receipts, stored], {"told": self._files.told(stored)}, b""
         else:
-            head = {"stock": self._files.stock, "paths": self._paths if self._rank else {}}  # the leader has its own
+            stock = self._files.stock if self._has_stock else None
+            head = {"stock": stock, "paths": self._paths if self._rank else {}}  # the leader has its own
         with collector_paused():
             head["receipts"] = [receipt.to_json() for receipt in receipts]
             packed = zlib.compress(json.dumps(head).encode(), 1)
@@ -275,9 +285,18 @@ class StateShard:
         index.check_files({receipt.name: receipt.size_bytes for receipt in receipts})
         self._expected.check(index)
         written = {INDEX_NAME: joined}
-        if self._options.stock_readable is True or (self._options.stock_readable and index.num_chunks <= MAX_CHUNKS):
+        if self._options.stock_readable is True or (self._options.stock_readable and _is_for_stock(heads, index)):
             places, paths = _stock_parts(heads)
             written[DCP_METADATA_NAME] = self._memo.stock_metadata(index, places, {**paths, **self._paths})
+        elif self._options.stock_readable and not self._memo.has_warned_of_stock:
+            self._memo.has_warned_of_stock = True
+            logger.warning(
+                "torch's own DCP cannot read these checkpoints: they have more than %d chunks and plain values, or a "
+                "rank has more than %d plain values in dicts and lists. stock_readable=True writes what DCP needs at "
+                "any size, False never does; ckptstore reads them either way",
+                MAX_CHUNKS,
+                MAX_NESTED_VALUES,
+            )
         return written
 
     def _take_over(self, attempt: Attempt, kept: Sequence[KeptFile]) -> list[Receipt]:
@@ -312,6 +331,12 @@ def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
     (length,) = _LENGTH.unpack_from(data)
     head: dict[str, Any] = json.loads(zlib.decompress(data[_LENGTH.size : _LENGTH.size + length]))
     return head, data[_LENGTH.size + length :]
+
+
+def _is_for_stock(heads: Sequence[Mapping[str, Any]], index: TensorIndex) -> bool:
+    """Whether all ranks have written what stock readers need, and `.metadata` is not too large for these."""
+    stock = [head["stock"] for head in heads]
+    return None not in stock and index.num_chunks + sum(map(len, stock)) <= MAX_CHUNKS
 
 
 @collector_paused()

@@ -3,7 +3,9 @@
 import io
 import os
 import pickle
+import random
 import struct
+import zipfile
 
 import pytest
 import torch
@@ -91,6 +93,32 @@ def test_a_frame_with_two_payloads_is_not_taken_for_plain():
 def test_values_are_frames_that_stock_torch_load_reads():
     value = {"epoch": 3, "lr": [0.1, 0.2]}
     assert torch.load(io.BytesIO(frames.value_frame(value)), weights_only=True) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, "x", b"\xff", None, (1, [2.5, {"a": {1: -(1 << 70)}}]), [(n, f"name-{n}") for n in range(5000)]],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_frames_of_pickles_are_what_torch_load_reads(value, weights_only, tmp_path):
+    data = frames.pickle_frame(pickle.dumps(value, 2))
+    assert torch.load(io.BytesIO(data), weights_only=weights_only) == value
+    (tmp_path / "x.pt").write_bytes(data)
+    assert torch.load(tmp_path / "x.pt", weights_only=weights_only) == value
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:  # which looks at the CRC-32
+        assert archive.testzip() is None
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    assert len(data) <= len(buffer.getvalue())
+
+
+@pytest.mark.parametrize(("value", "is_less"), [("a" * 200_000, True), (random.Random(0).randbytes(200_000), False)])
+def test_a_long_pickle_is_compressed_where_that_helps(value, is_less):
+    pickled = pickle.dumps(value, 2)
+    data = frames.pickle_frame(pickled)
+    assert (len(data) < len(pickled)) is is_less
+    assert torch.load(io.BytesIO(data), weights_only=True) == value
 
 
 @given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))

@@ -29,6 +29,8 @@ from ckptstore.interchange.exporting import export
 from ckptstore.state.index.packed_values import MAX_LEVELS, pack, plain_size, unpack
 from ckptstore.state.live import values
 from ckptstore.state.live.values import Decoder, Encoder
+from ckptstore.state.write import stock_write
+from ckptstore.state.write.memo import SaveMemo
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import independent_reader as reader
@@ -256,6 +258,27 @@ def test_exports_have_them(tmp_path: Path, stock_readable: Any) -> None:
     assert same(state["pairs"], LARGE["pairs"])
 
 
+@pytest.mark.parametrize("asked", ["auto", True])
+def test_very_many_values_are_for_stock_readers_on_request_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: Any
+) -> None:
+    monkeypatch.setattr(stock_write, "MAX_NESTED_VALUES", 10)
+    few = {"epoch": 1, "few": {str(n): n for n in range(5)}, "pairs": [(n, n) for n in range(2000)]}
+    assert (save_plain(tmp_path / "few", {}, few, stock_readable=asked) / ".metadata").exists()
+    scalars = {f"lr.{n}": n for n in range(100)}
+    assert (save_plain(tmp_path / "scalars", {}, scalars, stock_readable=asked) / ".metadata").exists()
+    assert not caplog.records
+    memo = SaveMemo()
+    for name in ("many", "again"):
+        plain = {"many": [{"a": n} for n in range(11)]}
+        many = save_plain(tmp_path / name, {}, plain, stock_readable=asked, memo=memo)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == (
+        [] if asked is True else ["torch's own DCP cannot read these checkpoints"]
+    )
+    assert (many / ".metadata").exists() is (asked is True)
+    assert any(b"PK\5\6" in path.read_bytes() for path in many.iterdir()) is (asked is True)
+
+
 def test_stock_reads_values_of_every_length(tmp_path: Path) -> None:
     plain = {
         "pairs": [(n, str(n)) for n in range(3000)],
@@ -292,6 +315,8 @@ def save_on_ranks(root: str) -> list[str]:
             problems.append("what is equal is stored for each rank")
         if not same(saved.per_rank("own"), [{n: n + each for n in range(3000)} for each in range(2)]):
             problems.append("what differs is not")
+        if list(Path(root).glob("checkpoints/*/.metadata")):
+            problems.append("stock readers have only a part of the values")
     return problems
 
 

@@ -3,7 +3,8 @@
 A frame is a zip archive of three stored entries: the pickle that torch makes for a plain contiguous CPU tensor of that
 dtype and shape, torch's version mark, and the payload. It is written as header, tensor memory, trailer, so that the
 payload is never copied; the payload's CRC-32 in the archive is 0, since `torch.load` does not look at it and ckptstore
-keeps digests of its own. A frame costs about 450 bytes, a third of what `torch.save` adds.
+keeps digests of its own. A frame costs about 450 bytes, a third of what `torch.save` adds. That of a plain value has no
+payload.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _END = struct.Struct("<4s4H2IH")
 _END_MAX_BYTES = _END.size + 0xFFFF
 _JANUARY_1980 = 0x21
 _VERSION = b"3\n"
+_DEFLATED = 8
+_SHORT_BYTES, _SAMPLE_BYTES = 4096, 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,9 @@ def template(dtype: torch.dtype, sizes: tuple[int, ...]) -> Template:
     entries = ((b"t/data.pkl", _pickle_of(dtype, sizes)), (b"t/version", _VERSION))
     header, directory = b"", b""
     for name, content in entries:
-        local, central = _entry(name, zlib.crc32(content), len(content), len(header))
+        local, central = _entry(name, zlib.crc32(content), (len(content), len(content)), len(header))
         header, directory = header + local + content, directory + central
-    local, central = _entry(b"t/data/0", 0, payload_bytes, len(header))
+    local, central = _entry(b"t/data/0", 0, (payload_bytes, payload_bytes), len(header))
     header, directory = header + local, directory + central
     end = _END.pack(b"PK\5\6", 0, 0, 3, 3, len(directory), len(header) + payload_bytes, 0)
     return Template(header, payload_bytes, directory + end)
@@ -70,9 +73,37 @@ def value_frame(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _entry(name: bytes, crc32: int, size_bytes: int, offset: int) -> tuple[bytes, bytes]:
-    """The local header and the directory entry of a stored file of the archive."""
-    shared = (0, 0, 0, _JANUARY_1980, crc32, size_bytes, size_bytes, len(name), 0)
+def pickle_frame(pickled: bytes) -> bytes:
+    """The same of a value without tensors or classes, of which the pickle of protocol 2 is given.
+
+    A few microseconds, where `torch.save` takes more than a hundred. A long pickle is compressed where that makes it
+    shorter by a quarter, since the value is in the checkpoint a second time. At most `MAX_PAYLOAD_BYTES`.
+    """
+    archive, directory = bytearray(), b""
+    entries = ((b"t/data.pkl", pickled), (b"t/version", _VERSION))
+    for name, content in entries:
+        kept = content
+        sample = content[:_SAMPLE_BYTES]
+        if len(content) > _SHORT_BYTES and len(_deflated(sample)) < len(sample) * 3 // 4:
+            kept = _deflated(content)
+        sizes = (len(kept), len(content))
+        local, central = _entry(name, zlib.crc32(content), sizes, len(archive), is_deflated=kept is not content)
+        archive += local + kept
+        directory += central
+    end = _END.pack(b"PK\5\6", 0, 0, len(entries), len(entries), len(directory), len(archive), 0)
+    return bytes(archive + directory + end)
+
+
+def _deflated(content: bytes) -> bytes:
+    deflate = zlib.compressobj(1, wbits=-zlib.MAX_WBITS)
+    return deflate.compress(content) + deflate.flush()
+
+
+def _entry(
+    name: bytes, crc32: int, sizes: tuple[int, int], offset: int, *, is_deflated: bool = False
+) -> tuple[bytes, bytes]:
+    """The local header and the directory entry of a file of the archive: its bytes there, and what they stand for."""
+    shared = (0, _DEFLATED if is_deflated else 0, 0, _JANUARY_1980, crc32, *sizes, len(name), 0)
     local = _LOCAL.pack(b"PK\3\4", 20, *shared) + name
     central = _CENTRAL.pack(b"PK\1\2", 20, 20, *shared, 0, 0, 0, 0, offset) + name
     return local, central

@@ -27,6 +27,8 @@ class SaveMemo:
     _plan: tuple[Any, RankPlan] | None = None
     """What a plan was made for, and the plan: one assignment, so that no error comes between the two."""
     _stock: tuple[Any, bytes] | None = None
+    has_warned_of_stock: bool = False
+    """Whether it was said that stock DCP cannot read the checkpoints of this store: that is said once."""
     _turn: int = 0
 
     def next_turn(self) -> int:

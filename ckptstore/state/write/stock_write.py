@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,17 +19,35 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.runtime.torch_private import storage_info_class
+from ckptstore.state.index.packed_values import CONTAINERS, PLAIN, plain_size
 from ckptstore.state.index.stock_names import stock_names, stock_path
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState, join_path, stock_leaves
 from ckptstore.state.tensors.boxes import Box, Sizes
-from ckptstore.state.tensors.frames import template, value_frame
+from ckptstore.state.tensors.frames import MAX_PAYLOAD_BYTES, pickle_frame, template, value_frame
 from ckptstore.state.write.stock_pickle import MetadataPickle, StockPlace
 
 MAX_CHUNKS = 200_000
-"""With more chunks than this `.metadata` is written on request only: it takes stock readers gigabytes to read it."""
+"""With more chunks and values than this `.metadata` is written on request only: it takes stock readers gigabytes to
+read it."""
+MAX_NESTED_VALUES = 10_000
+"""The same for the values of dicts and lists, into which stock DCP takes them apart. Each of them takes some 600 bytes
+for stock readers alone."""
 
 Paths = Mapping[str, tuple[str | int, ...]]
+
+
+def has_many_values(flat: FlatState, keys: Iterable[str]) -> bool:
+    """Whether stock DCP would take the dicts and lists of these plain values apart into more than `MAX_NESTED_VALUES`,
+    or there are more than `MAX_CHUNKS` values. Stops counting there."""
+    nested = 0
+    for count, key in enumerate(keys, 1):
+        value = flat.values[key]
+        if isinstance(value, Mapping | list):
+            nested += sum(1 for _ in islice(stock_leaves(value, flat.paths[key]), MAX_NESTED_VALUES + 1 - nested))
+        if nested > MAX_NESTED_VALUES or count + nested > MAX_CHUNKS:
+            return True
+    return False
 
 
 def stock_frames(flat: FlatState, keys: Iterable[str]) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
@@ -38,12 +57,17 @@ def stock_frames(flat: FlatState, keys: Iterable[str]) -> tuple[dict[str, bytes]
     made: dict[bytes, bytes] = {}
     for key in keys:
         for path, leaf in stock_leaves(flat.values[key], flat.paths[key]):
-            text = pickle.dumps(leaf)  # equal values are framed once; thousands of hyperparameters are
+            text = pickle.dumps(leaf, 2)  # equal values are framed once; thousands of hyperparameters are
             if text not in made:
-                made[text] = value_frame(leaf)
+                is_plain = _is_plain(leaf) and len(text) < MAX_PAYLOAD_BYTES
+                made[text] = pickle_frame(text) if is_plain else value_frame(leaf)
             frames[join_path(path)] = made[text]
             paths[join_path(path)] = path
     return frames, paths
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) in PLAIN and (type(leaf) not in CONTAINERS or plain_size(leaf) is not None)
 
 
 @collector_paused()
