@@ -108,9 +108,12 @@ def test_frames_of_pickles_are_what_torch_load_reads(value, weights_only, tmp_pa
     assert torch.load(tmp_path / "x.pt", weights_only=weights_only) == value
     with zipfile.ZipFile(io.BytesIO(data)) as archive:  # which looks at the CRC-32
         assert archive.testzip() is None
+        pickled = archive.read("t/data.pkl")
     buffer = io.BytesIO()
     torch.save(value, buffer)
     assert len(data) <= len(buffer.getvalue())
+    with zipfile.ZipFile(buffer) as archive:
+        assert archive.read("archive/data.pkl") == pickled
 
 
 @pytest.mark.parametrize(("value", "is_less"), [("a" * 200_000, True), (random.Random(0).randbytes(200_000), False)])

@@ -285,6 +285,8 @@ def test_stock_reads_values_of_every_length(tmp_path: Path) -> None:
         "text": "\u00fc" * 9000,
         "odd": (math.inf, 1 << 80, b"\xff", None, True, -0.0, {"a": [1j]}),
         "nested": {"a": [1, 2], "b": {}},
+        "of torch": (torch.ones(2), torch.float32, {1, 2}),
+        "text of torch": "ctorch\n",
     }
     directory = save_plain(tmp_path, {}, plain)
     state: dict[str, Any] = {**dict.fromkeys(plain), "nested": {"a": None}}

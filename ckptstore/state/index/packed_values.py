@@ -21,8 +21,7 @@ CONTAINERS = frozenset({list, tuple, dict})
 """What can be packed with what is in it, unless that is of another type."""
 _NAMED = (bool, int, float, str, bytes, list, tuple, dict)
 _KINDS: Mapping[type, str] = {_NONE: "none", **{kind: kind.__name__ for kind in _NAMED}}
-PLAIN = frozenset(_KINDS)
-"""The types of which packed values are made."""
+_PLAIN = frozenset(_KINDS)
 _SIGNED, _UNSIGNED = {1: "b", 2: "h", 4: "i", 8: "q"}, {1: "B", 2: "H", 4: "I", 8: "Q"}
 _SHORT = 32
 _BOOLS = (False, True)
@@ -43,7 +42,7 @@ def plain_size(value: Any) -> int | None:
     level, size = [value], -1
     for _ in range(MAX_LEVELS):
         kinds = set(map(type, level))
-        if not kinds <= PLAIN:
+        if not kinds <= _PLAIN:
             return None
         size += len(level)
         if kinds.isdisjoint(CONTAINERS):
@@ -65,7 +64,7 @@ def pack(value: Any) -> tuple[Levels, bytearray] | None:
     level = [value]
     while level:
         kinds = set(map(type, level))
-        if not kinds <= PLAIN or len(levels) == MAX_LEVELS:
+        if not kinds <= _PLAIN or len(levels) == MAX_LEVELS:
             return None
         codes = _codes(level, kinds)
         data += codes

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.runtime.torch_private import storage_info_class
-from ckptstore.state.index.packed_values import CONTAINERS, PLAIN, plain_size
 from ckptstore.state.index.stock_names import stock_names, stock_path
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState, join_path, stock_leaves
@@ -33,6 +32,9 @@ read it."""
 MAX_NESTED_VALUES = 10_000
 """The same for the values of dicts and lists, into which stock DCP takes them apart. Each of them takes some 600 bytes
 for stock readers alone."""
+
+_OF_TORCH = b"ctorch"
+"""Comes before the name of a function of torch in a pickle. Without any `torch.save` makes the same one."""
 
 Paths = Mapping[str, tuple[str | int, ...]]
 
@@ -59,15 +61,11 @@ def stock_frames(flat: FlatState, keys: Iterable[str]) -> tuple[dict[str, bytes]
         for path, leaf in stock_leaves(flat.values[key], flat.paths[key]):
             text = pickle.dumps(leaf, 2)  # equal values are framed once; thousands of hyperparameters are
             if text not in made:
-                is_plain = _is_plain(leaf) and len(text) < MAX_PAYLOAD_BYTES
-                made[text] = pickle_frame(text) if is_plain else value_frame(leaf)
+                has_no_tensor = _OF_TORCH not in text and len(text) < MAX_PAYLOAD_BYTES
+                made[text] = pickle_frame(text) if has_no_tensor else value_frame(leaf)
             frames[join_path(path)] = made[text]
             paths[join_path(path)] = path
     return frames, paths
-
-
-def _is_plain(leaf: Any) -> bool:
-    return type(leaf) in PLAIN and (type(leaf) not in CONTAINERS or plain_size(leaf) is not None)
 
 
 @collector_paused()
