@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptstore.errors import CkptstoreError, StateMismatch
 from ckptstore.state.live.flatten import (
+    ATOMS,
     Path,
     Replicated,
     TensorRef,
@@ -282,9 +283,12 @@ def _assigned(current: Any, result: Any) -> bool:
     if type(current) is not type(result):
         return False
     if isinstance(current, MutableMapping):
-        items = [(part, _kept(current.get(part), item)) for part, item in result.items()]
+        if set(map(type, result.values())) <= ATOMS:
+            items = dict(result)
+        else:
+            items = {part: _kept(current.get(part), item) for part, item in result.items()}
         current.clear()
-        for part, item in items:
+        for part, item in items.items():
             current[part] = item
         return True
     if isinstance(current, list):
