@@ -128,7 +128,7 @@ def test_trainings_that_have_come_apart_are_refused_and_others_saved(tmp_path: P
         assert outcome.pop(name) == "", name
     assert "m.0.weight (rank 0 vs rank 1)" in outcome["no_sync"]
     assert "m.0.weight (rank 0 vs rank 1)" in outcome["local SGD"]
-    assert "o.state.0.weight.momentum_buffer (rank 0 vs rank 1)" in outcome["only momentum"]
+    assert "o.state.m.0.weight.momentum_buffer (rank 0 vs rank 1)" in outcome["only momentum"]
     assert " m." not in outcome["only momentum"]
     assert "A tensor differs" in outcome["one number"]
     assert "m.2.weight (rank 0 vs rank 1)" in outcome["one number"]

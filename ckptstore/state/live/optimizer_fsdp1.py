@@ -78,7 +78,7 @@ class Fsdp1OptimizerLoad:
     def __init__(self, unit: Unit, scope: Scope, matching: Matching) -> None:
         self._unit = unit
         self._optimizer: torch.optim.Optimizer = unit.item
-        self._scope = scope = scope.fitting(name.removeprefix(f"{unit.key}.") for name in matching.below(unit.key))
+        self._scope = scope = scope.fitting([name.removeprefix(f"{unit.key}.") for name in matching.below(unit.key)])
         self._matching = matching
         self._owners = {name: item for item in parameters_of(self._optimizer) for name in scope.of(item)}
         self._values: dict[str, Any] = {}

@@ -56,7 +56,7 @@ class OptimizerLoad:
         self._is_wanted = matching.includes_below(unit.key)
         if not self._is_wanted:
             return
-        scope = scope.fitting(name.removeprefix(f"{unit.key}.") for name in matching.below(unit.key))
+        scope = scope.fitting([name.removeprefix(f"{unit.key}.") for name in matching.below(unit.key)])
         self._part = partition_of(self._optimizer)
         self._hyperparameters = Hyperparameters(unit, scope, matching)
         self._names = {id(item): scope.of(item)[0] for item in parameters_of(self._optimizer)}

@@ -13,7 +13,7 @@ Under FSDP1, whose flat parameters have several names each, torch's helper reads
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +55,19 @@ class Scope:
         """The names of a parameter in the checkpoint."""
         return self.names[id(parameter)]
 
-    def fitting(self, flat_names: Iterable[str]) -> Scope:
+    def fitting(self, flat_names: Sequence[str]) -> Scope:
         """The scope itself; where these names of a checkpoint are those that the only module gives, as torch's own
         functions have it, the scope that has these."""
-        names = {name for names in self.names.values() for name in names}
-        if len(self.prefixes) > 1 or any(split_name(name, names) for name in flat_names):
+        if len(self.prefixes) > 1 or self._names_any(flat_names):
             return self
         ((old, new),) = self.prefixes
         plain = {item: tuple(name.removeprefix(new) for name in each) for item, each in self.names.items()}
-        return Scope(self.root, ((old, ""),), plain)
+        found = Scope(self.root, ((old, ""),), plain)
+        return found if found._names_any(flat_names) else self
+
+    def _names_any(self, flat_names: Sequence[str]) -> bool:
+        names = {name for names in self.names.values() for name in names}
+        return any(split_name(name, names) for name in flat_names)
 
 
 def scope_of(key: str, optimizer: torch.optim.Optimizer, modules: Sequence[tuple[str, torch.nn.Module]]) -> Scope:
