@@ -1,0 +1,48 @@
+"""Runs what needs an accelerator in processes of its own, whose accelerator is the stand-in from the start.
+
+Autograd counts devices at the first backward pass of a process, and everything else that runs in this one is about
+machines without an accelerator. `pytest -p stand_in_plugin tests/accelerator/checks_save.py`, with this folder in
+PYTHONPATH, runs one file alone.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptstore.testing.accelerator import CannotBuild
+from ckptstore.testing.accelerator.building import built_extension
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture(scope="module")
+def extension() -> Path:
+    """The stand-in is built; where it cannot be, its tests are skipped, which CI does not accept."""
+    try:
+        return built_extension()
+    except CannotBuild as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+def run_pytest(*arguments: str, **variables: str) -> None:
+    """Run tests on the stand-in. What failed is shown."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "stand_in_plugin", "-p", "no:xdist", *arguments]
+    paths = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths, **variables}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("name", sorted(path.stem for path in HERE.glob("checks_*.py")))
+def test_checks(name: str) -> None:
+    run_pytest(str(HERE / f"{name}.py"))
