@@ -47,6 +47,10 @@ class Device(Protocol):
     def unlock_memory(self, address: int) -> None:
         """Undo it."""
 
+    def pinned_memory(self, size_bytes: int) -> memoryview | None:
+        """New memory that is one already, where the device cannot make other memory so; it stays while it is looked
+        at."""
+
     def entrance(self) -> Callable[[], None]:
         """What another thread calls before it makes memory a target of copies from the devices of this one."""
 
@@ -84,17 +88,19 @@ class Buffer:
         self.number = next(_numbers)
         """Told apart from every other buffer that this process ever had."""
         self.descriptor: int | None = None
+        self.memory: mmap.mmap | memoryview
         if shared:
             self.descriptor = os.memfd_create("ckptstore-staging", os.MFD_CLOEXEC)
             os.ftruncate(self.descriptor, size_bytes)
             self.memory = mmap.mmap(self.descriptor, size_bytes)
         else:
-            self.memory = new_memory(size_bytes)
+            self.memory = device.pinned_memory(size_bytes) or new_memory(size_bytes)
         self.is_new = True
         """Whether some of it may not have been touched."""
         self.view = memoryview(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self._unlock = device.unlock_memory if device.lock_memory(self.address, size_bytes) else None
+        is_locked = isinstance(self.memory, mmap.mmap) and device.lock_memory(self.address, size_bytes)
+        self._unlock = device.unlock_memory if is_locked else None
 
     @property
     def size_bytes(self) -> int:
@@ -103,6 +109,8 @@ class Buffer:
 
     def populate(self, start: int = 0, stop: int | None = None) -> None:
         """Have the system give the memory now, not page by page while a copy is made."""
+        if isinstance(self.memory, memoryview):  # what is pinned is there
+            return
         stop = len(self.memory) if stop is None else min(stop, len(self.memory))
         if self.descriptor is None:
             populate(self.memory, start, stop)
@@ -115,6 +123,8 @@ class Buffer:
             self._unlock(self.address)
             self._unlock = None
         self.view.release()
+        if isinstance(self.memory, memoryview):
+            self.memory.release()
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None

@@ -28,6 +28,9 @@ class Recorder:
     def unlock_memory(self, address: int) -> None:
         del self.locked[address]
 
+    def pinned_memory(self, size_bytes: int) -> memoryview | None:
+        return None
+
     def entrance(self) -> Callable[[], None]:
         return lambda: None
 

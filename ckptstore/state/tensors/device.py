@@ -1,4 +1,8 @@
-"""Copies from a CUDA device to the host at the speed of the bus: locked memory, and a stream of their own."""
+"""Copies from an accelerator to the host at the speed of the bus: pinned memory, and a stream of their own.
+
+Every accelerator that torch knows goes one way, by `torch.accelerator`, `torch.Stream` and `torch.Event`. Memory that
+is there already can be pinned by CUDA and ROCm alone: `lock_memory`.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,17 @@ from typing import Any
 
 import torch
 
+_accelerator: Any = torch.accelerator
 _cuda: Any = torch.cuda
 _PORTABLE = 1
 """cudaHostRegisterPortable: locked for all devices."""
+_SMALL_WASTE_BYTES = 64 << 20
 
 
 def lock_memory(address: int, size_bytes: int) -> bool:
-    """Have CUDA lock host memory, so that copies from a device need no other buffer; whether it is locked now.
+    """Pin host memory, so that copies from a device need no other buffer; return whether it is pinned now.
 
-    False without CUDA, and where the system allows no more locked memory: copies are slower then, nothing else.
+    False without CUDA or ROCm, and where the system allows no more locked memory: copies are slower then, nothing else.
     """
     if not _cuda.is_available():
         return False
@@ -28,31 +34,61 @@ def unlock_memory(address: int) -> None:
     _cuda.cudart().cudaHostUnregister(address)
 
 
+def pinned_memory(size_bytes: int) -> memoryview | None:
+    """Return new pinned host memory where the accelerator can make some and cannot pin what is there; else None.
+
+    It is writable, and nothing has been written to it. It is the caller's for as long as the view lives; the backend
+    may keep it for the next one afterwards. Backends take a power of two: None too where that is more than a quarter,
+    and 64 MiB, above what was asked for. Copies into pageable memory are slow, but to be out of memory is worse.
+    """
+    if kind_of_accelerator() in (None, "cuda") or not _accelerator.is_available():
+        return None
+    rounded_bytes = 1 << (size_bytes - 1).bit_length()
+    if rounded_bytes - size_bytes > max(size_bytes // 4, _SMALL_WASTE_BYTES):
+        return None
+    try:
+        made: Any = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except (RuntimeError, NotImplementedError):  # the backend makes none, or no more
+        return None
+    return memoryview(made.numpy()) if made.is_pinned() else None
+
+
+def kind_of_accelerator() -> str | None:
+    """Return the device type of the accelerator that torch was built for or that registered ("cuda" for ROCm too); None
+    where there is none. Whether a device is there is not asked, which would start the backend."""
+    found = _accelerator.current_accelerator()
+    return None if found is None else str(found.type)
+
+
 def entrance() -> Callable[[], None]:
-    """Made in the thread that saves: has another one work on the same device. A new thread begins on device 0, and CUDA
-    takes memory of the device on which a thread first locks some. Where CUDA is not in use nothing is done."""
-    if not _cuda.is_initialized():
+    """Return what has another thread work on the device of the calling one: a new thread begins on device 0, and a
+    backend takes memory of the device on which a thread first pins some. Nothing is done where no accelerator is in
+    use."""
+    kind = kind_of_accelerator()
+    module: Any = None if kind is None else torch.get_device_module(kind)
+    if module is None or not getattr(module, "is_initialized", module.is_available)():
         return lambda: None
-    here = _cuda.current_device()
-    return lambda: _cuda.set_device(here)
+    here = _accelerator.current_device_index()
+    return lambda: _accelerator.set_device_index(here)
 
 
 class LaunchedWork:
     """What the calling thread has launched so far on some devices; the bytes of their tensors are final after it.
 
     Made in the thread that saves: current device and current streams are a thread's own, and a new thread begins on
-    device 0, where it has no business. Without CUDA devices nothing is done.
+    device 0, where it has no business. Where all tensors are in host memory nothing is done.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        indices = {device.index for device in devices if device.type == "cuda"}
-        here = _cuda.current_device() if indices else None
+        kind = kind_of_accelerator()
+        indices = {device.index for device in devices if device.type == kind}
+        here = _accelerator.current_device_index() if indices else None
         self._indices = sorted(indices, key=lambda index: (index == here, index))
         """The device of the calling thread comes last, so that other threads stay on it."""
         self._events = []
         for index in self._indices:
-            event = _cuda.Event()
-            event.record(_cuda.current_stream(index))
+            event = torch.Event(torch.device(str(kind), index))
+            event.record(_accelerator.current_stream(index))
             self._events.append(event)
 
     def wait(self) -> None:
@@ -64,18 +100,16 @@ class LaunchedWork:
         """Have the copies of a new thread wait for it, and for nothing that is launched later."""
         for index, event in zip(self._indices, self._events, strict=True):
             stream = _side_stream(index)
-            _cuda.set_stream(stream)  # the device of the stream becomes the thread's too
+            _accelerator.set_stream(stream)  # the device of the stream becomes the thread's too
             stream.wait_event(event)
 
     def finish_copies(self) -> None:
         """Wait for the copies of all threads that were entered."""
         for index in self._indices:
-            done = _cuda.Event()
-            done.record(_side_stream(index))
-            done.synchronize()
+            _side_stream(index).synchronize()
 
 
 @cache
 def _side_stream(index: int) -> Any:
-    """One for each device, for as long as the process lives."""
-    return _cuda.Stream(device=index)
+    """Return the stream of the copies from one device: the same one for as long as the process lives."""
+    return torch.Stream(torch.device(str(kind_of_accelerator()), index))

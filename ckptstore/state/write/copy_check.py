@@ -91,9 +91,13 @@ def _sample(placed: Placed, numbers: random.Random) -> _Sample:
     if tensor.dim() == 0:
         return _Sample(placed, positions, tensor.reshape(1))
     places = np.unravel_index(positions, tuple(tensor.shape))
-    index = tuple(torch.from_numpy(place).to(tensor.device, non_blocking=True) for place in places)
     with torch.no_grad():
-        return _Sample(placed, positions, tensor[index])
+        try:
+            index = tuple(torch.from_numpy(place).to(tensor.device, non_blocking=True) for place in places)
+            return _Sample(placed, positions, tensor[index])
+        except torch.OutOfMemoryError:  # a full device is saved all the same, and waited for
+            elements = [_on_host(tensor[tuple(map(int, place))]) for place in zip(*places, strict=True)]
+            return _Sample(placed, positions, torch.stack(elements))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,10 +105,14 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return bits_of(tensor if type(tensor) in PLAIN_TYPES else tensor.as_subclass(torch.Tensor))
 
 
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy. Of conjugates and opposites `cpu()` would make one on the device first, which may be full."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+
+
 def _as_elements(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """The bytes of a tensor, a row for each element."""
-    host = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    return host.reshape(-1).view(torch.uint8).numpy().reshape(-1, tensor.element_size())
+    return _on_host(tensor).reshape(-1).view(torch.uint8).numpy().reshape(-1, tensor.element_size())
 
 
 def _elements(copy: memoryview, offset: int, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
