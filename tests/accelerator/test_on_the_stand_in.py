@@ -46,3 +46,10 @@ def run_pytest(*arguments: str, **variables: str) -> None:
 @pytest.mark.parametrize("name", sorted(path.stem for path in HERE.glob("checks_*.py")))
 def test_checks(name: str) -> None:
     run_pytest(str(HERE / f"{name}.py"))
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("suite", ["tests/state/test_optimizers.py"])
+def test_states_of_other_suites_on_its_second_device(suite: str) -> None:
+    """Tests that were written for the host, with torch's default device there."""
+    run_pytest(suite, STAND_IN_DEFAULT="standin:1")

@@ -120,7 +120,7 @@ def _tensor_bits(tensor: Any) -> Any:
     if is_wrapper(tensor):
         names, context = tensor.__tensor_flatten__()
         return type(tensor).__name__, repr(context), [(name, bits(getattr(tensor, name))) for name in names]
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return "Tensor", str(tensor.dtype), tuple(tensor.shape), data
 

@@ -93,5 +93,5 @@ def load_into(root, targets, **more):
 
 def bits(tensor):
     """The bytes of a tensor, for comparing what has no equality (fp8) or has NaN."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""

@@ -58,7 +58,7 @@ Shared& shared() {
 }
 using Lock = std::unique_lock<std::mutex>;
 
-std::atomic<bool> is_used{false}, is_forked{false};
+std::atomic<bool> is_used{false}, is_forked{false}, draws_from_host{false};
 std::atomic<int64_t> copy_delay_us{0};
 std::string& failure() {  // of a kernel, for whoever waits next
   static auto* it = new std::string;
@@ -680,7 +680,7 @@ void launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::push(*stack, self);
 }
 
-// On the host, through copies. Random numbers are those of the device.
+// On the host, through copies. Random numbers are those of the device, unless somebody wants the host's.
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto generator_type = c10::OptionalType::create(c10::GeneratorType::get());
@@ -690,7 +690,7 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<DeviceIndex> index;
   for (const auto& value : torch::jit::last(*stack, arguments.size()))
     if (is_on_device(value) && !index) index = value.toTensor().device().index();
-  for (size_t at = 0; index && at < arguments.size(); ++at) {
+  for (size_t at = 0; index && !draws_from_host && at < arguments.size(); ++at) {
     auto& value = torch::jit::peek(*stack, at, arguments.size());
     if (value.isNone() && *arguments[at].type() == *generator_type) value = memory_of(*index).generator;
   }
@@ -836,6 +836,7 @@ TORCH_LIBRARY(standin, m) {
   m.def("open_gate(int number) -> ()", open_gate);
   m.def("set_limit(int device, int size_bytes) -> ()", set_limit);
   m.def("pinned_bytes() -> int", [] { return int64_t(PinnedAllocator::get().pinned_bytes()); });
+  m.def("draw_from_host(bool value) -> ()", [](bool value) { draws_from_host = value; });
   m.def("has_context(int device) -> bool", [](int64_t index) { return memory_of(DeviceIndex(index)).has_context; });
   m.def("forget_contexts() -> ()", forget_contexts);
   m.def("is_forked() -> bool", [] { return is_forked.load(); });

@@ -96,6 +96,12 @@ def limited_memory(size_bytes: int, device: int = 0) -> Iterator[None]:
         _ops.set_limit(device, total_bytes)
 
 
+def draw_from_host() -> None:
+    """Have the devices take their random numbers from the host's generator from now on: what is drawn on
+    a device is what the host would have drawn, for tests that compare the two."""
+    _ops.draw_from_host(True)
+
+
 def has_context(device: int) -> bool:
     """Whether anything was allocated, queued or chosen on a device since `forget_contexts`."""
     return bool(_ops.has_context(device))
@@ -129,7 +135,7 @@ def _device_module() -> Any:
     made.synchronize = torch.accelerator.synchronize
     made.current_stream = torch.accelerator.current_stream
     made.set_stream = torch.accelerator.set_stream
-    made.Stream, made.Event = torch.Stream, torch.Event
+    made.Stream, made.Event, made.stream = torch.Stream, torch.Event, lambda stream: stream
     made.device = lambda device: torch.accelerator.device_index(_index(device))
     made.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     made._is_in_bad_fork = lambda: bool(_ops.is_forked())
