@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -239,3 +240,15 @@ def test_a_device_without_any_room_is_saved_and_loaded(
             tensor.zero_()
         store.load(state)
     assert {key: bits(tensor) for key, tensor in state.items()} == wanted
+
+
+def test_the_default_device_of_torch_changes_nothing(store_root: Path) -> None:
+    """What a load makes for itself lies on the host, and frames say so to stock readers."""
+    state = {"array": numpy.arange(200_000.0), "bytes": bytes(200_000), "tensor": torch.arange(77.0).reshape(7, 11)}
+    with open_store(store_root) as store, SECOND:
+        store.save(1, state)
+        found: dict[str, Any] = {"array": None, "bytes": None, "tensor": torch.zeros(7, 11)}
+        store.load(found)
+    assert (found["array"].tolist(), found["bytes"]) == (state["array"].tolist(), state["bytes"])
+    assert bits(found["tensor"]) == bits(state["tensor"])
+    assert not any(b"standin" in path.read_bytes() for path in store_root.rglob("*") if path.is_file())
