@@ -32,7 +32,21 @@
 #include <set>
 #include <thread>
 
+extern "C" {  // of Python, whose headers are not needed for this
+int PyGILState_Check(void);
+void* PyEval_SaveThread(void);
+void PyEval_RestoreThread(void*);
+}
+
 namespace {
+
+// Threads that wait let Python go on: a stream that gives back memory of Python's needs the interpreter lock.
+struct InterpreterLockReleased {
+  void* kept = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  ~InterpreterLockReleased() {
+    if (kept) PyEval_RestoreThread(kept);
+  }
+};
 
 using at::Tensor;
 using c10::Device;
@@ -78,6 +92,7 @@ struct Mark {  // a point in the work of a stream
   bool is_done = false;
   Clock::time_point time;
   void wait() {
+    InterpreterLockReleased released;
     Lock lock(shared().mutex);
     shared().changed.wait(lock, [&] { return is_done; });
   }
@@ -118,6 +133,7 @@ class Queue {
   }
   void synchronize() {
     {
+      InterpreterLockReleased released;
       Lock lock(shared().mutex);
       const auto until = num_put_;
       shared().changed.wait(lock, [&] { return num_done_ >= until; });
