@@ -134,6 +134,8 @@ class OptimizerLoad:
             return live
         if name in self._hyperparameters.foreign:  # of another kind of optimizer, as the settings that lack show
             return live
+        if torch.nn.parameter.is_lazy(parameter):  # the module's key is refused for it
+            return live
         if items == [WHOLE]:
             whole = self._contents_of(f"{STATE}.{name}", live, device=parameter.device)
             return {WHOLE: whole} if whole is not None and whole.changes else live
