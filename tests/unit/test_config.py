@@ -80,7 +80,7 @@ def test_units_are_in_the_names(cls: type) -> None:
         if item.type == "float":
             assert item.name.endswith("_seconds")
         if item.type == "int":
-            assert item.name.endswith(("_bytes", "_attempts", "_threads", "_requests", "_prefixes"))
+            assert item.name.endswith(("_bytes", "_attempts", "_threads", "_requests", "_prefixes", "_every"))
 
 
 def test_the_default_cache_belongs_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
