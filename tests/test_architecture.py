@@ -75,7 +75,7 @@ IMPORTERS: dict[str, set[str]] = {
     "ml_dtypes": {"bench"},
     "mlflow": {"integrations.mlflow"},
     "lightning": {"bench", "integrations.lightning"},
-    "numpy": {"bench", "demo", "state"},
+    "numpy": {"bench", "demo", "state", "testing.states"},
     "obstore": {"storage.cloud.obstore"},
     "opentelemetry": {"integrations.otel"},
     "orbax": {"bench"},

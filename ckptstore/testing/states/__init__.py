@@ -1,0 +1,35 @@
+"""States as users have them, saved and loaded by ckptstore and by torch.save, and compared bit by bit.
+
+    outcome = run(42)                                  # the case of a seed
+    assert outcome.ok, outcome.detail
+    check(state, make=make_state)                      # your own state
+
+A seed decides what the state holds, what happens to it before it is saved, how it is saved, and into what it is loaded.
+Whatever ckptstore gives back is what `load_state_dict` gives back from `torch.load`, also after one more training step,
+or the refusal is one of `REFUSALS`. `python -m ckptstore.testing.states` runs seeds too.
+"""
+
+from __future__ import annotations
+
+from ckptstore.runtime.extras import needs
+
+needs("torch")
+
+from ckptstore.testing.states.case_runner import StateOutcome, run  # noqa: E402
+from ckptstore.testing.states.case_shrink import script, shrink  # noqa: E402
+from ckptstore.testing.states.own_state import StateDiffers, check  # noqa: E402
+from ckptstore.testing.states.refusals import REFUSALS, Refusal  # noqa: E402
+from ckptstore.testing.states.state_case import StateCase, draw  # noqa: E402
+
+__all__ = [
+    "REFUSALS",
+    "Refusal",
+    "StateCase",
+    "StateDiffers",
+    "StateOutcome",
+    "check",
+    "draw",
+    "run",
+    "script",
+    "shrink",
+]

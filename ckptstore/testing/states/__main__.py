@@ -1,0 +1,63 @@
+"""`python -m ckptstore.testing.states`: run seeds, or one; a failing one is made smaller and written as a script."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from ckptstore.testing.simulation.simulator import write
+from ckptstore.testing.states.case_runner import StateOutcome, run
+from ckptstore.testing.states.case_shrink import script, shrink
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; 1 when a case failed."""
+    parser = argparse.ArgumentParser(prog="python -m ckptstore.testing.states", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, help="how many seeds; 1 without --seconds")
+    parser.add_argument("--seconds", type=float, help="run seeds for so long")
+    parser.add_argument("--keep-going", action="store_true", help="do not end at the first seed that fails")
+    parser.add_argument("--script", type=Path, help="where to write the script of a failing seed (a temporary file)")
+    given = parser.parse_args(arguments)
+    count = 1 if given.count is None and given.seconds is None else given.count
+    torch.set_num_threads(1)
+    began, seed, ends = time.monotonic(), given.seed, Counter[str]()
+    first: dict[str, StateOutcome] = {}
+    while count is None or seed - given.seed < count:
+        if given.seconds is not None and time.monotonic() - began > given.seconds:
+            break
+        outcome = run(seed)
+        seed += 1
+        ends[outcome.kind] += 1
+        if not outcome.ok:
+            first.setdefault(outcome.kind, outcome)
+            if not given.keep_going:
+                break
+    seconds = time.monotonic() - began
+    write(f"{seed - given.seed} seeds in {seconds:.1f} s; {sum(ends[kind] for kind in first)} failed")
+    for kind, times in ends.most_common():
+        where = f" (seed {first[kind].case.seed}: {first[kind].detail[:200]})" if kind in first else ""
+        write(f"  {times:5} {kind}{where}")
+    if first and not given.keep_going:
+        _show(next(iter(first.values())), given.script)
+    return 1 if first else 0
+
+
+def _show(outcome: StateOutcome, path: Path | None) -> None:
+    """Write the script of the smallest case that fails as this one does."""
+    text = script(shrink(outcome))
+    if path is None:
+        with tempfile.NamedTemporaryFile("w", prefix=f"state-{outcome.case.seed}-", suffix=".py", delete=False) as file:
+            path = Path(file.name)
+    path.write_text(text)
+    write(f"\n# {path}\n{text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""Run one case: the same program twice, once with ckptstore and once with torch.save, and compare them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptstore.catalogue import job_of
+from ckptstore.errors import CkptstoreError
+from ckptstore.opening import open_store
+from ckptstore.store import CheckpointStore
+from ckptstore.testing.states.module_makers import NEEDS_GROUP
+from ckptstore.testing.states.oracle import difference, frozen, give_back, holds, keep, kept_in, observed
+from ckptstore.testing.states.program import Program
+from ckptstore.testing.states.refusals import explanation
+from ckptstore.testing.states.state_case import StateCase, draw
+
+_numbers = count()
+_HEAVY_TIMES, _HEAVY_BYTES = 8, 300_000
+"""A checkpoint may have that many times the bytes of torch.save's file, and that many more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateOutcome:
+    """What came of a case.
+
+    `kind` is "same", "refused" (as documented), "torch cannot" (load it either) or "no program" (torch itself does not
+    build or run it); of a fault it says what is wrong and with what, in words that do not change from seed to seed.
+    `detail` is for people.
+    """
+
+    case: StateCase
+    kind: str
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether ckptstore did what torch does, or refused as documented."""
+        return self.kind in ("same", "refused", "torch cannot", "no program")
+
+
+class _Fault(Exception):
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(kind)
+        self.kind, self.detail = kind, detail
+
+
+class _Done(Exception):
+    """The case has ended early as it may."""
+
+
+def run(case: StateCase | int) -> StateOutcome:
+    """Run a case, or the one of a seed, and return what came of it. Leaves nothing behind.
+
+    torch.distributed is initialised for the cases that need it, in a world of one, unless it already is.
+    """
+    case = draw(case) if isinstance(case, int) else case
+    with _quiet(), _group(case), _place(case) as uri:
+        try:
+            with open_store(uri, group="solo", durable=False) as store:
+                try:
+                    _Run(case, store).run()
+                finally:
+                    if case.storage == "memory":
+                        _empty(store)
+        except _Fault as fault:
+            return StateOutcome(case, fault.kind, fault.detail)
+        except _Done as done:
+            return StateOutcome(case, str(done))
+        except CkptstoreError as error:
+            return StateOutcome(case, f"close: {type(error).__name__}", str(error))
+    return StateOutcome(case, "same")
+
+
+class _Run:
+    """One case being run. `ours` is loaded and saved by ckptstore, `theirs` by torch."""
+
+    def __init__(self, case: StateCase, store: CheckpointStore) -> None:
+        self._case = case
+        self._store = store
+        self._flags = frozenset(case.flags)
+        self._committed = 0
+        """How many checkpoints the store has."""
+
+    def run(self) -> None:
+        """Save, load, step; raises _Fault or _Done."""
+        case = self._case
+        ours, theirs = self._twice(self._flags, salt=0)
+        self._live(ours, theirs, case.life[:1])
+        incremental = case.save.startswith("incremental")
+        if incremental:
+            self._save(ours, theirs, step=0)
+        self._live(ours, theirs, case.life[1:])
+        kept, names = self._save(ours, theirs, step=1, last=True), ours.optimizer_names()
+        if case.into == "running":
+            self._live(ours, theirs, case.later)
+        else:
+            flags = self._flags ^ ({case.change} if case.change else set())
+            saved = Program(case, self._flags, salt=0) if case.tensors else ours
+            ours, theirs = self._twice(flags, salt=1)
+            for program in (ours, theirs):
+                program.use_targets(saved)
+        self._load(ours, theirs, kept, names)
+        self._compare("load", ours, theirs)
+        self._live(ours, theirs, ("step",), phase="step after the load")
+        self._compare("step after the load", ours, theirs)
+
+    def _twice(self, flags: frozenset[str], *, salt: int) -> tuple[Program, Program]:
+        try:
+            return Program(self._case, flags, salt=salt), Program(self._case, flags, salt=salt)
+        except Exception as error:  # torch's word on parts that do not go together
+            raise _Done("no program") from error
+
+    def _live(self, ours: Program, theirs: Program, events: tuple[str, ...], *, phase: str = "") -> None:
+        for event in events:
+            try:
+                theirs.does(event)
+            except Exception as error:
+                raise _Done("no program") from error
+            try:
+                ours.does(event)
+            except Exception as error:
+                raise _Fault(f"{phase or event}: raises {type(error).__name__}", repr(error)) from error
+
+    def _save(self, ours: Program, theirs: Program, *, step: int, last: bool = False) -> bytes:
+        case = self._case
+        kept = keep(theirs.state)
+        before = self._stored()
+        kinds: dict[str, Any] = {
+            "incremental": "reference" if case.seed % 2 else True,
+            "stock_readable": case.stock_readable,
+        }
+        if not case.save.startswith("incremental"):
+            del kinds["incremental"]
+        try:
+            if case.save.endswith("async"):
+                pending = self._store.save_async(step, ours.state, **kinds)
+                if last and case.meanwhile:
+                    self._live(ours, theirs, (case.meanwhile,))
+                pending.result()
+            else:
+                self._store.save(step, ours.state, **kinds)
+        except _Fault:
+            raise
+        except Exception as error:
+            if self._stored() != before:
+                raise _Fault("refused save leaves a checkpoint", str(error)) from error
+            self._explain("save", error)
+        self._committed += 1
+        self._compare("save", ours, theirs)
+        newest: Any = self._store.latest()
+        written = sum(receipt.size_bytes for receipt in newest.files)
+        if written > _HEAVY_TIMES * len(kept) + _HEAVY_BYTES:
+            raise _Fault("save: far more bytes than torch.save", f"{written} bytes, torch.save {len(kept)}")
+        return kept
+
+    def _stored(self) -> list[int | None]:
+        return [checkpoint.number for checkpoint in self._store]
+
+    def _load(self, ours: Program, theirs: Program, kept: bytes, names: list[list[str]]) -> None:
+        case, saved = self._case, kept_in(kept)
+        before = frozen(observed(ours.state))
+        renamed = (names, theirs.optimizer_names()) if case.change else None
+        refusal: str | None
+        try:
+            give_back(theirs.state, saved, strict=case.strict, names=renamed)
+            refusal = holds(theirs.state, saved)
+        except Exception as error:
+            refusal = f"torch refuses: {type(error).__name__}: {error}"
+        try:
+            with _context(case.context):
+                self._store.load(ours.state, strict=case.strict)
+        except Exception as error:
+            changed = difference(observed(ours.state), before)
+            if changed:
+                raise _Fault(f"load: refused, and changes the state: {self._words(str(error))}", changed) from error
+            if refusal is not None and isinstance(error, CkptstoreError):
+                raise _Done("torch cannot") from None
+            self._explain("load", error)
+        if refusal is not None:
+            why = case.change or ("share" if "share" in case.flags and "left" in refusal else case.target)
+            raise _Fault(f"load: loads what one memory cannot hold ({why})", refusal)
+
+    def _explain(self, phase: str, error: Exception) -> None:
+        if not isinstance(error, CkptstoreError):
+            where = _raised_at(error)
+            raise _Fault(f"{phase}: raises {type(error).__name__} at {where}", f"{error!r}") from error
+        if explanation(self._case, phase, error) is None:
+            head = f"{phase}: {type(error).__name__} {self._words(str(error))}"
+            raise _Fault(head, str(error)) from error
+        raise _Done("refused")
+
+    def _compare(self, phase: str, ours: Program, theirs: Program) -> None:
+        found = difference(observed(ours.state), observed(theirs.state))
+        if found:
+            what = found.partition(": ")[2]
+            raise _Fault(f"{phase}: {self._place(found)} {self._words(what)}", found)
+
+    def _place(self, found: str) -> str:
+        """Return what a place of the state was made by."""
+        for key, name in zip("ab", self._case.modules, strict=False):
+            if re.match(rf"\('{key}',|{key}\b", found):
+                inner = re.search(r"\b(left|right|head|top|pre|post)\b", found)
+                return f"layer beside the module {name}" if inner else f"module {name}"
+        if "optimizer" in found[:14]:
+            part = re.search(r"param_groups|state", found)
+            return f"optimizer {self._case.optimizer}'s {part.group() if part else 'entries'}"
+        named = re.search(r"(?:raw|values).*?\d ([\w,\- ]+)", found)
+        return named.group(1) if named else re.split(r"[.:']", found.lstrip("('"))[0]
+
+    def _words(self, text: str) -> str:
+        """Return a message without keys and numbers."""
+        for name, makers in (("raw", self._case.tensors), ("values", self._case.values)):
+            for at, maker in enumerate(makers):
+                text = text.replace(f"{name}.{at} {maker}", f"<{maker}>")
+        text = re.sub(r"\b(a|b|optimizer)(\.[\w.\-]+)+", r"KEY", text)
+        text = re.sub(r"(KEY(, | and )?)+", "KEYS ", " ".join(text.split()))
+        return re.sub(r"-?\d+(\.\d+)?(e-\d+)?", "N", text)[:110]
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return the last place in ckptstore that an error went through: a module and a function."""
+    trace, found = error.__traceback__, "torch"
+    while trace is not None:
+        name = str(trace.tb_frame.f_globals.get("__name__"))
+        if name.startswith("ckptstore.") and not name.startswith("ckptstore.testing"):
+            found = f"{name.rpartition('.')[2]}.{trace.tb_frame.f_code.co_name}"
+        trace = trace.tb_next
+    return found
+
+
+def _context(name: str) -> Any:
+    if name == "inference_mode":
+        return torch.inference_mode()
+    if name == "no_grad":
+        return torch.no_grad()
+    if name == "default float64":
+        return _default_dtype(torch.float64)
+    return torch.device("meta") if name == "default meta" else nullcontext()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave torch's random numbers as they were; no warnings of torch; compiled modules run as they are written."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+
+@contextmanager
+def _group(case: StateCase) -> Iterator[None]:
+    """A world of one, where the case needs it and there is none."""
+    import torch.distributed as dist
+
+    if case.wrapper not in NEEDS_GROUP or dist.is_initialized():
+        yield
+        return
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _place(case: StateCase) -> Iterator[str]:
+    """A place for one store: in memory, or a temporary directory, in memory too where the system has that."""
+    if case.storage == "memory":
+        yield f"memory://states-{os.getpid()}-{next(_numbers)}"
+        return
+    shared = Path("/dev/shm")
+    directory = tempfile.mkdtemp(prefix="ckptstore-states-", dir=shared if shared.is_dir() else None)
+    try:
+        yield f"{directory}/store"
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _empty(store: CheckpointStore) -> None:
+    storage = job_of(store).storage
+    storage.delete([file.key for file in storage.list("")])

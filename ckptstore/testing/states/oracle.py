@@ -1,0 +1,248 @@
+"""What torch itself keeps and gives back of a state, and whether two states are the same bit by bit."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ckptstore.state.live.flatten import OwnOfRank
+from ckptstore.testing.states.program import plain_name
+
+Path = tuple[Any, ...]
+
+
+def is_lazy(tensor: Any) -> bool:
+    """Return whether a parameter or buffer has no shape yet."""
+    return isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer)
+
+
+def is_object(item: Any) -> bool:
+    """Return whether torch's way for an item is its state_dict and load_state_dict."""
+    return not isinstance(item, type) and hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
+
+
+def _objects_and_values(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
+    """Yield (path, item, container) for every object with a state_dict, and for every other item as a whole."""
+    for key, given in state.items() if isinstance(state, Mapping) else enumerate(state):
+        item = given.item if isinstance(given, OwnOfRank) else given
+        if isinstance(item, dict | list) and _holds_object(item):
+            yield from _objects_and_values(item, (*path, key))
+        else:
+            yield (*path, key), item, state
+
+
+def _holds_object(item: Any) -> bool:
+    inner = item.values() if isinstance(item, Mapping) else item if isinstance(item, list | tuple) else ()
+    return any(is_object(each) or _holds_object(each) for each in inner)
+
+
+def keep(state: Mapping[str, Any]) -> bytes:
+    """Return what torch.save writes of a state: state_dicts of its objects, everything else as it is."""
+    kept = {path: item.state_dict() if is_object(item) else item for path, item, _ in _objects_and_values(state)}
+    memory = io.BytesIO()
+    torch.save(kept, memory)
+    return memory.getvalue()
+
+
+def kept_in(data: bytes) -> dict[Path, Any]:
+    """Return the state_dicts and values that `keep` wrote."""
+    return torch.load(io.BytesIO(data), weights_only=False)  # type: ignore[no-any-return]
+
+
+def give_back(state: Any, kept: Mapping[Path, Any], *, strict: bool = True, names: Any = None) -> None:
+    """Load into a state what `keep` kept, as torch does it: each object by its load_state_dict, each tensor by copy_.
+
+    `names` is (those saved, those of this state) of the parameters of the optimizer, by group, where they differ: its
+    state is given back by name then. Raises whatever torch raises.
+    """
+    order = sorted(_objects_and_values(state), key=lambda each: _rank_of(each[1]))
+    for path, item, container in order:
+        if path not in kept:
+            continue
+        saved = kept[path]
+        if isinstance(item, nn.Module):
+            _load_module(item, saved, strict=strict)
+        elif isinstance(item, torch.optim.Optimizer):
+            item.load_state_dict(saved if names is None else _by_name(item, saved, *names))
+        elif is_object(item):
+            item.load_state_dict(saved)
+        else:
+            result = _filled(item, saved)
+            if result is not item:
+                container[path[-1]] = result
+
+
+def _rank_of(item: Any) -> int:
+    kinds = (nn.Module, torch.optim.Optimizer, LRScheduler)
+    return next((at for at, kind in enumerate(kinds) if isinstance(item, kind)), 3 + (not is_object(item)))
+
+
+def _load_module(module: nn.Module, saved: dict[str, Any], *, strict: bool) -> None:
+    own = {plain_name(name): name for name in module.state_dict()}
+    given = {own.get(plain_name(name), name): value for name, value in saved.items()}
+    if strict and given.keys() != set(own.values()):
+        raise RuntimeError(f"keys differ: {sorted(given.keys() ^ set(own.values()))}")
+    module.load_state_dict(given, strict=False)  # a module may leave weights out of its own state_dict
+
+
+def _by_name(optimizer: torch.optim.Optimizer, saved: dict[str, Any], old: Any, new: Any) -> dict[str, Any]:
+    numbers = {name: number for number, name in enumerate(name for group in old for name in group)}
+    names = [name for group in new for name in group]
+    state = {at: saved["state"][numbers[name]] for at, name in enumerate(names) if numbers.get(name) in saved["state"]}
+    rest = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
+    groups = []
+    for at, own in enumerate(optimizer.state_dict()["param_groups"]):
+        given = saved["param_groups"][at] if at < len(saved["param_groups"]) else own
+        groups.append({**given, **{key: own[key] for key in ("params", "param_names") if key in own}})
+    return {**saved, "state": {**state, **rest}, "param_groups": groups}
+
+
+def _filled(item: Any, saved: Any) -> Any:
+    if isinstance(item, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if item.is_meta or item.layout is not torch.strided or item.is_nested:
+            return saved
+        with torch.no_grad():
+            item.copy_(saved)
+        return item
+    if isinstance(item, dict) and isinstance(saved, dict) and item.keys() == saved.keys():
+        for key, value in list(item.items()):
+            item[key] = _filled(value, saved[key])
+        return item
+    return saved
+
+
+def holds(state: Any, kept: Mapping[Path, Any]) -> str | None:
+    """Return None when modules and raw tensors of a state have what was given back to them, else where not: then one
+    memory would have to hold two numbers."""
+    for path, item, _ in _objects_and_values(state):
+        if isinstance(item, nn.Module) and path in kept:
+            own = {plain_name(name): value for name, value in item.state_dict().items()}
+            saved = {plain_name(name): value for name, value in kept[path].items()}
+            for name in sorted(own.keys() & saved.keys()):
+                one, other = own[name], saved[name]
+                if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                    found = difference(one, other, (*path, name), marks=False)
+                    if found:
+                        return found
+        elif path == ("raw",) and path in kept and (found := difference(item, kept[path], path, marks=False)):
+            return found
+    return None
+
+
+def observed(state: Mapping[str, Any]) -> dict[Path, Any]:
+    """Return all that can be seen of a state: state_dicts, and of modules every parameter and buffer too."""
+    found: dict[Path, Any] = {}
+    for path, item, _ in _objects_and_values(state):
+        if isinstance(item, nn.Module):
+            everything = [*item.named_parameters(remove_duplicate=False), *item.named_buffers(remove_duplicate=False)]
+            shared: dict[int, int] = {}
+            found[path] = {
+                "state": _plain_keys(item.state_dict()),
+                "tensors": {plain_name(name): tensor for name, tensor in everything},
+                "ties": [shared.setdefault(id(tensor), len(shared)) for _, tensor in everything],
+            }
+        elif isinstance(item, torch.optim.Optimizer):
+            told = item.state_dict()
+            state_of = {key: value for key, value in told["state"].items() if not _is_empty(value)}
+            steps = getattr(item, "steps", None)
+            found[path] = {**told, "state": dict(sorted(state_of.items(), key=lambda each: str(each[0]))), "own": steps}
+        else:
+            found[path] = item.state_dict() if is_object(item) else item
+    return found
+
+
+def _plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {plain_name(name): value for name, value in state.items()}
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict) and not value
+
+
+def frozen(value: Any) -> Any:
+    """Return a copy of what `observed` gave that no later change reaches."""
+    if isinstance(value, torch.Tensor):
+        is_plain = value.layout is torch.strided and not is_lazy(value)
+        return value.detach().clone().requires_grad_(value.requires_grad) if is_plain and not value.is_meta else value
+    if type(value) in (dict, list, tuple):
+        if isinstance(value, dict):
+            return {key: frozen(each) for key, each in value.items()}
+        return type(value)(frozen(each) for each in value)
+    return value
+
+
+def difference(one: Any, other: Any, path: Path = (), *, marks: bool = True) -> str | None:
+    """Return where and how two values differ, None when they are the same bit by bit and type by type.
+
+    Memory formats are not compared. `marks`: whether requires_grad and inference mode of tensors count.
+    """
+    where = ".".join(map(str, path))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        how = _tensors_differ(one, other, marks=marks)
+        return f"{where}: {how}" if how else None
+    if type(one) is not type(other):
+        return f"{where}: {type(one).__name__} in place of {type(other).__name__}"
+    if isinstance(one, dict):
+        return _dicts_differ(one, other, path, marks=marks)
+    if isinstance(one, list | tuple):
+        if len(one) != len(other):
+            return f"{where}: {len(one)} items in place of {len(other)}"
+        pairs = enumerate(zip(one, other, strict=True))
+        found = (difference(*pair, (*path, at), marks=marks) for at, pair in pairs)
+        return next((each for each in found if each), None)
+    if isinstance(one, np.ndarray | np.generic):
+        same = one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        return None if same else f"{where}: another array"
+    if isinstance(one, float | complex):
+        return None if repr(one) == repr(other) else f"{where}: {one!r} in place of {other!r}"
+    same = bool(one == other) or (hasattr(one, "__dict__") and vars(one) == vars(other))
+    return None if same else f"{where}: {ascii(one)[:60]} in place of {ascii(other)[:60]}"
+
+
+def _dicts_differ(one: dict[Any, Any], other: dict[Any, Any], path: Path, *, marks: bool) -> str | None:
+    where = ".".join(map(str, path))
+    if one.keys() != other.keys():
+        fewer, more = [key for key in other if key not in one], [key for key in one if key not in other]
+        return f"{where}: without {fewer[:4]}, with {more[:4]}"
+    if path and path[0] == "values" and list(one) != list(other):
+        return f"{where}: in another order"
+    found = (difference(one[key], other[key], (*path, key), marks=marks) for key in one)
+    return next((each for each in found if each), None)
+
+
+def _tensors_differ(one: torch.Tensor, other: torch.Tensor, *, marks: bool) -> str | None:
+    lazy = [is_lazy(each) for each in (one, other)]
+    if any(lazy):
+        return None if all(lazy) else "a tensor without a shape in place of one, or the other way"
+    one, other = (getattr(each, "_local_tensor", each) for each in (one, other))
+    if (one.dtype, one.device, one.layout) != (other.dtype, other.device, other.layout):
+        return f"{one.dtype} {one.device} {one.layout} in place of {other.dtype} {other.device} {other.layout}"
+    if one.is_nested:
+        parts = zip(one.unbind(), other.unbind(), strict=False)
+        return next((how for pair in parts if (how := _tensors_differ(*pair, marks=marks))), None)
+    if one.shape != other.shape:
+        return f"{list(one.shape)} in place of {list(other.shape)}"
+    if marks and one.requires_grad != other.requires_grad:
+        return f"requires_grad {one.requires_grad} in place of {other.requires_grad}"
+    if marks and one.is_inference() != other.is_inference():
+        return f"a tensor of inference mode: {one.is_inference()} in place of {other.is_inference()}"
+    if one.is_meta:
+        return None
+    if one.is_quantized:
+        same = one.qscheme() == other.qscheme() and torch.equal(one.int_repr(), other.int_repr())
+        return None if same and torch.equal(one.dequantize(), other.dequantize()) else "other bits"
+    if one.layout is not torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    return None if torch.equal(_bits(one), _bits(other)) else "other bits"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        dense = tensor.detach().resolve_conj().resolve_neg()
+        return dense.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

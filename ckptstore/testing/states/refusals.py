@@ -1,0 +1,73 @@
+"""What ckptstore refuses though torch would do it: each with the error, how it reads, and when that is no fault."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptstore.errors import CkptstoreError, InvalidState, StateMismatch
+from ckptstore.testing.states.state_case import StateCase
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One kind of documented refusal."""
+
+    phase: str
+    """"save" or "load"."""
+    error: type[CkptstoreError]
+    pattern: str
+    """Fits the error's text, which names the key."""
+    reason: str
+    applies: Callable[[StateCase], bool]
+    """Whether the case has what is refused."""
+
+    def fits(self, case: StateCase, phase: str, error: CkptstoreError) -> bool:
+        """Return whether this refusal explains the error of a case in a phase."""
+        is_it = phase == self.phase and isinstance(error, self.error) and self.applies(case)
+        return is_it and re.search(self.pattern, str(error)) is not None
+
+
+def _has(*names: str) -> Callable[[StateCase], bool]:
+    """Return a predicate: one of the case's makers has one of the names."""
+    return lambda case: bool(set(names) & {*case.modules, *case.tensors, *case.values})
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "save", InvalidState, r"raw\.\d (sparse|quantised|nested|jagged)",
+        "Only dense tensors have one memory whose bytes are their numbers.",
+        _has("sparse", "sparse rows", "quantised", "nested", "jagged"),
+    ),
+    Refusal(
+        "save", InvalidState, r"raw\.\d meta is on the meta device", "A meta tensor has no numbers.", _has("meta"),
+    ),
+    Refusal(
+        "save", InvalidState, r"values\.\d (enum|dataclass|function|named tuple|deque)",
+        "A value of an unknown class would need a pickle, which can run code when it is read.",
+        _has("enum", "dataclass", "function", "named tuple", "deque"),
+    ),
+    Refusal(
+        "save", InvalidState, r"\b[ab]\..*(weight|bias|packed|scale)",
+        "Quantised weights keep their numbers where no other process can read them.", _has("quantised"),
+    ),
+    Refusal(
+        "save", InvalidState, r"\b[ab]\..*(weight|bias)", "A lazy parameter has no shape before the first batch.",
+        _has("lazy"),
+    ),
+    Refusal(
+        "load", StateMismatch, r"without a place in the state|missing in the checkpoint|nothing called|differ",
+        "A strict load wants the same keys on both sides.", lambda case: case.strict and bool(case.change),
+    ),
+    Refusal(
+        "load", StateMismatch, r"raw\.\d .* (is|differ|cannot)",
+        "A tensor is loaded into the dtype that it was saved from.", lambda case: case.target == "other dtype",
+    ),
+)  # fmt: skip
+"""In the order in which they are looked at. What none of them explains is a fault."""
+
+
+def explanation(case: StateCase, phase: str, error: CkptstoreError) -> Refusal | None:
+    """Return the documented refusal that explains an error, None where there is none."""
+    return next((refusal for refusal in REFUSALS if refusal.fits(case, phase, error)), None)
