@@ -21,7 +21,7 @@ AT_ONCE := -n 4 $(SHARED) --ignore=tests/ray
 # a test that takes too long ends its process.
 PYTEST_RAY := $(PYTEST) --timeout-method=thread -n 3 $(SHARED)
 
-.PHONY: install demo demo-ray demo-tier test test-slow simulate soak test-ceph check format docs pictures bench bench-check servers clean
+.PHONY: install demo demo-ray demo-tier test test-slow simulate states soak test-ceph check format docs pictures bench bench-check servers clean
 
 install: $(STAMP)
 
@@ -61,6 +61,10 @@ test-slow: install servers
 # Seeds of the simulation that no test has run yet, for as long as one likes.
 simulate: install
 	$(BIN)/python -m ckptstore.testing.simulation --seed $(or $(SEED),10000000) --seconds $(or $(SECONDS),600)
+
+# Seeds of states that no test has run yet, for as long as one likes.
+states: install
+	$(BIN)/python -m ckptstore.testing.states --seed $(or $(SEED),10000000) --seconds $(or $(SECONDS),600)
 
 # A day of use, every kill and the simulation; ends with a table.
 soak: install

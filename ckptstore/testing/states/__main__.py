@@ -26,7 +26,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--script", type=Path, help="where to write the script of a failing seed (a temporary file)")
     given = parser.parse_args(arguments)
     count = 1 if given.count is None and given.seconds is None else given.count
-    torch.set_num_threads(1)
     began, seed, ends = time.monotonic(), given.seed, Counter[str]()
     first: dict[str, StateOutcome] = {}
     while count is None or seed - given.seed < count:
@@ -60,4 +59,5 @@ def _show(outcome: StateOutcome, path: Path | None) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # the tensors are small, and several such processes run beside each other
     sys.exit(main())

@@ -151,7 +151,7 @@ class _Run:
                 pending.result()
             else:
                 self._store.save(step, ours.state, **kinds)
-        except _Fault:
+        except (_Fault, _Done):
             raise
         except Exception as error:
             if self._stored() != before:
@@ -186,10 +186,12 @@ class _Run:
             if changed:
                 raise _Fault(f"load: refused, and changes the state: {self._words(str(error))}", changed) from error
             if refusal is not None and isinstance(error, CkptstoreError):
+                if not any(re.search(rf"\b{re.escape(key)}\b", str(error)) for key in ours.state):
+                    raise _Fault("load: refused without a key", str(error)) from error
                 raise _Done("torch cannot") from None
             self._explain("load", error)
         if refusal is not None:
-            why = case.change or ("share" if "share" in case.flags and "left" in refusal else case.target)
+            why = case.target if refusal.startswith("raw") else case.change or "share"
             raise _Fault(f"load: loads what one memory cannot hold ({why})", refusal)
 
     def _explain(self, phase: str, error: Exception) -> None:

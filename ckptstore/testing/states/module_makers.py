@@ -253,6 +253,12 @@ MODULES: Mapping[str, Callable[[], nn.Module]] = {
 }
 
 
+UNWRAPPED: Mapping[str, Callable[[], nn.Module]] = dict.fromkeys(
+    ("compiled inside", "checkpointed", "compiled in checkpointed"), lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))
+)
+"""The same modules without the wrappers inside."""
+
+
 class _First(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

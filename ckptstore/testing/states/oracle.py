@@ -15,6 +15,7 @@ from ckptstore.state.live.flatten import OwnOfRank
 from ckptstore.testing.states.program import plain_name
 
 Path = tuple[Any, ...]
+_ATOMS = frozenset({int, float, str, bool, bytes, type(None), torch.Tensor})
 
 
 def is_lazy(tensor: Any) -> bool:
@@ -39,7 +40,7 @@ def _objects_and_values(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any
 
 def _holds_object(item: Any) -> bool:
     inner = item.values() if isinstance(item, Mapping) else item if isinstance(item, list | tuple) else ()
-    return any(is_object(each) or _holds_object(each) for each in inner)
+    return any(is_object(each) or _holds_object(each) for each in inner if type(each) not in _ATOMS)
 
 
 def keep(state: Mapping[str, Any]) -> bytes:
@@ -94,10 +95,12 @@ def _load_module(module: nn.Module, saved: dict[str, Any], *, strict: bool) -> N
 def _by_name(optimizer: torch.optim.Optimizer, saved: dict[str, Any], old: Any, new: Any) -> dict[str, Any]:
     numbers = {name: number for number, name in enumerate(name for group in old for name in group)}
     names = [name for group in new for name in group]
-    state = {at: saved["state"][numbers[name]] for at, name in enumerate(names) if numbers.get(name) in saved["state"]}
+    told = optimizer.state_dict()
+    state = {key: value for key, value in told["state"].items() if names[key] not in numbers}
+    state |= {at: saved["state"][numbers[name]] for at, name in enumerate(names) if numbers.get(name) in saved["state"]}
     rest = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
     groups = []
-    for at, own in enumerate(optimizer.state_dict()["param_groups"]):
+    for at, own in enumerate(told["param_groups"]):
         given = saved["param_groups"][at] if at < len(saved["param_groups"]) else own
         groups.append({**given, **{key: own[key] for key in ("params", "param_names") if key in own}})
     return {**saved, "state": {**state, **rest}, "param_groups": groups}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckptstore.state import per_rank
-from ckptstore.testing.states.module_makers import MODULES, ROWS, WIDTH, WRAPPERS
+from ckptstore.testing.states.module_makers import MODULES, ROWS, UNWRAPPED, WIDTH, WRAPPERS
 from ckptstore.testing.states.optimizer_makers import SPARSE, make_optimizer
 from ckptstore.testing.states.state_case import StateCase
 from ckptstore.testing.states.tensor_makers import TARGETS, TENSORS
@@ -33,7 +33,7 @@ class Program:
         self.state: dict[str, Any] = {}
         self.modules: dict[str, nn.Module] = {}
         for key, name in zip("ab", case.modules, strict=False):
-            body = MODULES[name]()
+            body = (UNWRAPPED.get(name, MODULES[name]) if "unwrapped" in flags else MODULES[name])()
             if "frozen" in flags:
                 body.requires_grad_(False)
             self.modules[key] = body if case.bare else _network(body, flags)

@@ -60,10 +60,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "load", StateMismatch, r"without a place in the state|missing in the checkpoint|nothing called|differ",
         "A strict load wants the same keys on both sides.", lambda case: case.strict and bool(case.change),
     ),
-    Refusal(
-        "load", StateMismatch, r"raw\.\d .* (is|differ|cannot)",
-        "A tensor is loaded into the dtype that it was saved from.", lambda case: case.target == "other dtype",
-    ),
 )  # fmt: skip
 """In the order in which they are looked at. What none of them explains is a fault."""
 

@@ -86,16 +86,16 @@ def draw(seed: int) -> StateCase:
     change = random.choice(CHANGES) if into == "fresh" and modules and random.random() < 0.4 else ""
     if change in ("tie", "share"):
         has_optimizer = False  # whose moments belong to which of two layers is nobody's promise
-    plain = bool(change)
-    save = random.choice(SAVES)
+    wrapper = random.choice(list(WRAPPERS)) if modules and random.random() < 0.4 else ""
+    save = random.choice((*SAVES, "save", "save_async"))
     return StateCase(
         seed,
         modules=modules,
         bare=not change and random.random() < 0.4,
-        wrapper="compile" if change == "unwrapped" else (random.choice(list(WRAPPERS)) if modules else ""),
+        wrapper="compile" if change == "unwrapped" else wrapper,
         flags=tuple(flag for flag in FLAGS if random.random() < 0.12) if modules else (),
         optimizer=random.choice(list(OPTIMIZERS)) if has_optimizer else "",
-        grouping=random.choice(("one", "named") if plain else GROUPINGS),
+        grouping=random.choice(("one", "named") if change else GROUPINGS),
         extras=some(EXTRAS, 0, 0, 1, 2),
         tensors=some(TENSORS, 0, 0, 1, 2) if modules else some(TENSORS, 1, 2, 3),
         values=some(VALUES, 0, 0, 1, 2) if modules else some(VALUES, 0, 1, 2),

@@ -1,0 +1,161 @@
+"""The bench can fail: each of these mistakes is planted in the library, and some seed must find it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from ckptstore.errors import InvalidState, StateMismatch
+from ckptstore.saving import staging
+from ckptstore.state.live import flatten, matching, module_load, values
+from ckptstore.state.tensors import segments
+from ckptstore.state.write import incremental
+from ckptstore.store import CheckpointStore
+from ckptstore.testing.states import StateOutcome, run
+
+MOST_SEEDS = 400
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def nothing_is_staged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(staging.Staging, "stage", lambda self, files, launched: list(files))
+
+
+def identity_forgets_conj_and_neg(patch: pytest.MonkeyPatch) -> None:
+    def identity(tensor: torch.Tensor) -> Any:
+        if not tensor.numel() or tensor.is_meta:
+            return id(tensor)
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+    for module in (flatten, module_load):
+        patch.setattr(module, "identity_of", identity, raising=False)
+
+
+def strides_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(segments, "is_plain_memory", lambda tensor: tensor.is_cpu and not tensor.is_conj())
+
+
+def nothing_is_ever_missing(patch: pytest.MonkeyPatch) -> None:
+    check = matching.Mismatch.check
+    patch.setattr(matching.Mismatch, "check", lambda self, *, strict: check(self, strict=False))
+
+
+def tuples_come_back_as_lists(patch: pytest.MonkeyPatch) -> None:
+    decode = values.Decoder.decode
+
+    def lists(value: Any) -> Any:
+        if type(value) is dict:
+            return {key: lists(item) for key, item in value.items()}
+        return list(map(lists, value)) if type(value) in (tuple, list) else value
+
+    patch.setattr(values.Decoder, "decode", lambda self, value, *, path: lists(decode(self, value, path=path)))
+
+
+def what_has_changed_is_not_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(incremental, "digest_of", lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}")
+
+
+def _after_load(patch: pytest.MonkeyPatch, change: Callable[[Any, Any], None]) -> None:
+    load = CheckpointStore.load
+
+    def changed(self: Any, state: Any, **arguments: Any) -> Any:
+        optimizer = state.get("optimizer")
+        before = [] if optimizer is None else [group["lr"] for group in optimizer.param_groups]
+        loaded = load(self, state, **arguments)
+        if optimizer is not None:
+            change(optimizer, before)
+        return loaded
+
+    patch.setattr(CheckpointStore, "load", changed)
+
+
+def learning_rates_stay(patch: pytest.MonkeyPatch) -> None:
+    def keep(optimizer: Any, before: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = rate
+
+    _after_load(patch, keep)
+
+
+def a_load_steps(patch: pytest.MonkeyPatch) -> None:
+    def step(optimizer: Any, before: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step(lambda: torch.zeros(()))
+
+    _after_load(patch, step)
+
+
+def a_refused_load_has_begun(patch: pytest.MonkeyPatch) -> None:
+    load = CheckpointStore.load
+
+    def begun(self: Any, state: Any, **arguments: Any) -> Any:
+        try:
+            return load(self, state, **arguments)
+        except StateMismatch:
+            for parameter in state["a"].parameters() if "a" in state else ():
+                torch.nn.init.zeros_(parameter)
+            raise
+
+    patch.setattr(CheckpointStore, "load", begun)
+
+
+def a_refused_save_is_committed(patch: pytest.MonkeyPatch) -> None:
+    save = CheckpointStore.save
+
+    def committed(self: Any, step: int, state: Any, **arguments: Any) -> Any:
+        try:
+            return save(self, step, state, **arguments)
+        except InvalidState:
+            save(self, step, {"a": 1})
+            raise
+
+    patch.setattr(CheckpointStore, "save", committed)
+
+
+PLANTED: Sequence[tuple[Plant, str]] = [
+    (nothing_is_staged, "load"),
+    (identity_forgets_conj_and_neg, "other bits"),
+    (strides_are_not_looked_at, "other bits"),
+    (nothing_is_ever_missing, "load"),
+    (tuples_come_back_as_lists, "load"),
+    (what_has_changed_is_not_seen, "other bits"),
+    (learning_rates_stay, "param_groups"),
+    (a_load_steps, "optimizer"),
+    (a_refused_load_has_begun, "refused, and changes"),
+    (a_refused_save_is_committed, "refused save leaves a checkpoint"),
+]
+"""A mistake, and what the kind of the fault says."""
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("plant", "kind"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
+def test_a_mistake_is_found(plant: Plant, kind: str) -> None:
+    with _one_thread():
+        found = first_found(plant, kind)
+    assert found is not None, f"none of {MOST_SEEDS} seeds finds it"
+
+
+def first_found(plant: Plant, kind: str) -> StateOutcome | None:
+    """Return the outcome of the first seed that fails with the mistake in that way, and does not without it."""
+    for seed in range(MOST_SEEDS):
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            outcome = run(seed)
+        if not outcome.ok and kind in outcome.kind and run(seed).ok:
+            return outcome
+    return None
