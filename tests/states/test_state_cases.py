@@ -15,6 +15,7 @@ from ckptstore.storage import memory
 from ckptstore.store import CheckpointStore
 from ckptstore.testing.states import StateCase, StateOutcome, draw, run, script, shrink
 from ckptstore.testing.states.__main__ import main
+from ckptstore.testing.states.case_runner import group_of
 from ckptstore.testing.states.module_makers import MODULES, ROWS, WIDTH
 from ckptstore.testing.states.optimizer_makers import OPTIMIZERS
 from ckptstore.testing.states.program import Program
@@ -47,10 +48,12 @@ def test_every_module_takes_and_gives_rows(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_steps(name: str) -> None:
-    program = Program(StateCase(0, modules=("linear",), optimizer=name), frozenset(), salt=0)
-    before = program.modules["a"].left.weight.detach().clone()  # type: ignore[union-attr, operator]
-    program.does("step")
-    assert not torch.equal(program.modules["a"].left.weight, before)  # type: ignore[arg-type, union-attr]
+    case = StateCase(0, modules=("linear",), optimizer=name)
+    with group_of(case):
+        program = Program(case, frozenset(), salt=0)
+        before = program.modules["a"].left.weight.detach().clone()  # type: ignore[union-attr, operator]
+        program.does("step")
+        assert not torch.equal(program.modules["a"].left.weight, before)  # type: ignore[arg-type, union-attr]
 
 
 def test_a_field_that_there_is_not_is_refused() -> None:
@@ -116,7 +119,10 @@ def test_a_script_runs_alone(tmp_path: Path) -> None:
 def test_the_command_writes_a_script(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    seed = next(seed for seed in range(500) if draw(seed).modules == ("layer norm",) and run(seed).kind == "same")
+    with pytest.MonkeyPatch.context() as patch:
+        _plant(patch)
+        failing = [seed for seed in range(500) if "layer norm" in draw(seed).modules and "layer norm" in run(seed).kind]
+    seed = next(seed for seed in failing if run(seed).ok)
     assert main(["--seed", str(seed)]) == 0
     assert "1 seeds" in capsys.readouterr().out
     _plant(monkeypatch)

@@ -66,7 +66,7 @@ def run(case: StateCase | int) -> StateOutcome:
     torch.distributed is initialised for the cases that need it, in a world of one, unless it already is.
     """
     case = draw(case) if isinstance(case, int) else case
-    with _quiet(), _group(case), _place(case) as uri:
+    with _quiet(), group_of(case), _place(case) as uri:
         try:
             with open_store(uri, group="solo", durable=False) as store:
                 try:
@@ -264,19 +264,18 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave torch's random numbers as they were; no warnings of torch; compiled modules run as they are written."""
+    """Leave torch's random numbers as they were, and show no warnings of torch."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
 
 
 @contextmanager
-def _group(case: StateCase) -> Iterator[None]:
-    """A world of one, where the case needs it and there is none."""
+def group_of(case: StateCase) -> Iterator[None]:
+    """Initialise torch.distributed in a world of one, where the case needs it and nobody has done so."""
     import torch.distributed as dist
 
-    if case.wrapper not in NEEDS_GROUP or dist.is_initialized():
+    if not NEEDS_GROUP & {case.wrapper, case.optimizer} or dist.is_initialized():
         yield
         return
     store = dist.HashStore()  # type: ignore[attr-defined]

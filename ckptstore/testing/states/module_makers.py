@@ -189,7 +189,8 @@ def _quantised() -> nn.Module:
 
 
 def _compiled(module: nn.Module) -> Any:
-    return torch.compile(module, backend="eager")
+    # The class and the names that torch.compile gives, eighty times as soon: nothing is ever compiled.
+    return torch.compiler.disable(module)  # type: ignore[no-untyped-call]
 
 
 def _checkpointed(inner: nn.Module) -> nn.Module:
@@ -288,5 +289,6 @@ WRAPPERS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "ddp": _wrapped_ddp,
     "fsdp2": _wrapped_fsdp2,
 }
-"""What stands in the state in place of the module. Those of `NEEDS_GROUP` need torch.distributed."""
-NEEDS_GROUP = frozenset({"ddp", "fsdp2"})
+"""What stands in the state in place of the module."""
+NEEDS_GROUP = frozenset({"ddp", "fsdp2", "zero redundancy"})
+"""Wrappers and optimizers that need torch.distributed."""

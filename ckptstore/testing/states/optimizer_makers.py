@@ -99,6 +99,12 @@ def _matrices(params: Iterable[Any]) -> list[Any]:
     return [each for each in params if (each[1] if isinstance(each, tuple) else each).dim() == 2]
 
 
+def _zero_redundancy(params: Any) -> Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(params, optimizer_class=torch.optim.Adam, lr=0.01)
+
+
 _Make = Callable[[Any], Optimizer]
 OPTIMIZERS: Mapping[str, _Make] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -124,6 +130,7 @@ OPTIMIZERS: Mapping[str, _Make] = {
         params, lr=torch.tensor(0.01), betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False
     ),
     "tensors in groups": lambda params: _Plain(params, scales=[torch.ones(2)], table={"a": (torch.ones(1), None)}),
+    "zero redundancy": _zero_redundancy,
     "late state": _LateState,
     "lists in state": _ListsInState,
     "global item": _GlobalItem,

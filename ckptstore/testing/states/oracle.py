@@ -15,7 +15,9 @@ from ckptstore.state.live.flatten import OwnOfRank
 from ckptstore.testing.states.program import plain_name
 
 Path = tuple[Any, ...]
-_ATOMS = frozenset({int, float, str, bool, bytes, type(None), torch.Tensor})
+_EXACT = frozenset({int, str, bool, bytes, type(None)})
+"""Equal ones of the same type are the same."""
+_ATOMS = _EXACT | {float, torch.Tensor}
 
 
 def is_lazy(tensor: Any) -> bool:
@@ -45,10 +47,17 @@ def _holds_object(item: Any) -> bool:
 
 def keep(state: Mapping[str, Any]) -> bytes:
     """Return what torch.save writes of a state: state_dicts of its objects, everything else as it is."""
-    kept = {path: item.state_dict() if is_object(item) else item for path, item, _ in _objects_and_values(state)}
+    kept = {path: _told(item) if is_object(item) else item for path, item, _ in _objects_and_values(state)}
     memory = io.BytesIO()
     torch.save(kept, memory)
     return memory.getvalue()
+
+
+def _told(item: Any) -> Any:
+    """Return the state_dict of an object; ZeroRedundancyOptimizer brings its parts together first."""
+    if hasattr(item, "consolidate_state_dict"):
+        item.consolidate_state_dict()
+    return item.state_dict()
 
 
 def kept_in(data: bytes) -> dict[Path, Any]:
@@ -95,7 +104,7 @@ def _load_module(module: nn.Module, saved: dict[str, Any], *, strict: bool) -> N
 def _by_name(optimizer: torch.optim.Optimizer, saved: dict[str, Any], old: Any, new: Any) -> dict[str, Any]:
     numbers = {name: number for number, name in enumerate(name for group in old for name in group)}
     names = [name for group in new for name in group]
-    told = optimizer.state_dict()
+    told = _told(optimizer)
     state = {key: value for key, value in told["state"].items() if names[key] not in numbers}
     state |= {at: saved["state"][numbers[name]] for at, name in enumerate(names) if numbers.get(name) in saved["state"]}
     rest = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
@@ -107,9 +116,9 @@ def _by_name(optimizer: torch.optim.Optimizer, saved: dict[str, Any], old: Any, 
 
 
 def _filled(item: Any, saved: Any) -> Any:
-    if isinstance(item, torch.Tensor) and isinstance(saved, torch.Tensor):
-        if item.is_meta or item.layout is not torch.strided or item.is_nested:
-            return saved
+    if isinstance(saved, torch.Tensor):
+        if not isinstance(item, torch.Tensor) or item.is_meta or item.layout is not torch.strided or item.is_nested:
+            return saved.detach()  # a stored tensor is not known to have been a parameter
         with torch.no_grad():
             item.copy_(saved)
         return item
@@ -151,7 +160,7 @@ def observed(state: Mapping[str, Any]) -> dict[Path, Any]:
                 "ties": [shared.setdefault(id(tensor), len(shared)) for _, tensor in everything],
             }
         elif isinstance(item, torch.optim.Optimizer):
-            told = item.state_dict()
+            told = _told(item)
             state_of = {key: value for key, value in told["state"].items() if not _is_empty(value)}
             steps = getattr(item, "steps", None)
             found[path] = {**told, "state": dict(sorted(state_of.items(), key=lambda each: str(each[0]))), "own": steps}
@@ -185,6 +194,8 @@ def difference(one: Any, other: Any, path: Path = (), *, marks: bool = True) -> 
 
     Memory formats are not compared. `marks`: whether requires_grad and inference mode of tensors count.
     """
+    if type(one) is type(other) and type(one) in _EXACT and one == other:
+        return None
     where = ".".join(map(str, path))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         how = _tensors_differ(one, other, marks=marks)

@@ -4,7 +4,7 @@ printed and read back."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from random import Random
 from typing import Any
 
@@ -19,6 +19,8 @@ name, an optimizer over the first module only, a frozen body."""
 CHANGES = ("", *FLAGS, "unwrapped")
 """The flag in which the program that loads differs from the one that saved."""
 EVENTS = ("step", "zero step", "lower lr", "freeze", "thaw", "drop optimizer state", "swap storages")
+BETWEEN = ("step", "overwrite", "overwrite one tensor")
+"""What happens last before the second of two incremental saves; `life` has them too."""
 LATER = ("step", "zero step", "lower lr", "drop optimizer state", "overwrite")
 MEANWHILE = ("", "step", "overwrite")
 EXTRAS = ("scheduler", "one cycle", "plateau", "scaler", "rng", "loader", "per rank loader")
@@ -88,7 +90,7 @@ def draw(seed: int) -> StateCase:
         has_optimizer = False  # whose moments belong to which of two layers is nobody's promise
     wrapper = random.choice(list(WRAPPERS)) if modules and random.random() < 0.4 else ""
     save = random.choice((*SAVES, "save", "save_async"))
-    return StateCase(
+    case = StateCase(
         seed,
         modules=modules,
         bare=not change and random.random() < 0.4,
@@ -111,3 +113,6 @@ def draw(seed: int) -> StateCase:
         strict=not change or random.random() < 0.3,
         context="" if random.random() < 0.8 else random.choice(CONTEXTS),
     )
+    if save.startswith("incremental"):
+        return replace(case, life=(*(case.life or ("step",)), random.choice(BETWEEN)))
+    return case

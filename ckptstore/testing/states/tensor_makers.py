@@ -106,6 +106,8 @@ def _strided(tensor: torch.Tensor) -> Any:
 
 
 def _transposed(tensor: torch.Tensor) -> Any:
+    if not tensor.dim():
+        return _zeros(tensor)
     return torch.zeros(tuple(reversed(tensor.shape)), dtype=tensor.dtype).permute(*reversed(range(tensor.dim())))
 
 
