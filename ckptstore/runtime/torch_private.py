@@ -206,6 +206,13 @@ def tensor_rebuilders() -> tuple[Any, Any]:
     return _rebuild_tensor_v2, _rebuild_tensor_v3
 
 
+def checkpoint_wrapper(module: Any) -> Any:
+    """A module whose activations are computed again in the backward, by the wrapper that large trainings use."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as wrap
+
+    return wrap(module)
+
+
 def fsspec_classes() -> tuple[Any, Any]:
     """DCP's FsspecWriter and FsspecReader, which torch documents but keeps in a private module."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter

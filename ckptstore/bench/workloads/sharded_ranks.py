@@ -31,14 +31,14 @@ from ckptstore.opening import open_store
 from ckptstore.saving.commit import commit
 from ckptstore.saving.request import Request
 from ckptstore.saving.state_shard import StateShard
-from ckptstore.state.index.items import Item, Mode
+from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode
 from ckptstore.state.index.outline import OUTLINE_NAME, Outline, part_name
 from ckptstore.state.index.part import PartBuilder
 from ckptstore.state.live.flatten import FlatState
 from ckptstore.state.tensors.boxes import Box
 from ckptstore.state.tensors.cuts import Cut
 from ckptstore.state.tensors.layouts import Mesh, MeshLayout
-from ckptstore.state.write.agree import Agreement, Negotiator
+from ckptstore.state.write.agree import FULL_POST_HEAD, Agreement, Negotiator
 from ckptstore.state.write.memo import SaveMemo
 from ckptstore.transfer import RangeRead
 
@@ -48,8 +48,6 @@ _ROWS, _COLUMNS = 64, 1024
 _CHUNK_BYTES = _ROWS * _COLUMNS * 4
 _FRAME_BYTES = _CHUNK_BYTES + 1408
 _BLOCK_BYTES = 1 << 20
-_DIGEST_BYTES = 16
-_FULL = struct.Struct("<iI")
 _LENGTH = struct.Struct("<I")
 
 
@@ -75,8 +73,8 @@ class _Case:
         )
         roughly = [leader.describe()] * self.num_ranks
         leader.hear(leader.join(roughly, may_outline=True))
-        identity = roughly[0][:_DIGEST_BYTES]
-        full = [leader.describe(), *(identity + _FULL.pack(rank, 0) for rank in range(1, self.num_ranks))]
+        identity = roughly[0][:DIGEST_BYTES]
+        full = [leader.describe(), *(identity + FULL_POST_HEAD.pack(rank, 0, 0) for rank in range(1, self.num_ranks))]
         agreement = leader.hear(leader.join(full, may_outline=True))
         if agreement is None or not agreement.is_outlined:
             raise InvalidInput(f"{self.num_ranks} ranks with {self.num_tensors} tensors are too few for an outline")

@@ -33,7 +33,9 @@ logger = logging.getLogger("ckptstore")
 
 _AGAIN = b"again"
 _HEAD_BYTES = 2 * DIGEST_BYTES
-_FULL = struct.Struct("<iII")
+FULL_POST_HEAD = struct.Struct("<iII")
+"""What is behind the identity in a post with all that the leader asked for: the member, and the bytes of the deflated
+structure and of the answer on replicas."""
 _NOBODY = -1
 
 
@@ -187,7 +189,7 @@ class Negotiator:
             if examples is None:
                 return answer
             deflated = zlib.compress(mine.structure, 1) if mine.rank in examples else b""
-            head = _FULL.pack(mine.member, len(deflated), len(answer))
+            head = FULL_POST_HEAD.pack(mine.member, len(deflated), len(answer))
             return b"".join([mine.identity, head, deflated, answer, *mine.digests.values()])
         stable = xxhash.xxh3_128(b"".join(mine.digests[key] for key in mine.digests if key not in self._differed))
         apart = [mine.digests[key] for key in mine.digests if key in self._differed]
@@ -259,7 +261,7 @@ class Negotiator:
         classes = tuple(numbers.setdefault(post[:DIGEST_BYTES], len(numbers)) for post in posts)
         examples = [posts[classes.index(number)] for number in range(len(numbers))]
         structures = [Structure.decode(zlib.decompress(_full_post(post)[0])) for post in examples]
-        members = tuple(_FULL.unpack_from(post, DIGEST_BYTES)[0] for post in posts)
+        members = tuple(FULL_POST_HEAD.unpack_from(post, DIGEST_BYTES)[0] for post in posts)
         differs = _different_signatures(structures, classes)
         seen: dict[str, bytes] = {}
         for number, structure in enumerate(structures):
@@ -315,8 +317,8 @@ def _size_bytes(structures: Sequence[Structure], classes: Sequence[int], differs
 
 def _full_post(post: bytes) -> tuple[bytes, bytes, bytes]:
     """The deflated structure, the digests and the answer on replicas of a full post."""
-    _, deflated_bytes, answer_bytes = _FULL.unpack_from(post, DIGEST_BYTES)
-    start = DIGEST_BYTES + _FULL.size
+    _, deflated_bytes, answer_bytes = FULL_POST_HEAD.unpack_from(post, DIGEST_BYTES)
+    start = DIGEST_BYTES + FULL_POST_HEAD.size
     answer, end = start + deflated_bytes, start + deflated_bytes + answer_bytes
     return post[start:answer], post[end:], post[answer:end]
 

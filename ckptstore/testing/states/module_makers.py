@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptstore.runtime.torch_private import checkpoint_wrapper
+
 WIDTH = 6
 ROWS = 4
 
@@ -194,8 +196,6 @@ def _compiled(module: nn.Module) -> Any:
 
 
 def _checkpointed(inner: nn.Module) -> nn.Module:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     return nn.Sequential(checkpoint_wrapper(inner))
 
 
