@@ -130,6 +130,8 @@ def test_any_value_comes_back_with_its_type_and_order(value):
         {"a": {"$t": "tuple", "v": [1]}},
         {1: "a", "1": "b"},
         "\ud800",
+        "\ud83d\ude00 and \U0001f600",
+        {"\ud83d\ude00": 1, "\U0001f600": 2},
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import re
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,6 +34,7 @@ INLINE_ITEMS = 1000
 tensors."""
 
 _TAG = "$t"
+_SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _INT64 = range(-(1 << 63), 1 << 63)
 _FACTORIES: Mapping[str, Any] = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool, bytes, tuple)}
 _ARRAY_KINDS = frozenset("biufcmMSU")
@@ -73,8 +75,10 @@ class Encoder:
 
     def _encode(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if value is None or kind is bool or kind is str:
+        if value is None or kind is bool:
             return value
+        if kind is str:
+            return value if _is_json(value) else _tagged("text", self._encode_bytes(_utf8(value)))
         if kind is int:
             return value if value in _INT64 else _tagged("int", hex(value))
         if kind is float:
@@ -156,7 +160,7 @@ class Encoder:
         return sorted([self._encode(item, f"{path}{{}}") for item in value], key=json.dumps)
 
     def _encode_dict(self, value: dict[Any, Any], path: str) -> Any:
-        if all(type(key) is str for key in value) and _TAG not in value:
+        if all(type(key) is str and _is_json(key) for key in value) and _TAG not in value:
             return {key: self._encode(item, f"{path}.{key}") for key, item in value.items()}
         return _tagged("dict", self._encode_pairs(value, path))
 
@@ -355,6 +359,15 @@ def _tagged(kind: str, content: Any) -> dict[str, Any]:
     return {_TAG: kind, "v": content}
 
 
+def _is_json(text: str) -> bool:
+    """Return whether JSON gives a text back as it is. It makes one character of two surrogates that fit together."""
+    return text.isascii() or _SURROGATE_PAIR.search(text) is None
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
 def _reference(content: Any) -> str:
     if type(content) is not dict or content.get(_TAG) != "tensor" or type(content["v"]) is not str:
         raise TypeError("neither bytes nor a reference")
@@ -421,6 +434,7 @@ _DECODE_NESTED: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "Counter": lambda self, content: Counter(dict(self._pairs(content))),
     "defaultdict": Decoder._defaultdict,
     "wrapper": Decoder._wrapped,
+    "text": lambda self, content: self._bytes(content).decode("utf-8", "surrogatepass"),
     "bytes": Decoder._bytes,
     "bytearray": lambda self, content: bytearray(self._bytes(content)),
     "packed": Decoder._packed,
