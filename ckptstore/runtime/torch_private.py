@@ -69,6 +69,14 @@ def canonical_names(root: Any, name: str) -> tuple[str, ...]:
     return (".".join(found),)
 
 
+def fsdp1_names(root: Any) -> dict[str, str]:
+    """By the canonical names of the parameters of `root`, those that FSDP1 has for them: it keeps what `torch.compile`
+    puts into a name."""
+    from torch.distributed.fsdp._common_utils import _get_param_to_fqns
+
+    return {canonical_names(root, name)[0]: name for names in _get_param_to_fqns(root).values() for name in names}
+
+
 _FLAT_PARAMETER = "_flat_param"
 
 _WRAPPERS = (

@@ -212,7 +212,7 @@ def wrapped_state_under_fsdp1_is_refused_on_all_ranks(directory: Path) -> None:
     if dist.get_rank() == 0:
         state = next(iter(run.optimizer.state.values()))
         state["momentum_buffer"] = TwoTensor(state["momentum_buffer"], state["momentum_buffer"])
-    with pytest.raises(InvalidState, match=r"'optim' has state in tensors that wrap others \(TwoTensor\), under FSDP1"):
+    with pytest.raises(InvalidState, match=r"'optim' has state in tensors that wrap others \(TwoTensor\), and FSDP1"):
         collect(run.state)
     collect({"model": run.model})
 

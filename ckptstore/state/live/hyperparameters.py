@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from ckptstore.state.live.contents import StoredContents
 from ckptstore.state.live.flatten import references_in
 from ckptstore.state.live.matching import Matching
-from ckptstore.state.live.optimizers import GROUPS, NOT_SETTINGS, Scope, split_name
+from ckptstore.state.live.optimizers import EMPTY_GROUPS, GROUPS, NOT_SETTINGS, Scope, settings_of_empty, split_name
 from ckptstore.state.live.units import Unit
 
 _ABSENT = object()
@@ -38,7 +37,7 @@ class Hyperparameters:
         """The parameters of which the checkpoint has settings, as far as these were asked for or not."""
         self._foreign: set[str] = set()
         self._loaded = [self._match(number) for number in range(len(self._names))]
-        self._empty: dict[int, Mapping[str, Any]] = {}
+        self._empty = self._match_empty()
 
     @property
     def foreign(self) -> frozenset[str]:
@@ -47,6 +46,9 @@ class Hyperparameters:
 
     def loaded(self, number: int) -> dict[str, Any]:
         """What is loaded for one group, once the tensors have been filled."""
+        if not self._names[number]:
+            place = sum(not names for names in self._names[:number])
+            return {} if self._empty is None else dict(self._empty.result()[place])
         found = self._loaded[number].items()
         return {item: value.result() if isinstance(value, StoredContents) else value for item, value in found}
 
@@ -54,14 +56,17 @@ class Hyperparameters:
         """The part of it that holds no tensors."""
         return {item: value for item, value in self._loaded[number].items() if not isinstance(value, StoredContents)}
 
-    def set_empty(self, number: int, settings: Mapping[str, Any]) -> None:
-        """What is loaded for a group without parameters."""
-        self._empty[number] = settings
-
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
         """Set what was loaded: the very objects, where torch sets copies."""
         for number, group in enumerate(optimizer.param_groups):
-            group.update(self._empty.get(number) or self.loaded(number))
+            group.update(self.loaded(number))
+
+    def _match_empty(self) -> StoredContents | None:
+        """The settings of groups without parameters; left without a place where there are more or fewer of them now."""
+        saved = self._matching.saved.values.get(f"{self._unit.key}.{EMPTY_GROUPS}")
+        if not isinstance(saved, list) or len(saved) != len(settings_of_empty(self._optimizer)):
+            return None
+        return StoredContents((*self._unit.path, EMPTY_GROUPS), None, self._matching, fixed=False, device=None)
 
     def _saved_by_parameter(self) -> dict[str, dict[str, str]]:
         """For each parameter the key of each setting. A key of a tensor inside of a value is none of its own."""

@@ -67,7 +67,7 @@ def read_module(key: str, module: torch.nn.Module) -> ModuleContents:
     Raises InvalidState when that fails, or gives something that cannot be given back.
     """
     what = f"the module at {key!r}"
-    with quiet_torch(), blaming(what), torch.no_grad(), _in_shards(module):
+    with quiet_torch(), blaming(what), torch.no_grad(), in_shards(module):
         given = module.state_dict()
     items: dict[str, Any] = {}
     raw: dict[str, str] = {}
@@ -110,7 +110,7 @@ def write_module(key: str, module: torch.nn.Module, contents: ModuleContents, lo
     not_strict = {"strict": False} if _takes_strict(module) else {}
     is_inference = any(live.is_inference() for live in contents.live.values())
     mode = torch.inference_mode() if is_inference else nullcontext()  # outside it such tensors cannot be written to
-    with quiet_torch(), blaming(what, StateMismatch), _in_shards(module), mode:
+    with quiet_torch(), blaming(what, StateMismatch), in_shards(module), mode:
         result = module.load_state_dict(given, **not_strict)
     left = set(getattr(result, "unexpected_keys", ()))
     lost = [name for name, raw in contents.raw.items() if raw in left and not _is_live(items[name], contents)]
@@ -133,15 +133,28 @@ def _is_live(item: Any, contents: ModuleContents) -> bool:
 
 
 @contextmanager
-def _in_shards(module: torch.nn.Module) -> Iterator[None]:
+def in_shards(module: torch.nn.Module) -> Iterator[None]:
     """Have FSDP1 give and take each rank's shards, where it is in a module."""
     if not uses_fsdp1(module):
         yield
         return
-    with FullyShardedDataParallel.state_dict_type(
-        module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-    ):
+    with state_dict_type_kept(module):
+        FullyShardedDataParallel.set_state_dict_type(
+            module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+        )
         yield
+
+
+@contextmanager
+def state_dict_type_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Leave FSDP1 with the kind of state dict that it had. torch's own functions leave theirs when something raises."""
+    before = FullyShardedDataParallel.get_state_dict_type(module)
+    try:
+        yield
+    finally:
+        FullyShardedDataParallel.set_state_dict_type(
+            module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+        )
 
 
 def collect_module(flat: FlatState, path: Path, module: torch.nn.Module, same: Sameness) -> None:

@@ -7,7 +7,7 @@ optimizer as it is, and a load gives it the state that the checkpoint has.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,17 +17,26 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptstore.errors import InvalidState
-from ckptstore.runtime.torch_private import is_tensor_parallel_fsdp1, is_wrapper
+from ckptstore.runtime.torch_private import canonical_names, fsdp1_names, is_tensor_parallel_fsdp1, is_wrapper
 from ckptstore.state.live.flatten import FlatState, Path, join_path
 from ckptstore.state.live.hyperparameters import Hyperparameters
 from ckptstore.state.live.matching import Matching
-from ckptstore.state.live.modules import Sameness, blaming, quiet_torch
-from ckptstore.state.live.optimizers import GROUPS, NOT_SETTINGS, STATE, Scope, add_item, parameters_of, split_name
+from ckptstore.state.live.modules import Sameness, blaming, in_shards, quiet_torch, state_dict_type_kept
+from ckptstore.state.live.optimizers import (
+    EMPTY_GROUPS,
+    GROUPS,
+    NOT_SETTINGS,
+    STATE,
+    Scope,
+    add_item,
+    parameters_of,
+    settings_of_empty,
+    split_name,
+)
 from ckptstore.state.live.units import Unit
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
@@ -52,13 +61,19 @@ def read_flat(key: str, optimizer: torch.optim.Optimizer, scope: Scope) -> dict[
             f"the first tensor parallel rank for all of them",
             hint="Use FSDP2 (fully_shard) with tensor parallelism; the module alone can be saved",
         )
-    _refuse_wrapped(key, optimizer, scope.root)
+    _refuse_uncommon(key, optimizer, scope.root)
     stateless = [item for item in parameters_of(optimizer) if not optimizer.state.get(item)]
-    with _as_it_is(optimizer), _frozen(stateless), quiet_torch(), blaming(f"the optimizer at {key!r}"):
+    with (
+        _as_it_is(optimizer),
+        _frozen(stateless),
+        quiet_torch(),
+        blaming(f"the optimizer at {key!r}"),
+        state_dict_type_kept(scope.root),
+    ):
         if not optimizer.param_groups:
             return {}
         flat = get_optimizer_state_dict(scope.root, optimizer, options=_OPTIONS)
-    named = {_renamed(name, scope.public): item for name, item in flat.items()}
+    named = {_public(name, scope): item for name, item in flat.items()}
     return {name: item for name, item in named.items() if not name.endswith(".param_names")}
 
 
@@ -70,6 +85,8 @@ def collect_fsdp1_optimizer(
     for name, item in read_flat(join_path(path), optimizer, scope).items():
         split = split_name(name, equal)
         add_item(flat, (*path, name), item, is_equal=split is not None and split[0] == STATE)
+    if empty := settings_of_empty(optimizer):
+        flat.add_value((*path, EMPTY_GROUPS), empty)
 
 
 class Fsdp1OptimizerLoad:
@@ -85,6 +102,7 @@ class Fsdp1OptimizerLoad:
         self._is_wanted = matching.includes_below(unit.key)
         if self._is_wanted:
             self._hyperparameters = Hyperparameters(unit, scope, matching)
+            self._fsdp1_names = fsdp1_names(scope.root)
             self._flat = read_flat(unit.key, self._optimizer, scope)
             self._add_missing()
             self._match_state()
@@ -95,11 +113,12 @@ class Fsdp1OptimizerLoad:
             return
         self._flat.update(self._values)
         state: dict[str, dict[str, Any]] = defaultdict(dict)
+        owned: set[int] = set()
         for flat_name, value in self._flat.items():
             split = split_name(flat_name, self._owners)
             if split is not None and split[0] == STATE:
-                state[self._scope.private(split[1])][split[2]] = value
-        owned = {id(self._owners[self._scope.public(name)]) for name in state}
+                state[self._private(split[1])][split[2]] = value
+                owned.add(id(self._owners[split[1]]))
         stateless = [item for item in parameters_of(self._optimizer) if id(item) not in owned]
         if self._optimizer.param_groups:
             packed: Any = {STATE: dict(state), GROUPS: self._packed_groups()}
@@ -108,10 +127,11 @@ class Fsdp1OptimizerLoad:
                 _frozen(stateless),
                 quiet_torch(),
                 blaming(f"the optimizer at {self._unit.key!r}"),
+                in_shards(self._scope.root),
             ):
-                set_optimizer_state_dict(
-                    self._scope.root, self._optimizer, packed, options=StateDictOptions(strict=False)
-                )
+                # set_optimizer_state_dict calls the same two, and fails on the names of activation checkpointing
+                own = FullyShardedDataParallel.optim_state_dict_to_load(self._scope.root, self._optimizer, packed)
+                self._optimizer.load_state_dict(own)
         for parameter in parameters_of(self._optimizer):
             if parameter in self._optimizer.state and not self._optimizer.state[parameter]:
                 del self._optimizer.state[parameter]
@@ -120,13 +140,18 @@ class Fsdp1OptimizerLoad:
     def abandon(self) -> None:
         """Nothing has changed yet."""
 
+    def _private(self, name: str) -> str:
+        """The name that FSDP1 has for a parameter of the checkpoint."""
+        own = self._scope.private(name)
+        return self._fsdp1_names.get(own, own)
+
     def _packed_groups(self) -> list[dict[str, Any]]:
         """The groups that have parameters, by the names that torch's setter knows, with what was loaded."""
         return [
             {
                 **{item: value for item, value in group.items() if item not in NOT_SETTINGS},
                 **self._hyperparameters.loaded(number),
-                "params": [self._scope.private(name) for item in group["params"] for name in self._scope.of(item)],
+                "params": [self._private(name) for item in group["params"] for name in self._scope.of(item)],
             }
             for number, group in enumerate(self._optimizer.param_groups)
             if group["params"]
@@ -147,9 +172,10 @@ class Fsdp1OptimizerLoad:
                 continue
             if split[2] not in saved[split[1]] and split[1] in self._hyperparameters.known:
                 del self._flat[name]
-        with quiet_torch(), blaming(f"the optimizer at {self._unit.key!r}"):
-            shown = get_model_state_dict(self._scope.root, options=StateDictOptions(strict=False))
-        parts = {self._scope.public(name): item for name, item in shown.items()}
+        root = self._scope.root
+        with quiet_torch(), blaming(f"the optimizer at {self._unit.key!r}"), state_dict_type_kept(root):
+            shown = get_model_state_dict(root, options=StateDictOptions(strict=False))
+        parts = {self._scope.public(canonical_names(root, name)[0]): item for name, item in shown.items()}
         for parameter, items in saved.items():
             for item in items:
                 name = f"{STATE}.{parameter}.{item}"
@@ -184,28 +210,45 @@ class Fsdp1OptimizerLoad:
                 matching.miss(key, "a plain value")
 
 
-def _refuse_wrapped(key: str, optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> None:
-    """Raise InvalidState where torch raises on the ranks that have wrapped tensors, and the others wait for them for
-    minutes: parts below a size are not wrapped. All ranks raise alike. Collective."""
+def _refuse_uncommon(key: str, optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> None:
+    """Raise InvalidState for what torch's helper leaves out, or raises for on some ranks while the others wait for them
+    for minutes: parts below a size are not wrapped, and some ranks have no part. All ranks raise alike. Collective."""
     modules = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
     groups = {id(module.process_group): module.process_group for module in modules}
-    kinds = {type(item).__name__ for state in optimizer.state.values() for item in state.values() if is_wrapper(item)}
+    kinds = set(_uncommon(optimizer))
     for group in groups.values():
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, min(kinds, default=""), group=group)
         kinds.update(filter(None, found))
     if kinds:
         raise InvalidState(
-            f"the optimizer at {key!r} has state in tensors that wrap others ({min(kinds)}), under FSDP1, which cannot "
-            f"put the parts of several ranks together",
+            f"the optimizer at {key!r} has {min(kinds)}, and FSDP1 cannot put the parts of several ranks together",
             hint="Use FSDP2 (fully_shard), or an optimizer with plain tensors; the module alone can be saved",
         )
 
 
-def _renamed(flat_name: str, new: Any) -> str:
-    """Apply a renaming to what follows "state." or "param_groups."."""
+def _uncommon(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """What an optimizer has beside tensors and plain values by parameter."""
+    state: Mapping[Any, Any] = optimizer.state
+    for owner, items in state.items():
+        if not isinstance(owner, torch.Tensor) or not isinstance(items, Mapping):
+            yield "state that belongs to no parameter"
+            continue
+        for name, item in items.items():
+            if is_wrapper(item):
+                yield f"state in tensors that wrap others ({type(item).__name__})"
+            elif isinstance(item, list | tuple | Mapping):
+                yield f"a {type(item).__name__} in its state ({name!r})"
+    if more := optimizer.state_dict().keys() - {STATE, GROUPS}:
+        yield f"more than state and groups in its state_dict ({min(more)!r})"
+
+
+def _public(flat_name: str, scope: Scope) -> str:
+    """The name in the checkpoint of an entry that torch's helper gave."""
     section, _, rest = flat_name.partition(".")
-    return f"{section}.{new(rest)}" if section in (STATE, GROUPS) else flat_name
+    if section not in (STATE, GROUPS):
+        return flat_name
+    return f"{section}.{scope.public(canonical_names(scope.root, rest)[0])}"
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from ckptstore.state.live.flatten import children, find_tensors
 from ckptstore.state.live.hyperparameters import Hyperparameters
 from ckptstore.state.live.matching import Matching, SavedTensor
 from ckptstore.state.live.optimizers import (
-    EMPTY_GROUPS,
     GROUPS,
     MORE,
     NOT_SETTINGS,
@@ -30,7 +29,6 @@ from ckptstore.state.live.optimizers import (
     numbered,
     parameters_of,
     partition_of,
-    settings_of_empty,
     split_name,
 )
 from ckptstore.state.live.units import Unit
@@ -67,7 +65,6 @@ class OptimizerLoad:
         }  # in the order of numbers
         self._of_all = self._contents_of(STATE_OF_ALL, self._global_state())
         self._more = self._contents_of(MORE, None) if self._takes_more() else None
-        self._empty_groups = self._match_empty_groups()
 
     def finish(self) -> None:
         """Hand the optimizer its state, once the tensors have been filled. Raises StateMismatch when it refuses it."""
@@ -139,6 +136,11 @@ class OptimizerLoad:
         if items == [WHOLE]:
             whole = self._contents_of(f"{STATE}.{name}", live, device=parameter.device)
             return {WHOLE: whole} if whole is not None and whole.changes else live
+        if isinstance(self._part, torch.optim.Adafactor) and "variance" in items and parameter.dim() > 1:
+            matching.mismatch.differing[self._key(f"{STATE}.{name}.variance")] = (
+                "is of flat pieces of a parameter, as FSDP1 shows them to Adafactor, which keeps rows and columns "
+                "of a whole one"
+            )
         items = sorted(items, key=lambda item: item != "step")  # torch's order, for those who print it
         stays = {item for item in {*live, *items} if self._stays(self._key(f"{STATE}.{name}.{item}"))}
         return {
@@ -167,7 +169,7 @@ class OptimizerLoad:
                 made = made_wrapper(matching, key, parameter, type(self._part))
             matching.take_tensor([key], made)
             return made
-        if isinstance(current, torch.Tensor) and current.dim() == 0 and isinstance(value, int | float):
+        if item == "step" and isinstance(current, torch.Tensor) and isinstance(value, int | float):
             matching.placed(key)  # older releases of torch count in numbers
             return torch.full_like(current, value)
         if key not in matching.saved.values and not isinstance(current, Mapping):
@@ -215,24 +217,13 @@ class OptimizerLoad:
         is_own = kind.load_state_dict is not plain.load_state_dict or kind.state_dict is not plain.state_dict
         return is_own or has_state_dict_hooks(self._part)
 
-    def _match_empty_groups(self) -> StoredContents | None:
-        """The settings of groups without parameters; left without a place where there are more or fewer of them now."""
-        saved = self._matching.saved.values.get(self._key(EMPTY_GROUPS))
-        num_now = len(settings_of_empty(self._optimizer))
-        is_fitting = isinstance(saved, list) and len(saved) == num_now
-        return self._contents_of(EMPTY_GROUPS, None) if is_fitting else None
-
     def _packed_groups(self) -> list[dict[str, Any]]:
         """The groups as `Optimizer.state_dict` packs them, with what was loaded."""
         numbers = {id(parameter): number for number, parameter in numbered(self._part).items()}
-        empty = iter(self._empty_groups.result() or () if self._empty_groups is not None else ())
         packed = []
         for number, group in enumerate(self._part.param_groups):
             settings = {item: value for item, value in group.items() if item not in NOT_SETTINGS}
             loaded = self._hyperparameters.loaded(number)
-            if not self._optimizer.param_groups[number]["params"]:
-                loaded = next(empty, {})
-                self._hyperparameters.set_empty(number, loaded)
             packed.append({**settings, **loaded, "params": [numbers[id(item)] for item in group["params"]]})
         return packed
 
