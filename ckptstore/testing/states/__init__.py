@@ -19,6 +19,7 @@ from ckptstore.testing.states.case_runner import StateOutcome, run  # noqa: E402
 from ckptstore.testing.states.case_shrink import script, shrink  # noqa: E402
 from ckptstore.testing.states.own_state import StateDiffers, check  # noqa: E402
 from ckptstore.testing.states.refusals import REFUSALS, Refusal  # noqa: E402
+from ckptstore.testing.states.several_ranks import run_on_ranks  # noqa: E402
 from ckptstore.testing.states.state_case import StateCase, draw  # noqa: E402
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "check",
     "draw",
     "run",
+    "run_on_ranks",
     "script",
     "shrink",
 ]

@@ -14,6 +14,11 @@ import torch
 from ckptstore.testing.simulation.simulator import write
 from ckptstore.testing.states.case_runner import StateOutcome, run
 from ckptstore.testing.states.case_shrink import script, shrink
+from ckptstore.testing.states.several_ranks import run_on_ranks
+from ckptstore.testing.states.state_case import StateCase, draw
+
+_AT_ONCE = 200
+"""Cases that the same processes of several ranks run."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,22 +27,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, help="how many seeds; 1 without --seconds")
     parser.add_argument("--seconds", type=float, help="run seeds for so long")
+    parser.add_argument("--ranks", type=int, default=1, help="in how many processes each case runs")
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first seed that fails")
     parser.add_argument("--script", type=Path, help="where to write the script of a failing seed (a temporary file)")
     given = parser.parse_args(arguments)
     count = 1 if given.count is None and given.seconds is None else given.count
     began, seed, ends = time.monotonic(), given.seed, Counter[str]()
     first: dict[str, StateOutcome] = {}
-    while count is None or seed - given.seed < count:
+    while (count is None or seed - given.seed < count) and (given.keep_going or not first):
         if given.seconds is not None and time.monotonic() - began > given.seconds:
             break
-        outcome = run(seed)
-        seed += 1
-        ends[outcome.kind] += 1
-        if not outcome.ok:
-            first.setdefault(outcome.kind, outcome)
-            if not given.keep_going:
-                break
+        at_once = 1 if given.ranks == 1 else min(_AT_ONCE, _AT_ONCE if count is None else given.seed + count - seed)
+        cases = [draw(each, num_ranks=given.ranks) for each in range(seed, seed + at_once)]
+        seed += at_once
+        for outcome in _run_all(cases):
+            ends[outcome.kind] += 1
+            if not outcome.ok:
+                first.setdefault(outcome.kind, outcome)
     seconds = time.monotonic() - began
     write(f"{seed - given.seed} seeds in {seconds:.1f} s; {sum(ends[kind] for kind in first)} failed")
     for kind, times in ends.most_common():
@@ -48,9 +54,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if first else 0
 
 
+def _run_all(cases: list[StateCase]) -> list[StateOutcome]:
+    return list(map(run, cases)) if cases[0].num_ranks == 1 else run_on_ranks(cases)
+
+
 def _show(outcome: StateOutcome, path: Path | None) -> None:
     """Write the script of the smallest case that fails as this one does."""
-    text = script(shrink(outcome))
+    text = script(shrink(outcome, runs=lambda case: _run_all([case])[0]))
     if path is None:
         with tempfile.NamedTemporaryFile("w", prefix=f"state-{outcome.case.seed}-", suffix=".py", delete=False) as file:
             path = Path(file.name)

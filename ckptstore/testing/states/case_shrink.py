@@ -29,7 +29,7 @@ def shrink(outcome: StateOutcome, *, runs: Callable[[StateCase], StateOutcome] =
 def _smaller(case: StateCase) -> Iterator[StateCase]:
     """Yield the case with one field less, then with one item less."""
     plain: Any = StateCase(case.seed)
-    named = [field.name for field in fields(case) if field.name != "seed"]
+    named = [field.name for field in fields(case) if field.name not in ("seed", "num_ranks")]
     for name in named:
         if getattr(case, name) != getattr(plain, name):
             yield replace(case, **{name: getattr(plain, name)})
@@ -43,11 +43,14 @@ def _smaller(case: StateCase) -> Iterator[StateCase]:
 
 def script(outcome: StateOutcome) -> str:
     """Return a Python program that runs the case alone, prints what came of it, and ends with 1 while it fails."""
+    runs = "run(case)" if outcome.case.num_ranks == 1 else "run_on_ranks([case])[0]"
     return f'''"""{outcome.kind.replace('"', "'")}"""
 
-from ckptstore.testing.states import StateCase, run
+from ckptstore.testing.states import StateCase, {runs.partition("(")[0]}
 
-outcome = run(StateCase.from_json({outcome.case.to_json()!r}))
-print(outcome.kind, outcome.detail, sep="\\n")
-raise SystemExit(0 if outcome.ok else 1)
+if __name__ == "__main__":
+    case = StateCase.from_json({outcome.case.to_json()!r})
+    outcome = {runs}
+    print(outcome.kind, outcome.detail, sep="\\n")
+    raise SystemExit(0 if outcome.ok else 1)
 '''

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ckptstore.runtime.torch_private import checkpoint_wrapper
@@ -270,25 +271,65 @@ class _First(nn.Module):
 
 
 def _wrapped_ddp(module: nn.Module) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(module)
+    return nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+
+
+def _wrapped_fsdp1(module: nn.Module, *, use_orig_params: bool = True) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    _need_dense(module)
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
 
 
 def _wrapped_fsdp2(module: nn.Module) -> nn.Module:
+    return _fully_sharded(module, dist.get_world_size())
+
+
+def _wrapped_hsdp(module: nn.Module) -> nn.Module:
+    return _fully_sharded(module, 2, dist.get_world_size() // 2, mesh_dim_names=("replicate", "shard"))
+
+
+def _fully_sharded(module: nn.Module, *sizes: int, **names: Any) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dense = all(type(parameter) is nn.Parameter and parameter.is_contiguous() for parameter in module.parameters())
-    if dense and any(True for _ in module.parameters()):  # torch cannot shard others
-        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    _need_dense(module)
+    if any(True for _ in module.parameters()):
+        fully_shard(module, mesh=init_device_mesh("cpu", sizes, **names))
     return module
+
+
+def _need_dense(module: nn.Module) -> None:
+    if not all(type(each) is nn.Parameter and each.is_contiguous() for each in module.parameters()):
+        raise NotImplementedError("torch shards contiguous parameters alone")
+
+
+def _tensor_parallel(module: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {
+        "left": ColwiseParallel(output_layouts=Replicate()),
+        "right": RowwiseParallel(input_layouts=Replicate()),
+    }
+    return parallelize_module(module, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
 
 
 WRAPPERS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "": lambda module: module,
     "compile": _compiled,
     "ddp": _wrapped_ddp,
+    "fsdp1": _wrapped_fsdp1,
+    "fsdp1 flat": lambda module: _wrapped_fsdp1(module, use_orig_params=False),
     "fsdp2": _wrapped_fsdp2,
+    "hsdp": _wrapped_hsdp,
+    "tensor parallel": _tensor_parallel,
 }
 """What stands in the state in place of the module."""
-NEEDS_GROUP = frozenset({"ddp", "fsdp2", "zero redundancy"})
+NEEDS_RANKS = frozenset({"hsdp", "tensor parallel"})
+"""Wrappers that need several ranks."""
+DIVIDING = NEEDS_RANKS | {"fsdp1", "fsdp1 flat", "fsdp2"}
+"""Wrappers that divide parameters over the ranks."""
+NEEDS_GROUP = DIVIDING | {"ddp", "zero redundancy"}
 """Wrappers and optimizers that need torch.distributed."""

@@ -54,10 +54,14 @@ def keep(state: Mapping[str, Any]) -> bytes:
 
 
 def _told(item: Any) -> Any:
-    """Return the state_dict of an object; ZeroRedundancyOptimizer brings its parts together first."""
-    if hasattr(item, "consolidate_state_dict"):
-        item.consolidate_state_dict()
-    return item.state_dict()
+    """Return the state_dict of an object. ZeroRedundancyOptimizer brings its parts together first, for each rank."""
+    if not hasattr(item, "consolidate_state_dict"):
+        return item.state_dict()
+    found = None
+    for rank in range(item.world_size):
+        item.consolidate_state_dict(to=rank)
+        found = item.state_dict() if item.rank == rank else found
+    return found
 
 
 def kept_in(data: bytes) -> dict[Path, Any]:
@@ -79,7 +83,11 @@ def give_back(state: Any, kept: Mapping[Path, Any], *, strict: bool = True, name
         if isinstance(item, nn.Module):
             _load_module(item, saved, strict=strict)
         elif isinstance(item, torch.optim.Optimizer):
-            item.load_state_dict(saved if names is None else _by_name(item, saved, *names))
+            if hasattr(item, "consolidate_state_dict"):
+                item.optim.state.clear()  # it keeps state of parameters that were saved without any
+            told = saved if names is None else _by_name(item, saved, *names)
+            item.load_state_dict(told)
+            _uncast(item, told["state"])
         elif is_object(item):
             item.load_state_dict(saved)
         else:
@@ -113,6 +121,16 @@ def _by_name(optimizer: torch.optim.Optimizer, saved: dict[str, Any], old: Any, 
         given = saved["param_groups"][at] if at < len(saved["param_groups"]) else own
         groups.append({**given, **{key: own[key] for key in ("params", "param_names") if key in own}})
     return {**saved, "state": {**state, **rest}, "param_groups": groups}
+
+
+def _uncast(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
+    """Give state the dtype that it was saved in. torch rounds it to the dtype of its parameter; ckptstore does not."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(parameters):
+        for key, value in saved.get(number, {}).items():
+            now = optimizer.state[parameter].get(key)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.clone()
 
 
 def _filled(item: Any, saved: Any) -> Any:
@@ -207,6 +225,8 @@ def difference(one: Any, other: Any, path: Path = (), *, marks: bool = True) -> 
     if isinstance(one, list | tuple):
         if len(one) != len(other):
             return f"{where}: {len(one)} items in place of {len(other)}"
+        if all(type(each) in _EXACT for each in one) and one == other and [*map(type, one)] == [*map(type, other)]:
+            return None
         pairs = enumerate(zip(one, other, strict=True))
         found = (difference(*pair, (*path, at), marks=marks) for at, pair in pairs)
         return next((each for each in found if each), None)

@@ -48,6 +48,10 @@ class Program:
         if case.optimizer and self._named("over one" in flags):
             self.optimizer = make_optimizer(case.optimizer, self._named("over one" in flags), case.grouping)
             self.state["optimizer"] = self.optimizer
+        if case.num_ranks > 1:
+            own = salt + 2 * (1 + torch.distributed.get_rank())
+            torch.default_generator.manual_seed(2 * case.seed + own)
+            self._random = Random(2 * case.seed + own)
         for name in case.extras:
             self._add_extra(name)
         if case.tensors:
@@ -124,9 +128,10 @@ class Program:
         data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(self._count))
 
         def closure() -> torch.Tensor:
-            for module in self.modules.values():
+            wrapped = [self.state[key] for key in self.modules]
+            for module in wrapped:
                 module.zero_grad()
-            losses = [module(data.clone().requires_grad_()).square().mean() for module in self.modules.values()]
+            losses = [module(data.clone().requires_grad_()).square().mean() for module in wrapped]
             loss = torch.stack(losses).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             for parameter in self._trained():
@@ -148,7 +153,8 @@ class Program:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
-    def _all_tensors(self) -> list[torch.Tensor]:
+    def all_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of the state; those that share memory are all in it."""
         states = [] if self.optimizer is None else list(self.optimizer.state.values())
         return _tensors_in(
             [
@@ -160,12 +166,12 @@ class Program:
         )
 
     def _overwrite_one(self) -> None:
-        for tensor in self._all_tensors()[:1]:
+        for tensor in self.all_tensors()[:1]:
             _fill(tensor)
 
     def _overwrite(self) -> None:
         """Change in place all that can be: what a copy that is not one would show."""
-        for tensor in self._all_tensors():
+        for tensor in self.all_tensors():
             _fill(tensor)
         for value in self.state.get("values", {}).values():
             if isinstance(value, list | dict | set | bytearray) and not _tensors_in(value):
@@ -207,7 +213,7 @@ class _Loader:
 
 def plain_name(name: str) -> str:
     """Return a name of a module's tensor without the parts that wrappers add."""
-    for part in ("_orig_mod.", "_checkpoint_wrapped_module.", "module."):
+    for part in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module."):
         name = name.replace(part, "")
     return name
 

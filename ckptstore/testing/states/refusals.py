@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckptstore.errors import CkptstoreError, InvalidState, StateMismatch
 from ckptstore.testing.states.state_case import StateCase
+from ckptstore.testing.states.tensor_makers import OVERLAPPING
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,26 @@ REFUSALS: tuple[Refusal, ...] = (
         _has("lazy"),
     ),
     Refusal(
+        "save", InvalidState, r"optimizer at 'optimizer' has .* and FSDP1 cannot put the parts",
+        "FSDP1 shows an optimizer flat pieces of parameters; torch puts only tensors of their sizes together.",
+        lambda case: case.wrapper.startswith("fsdp1"),
+    ),
+    Refusal(
+        "load", StateMismatch, r"\b[ab]\..* is lazy", "A lazy parameter has no memory to load into.", _has("lazy"),
+    ),
+    Refusal(
+        "load", StateMismatch, r"raw\.\d .*has several elements in the same memory",
+        "What one element is filled with would be what another one is read as.",
+        lambda case: case.target in OVERLAPPING or bool(set(OVERLAPPING) & set(case.tensors)),
+    ),
+    Refusal(
         "load", StateMismatch, r"without a place in the state|missing in the checkpoint|nothing called|differ",
         "A strict load wants the same keys on both sides.", lambda case: case.strict and bool(case.change),
+    ),
+    Refusal(
+        "load", StateMismatch, r"missing in the checkpoint: optimizer\.param_groups\..*\.d\b",
+        "A setting that an optimizer has made up since the save would be lost; strict=False keeps it.",
+        lambda case: case.strict and case.into == "running" and case.optimizer == "global item",
     ),
 )  # fmt: skip
 """In the order in which they are looked at. What none of them explains is a fault."""

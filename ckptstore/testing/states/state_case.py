@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from random import Random
 from typing import Any
 
-from ckptstore.testing.states.module_makers import MODULES, WRAPPERS
+from ckptstore.testing.states.module_makers import DIVIDING, MODULES, NEEDS_RANKS, WRAPPERS
 from ckptstore.testing.states.optimizer_makers import GROUPINGS, OPTIMIZERS
 from ckptstore.testing.states.tensor_makers import TARGETS, TENSORS
 from ckptstore.testing.states.value_makers import VALUES
@@ -33,6 +33,8 @@ class StateCase:
     """One program, its life, a save, and a load."""
 
     seed: int
+    num_ranks: int = 1
+    """In how many processes it runs at once. Each rank has the same modules, and raw tensors and values of its own."""
     modules: tuple[str, ...] = ()
     """Of `MODULES`; the first stands in the state as "a", the second as "b"."""
     bare: bool = False
@@ -75,9 +77,14 @@ class StateCase:
         return StateCase(**given)
 
 
-def draw(seed: int) -> StateCase:
-    """Return the case of a seed; the same for ever as long as the tables stay the same."""
+def draw(seed: int, *, num_ranks: int = 1) -> StateCase:
+    """Return the case of a seed; the same for ever as long as the tables stay the same.
+
+    With several ranks modules are wrapped more often, and the program that loads is built as the one that saved.
+    """
     random = Random(seed)
+    several = num_ranks > 1
+    wrappers = [name for name in WRAPPERS if several or name not in NEEDS_RANKS]
 
     def some(table: Any, *counts: int) -> tuple[str, ...]:
         return tuple(random.choice(list(table)) for _ in range(random.choice(counts)))
@@ -85,13 +92,14 @@ def draw(seed: int) -> StateCase:
     modules = some(MODULES, 0, 1, 1, 1, 2)
     has_optimizer = bool(modules) and random.random() < 0.7
     into = "running" if random.random() < 0.3 else "fresh"
-    change = random.choice(CHANGES) if into == "fresh" and modules and random.random() < 0.4 else ""
+    change = random.choice(CHANGES) if into == "fresh" and modules and random.random() < 0.4 and not several else ""
     if change in ("tie", "share"):
         has_optimizer = False  # whose moments belong to which of two layers is nobody's promise
-    wrapper = random.choice(list(WRAPPERS)) if modules and random.random() < 0.4 else ""
+    wrapper = random.choice(wrappers) if modules and random.random() < (0.9 if several else 0.4) else ""
     save = random.choice((*SAVES, "save", "save_async"))
     case = StateCase(
         seed,
+        num_ranks=num_ranks,
         modules=modules,
         bare=not change and random.random() < 0.4,
         wrapper="compile" if change == "unwrapped" else wrapper,
@@ -104,7 +112,7 @@ def draw(seed: int) -> StateCase:
         life=some(EVENTS, 0, 1, 1, 2, 3) if modules else (),
         save=save,
         stock_readable=random.random() < 0.5,
-        storage=random.choice(("disk", "memory")),
+        storage="disk" if several else random.choice(("disk", "memory")),
         meanwhile=random.choice(MEANWHILE) if save.endswith("async") else "",
         later=some(LATER, 0, 1, 2) if into == "running" else (),
         into=into,
@@ -113,6 +121,8 @@ def draw(seed: int) -> StateCase:
         strict=not change or random.random() < 0.3,
         context="" if random.random() < 0.8 else random.choice(CONTEXTS),
     )
+    if case.optimizer == "zero redundancy" and wrapper in DIVIDING:
+        case = replace(case, optimizer="adamw")  # who divides parameters already needs no optimizer that does
     if save.startswith("incremental"):
         return replace(case, life=(*(case.life or ("step",)), random.choice(BETWEEN)))
     return case

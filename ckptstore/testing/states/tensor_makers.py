@@ -84,6 +84,8 @@ TENSORS: Mapping[str, Callable[[], Any]] = {
     "meta": lambda: torch.empty(3, 3, device="meta"),
 }
 """A maker gives one tensor, or several that share memory as a dict."""
+OVERLAPPING = ("expanded", "large expanded", "sliding window")
+"""Tensors, and targets, of which several elements lie in the same memory."""
 
 
 def _zeros(tensor: torch.Tensor) -> Any:

@@ -1,0 +1,28 @@
+"""The bench of states finds no fault: some hundred seeds, alone and on two ranks. And every refusal is met."""
+
+from __future__ import annotations
+
+import pytest
+from seed_runs import check
+
+from ckptstore.testing.states import REFUSALS, Refusal, draw, refusals, run
+
+
+def test_three_hundred_seeds() -> None:
+    check(range(300))
+
+
+def test_seeds_on_two_ranks() -> None:
+    check(range(120), num_ranks=2)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.reason[:40])
+def test_every_refusal_is_met(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that nothing meets would only hide faults."""
+    met: list[Refusal | None] = []
+    real = refusals.explanation
+    monkeypatch.setattr(
+        "ckptstore.testing.states.case_runner.explanation", lambda *given: met.append(real(*given)) or met[-1]
+    )
+    cases = (case for case in map(draw, range(20_000)) if refusal.applies(case))
+    assert any(run(case).ok and refusal in met for case, _ in zip(cases, range(400), strict=False))
