@@ -20,6 +20,7 @@ from ckptstore.state.index.items import Item, Mode
 from ckptstore.state.index.part import BESIDE_VALUE, DTYPES
 from ckptstore.state.live.values import Encoder, Frame
 from ckptstore.state.tensors.boxes import Box, whole
+from ckptstore.state.tensors.fingerprints import fingerprints_of
 from ckptstore.state.tensors.placement import PLAIN_TYPES
 from ckptstore.state.tensors.wrapped import Wrapped, WrappedPart, key_of_part, unwrap
 from ckptstore.state.write.assignment import RankPlan, Write
@@ -53,6 +54,7 @@ class DcpShard:
         """The boxes that are stored as what they wrap."""
         self.inner: dict[str, InnerPlace] = {}
         """The tensors inside of those, by key."""
+        self._shared: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         for number, item in enumerate(plan.items):
             data: Any = planner.resolve_data(item)
             if item.type is WriteItemType.BYTE_IO:
@@ -66,6 +68,11 @@ class DcpShard:
         )
         self.files = ShardFiles(self._described, planned, rank=rank, num_files=num_files, on_disk=on_disk)
         self.files.add_stock_values(self._frames)
+
+    def fingerprints(self) -> list[tuple[str, tuple[int, ...], bytes]]:
+        """Key, offsets and fingerprint of each tensor of which other ranks write parts. Reads them whole."""
+        found = fingerprints_of({repr(held): (tensor,) for held, tensor in self._shared.items()})
+        return [(*held, found[repr(held)]) for held in self._shared]
 
     def _take_bytes(self, key: str, data: Any) -> None:
         """A plain value: as stock wants it, and as JSON for everybody else."""
@@ -109,6 +116,8 @@ class DcpShard:
         self._items[number] = one._replace(boxes=(*one.boxes, held))
         self._described.memory[key] = (*self._described.memory.get(key, ()), tensor)
         self._writes += [Write(number, len(one.boxes), box) for box in boxes]
+        if sum(box.volume for box in boxes) < held.volume:
+            self._shared[key, held.offsets] = tensor
 
     def _take_wrapped(
         self, key: str, tensor: torch.Tensor, held: Box, shape: tuple[int, ...], boxes: Sequence[Box]

@@ -33,9 +33,11 @@ from ckptstore.format.manifest import Receipt
 from ckptstore.group.base import this_node
 from ckptstore.saving.phases import SaveClock, longest_seconds
 from ckptstore.state.index.index_file import INDEX_NAME, join_parts
+from ckptstore.state.index.items import Mode
 from ckptstore.state.index.part import PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.read.stock_pickles import load_metadata
+from ckptstore.state.write.replicas import check_alike
 from ckptstore.state.write.stock_write import add_stock_bytes, add_stock_tensors
 from ckptstore.storage.base import Disk
 from ckptstore.storage.traffic import counted_twice
@@ -55,8 +57,9 @@ class StoreWriter(StorageWriter):
     Args:
         target: a directory or URI that becomes one checkpoint, or a place in a store, as a store gives it.
         step: the step, for a place in a store.
-        split_plain_bytes: plain tensors from this size on are taken to be the same on all ranks that have them, as
-            under DDP, and each rank writes a part. One rank writes each smaller one whole; with None, every one.
+        split_plain_bytes: plain tensors from this size on are to be the same on all ranks that have them, as under DDP,
+            and each rank writes a part. What is written in parts is read once more and compared; where it differs the
+            save fails. One rank writes each smaller one whole; with None, every one.
         num_files: how many files a rank writes at once when there is much to write.
         allow_pickle: whether to store plain values whose reading can run code. The reader must allow it too.
         storage_options: for the storage of a URI.
@@ -167,6 +170,7 @@ class StoreWriter(StorageWriter):
             "stock": shard.files.stock,
             "part": part,
             "wrapped": shard.wrapped,
+            "shared": shard.fingerprints(),
             "inner": shard.inner,
         }
         results = [
@@ -205,6 +209,7 @@ class StoreWriter(StorageWriter):
         told = [result[0].storage_data if result else None for result in results]
         if len({one["deal"] for one in told if one}) > 1:
             raise InvalidState("the ranks went by plans of different saves", hint="Do not cache plans")
+        _check_alike(told)
         joined = join_parts([one["part"] if one else PartBuilder(rank).encode() for rank, one in enumerate(told)])
         receipts = [Receipt.from_json(entry) for one in told if one for entry in one["receipts"]]
         stored = self._stored_metadata(metadata, TensorIndex.decode(joined), [one for one in told if one])
@@ -300,6 +305,18 @@ def is_same_place(one: str | os.PathLike[str], uri: str) -> bool:
     if location.uri == uri or location.scheme:
         return location.uri == uri
     return os.path.realpath(location.prefix) == os.path.realpath(uri)
+
+
+def _check_alike(told: Sequence[Mapping[str, Any] | None]) -> None:
+    """Raise InvalidState where ranks that wrote parts of a tensor have others of it."""
+    held: dict[tuple[str, tuple[int, ...]], dict[bytes, list[int]]] = {}
+    for rank, one in enumerate(told):
+        for key, offsets, fingerprint in one["shared"] if one else ():
+            held.setdefault((key, offsets), {}).setdefault(fingerprint, []).append(rank)
+    check_alike(
+        [(key, Mode.SHARD, ranks) for (key, _), ranks in held.items()],
+        hint="Make them alike before the save. split_plain_bytes=None stores that of one rank, as torch's writer does",
+    )
 
 
 def _check_all_written(

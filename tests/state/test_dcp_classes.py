@@ -264,9 +264,12 @@ def ranks_save(root):
     future = dcp.async_save(state, storage_writer=StoreWriter(f"{root}/async"))
     future.result()
     seen = {"written": bytes_of_rank(f"{root}/sync", rank)}
-    for split_plain_bytes in (None, 8 * MIB):
-        writer = StoreWriter(f"{root}/split-{split_plain_bytes}", split_plain_bytes=split_plain_bytes)
-        dcp.save({"mine": torch.full((16 * MIB,), rank, dtype=torch.uint8)}, storage_writer=writer)
+    own, alike = (torch.full((16 * MIB,), value, dtype=torch.uint8) for value in (rank, 7))
+    dcp.save({"mine": own}, storage_writer=StoreWriter(f"{root}/split-None", split_plain_bytes=None))
+    dcp.save({"mine": alike}, storage_writer=StoreWriter(f"{root}/split-{8 * MIB}"))
+    with pytest.raises(RankFailed if rank < 0 else InvalidState) as differs, translated():
+        dcp.save({"mine": own}, storage_writer=StoreWriter(f"{root}/differs"))
+    seen["differs"] = str(differs.value), os.path.exists(f"{root}/differs/.metadata")
     with pytest.raises(RankFailed if rank < 0 else CkptstoreError) as failed, translated():
         dcp.save({**state, "bad": Exploding(rank)}, storage_writer=StoreWriter(f"{root}/failed"), planner=Planner())
     seen["failed"] = str(failed.value), os.path.exists(f"{root}/failed/.metadata")
@@ -336,11 +339,12 @@ def test_two_ranks_share_what_both_have(tmp_path):
         assert_same(state, full)
         assert state["epoch"] == 3
     assert bits(state["plain"]) == bits(full["plain"])
-    for split_plain_bytes, values in ((None, 1), (8 * MIB, 2)):  # split, what differs is a mix of both ranks
+    for split_plain_bytes, values in ((None, {0, 1}), (8 * MIB, {7})):
         state = {"mine": torch.full((16 * MIB,), 9, dtype=torch.uint8)}
         dcp.load(state, storage_reader=StoreReader(tmp_path / f"split-{split_plain_bytes}"), no_dist=True)
-        assert set(state["mine"].unique().tolist()) <= {0, 1}
-        assert len(state["mine"].unique()) == values
+        (value,) = state["mine"].unique().tolist()
+        assert value in values
+    assert all("mine (rank 0 vs rank 1)" in one["differs"][0] and not one["differs"][1] for one in seen)
 
 
 def test_a_load_without_a_checkpoint_says_so(tmp_path):

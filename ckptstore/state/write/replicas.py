@@ -116,10 +116,16 @@ def check_details(answers: Sequence[bytes]) -> None:
     for rank, answer in enumerate(answers):
         for key, mode, name, digest in json.loads(answer):
             told.setdefault(name, (key, mode, {}))[2].setdefault(digest, []).append(rank)
-    wrong = [(key, mode, list(ranks.values())) for key, mode, ranks in told.values() if len(ranks) > 1]
+    check_alike(told.values())
+
+
+def check_alike(held: Iterable[tuple[str, int, Mapping[Any, Sequence[int]]]], *, hint: str = "") -> None:
+    """Raise InvalidState, with keys and ranks, for tensors of which ranks have other bytes. Each is given by its key,
+    its mode and the ranks that have each digest; `hint` takes the place of the advice by mode."""
+    wrong = [(key, mode, list(ranks.values())) for key, mode, ranks in held if len(ranks) > 1]
     if not wrong:
         return
-    first: dict[str, tuple[int, list[list[int]]]] = {}
+    first: dict[str, tuple[int, list[Sequence[int]]]] = {}
     for key, mode, ranks in sorted(wrong):
         first.setdefault(key, (mode, ranks))
     shown = [f"{key} ({' vs '.join(map(spoken, ranks[:4]))})" for key, (_, ranks) in list(first.items())[:_SHOWN]]
@@ -129,7 +135,7 @@ def check_details(answers: Sequence[bytes]) -> None:
     raise InvalidState(
         f"{what} between ranks that should have the same, of which one copy is stored: {', '.join(shown)}{more}",
         ranks=tuple(sorted(rank for group in ranks for rank in group)),
-        hint=_MESH_HINT if mode == Mode.MESH else _HINT,
+        hint=hint or (_MESH_HINT if mode == Mode.MESH else _HINT),
     )
 
 

@@ -84,7 +84,7 @@ def give_back(state: Any, kept: Mapping[Path, Any], *, strict: bool = True, name
             _load_module(item, saved, strict=strict)
         elif isinstance(item, torch.optim.Optimizer):
             if hasattr(item, "consolidate_state_dict"):
-                item.optim.state.clear()  # it keeps state of parameters that were saved without any
+                item.optim.state.clear()  # type: ignore[attr-defined]  # it keeps state of parameters that were saved without any
             told = saved if names is None else _by_name(item, saved, *names)
             item.load_state_dict(told)
             _uncast(item, told["state"])
