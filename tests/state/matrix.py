@@ -70,7 +70,7 @@ QUANTISED_SIZES = (64, 128, 128)
 """What torchao quantises has at least 4,096 elements on a rank."""
 
 
-NOISE = ("model.block.up.bias", "optim0.state.block.up.bias")
+NOISE = ("model.block.up.bias", "optim0.state.model.block.up.bias")
 """What the norm takes away again: the gradient is zero but for rounding, and an optimizer makes steps of it."""
 
 

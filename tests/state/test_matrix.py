@@ -30,6 +30,7 @@ NOT_IN_TORCH = {"adafactor": DTENSORS, "rprop": DTENSORS, "several": FSDP1, "gro
 """Layouts in which torch cannot train with an optimizer. Some do not know DTensors. FSDP1 shows flat pieces of
 parameters, of which Muon takes none, and a flat parameter cannot be frozen in part."""
 QUANTISED = {"adamw-8bit", "adamw-4bit", "adamw-fp8"}
+DOES_NOT_FIT = "StateMismatch: the checkpoint does not fit the state: "
 OTHER_SUMS = 5e-7
 """By how much a step may be off where one of two layouts adds in another order; 1.6e-7 was measured."""
 OTHER_SUMS_BFLOAT16 = 5e-3
@@ -52,12 +53,16 @@ def expected(name: str) -> str:
     if len(layouts) == 1 and layouts[0] in NOT_IN_TORCH.get(optimizer, ()):
         return "torch: "
     if optimizer in QUANTISED and FSDP1 & set(layouts):
-        return "InvalidState: the optimizer at 'optim0' has state in tensors that wrap others"
+        is_save = len(layouts) == 1
+        return (
+            "InvalidState: the optimizer at 'optim0' has state in tensors that wrap others" if is_save else DOES_NOT_FIT
+        )
     if optimizer == "adafactor" and len(layouts) == 2 and FSDP1 & set(layouts):
-        # Its statistics of flat pieces are not those of parameters, and of an empty piece it cannot make any.
-        return "" if set(layouts) <= FSDP1 and layouts[1] == "fsdp1-flat" else "StateMismatch: the "
+        return (
+            "" if set(layouts) <= FSDP1 else DOES_NOT_FIT
+        )  # its statistics of flat pieces are not those of parameters
     if optimizer in QUANTISED and len(set(layouts)) > 1 and not set(layouts) <= WITHOUT_PARTS:
-        return "StateMismatch: the checkpoint does not fit the state"  # only torchao knows how to cut what it wraps
+        return DOES_NOT_FIT  # only torchao knows how to cut what it wraps
     return ""
 
 
@@ -87,7 +92,8 @@ def is_own(key: Any) -> bool:
 def check(found: list[dict[str, Any]], directory: Path) -> None:
     """Nothing was wrong on any rank, and a program that knows the format page reads every checkpoint."""
     for told in found:
-        assert {name: said for name, said in told.items() if not is_right(name, said)} == {}
+        wrong = {name: said for name, said in told.items() if not is_right(name, said)}
+        assert not wrong, "\n".join(f"{name}: {said}" for name, said in wrong.items())
     for path in sorted(directory.glob("*.0")):
         root, saved = path.with_suffix(""), torch.load(path)[0]
         tensors, values = reader.read_checkpoint(root, reader.read_log(root / "log")[-1])

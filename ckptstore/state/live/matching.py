@@ -276,10 +276,15 @@ class Matching:
                     raise StateMismatch(f"{key} was saved in other parts than those of the state")
                 check_same(saved[name], target, name)
             except StateMismatch as error:
-                self.mismatch.differing[name] = f"cannot be loaded: {error.message}"
+                self.refuse(name, error)
                 return False
             self._fill_wrapped(name, target, saved[name])
         return True
+
+    def refuse(self, key: str, error: StateMismatch) -> None:
+        """Note that what the checkpoint has under a key, or in parts of it, cannot be loaded at all."""
+        self._placed.update((key, *self._wrapped_at(key), *self.below(key)))
+        self.mismatch.differing[key] = f"cannot be loaded: {error.message}"
 
     def parts_of(self, key: str) -> list[str]:
         """The keys of the parts of a distributed tensor that wraps others; none for all other tensors."""

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ckptstore.errors import InvalidState
+from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import canonical_names, fsdp1_names, is_tensor_parallel_fsdp1, is_wrapper
-from ckptstore.state.live.flatten import FlatState, Path, join_path
+from ckptstore.state.live.flatten import FlatState, Path, join_path, references_in
 from ckptstore.state.live.hyperparameters import Hyperparameters
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.modules import Sameness, blaming, in_shards, quiet_torch, state_dict_type_kept
@@ -106,6 +106,7 @@ class Fsdp1OptimizerLoad:
             self._flat = read_flat(unit.key, self._optimizer, scope)
             self._add_missing()
             self._match_state()
+            self._check_flat_parameters()
 
     def finish(self) -> None:
         """Put everything into its place, once the tensors have been filled."""
@@ -179,17 +180,27 @@ class Fsdp1OptimizerLoad:
         for parameter, items in saved.items():
             for item in items:
                 name = f"{STATE}.{parameter}.{item}"
-                source = matching.source_of(prefix + name)
-                if name in self._flat or not matching.includes(prefix + name):
-                    continue
-                if source is None:
-                    self._flat[name] = matching.saved.values.get(prefix + name)
-                    continue
-                like, stored = parts.get(parameter), matching.saved.tensors[source]
-                if isinstance(like, torch.Tensor) and tuple(like.size()) == stored.shape and stored.shape:
-                    self._flat[name] = torch.empty_like(like, dtype=stored.dtype)
-                else:
-                    self._flat[name] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+                if name not in self._flat and matching.includes(prefix + name):
+                    self._add_item(name, f"{STATE}.{parameter}.{item.partition('.')[0]}", parts.get(parameter))
+
+    def _add_item(self, name: str, outer: str, like: Any) -> None:
+        """Add one item of the checkpoint, or note why FSDP1 cannot take it; `outer` may be a value that it is inside
+        of, and `like` is the parameter."""
+        matching, key, whole = self._matching, f"{self._unit.key}.{name}", f"{self._unit.key}.{outer}"
+        if any(True for _ in references_in(matching.saved.values.get(whole))):
+            matching.refuse(whole, StateMismatch("it holds tensors inside, and FSDP1 takes plain ones alone"))
+            return
+        source = matching.source_of(key)
+        if source is None:
+            self._flat[name] = matching.saved.values.get(key)
+            return
+        stored = matching.saved.tensors[source]
+        if not stored.shape:
+            self._flat[name] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        elif isinstance(like, torch.Tensor) and tuple(like.size()) == stored.shape:
+            self._flat[name] = torch.empty_like(like, dtype=stored.dtype)
+        else:
+            matching.refuse(key, StateMismatch(f"it is {stored}, and FSDP1 divides what is like the parameter"))
 
     def _match_state(self) -> None:
         matching, saved = self._matching, self._matching.saved
@@ -208,6 +219,22 @@ class Fsdp1OptimizerLoad:
                 self._values[name] = saved.values[key]
             else:
                 matching.miss(key, "a plain value")
+
+    def _check_flat_parameters(self) -> None:
+        """Note where of parameters that FSDP1 keeps in one some have an item of state, and others not."""
+        items: dict[str, set[str]] = {name: set() for name in self._owners}
+        for flat_name in self._flat:
+            split = split_name(flat_name, self._owners)
+            if split is not None and split[0] == STATE:
+                items[split[1]].add(split[2])
+        for parameter in parameters_of(self._optimizer):
+            names = self._scope.of(parameter)
+            for name in names:
+                lacking = set().union(*(items[other] for other in names)) - items[name]
+                if lacking:
+                    self._matching.mismatch.differing[f"{self._unit.key}.{STATE}.{name}"] = (
+                        f"has no {min(lacking)}, as others have with which FSDP1 keeps it in one flat parameter"
+                    )
 
 
 def _refuse_uncommon(key: str, optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> None:

@@ -166,7 +166,11 @@ class OptimizerLoad:
                     saved = saved._replace(dtype=saved.dtype if item == "step" else parameter.dtype)
                 made = _made(parameter, item, saved, self._steps_on_device(parameter))
             else:
-                made = made_wrapper(matching, key, parameter, type(self._part))
+                try:
+                    made = made_wrapper(matching, key, parameter, type(self._part))
+                except StateMismatch as error:
+                    matching.refuse(key, error)
+                    return current
             matching.take_tensor([key], made)
             return made
         if item == "step" and isinstance(current, torch.Tensor) and isinstance(value, int | float):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,11 @@ def made_wrapper(matching: Matching, key: str, parameter: torch.Tensor, optimize
     none. Raises StateMismatch when it does not, or cannot be made from what was saved.
     """
     if not isinstance(parameter, DTensor):
-        return _made(matching, key, matching.saved.values[key], parameter.device, optimizer)
+        return _made(matching, key, _saved(matching, key, key, parameter.shape), parameter.device, optimizer)
     found = {}
     for piece in pieces_of(parameter, key):
         name = key_of_part(key, piece.box.offsets)
-        saved = matching.saved.values.get(name)
-        if not isinstance(saved, Wrapped) or saved.label.shape != piece.box.sizes:
-            raise StateMismatch(f"{key} was saved in other parts than those of the state", hint=_HINT)
+        saved = _saved(matching, key, name, piece.box.sizes)
         found[name] = _made(matching, name, saved, parameter.device, optimizer)
     if len(found) != 1:
         raise StateMismatch(f"{key} wraps tensors, and this rank has no one part of it", hint=_HINT)
@@ -40,6 +38,15 @@ def made_wrapper(matching: Matching, key: str, parameter: torch.Tensor, optimize
 
 
 _HINT = "Let the optimizer step once before loading"
+_NAMED = ("torch.dtype", "torch.layout", "torch.memory_format")
+"""Kinds of plain values that are attributes of torch, by their names."""
+
+
+def _saved(matching: Matching, key: str, name: str, shape: Sequence[int]) -> Wrapped:
+    saved = matching.saved.values.get(name)
+    if not isinstance(saved, Wrapped) or saved.label.shape != tuple(shape):
+        raise StateMismatch(f"{key} was saved in other parts than those of the state", hint=_HINT)
+    return saved
 
 
 def _made(matching: Matching, key: str, saved: Wrapped, device: torch.device, optimizer: type) -> torch.Tensor:
@@ -75,14 +82,24 @@ def _inner(matching: Matching, key: str, saved: Any, device: torch.device, optim
 
 
 def _context(label: Label) -> Any:
-    def decoded(pairs: Mapping[str, Any]) -> Any:
-        if set(pairs) == {"builtins.float"}:
-            return float.fromhex(pairs["builtins.float"])
-        if any("." in name for name in pairs):
-            raise InvalidState(f"{sorted(pairs)} is no plain value")
-        return pairs
+    """What `__tensor_unflatten__` takes beside the inner tensors, from the text that describes it."""
+    return _decoded(json.loads(label.context))
 
-    return json.loads(label.context, object_hook=decoded)
+
+def _decoded(item: Any) -> Any:
+    if isinstance(item, list):
+        return tuple(map(_decoded, item))  # shapes, most of all, which tensors are asked for as tuples
+    if not isinstance(item, dict):
+        return item
+    if not any("." in name for name in item):
+        return {name: _decoded(value) for name, value in item.items()}
+    ((kind, value),) = item.items()
+    if kind == "builtins.float":
+        return float.fromhex(value)
+    named = getattr(torch, value.removeprefix("torch."), None) if kind in _NAMED else None
+    if named is None or f"torch.{type(named).__name__}" != kind:
+        raise InvalidState(f"it has a {kind} beside its tensors, which is no plain value")
+    return named
 
 
 def _without_part(label: Label) -> tuple[Any, ...]:
