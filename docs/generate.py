@@ -336,6 +336,42 @@ def peer_settings() -> str:
     return table(["peer", "`--peers`", "settings that are tried", "what it checks"], [*matrix.settings_rows()])
 
 
+TESTED_SINCE = {"": "2026-11-25"}
+"""Since when the bench of states runs what it has; of a kind that came later by its name."""
+
+
+def state_kinds() -> str:
+    """What comes of every kind of thing that the bench of states puts into a state, saved, loaded and trained on."""
+    from ckptstore.testing import states  # which takes torch
+    from ckptstore.testing.states import module_makers, optimizer_makers, state_case, tensor_makers, value_makers
+
+    case = states.StateCase(0, modules=("linear",), optimizer="adamw", life=("step",))
+    several = [dataclasses.replace(case, wrapper=name, num_ranks=2) for name in sorted(module_makers.NEEDS_RANKS)]
+    drawn: dict[str, dict[str, Any]] = {
+        "modules": {name: dataclasses.replace(case, modules=(name,)) for name in module_makers.MODULES},
+        "wrappers": {name: dataclasses.replace(case, wrapper=name) for name in module_makers.WRAPPERS if name},
+        "optimizers": {
+            name: dataclasses.replace(
+                case, optimizer=name, modules=("embedding",) if "sparse" in name else case.modules
+            )
+            for name in optimizer_makers.OPTIMIZERS
+        },
+        "objects with a state": {name: dataclasses.replace(case, extras=(name,)) for name in state_case.EXTRAS},
+        "tensors": {name: states.StateCase(0, tensors=(name,)) for name in tensor_makers.TENSORS},
+        "values": {name: states.StateCase(0, values=(name,)) for name in value_makers.VALUES},
+    }
+    outcomes = {each.case.wrapper: each for each in states.run_on_ranks(several)}
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for section, cases in drawn.items():
+        for name, each in cases.items():
+            outcome = outcomes[name] if name in outcomes and section == "wrappers" else states.run(each)
+            assert outcome.kind in ("same", "refused"), f"{name}: {outcome.kind}: {outcome.detail}"
+            comes = "comes back bit by bit" if outcome.kind == "same" else f"refused. {outcome.detail}"
+            rows.setdefault((section, comes, TESTED_SINCE.get(name, TESTED_SINCE[""])), []).append(name)
+    lines = [[f"{section}: {', '.join(names)}", comes, since] for (section, comes, since), names in rows.items()]
+    return table(["kind", "what happens", "tested since"], lines)
+
+
 def _row_of_report(row: Mapping[str, Any]) -> dict[str, str]:
     """Fills a row from one workload of a report. `report` is a file in docs/performance/reports."""
     report = json.loads((DOCS / "performance/reports" / row["report"]).read_text())
@@ -381,6 +417,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "performance commands": performance_commands,
     "peer matrix": peer_matrix,
     "peer settings": peer_settings,
+    "state kinds": state_kinds,
     "performance pages": lambda: "\n".join((index("performance"), index("performance/history"))),
     "how to": lambda: index("how-to"),
     "explain": lambda: index("explain"),

@@ -102,7 +102,7 @@ def run_ranks(
     """`ckptstore.testing.run_ranks`, whose processes have imported these modules already. Not from several threads."""
 
     def start(directory: Path, rank: int, environment: Mapping[str, str]) -> _Forked:
-        found = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        found = {**ranks.environment_of(rank, environment), "PYTHONHASHSEED": str(rank % 2)}
         parent = _first(modules, found)
         assert _read_at_start(found) == parent.fixed, "these variables count only when a process starts"
         files = (str(directory / name) for name in ("job", f"end-{rank}", f"output-{rank}"))
@@ -112,13 +112,15 @@ def run_ranks(
         return ranks.run_ranks(n, function, *args, **options)
 
 
-_parents: dict[tuple[str, ...], _Parent] = {}
+_parents: dict[tuple[tuple[str, ...], str], _Parent] = {}
+"""Two for each set of modules: ranks with odd numbers have another hash seed than those with even ones."""
 
 
 def _first(modules: tuple[str, ...], environment: Mapping[str, str]) -> _Parent:
-    if modules not in _parents:
-        _parents[modules] = _Parent(modules, environment)
-    return _parents[modules]
+    kind = modules, environment["PYTHONHASHSEED"]
+    if kind not in _parents:
+        _parents[kind] = _Parent(modules, environment)
+    return _parents[kind]
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:

@@ -77,11 +77,26 @@ def fsdp1_names(root: Any) -> dict[str, str]:
     return {canonical_names(root, name)[0]: name for names in _get_param_to_fqns(root).values() for name in names}
 
 
+def fsdp1_ties(root: Any) -> dict[str, str]:
+    """By the canonical names of tied parameters that FSDP1 keeps in flat ones, the name that their memory has there:
+    its state dict shows a copy under each name."""
+    found: dict[str, str] = {}
+    for path, module in root.named_modules():
+        kind: Any = type(module)
+        flat = getattr(module, _FLAT_PARAMETER, None) if _wrapper_attribute(kind) == _FSDP1 else None
+        for tied in getattr(flat, "_shared_param_infos", None) or ():
+            names = ((tied.module_name, tied.param_name), (tied.prim_module_name, tied.prim_param_name))
+            one, first = (canonical_names(root, ".".join(filter(None, (path, _FSDP1, *name))))[0] for name in names)
+            found[one] = first
+    return found
+
+
 _FLAT_PARAMETER = "_flat_param"
+_FSDP1 = "_fsdp_wrapped_module"
 
 _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", _FSDP1),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
 )

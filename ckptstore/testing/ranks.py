@@ -92,7 +92,7 @@ def run_ranks(
     """Call `function(*args)` in n processes at once and return their results in rank order.
 
     Each has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port) set, and `env`
-    above them. A rank that fails does not stop the others: they run to their end or to the deadline. Raises RanksFailed
+    above them; and a PYTHONHASHSEED of its own, unless that is set. A rank that fails does not stop the others: they run to their end or to the deadline. Raises RanksFailed
     with every fault, remote traceback and output when a rank raises, dies, hangs, or survives though it is in
     `expect_killed`. No process, nor any that they started, is left when it returns.
     """
@@ -133,6 +133,12 @@ def _rank_environment(n: int) -> dict[str, str]:
     }
 
 
+def environment_of(rank: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """That of one rank. Each has another hash seed, always the same: else sets of text have the same order on all ranks
+    in some runs, and in some not."""
+    return {"PYTHONHASHSEED": str(rank), **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
 def _start(directory: Path, rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with open(directory / f"output-{rank}", "wb") as output:
         return subprocess.Popen(
@@ -145,7 +151,7 @@ def _start(directory: Path, rank: int, environment: Mapping[str, str]) -> subpro
                 str(directory / "job"),
                 str(directory / f"end-{rank}"),
             ],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment_of(rank, environment),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

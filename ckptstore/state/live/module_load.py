@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ckptstore.runtime.torch_private import fsdp1_ties
 from ckptstore.state.live.contents import StoredContents
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.meta import Materialised, materialise
@@ -59,9 +60,11 @@ class ModuleLoad:
 
     def _match_tensors(self, matching: Matching) -> list[list[str]]:
         ties: dict[Any, list[str]] = {}
+        named = fsdp1_ties(self._unit.item) if uses_fsdp1(self._unit.item) else {}
         for name, item in self._contents.items.items():
             if _is_tensor(name, item):
-                ties.setdefault(identity_of(self._contents.live.get(name, item)), []).append(name)
+                known = self._contents.items.get(named.get(name, name), item)
+                ties.setdefault(identity_of(self._contents.live.get(name, known)), []).append(name)
         for names in ties.values():
             item, live = self._contents.items[names[0]], self._contents.live.get(names[0])
             is_copy = live is not None and not shows(item, live)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.runtime.torch_private import canonical_names, fsdp1_names, is_tensor_parallel_fsdp1, is_wrapper
@@ -62,7 +62,7 @@ def read_flat(key: str, optimizer: torch.optim.Optimizer, scope: Scope) -> dict[
             hint="Use FSDP2 (fully_shard) with tensor parallelism; the module alone can be saved",
         )
     _refuse_uncommon(key, optimizer, scope.root)
-    stateless = [item for item in parameters_of(optimizer) if not optimizer.state.get(item)]
+    stateless = [item for item in _all_parameters(optimizer, scope.root) if not optimizer.state.get(item)]
     with (
         _as_it_is(optimizer),
         _frozen(stateless),
@@ -113,6 +113,7 @@ class Fsdp1OptimizerLoad:
         if not self._is_wanted:
             return
         self._flat.update(self._values)
+        before = dict(self._optimizer.state)
         state: dict[str, dict[str, Any]] = defaultdict(dict)
         owned: set[int] = set()
         for flat_name, value in self._flat.items():
@@ -120,7 +121,7 @@ class Fsdp1OptimizerLoad:
             if split is not None and split[0] == STATE:
                 state[self._private(split[1])][split[2]] = value
                 owned.add(id(self._owners[split[1]]))
-        stateless = [item for item in parameters_of(self._optimizer) if id(item) not in owned]
+        stateless = [item for item in _all_parameters(self._optimizer, self._scope.root) if id(item) not in owned]
         if self._optimizer.param_groups:
             packed: Any = {STATE: dict(state), GROUPS: self._packed_groups()}
             with (
@@ -136,6 +137,8 @@ class Fsdp1OptimizerLoad:
         for parameter in parameters_of(self._optimizer):
             if parameter in self._optimizer.state and not self._optimizer.state[parameter]:
                 del self._optimizer.state[parameter]
+            if parameter not in self._optimizer.state and not parameter.numel() and before.get(parameter):
+                self._optimizer.state[parameter] = before[parameter]  # made before any step; the helper leaves it out
         self._hyperparameters.apply(self._optimizer)
 
     def abandon(self) -> None:
@@ -162,11 +165,11 @@ class Fsdp1OptimizerLoad:
         """What the checkpoint has of state that is not there gets memory, divided as the parameter is; what it lacks of
         parameters that it knows goes."""
         matching, prefix = self._matching, f"{self._unit.key}."
-        saved: dict[str, set[str]] = defaultdict(set)
+        saved: dict[str, dict[str, None]] = defaultdict(dict)  # ordered: torch's helper exchanges item after item
         for key in matching.below(f"{prefix}{STATE}"):
             split = split_name(key.removeprefix(prefix), self._owners)
             if split is not None:
-                saved[split[1]].add(split[2])
+                saved[split[1]][split[2]] = None
         for name in list(self._flat):
             split = split_name(name, self._owners)
             if split is None or split[0] != STATE or not matching.includes(f"{prefix}{name}"):
@@ -195,10 +198,10 @@ class Fsdp1OptimizerLoad:
             self._flat[name] = matching.saved.values.get(key)
             return
         stored = matching.saved.tensors[source]
-        if not stored.shape:
-            self._flat[name] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        elif isinstance(like, torch.Tensor) and tuple(like.size()) == stored.shape:
+        if isinstance(like, torch.Tensor) and tuple(like.size()) == stored.shape and stored.shape:
             self._flat[name] = torch.empty_like(like, dtype=stored.dtype)
+        elif not stored.shape or not _divides(self._scope.root):
+            self._flat[name] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         else:
             matching.refuse(key, StateMismatch(f"it is {stored}, and FSDP1 divides what is like the parameter"))
 
@@ -235,6 +238,17 @@ class Fsdp1OptimizerLoad:
                     self._matching.mismatch.differing[f"{self._unit.key}.{STATE}.{name}"] = (
                         f"has no {min(lacking)}, as others have with which FSDP1 keeps it in one flat parameter"
                     )
+
+
+def _all_parameters(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> list[torch.Tensor]:
+    """Those of the optimizer, and those that only others have: torch's helper asks for the state of all that train."""
+    return list({id(item): item for item in (*parameters_of(optimizer), *root.parameters())}.values())
+
+
+def _divides(root: torch.nn.Module) -> bool:
+    """Whether FSDP1 divides any parameters; alone on its mesh it does not, and takes state of any shape."""
+    modules = (item for item in root.modules() if isinstance(item, FullyShardedDataParallel))
+    return any(item.sharding_strategy is not ShardingStrategy.NO_SHARD for item in modules)
 
 
 def _refuse_uncommon(key: str, optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> None:

@@ -63,7 +63,7 @@ class OptimizerLoad:
         self._state = {
             number: self._match_state(parameter) for number, parameter in numbered(self._part).items()
         }  # in the order of numbers
-        self._of_all = self._contents_of(STATE_OF_ALL, self._global_state())
+        self._of_all = None if self._had_none_of_all() else self._contents_of(STATE_OF_ALL, self._global_state())
         self._more = self._contents_of(MORE, None) if self._takes_more() else None
 
     def finish(self) -> None:
@@ -73,7 +73,9 @@ class OptimizerLoad:
         state = {number: {item: _result(held) for item, held in items.items()} for number, items in self._state.items()}
         wanted = {number: items.get(WHOLE, items) for number, items in state.items() if items}
         more = self._more.result() if self._more is not None and self._more.changes else {}
-        of_all = self._of_all.result() if self._of_all is not None and self._of_all.changes else self._global_state()
+        of_all = {} if self._had_none_of_all() else self._global_state()
+        if self._of_all is not None and self._of_all.changes:
+            of_all = self._of_all.result()
         packed = {STATE: {**wanted, **of_all}, GROUPS: self._packed_groups(), **more}
         before = _kept_groups(self._part)
         try:
@@ -214,6 +216,12 @@ class OptimizerLoad:
     def _global_state(self) -> dict[Any, Any]:
         state: Mapping[Any, Any] = self._part.state
         return {item: value for item, value in state.items() if not isinstance(item, torch.Tensor)}
+
+    def _had_none_of_all(self) -> bool:
+        """Whether the optimizer was saved without state that belongs to no parameter: then it has none again."""
+        key, matching = self._key(STATE_OF_ALL), self._matching
+        is_stored = key in matching.saved.values or bool(matching.below(key))
+        return bool(self._hyperparameters.known) and not is_stored and matching.includes(key)
 
     def _takes_more(self) -> bool:
         """Whether somebody may be interested in further entries of the state dict; torch passes over them."""

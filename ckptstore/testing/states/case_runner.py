@@ -37,7 +37,7 @@ class StateOutcome:
 
     `kind` is "same", "refused" (as documented), "torch cannot" (load it either) or "no program" (torch itself does not
     build or run it); of a fault it says what is wrong and with what, in words that do not change from seed to seed.
-    `detail` is for people.
+    `detail` is for people: the reason of a refusal, or all about a fault.
     """
 
     case: StateCase
@@ -78,7 +78,7 @@ def run(case: StateCase | int) -> StateOutcome:
         except _Fault as fault:
             return StateOutcome(case, fault.kind, fault.detail)
         except _Done as done:
-            return StateOutcome(case, str(done))
+            return StateOutcome(case, *done.args)
         except CkptstoreError as error:
             return StateOutcome(case, f"close: {type(error).__name__}", str(error))
     return StateOutcome(case, "same")
@@ -101,9 +101,11 @@ class _Run:
         self._live(ours, theirs, case.life[:1])
         incremental = case.save.startswith("incremental")
         if incremental:
-            self._save(ours, theirs, step=0)
+            with self._on_all_ranks():
+                self._save(ours, theirs, step=0)
         self._live(ours, theirs, case.life[1:])
-        kept, names = self._save(ours, theirs, step=1, last=True), ours.optimizer_names()
+        with self._on_all_ranks():
+            kept, names = self._save(ours, theirs, step=1, last=True), ours.optimizer_names()
         if case.into == "running":
             self._live(ours, theirs, case.later)
         else:
@@ -112,34 +114,59 @@ class _Run:
             ours, theirs = self._twice(flags, salt=1)
             for program in (ours, theirs):
                 program.use_targets(saved)
-        self._load(ours, theirs, kept, names)
-        self._compare("load", ours, theirs)
+        with self._on_all_ranks():
+            self._load(ours, theirs, kept, names)
+        with self._on_all_ranks():
+            self._compare("load", ours, theirs)
         self._live(ours, theirs, ("step",), phase="step after the load")
         self._compare("step after the load", ours, theirs)
 
-    def _twice(self, flags: frozenset[str], *, salt: int) -> tuple[Program, Program]:
+    @contextmanager
+    def _on_all_ranks(self) -> Iterator[None]:
+        """End a case on all ranks where it ends on one: the others would wait for it in what follows."""
+        import torch.distributed as dist
+
+        ended: _Fault | _Done | None = None
         try:
-            return Program(self._case, flags, salt=salt), Program(self._case, flags, salt=salt)
-        except Exception as error:  # torch's word on parts that do not go together
-            raise _Done("no program") from error
+            yield
+        except (_Fault, _Done) as error:
+            ended = error
+        if self._case.num_ranks > 1:
+            own = None if ended is None else "fault" if isinstance(ended, _Fault) else str(ended.args[0])
+            kinds: list[Any] = [None] * self._case.num_ranks
+            dist.all_gather_object(kinds, own)
+            if ended is None and any(kinds):
+                ended = _Done("no program" if "no program" in kinds else "same")
+        if ended is not None:
+            raise ended
+
+    def _twice(self, flags: frozenset[str], *, salt: int) -> tuple[Program, Program]:
+        with self._on_all_ranks():
+            try:
+                return Program(self._case, flags, salt=salt), Program(self._case, flags, salt=salt)
+            except Exception as error:  # torch's word on parts that do not go together
+                raise _Done("no program") from error
 
     def _live(self, ours: Program, theirs: Program, events: tuple[str, ...], *, phase: str = "") -> None:
         for event in events:
-            try:
-                theirs.does(event)
-            except Exception as error:
-                raise _Done("no program") from error
-            try:
-                ours.does(event)
-            except Exception as error:
-                raise _Fault(f"{phase or event}: raises {type(error).__name__}", repr(error)) from error
+            with self._on_all_ranks():
+                try:
+                    theirs.does(event)
+                except Exception as error:
+                    raise _Done("no program") from error
+            with self._on_all_ranks():
+                try:
+                    ours.does(event)
+                except Exception as error:
+                    raise _Fault(f"{phase or event}: raises {type(error).__name__}", repr(error)) from error
 
     def _save(self, ours: Program, theirs: Program, *, step: int, last: bool = False) -> bytes:
         case = self._case
-        try:
-            kept = keep(theirs.state)
-        except Exception as error:  # FSDP1, for instance, of a module that leaves weights out
-            raise _Done("no program") from error
+        with self._on_all_ranks():
+            try:
+                kept = keep(theirs.state)
+            except Exception as error:  # FSDP1, for instance, of a module that leaves weights out
+                raise _Done("no program") from error
         before = self._stored()
         kinds: dict[str, Any] = {
             "incremental": "reference" if case.seed % 2 else True,
@@ -203,10 +230,11 @@ class _Run:
         if not isinstance(error, CkptstoreError):
             where = _raised_at(error)
             raise _Fault(f"{phase}: raises {type(error).__name__} at {where}", f"{error!r}") from error
-        if explanation(self._case, phase, error) is None:
+        explained = explanation(self._case, phase, error)
+        if explained is None:
             head = f"{phase}: {type(error).__name__} {self._words(str(error))}"
             raise _Fault(head, str(error)) from error
-        raise _Done("refused")
+        raise _Done("refused", explained.reason)
 
     def _compare(self, phase: str, ours: Program, theirs: Program) -> None:
         found = difference(observed(ours.state), observed(theirs.state))

@@ -127,7 +127,7 @@ def _uncast(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
     """Give state the dtype that it was saved in. torch rounds it to the dtype of its parameter; ckptstore does not."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in enumerate(parameters):
-        for key, value in saved.get(number, {}).items():
+        for key, value in (saved.get(number) or {}).items():  # None: of a parameter that another rank cares for
             now = optimizer.state[parameter].get(key)
             if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
                 optimizer.state[parameter][key] = value.clone()
@@ -179,7 +179,12 @@ def observed(state: Mapping[str, Any]) -> dict[Path, Any]:
             }
         elif isinstance(item, torch.optim.Optimizer):
             told = _told(item)
-            state_of = {key: value for key, value in told["state"].items() if not _is_empty(value)}
+            parameters = [parameter for group in item.param_groups for parameter in group["params"]]
+            state_of = {
+                key: _without_padding(value, parameters[key]) if isinstance(key, int) else value
+                for key, value in told["state"].items()
+                if not _is_empty(value)
+            }
             steps = getattr(item, "steps", None)
             found[path] = {**told, "state": dict(sorted(state_of.items(), key=lambda each: str(each[0]))), "own": steps}
         else:
@@ -189,6 +194,17 @@ def observed(state: Mapping[str, Any]) -> dict[Path, Any]:
 
 def _plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
     return {plain_name(name): value for name, value in state.items()}
+
+
+def _without_padding(items: Any, parameter: torch.Tensor) -> Any:
+    """State of a flat parameter of FSDP1 without what fills up this rank's part: torch gives zeros back for it."""
+    padding = getattr(parameter, "_shard_numel_padded", 0)
+    if not padding or not isinstance(items, dict):
+        return items
+    return {
+        name: item[:-padding] if isinstance(item, torch.Tensor) and item.shape == parameter.shape else item
+        for name, item in items.items()
+    }
 
 
 def _is_empty(value: Any) -> bool:

@@ -63,6 +63,11 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda case: case.wrapper.startswith("fsdp1"),
     ),
     Refusal(
+        "load", StateMismatch, r"optimizer\.state\..* has no .* with which FSDP1 keeps it in one flat parameter",
+        "FSDP1 gives the parameters that it keeps in one flat parameter state together, or none of them.",
+        lambda case: case.wrapper == "fsdp1 flat" and bool(case.change),
+    ),
+    Refusal(
         "load", StateMismatch, r"\b[ab]\..* is lazy", "A lazy parameter has no memory to load into.", _has("lazy"),
     ),
     Refusal(

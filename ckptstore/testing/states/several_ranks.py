@@ -20,7 +20,8 @@ def run_on_ranks(
     """Run cases one after the other, on as many ranks as the first one has, and return an outcome for each.
 
     It is that of the first rank on which there was a fault, else of rank 0. Where the ranks do not end alike, the kind
-    is "ranks differ". `start` is `run_ranks`, or what has its arguments. Raises RanksFailed when a rank dies or hangs.
+    is "ranks differ". `start` is `run_ranks`, or what has its arguments. Raises RanksFailed when a rank dies or hangs,
+    with the case in which the ranks went apart.
     """
     found = start(cases[0].num_ranks, _run_all, [case.to_json() for case in cases], timeout_seconds=timeout_seconds)
     return [_joined(case, outcomes) for case, outcomes in zip(cases, zip(*found, strict=True), strict=True)]
@@ -40,7 +41,19 @@ def _run_all(texts: Sequence[str]) -> list[tuple[str, str]]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     try:
-        outcomes = [run(StateCase.from_json(text)) for text in texts]
+        outcomes = [_run_together(text) for text in texts]
     finally:
         dist.destroy_process_group()
     return [(outcome.kind, outcome.detail) for outcome in outcomes]
+
+
+def _run_together(text: str) -> StateOutcome:
+    """Run a case, and see that the other ranks come to its end too: what follows would only be noise."""
+    import torch.distributed as dist
+
+    try:
+        outcome = run(StateCase.from_json(text))
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+    except RuntimeError as error:
+        raise RuntimeError(f"the ranks went apart in {text}: {error}") from error
+    return outcome

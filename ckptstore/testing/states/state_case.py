@@ -80,7 +80,8 @@ class StateCase:
 def draw(seed: int, *, num_ranks: int = 1) -> StateCase:
     """Return the case of a seed; the same for ever as long as the tables stay the same.
 
-    With several ranks modules are wrapped more often, and the program that loads is built as the one that saved.
+    With several ranks modules are wrapped and trained more often, and the program that loads is built as the one that
+    saved.
     """
     random = Random(seed)
     several = num_ranks > 1
@@ -89,8 +90,8 @@ def draw(seed: int, *, num_ranks: int = 1) -> StateCase:
     def some(table: Any, *counts: int) -> tuple[str, ...]:
         return tuple(random.choice(list(table)) for _ in range(random.choice(counts)))
 
-    modules = some(MODULES, 0, 1, 1, 1, 2)
-    has_optimizer = bool(modules) and random.random() < 0.7
+    modules = some(MODULES, 0, *(1, 1, 1, 1, 1, 1) * several, 1, 1, 1, 2)
+    has_optimizer = bool(modules) and random.random() < (0.9 if several else 0.7)
     into = "running" if random.random() < 0.3 else "fresh"
     change = random.choice(CHANGES) if into == "fresh" and modules and random.random() < 0.4 and not several else ""
     if change in ("tie", "share"):
@@ -109,7 +110,7 @@ def draw(seed: int, *, num_ranks: int = 1) -> StateCase:
         extras=some(EXTRAS, 0, 0, 1, 2),
         tensors=some(TENSORS, 0, 0, 1, 2) if modules else some(TENSORS, 1, 2, 3),
         values=some(VALUES, 0, 0, 1, 2) if modules else some(VALUES, 0, 1, 2),
-        life=some(EVENTS, 0, 1, 1, 2, 3) if modules else (),
+        life=(*("step",) * several, *some(EVENTS, 0, 1, 1, 2, 3)) if modules else (),
         save=save,
         stock_readable=random.random() < 0.5,
         storage="disk" if several else random.choice(("disk", "memory")),
@@ -121,8 +122,10 @@ def draw(seed: int, *, num_ranks: int = 1) -> StateCase:
         strict=not change or random.random() < 0.3,
         context="" if random.random() < 0.8 else random.choice(CONTEXTS),
     )
-    if case.optimizer == "zero redundancy" and wrapper in DIVIDING:
-        case = replace(case, optimizer="adamw")  # who divides parameters already needs no optimizer that does
+    if case.optimizer in ("zero redundancy", "sparse adam") and wrapper in DIVIDING:
+        case = replace(case, optimizer="adamw")  # who divides parameters needs no optimizer that does, nor sparse parts
+    if several and wrapper in DIVIDING:  # torch raises of quantised modules, on the ranks that have a part of them
+        case = replace(case, modules=tuple("linear" if name == "quantised" else name for name in modules))
     if save.startswith("incremental"):
         return replace(case, life=(*(case.life or ("step",)), random.choice(BETWEEN)))
     return case
