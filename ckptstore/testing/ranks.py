@@ -92,9 +92,10 @@ def run_ranks(
     """Call `function(*args)` in n processes at once and return their results in rank order.
 
     Each has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port) set, and `env`
-    above them; and a PYTHONHASHSEED of its own, unless that is set. A rank that fails does not stop the others: they run to their end or to the deadline. Raises RanksFailed
-    with every fault, remote traceback and output when a rank raises, dies, hangs, or survives though it is in
-    `expect_killed`. No process, nor any that they started, is left when it returns.
+    above them; and a PYTHONHASHSEED of its own, unless that is set. A rank that fails does not stop the others: they
+    run to their end or to the deadline. Raises RanksFailed with every fault, remote traceback and output when a rank
+    raises, dies, hangs, or survives though it is in `expect_killed`. No process, nor any that they started, is left
+    when it returns.
     """
     where = _find(function)
     with tempfile.TemporaryDirectory(prefix="ckptstore-ranks-") as name:

@@ -48,6 +48,12 @@ def test_checks(name: str) -> None:
     run_pytest(str(HERE / f"{name}.py"))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("extension")
+def test_seeds_of_states() -> None:
+    run_pytest(str(HERE / "checks_states.py"), STAND_IN_SEEDS="500")
+
+
 SUITES = {
     "tests/state/test_optimizers.py": ("standin:1", ""),
     "tests/dcp/test_single.py": ("standin:0", "not sparse and not quantized"),

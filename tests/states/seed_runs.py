@@ -10,9 +10,9 @@ from forked_ranks import run_ranks
 from ckptstore.testing.states import StateOutcome, draw, run, run_on_ranks, script
 
 
-def check(seeds: Iterable[int], *, num_ranks: int = 1) -> None:
+def check(seeds: Iterable[int], *, num_ranks: int = 1, device: str = "") -> None:
     """Run the cases of seeds; fail with the kinds of faults, a seed and the script of each."""
-    cases = [draw(seed, num_ranks=num_ranks) for seed in seeds]
+    cases = [draw(seed, num_ranks=num_ranks, device=device) for seed in seeds]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

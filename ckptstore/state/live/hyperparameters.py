@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckptstore.state.live.contents import StoredContents
-from ckptstore.state.live.flatten import references_in
+from ckptstore.state.live.flatten import find_tensors, references_in
 from ckptstore.state.live.matching import Matching
 from ckptstore.state.live.optimizers import EMPTY_GROUPS, GROUPS, NOT_SETTINGS, Scope, settings_of_empty, split_name
 from ckptstore.state.live.units import Unit
@@ -63,10 +63,12 @@ class Hyperparameters:
 
     def _match_empty(self) -> StoredContents | None:
         """The settings of groups without parameters; left without a place where there are more or fewer of them now."""
-        saved = self._matching.saved.values.get(f"{self._unit.key}.{EMPTY_GROUPS}")
-        if not isinstance(saved, list) or len(saved) != len(settings_of_empty(self._optimizer)):
+        saved, present = self._matching.saved.values.get(f"{self._unit.key}.{EMPTY_GROUPS}"), self._optimizer
+        if not isinstance(saved, list) or len(saved) != len(settings_of_empty(present)):
             return None
-        return StoredContents((*self._unit.path, EMPTY_GROUPS), None, self._matching, fixed=False, device=None)
+        tensors = (item for _, item in find_tensors(settings_of_empty(present), ()) if isinstance(item, torch.Tensor))
+        device = next((tensor.device for tensor in tensors), None)
+        return StoredContents((*self._unit.path, EMPTY_GROUPS), None, self._matching, fixed=False, device=device)
 
     def _saved_by_parameter(self) -> dict[str, dict[str, str]]:
         """For each parameter the key of each setting. A key of a tensor inside of a value is none of its own."""

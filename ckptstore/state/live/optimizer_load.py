@@ -200,6 +200,8 @@ class OptimizerLoad:
 
     def _steps_on_device(self, parameter: torch.Tensor) -> bool:
         """Whether torch keeps the count of steps where the parameter is, and not on the host."""
+        if isinstance(self._part, torch.optim.ASGD):
+            return True
         for number, group in enumerate(self._part.param_groups):
             if any(item is parameter for item in group["params"]):
                 settings = {**group, **self._hyperparameters.plain(number)}

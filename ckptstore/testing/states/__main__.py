@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, help="how many seeds; 1 without --seconds")
     parser.add_argument("--seconds", type=float, help="run seeds for so long")
     parser.add_argument("--ranks", type=int, default=1, help="in how many processes each case runs")
+    parser.add_argument("--device", default="", help="where modules and tensors lie: cuda, for instance (the host)")
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first seed that fails")
     parser.add_argument("--script", type=Path, help="where to write the script of a failing seed (a temporary file)")
     given = parser.parse_args(arguments)
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.seconds is not None and time.monotonic() - began > given.seconds:
             break
         at_once = 1 if given.ranks == 1 else min(_AT_ONCE, _AT_ONCE if count is None else given.seed + count - seed)
-        cases = [draw(each, num_ranks=given.ranks) for each in range(seed, seed + at_once)]
+        cases = [draw(each, num_ranks=given.ranks, device=given.device) for each in range(seed, seed + at_once)]
         seed += at_once
         for outcome in _run_all(cases):
             ends[outcome.kind] += 1

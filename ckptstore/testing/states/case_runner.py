@@ -110,10 +110,11 @@ class _Run:
             self._live(ours, theirs, case.later)
         else:
             flags = self._flags ^ ({case.change} if case.change else set())
-            saved = Program(case, self._flags, salt=0) if case.tensors else ours
+            saved = self._twice(self._flags, salt=0)[0] if case.tensors else ours
             ours, theirs = self._twice(flags, salt=1)
             for program in (ours, theirs):
-                program.use_targets(saved)
+                with self._on_device():
+                    program.use_targets(saved)
         with self._on_all_ranks():
             self._load(ours, theirs, kept, names)
         with self._on_all_ranks():
@@ -140,8 +141,11 @@ class _Run:
         if ended is not None:
             raise ended
 
+    def _on_device(self) -> Any:
+        return torch.device(self._case.device) if self._case.device else nullcontext()
+
     def _twice(self, flags: frozenset[str], *, salt: int) -> tuple[Program, Program]:
-        with self._on_all_ranks():
+        with self._on_all_ranks(), self._on_device():
             try:
                 return Program(self._case, flags, salt=salt), Program(self._case, flags, salt=salt)
             except Exception as error:  # torch's word on parts that do not go together
@@ -177,9 +181,10 @@ class _Run:
         try:
             if case.save.endswith("async"):
                 pending = self._store.save_async(step, ours.state, **kinds)
-                if last and case.meanwhile:
-                    self._live(ours, theirs, (case.meanwhile,))
-                pending.result()
+                try:
+                    self._live(ours, theirs, (case.meanwhile,) if last and case.meanwhile else ())
+                finally:
+                    pending.result()
             else:
                 self._store.save(step, ours.state, **kinds)
         except (_Fault, _Done):

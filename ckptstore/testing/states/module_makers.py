@@ -86,8 +86,8 @@ class _ExtraState(_Buffers):
 
     def _of(self, count: int) -> Any:
         if self._gives == "dict":
-            return {"count": count, "amax": torch.full((2,), float(count))}
-        return torch.arange(float(count + 2 if self._gives == "growing" else 2)) + count
+            return {"count": count, "amax": torch.full((2,), float(count), device="cpu")}
+        return torch.arange(float(count + 2 if self._gives == "growing" else 2), device="cpu") + count
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         super().forward(x)

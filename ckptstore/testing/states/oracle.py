@@ -136,7 +136,7 @@ def _uncast(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
 def _filled(item: Any, saved: Any) -> Any:
     if isinstance(saved, torch.Tensor):
         if not isinstance(item, torch.Tensor) or item.is_meta or item.layout is not torch.strided or item.is_nested:
-            return saved.detach()  # a stored tensor is not known to have been a parameter
+            return saved.detach().cpu()  # a stored tensor is not known to have been a parameter, or where it was
         with torch.no_grad():
             item.copy_(saved)
         return item
@@ -181,7 +181,9 @@ def observed(state: Mapping[str, Any]) -> dict[Path, Any]:
             told = _told(item)
             parameters = [parameter for group in item.param_groups for parameter in group["params"]]
             state_of = {
-                key: _without_padding(value, parameters[key]) if isinstance(key, int) else value
+                key: _of_parameter(value, parameters[key])
+                if isinstance(key, int) and isinstance(value, dict)
+                else value
                 for key, value in told["state"].items()
                 if not _is_empty(value)
             }
@@ -196,15 +198,17 @@ def _plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
     return {plain_name(name): value for name, value in state.items()}
 
 
-def _without_padding(items: Any, parameter: torch.Tensor) -> Any:
-    """State of a flat parameter of FSDP1 without what fills up this rank's part: torch gives zeros back for it."""
+def _of_parameter(items: dict[Any, Any], parameter: torch.Tensor) -> dict[Any, Any]:
+    """What counts of the state of a parameter. Not what fills up this rank's part of a flat one of FSDP1, where torch
+    gives zeros back, nor where single numbers are: torch's load moves some that its optimizers make on the host."""
     padding = getattr(parameter, "_shard_numel_padded", 0)
-    if not padding or not isinstance(items, dict):
-        return items
-    return {
-        name: item[:-padding] if isinstance(item, torch.Tensor) and item.shape == parameter.shape else item
-        for name, item in items.items()
-    }
+    found = dict(items)
+    for name, item in items.items():
+        if isinstance(item, torch.Tensor) and not item.dim():
+            found[name] = item.cpu()
+        elif padding and isinstance(item, torch.Tensor) and item.shape == parameter.shape:
+            found[name] = item[:-padding]
+    return found
 
 
 def _is_empty(value: Any) -> bool:
@@ -226,7 +230,7 @@ def frozen(value: Any) -> Any:
 def difference(one: Any, other: Any, path: Path = (), *, marks: bool = True) -> str | None:
     """Return where and how two values differ, None when they are the same bit by bit and type by type.
 
-    Memory formats are not compared. `marks`: whether requires_grad and inference mode of tensors count.
+    Memory formats are not compared. `marks`: whether requires_grad, inference mode and the device of tensors count.
     """
     if type(one) is type(other) and type(one) in _EXACT and one == other:
         return None
@@ -271,6 +275,8 @@ def _tensors_differ(one: torch.Tensor, other: torch.Tensor, *, marks: bool) -> s
     if any(lazy):
         return None if all(lazy) else "a tensor without a shape in place of one, or the other way"
     one, other = (getattr(each, "_local_tensor", each) for each in (one, other))
+    if not marks and not one.is_meta and not other.is_meta:
+        one, other = one.cpu(), other.cpu()
     if (one.dtype, one.device, one.layout) != (other.dtype, other.device, other.layout):
         return f"{one.dtype} {one.device} {one.layout} in place of {other.dtype} {other.device} {other.layout}"
     if one.is_nested:

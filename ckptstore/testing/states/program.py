@@ -125,7 +125,8 @@ class Program:
             return
         self._count += 1
         torch.default_generator.manual_seed(self._count)  # torch.manual_seed takes a millisecond
-        data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(self._count))
+        data = torch.randn(ROWS, WIDTH, generator=torch.Generator("cpu").manual_seed(self._count), device="cpu")
+        data = data.to(self._case.device or "cpu")
 
         def closure() -> torch.Tensor:
             wrapped = [self.state[key] for key in self.modules]
@@ -266,4 +267,4 @@ def _fill(tensor: Any) -> None:
     if not is_dense or tensor.is_meta or isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         return
     local = getattr(tensor, "_local_tensor", tensor)
-    torch.empty(0, dtype=torch.uint8).set_(local.untyped_storage()).zero_()
+    torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage()).zero_()

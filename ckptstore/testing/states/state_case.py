@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from random import Random
 from typing import Any
 
-from ckptstore.testing.states.module_makers import DIVIDING, MODULES, NEEDS_RANKS, WRAPPERS
+from ckptstore.testing.states.module_makers import DIVIDING, MODULES, NEEDS_GROUP, NEEDS_RANKS, WRAPPERS
 from ckptstore.testing.states.optimizer_makers import GROUPINGS, OPTIMIZERS
 from ckptstore.testing.states.tensor_makers import TARGETS, TENSORS
 from ckptstore.testing.states.value_makers import VALUES
@@ -35,6 +35,8 @@ class StateCase:
     seed: int
     num_ranks: int = 1
     """In how many processes it runs at once. Each rank has the same modules, and raw tensors and values of its own."""
+    device: str = ""
+    """Where modules and tensors are made, "" for the host."""
     modules: tuple[str, ...] = ()
     """Of `MODULES`; the first stands in the state as "a", the second as "b"."""
     bare: bool = False
@@ -77,7 +79,7 @@ class StateCase:
         return StateCase(**given)
 
 
-def draw(seed: int, *, num_ranks: int = 1) -> StateCase:
+def draw(seed: int, *, num_ranks: int = 1, device: str = "") -> StateCase:
     """Return the case of a seed; the same for ever as long as the tables stay the same.
 
     With several ranks modules are wrapped and trained more often, and the program that loads is built as the one that
@@ -85,7 +87,8 @@ def draw(seed: int, *, num_ranks: int = 1) -> StateCase:
     """
     random = Random(seed)
     several = num_ranks > 1
-    wrappers = [name for name in WRAPPERS if several or name not in NEEDS_RANKS]
+    absent = NEEDS_GROUP if device else frozenset() if several else NEEDS_RANKS  # gloo is for the host
+    wrappers = [name for name in WRAPPERS if name not in absent]
 
     def some(table: Any, *counts: int) -> tuple[str, ...]:
         return tuple(random.choice(list(table)) for _ in range(random.choice(counts)))
@@ -101,6 +104,7 @@ def draw(seed: int, *, num_ranks: int = 1) -> StateCase:
     case = StateCase(
         seed,
         num_ranks=num_ranks,
+        device=device,
         modules=modules,
         bare=not change and random.random() < 0.4,
         wrapper="compile" if change == "unwrapped" else wrapper,
@@ -122,7 +126,7 @@ def draw(seed: int, *, num_ranks: int = 1) -> StateCase:
         strict=not change or random.random() < 0.3,
         context="" if random.random() < 0.8 else random.choice(CONTEXTS),
     )
-    if case.optimizer in ("zero redundancy", "sparse adam") and wrapper in DIVIDING:
+    if case.optimizer in ("zero redundancy", "sparse adam") and (wrapper in DIVIDING or device):
         case = replace(case, optimizer="adamw")  # who divides parameters needs no optimizer that does, nor sparse parts
     if several and wrapper in DIVIDING:  # torch raises of quantised modules, on the ranks that have a part of them
         case = replace(case, modules=tuple("linear" if name == "quantised" else name for name in modules))
