@@ -77,19 +77,30 @@ class _Parent:
                 env={**environment, "OPENBLAS_NUM_THREADS": "1"},  # else numpy starts threads when it is imported
                 pass_fds=[theirs.fileno()],
             )
+        self._has_imported = False
         atexit.register(self._end)
+
+    def wait_until_imported(self) -> None:
+        """Return when it can fork at once: ranks that start late look dead to others that are already there."""
+        with self._lock:
+            if not self._has_imported:
+                self._answer()
+                self._has_imported = True
+
+    def _answer(self) -> bytes:
+        answer = self._socket.recv(100)
+        if not answer:
+            raise RuntimeError(f"the process to fork from has ended with status {self._process.wait()}")
+        return answer
 
     def fork(self, birth: _Birth) -> _Forked:
         with self._lock:
             _become_subreaper(True)  # the rank is left by its parent, and becomes a child of this process
             try:
                 self._socket.send(pickle.dumps(birth))
-                answer = self._socket.recv(100)
+                return _Forked(int(self._answer()))
             finally:
                 _become_subreaper(False)
-        if not answer:
-            raise RuntimeError(f"the process to fork from has ended with status {self._process.wait()}")
-        return _Forked(int(answer))
 
     def _end(self) -> None:
         self._socket.close()
@@ -103,6 +114,10 @@ def run_ranks(
 
     def start(directory: Path, rank: int, environment: Mapping[str, str]) -> _Forked:
         found = {**ranks.environment_of(rank, environment), "PYTHONHASHSEED": str(rank % 2)}
+        if rank == 0:
+            parents = [_first(modules, {**found, "PYTHONHASHSEED": str(seed)}) for seed in range(min(n, 2))]
+            for parent in parents:
+                parent.wait_until_imported()
         parent = _first(modules, found)
         assert _read_at_start(found) == parent.fixed, "these variables count only when a process starts"
         files = (str(directory / name) for name in ("job", f"end-{rank}", f"output-{rank}"))
@@ -149,6 +164,7 @@ def give_birth(fd: int, modules: tuple[str, ...]) -> None:
     gc.collect()
     gc.freeze()  # else each rank copies the pages of all modules when it collects or ends
     asked = socket.socket(fileno=fd)
+    asked.send(b"imported")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test that waits ends first, and then this
     while request := asked.recv(1 << 20):
         birth = pickle.loads(request)
