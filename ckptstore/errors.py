@@ -174,7 +174,7 @@ class NoUsableCheckpoint(CkptstoreError):
 
 
 class StoreMissing(CkptstoreError):
-    """There is no store at that URI."""
+    """There is no store at that URI, or it went away while it was used."""
 
     code, exit_code = "store-missing", 10
 

@@ -13,23 +13,32 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StoreFenced, StoreNotShared
+from ckptstore.errors import (
+    CheckpointGone,
+    CkptstoreError,
+    FileMissing,
+    InvalidInput,
+    StoreFenced,
+    StoreMissing,
+    StoreNotShared,
+)
 from ckptstore.events import PruneFailed, ResumeForgotten, emit
 from ckptstore.fast import arrival
 from ckptstore.fast.fast_place import FastPlace
 from ckptstore.fast.members import Members
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.changes import Claim, StoreState
-from ckptstore.format.layout import Attempt, check_step
+from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt, check_step
 from ckptstore.format.record import Record
 from ckptstore.group import Beat, Group, check_shared, find_group
 from ckptstore.group.base import GroupOfParent
-from ckptstore.log import Log
+from ckptstore.log import SALVAGE_HINT, Log
 from ckptstore.log.identity import read_or_create_identity
 from ckptstore.retention import Candidate, Policy
 from ckptstore.runtime.beat import no_beat
 from ckptstore.runtime.fork import in_forked_child
-from ckptstore.storage.base import Storage
+from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.retry import retrying
 from ckptstore.transfer import Transfer
 
 logger = logging.getLogger("ckptstore")
@@ -114,8 +123,10 @@ class Job:
             beat()
             self.store_id()
 
-            def change(_newest: Record | None) -> Claim:
+            def change(newest: Record | None) -> Claim:
                 beat()
+                if newest is None:
+                    self._refuse_lost_log()
                 return Claim(start_token=self.group.start_token, world_size=self.group.world_size)
 
             newest = self.log.append(change)
@@ -131,12 +142,48 @@ class Job:
             )
         return newest
 
+    def _refuse_lost_log(self) -> None:
+        """Raise StoreMissing when there are checkpoints and no log: a job would begin anew beside what it has saved."""
+        files = self.storage.list(CHECKPOINT_PREFIX)
+        found = next((file.key for file in files if file.key.endswith(f"/{MANIFEST_NAME}")), None)
+        if found is not None:
+            raise StoreMissing(
+                f"The log of the store at {self.storage.uri} is gone, and its checkpoints are not: {found}, for one",
+                hint=SALVAGE_HINT,
+            )
+
+    def check_latest_there(self, newest: Record) -> None:
+        """Leader: raise StoreMissing when the latest checkpoint has lost its manifest, without which nothing of it can
+        be read, and this job has saved it: what was lost of earlier jobs a resume passes over. One request."""
+        number = newest.state.latest
+        if number is None:
+            return
+        (record,) = self.log.records([number])
+        if record.entry.epoch != self.epoch:
+            return
+        key = record.entry.prefix + MANIFEST_NAME
+        try:
+            retrying(self.config.retry, f"stat {key}", lambda: self.storage.stat(key))
+        except FileMissing:
+            again = self.log.newest()  # somebody may have removed it meanwhile, as it should be done
+            if again is None or again.state.latest == number:
+                raise StoreMissing(
+                    f"{key} is gone, of the latest checkpoint: somebody has removed or replaced checkpoints at "
+                    f"{self.storage.uri}",
+                    step=record.entry.step,
+                    file=key,
+                    hint=SALVAGE_HINT,
+                    committed=False,
+                ) from None
+
     def claim_to_save(self, step: int, beat: Beat = no_beat) -> Record:
         """Leader: `claim`, and a warning when the first thing that a job does is to save over what it could go on from.
 
         Raises StoreFenced as `claim` does.
         """
         if self.epoch is not None:
+            if isinstance(self.storage, Disk):  # elsewhere it is a request, and a commit looks
+                self.log.check_there()
             return self.claim(self.log.newest())
         newest = self.claim(None, beat)
         latest = self.log.records([] if newest.state.latest is None else [newest.state.latest])

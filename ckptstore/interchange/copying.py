@@ -17,11 +17,12 @@ import contextlib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ckptstore.catalogue import Catalogue, job_of
 from ckptstore.checkpoint import Checkpoint, files_behind
-from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidInput, StoreMissing
+from ckptstore.errors import CheckpointDamaged, CheckpointGone, FileMissing, InvalidInput, StoreMissing
 from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Pin
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, USER_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
@@ -52,6 +53,17 @@ class CopyReport:
     num_found: int
     """Files that an earlier try had copied already."""
     copied_bytes: int
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Directories that were not copied, of a store that is damaged, each with the reason."""
+
+
+class CopiedCheckpoint(NamedTuple):
+    """A checkpoint that goes into another store."""
+
+    entry: CheckpointEntry
+    """As in the store that it comes from, but for `committed_at`, which is set."""
+    files: CheckpointFiles
+    is_pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,27 +187,58 @@ def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | No
     log, newest, store_id = job.log, job.log.newest(), read_identity(job.storage)
     if newest is None or store_id is None:
         raise StoreMissing(f"There is no store at {store.uri}")
+    records = log.records(newest.state.live)
+    times = log.commit_times(records)
+    items = [
+        CopiedCheckpoint(
+            entry=replace(record.entry, committed_at=times[record.number]),
+            files=files_of(job, record),
+            is_pinned=record.number in newest.state.pinned,
+        )
+        for record in records
+    ]
+    return copy_all(items, store_id, target, executor=executor, above=newest.state.epoch)
+
+
+def copy_all(
+    items: Sequence[CopiedCheckpoint],
+    store_id: str,
+    target: OpenedPlace,
+    *,
+    executor: Executor | None,
+    above: int,
+    skips: bool = False,
+) -> CopyReport:
+    """Copy checkpoints to a store with this id, created where there is none; what it holds already is left.
+
+    Its writer epoch lies above `above`. With `skips` a checkpoint that is not whole is left out, and the report says
+    why; else it raises CheckpointDamaged. Raises InvalidInput when another store lives at the target.
+    """
     if write_identity(target.storage, store_id) != store_id:
         raise InvalidInput(f"Another store lives at {target.storage.uri}", hint="Copy to an empty place")
     own = Log(target.storage, retry=target.config.retry, single_writer=target.config.single_writer)
-    records = log.records(newest.state.live)
     total = CopyReport(uri=target.storage.uri, steps=(), present=(), num_copied=0, num_found=0, copied_bytes=0)
     there = own.newest()
-    held = {_origin(record) for record in own.records(there.state.live if there else ())}
-    epoch = _claim(own, above=newest.state.epoch) if any(_origin(record) not in held for record in records) else 0
-    for record in records:
-        if _origin(record) in held:
-            total = replace(total, present=(*total.present, record.entry.step))
+    held = {_origin(record.entry) for record in own.records(there.state.live if there else ())}
+    epoch = _claim(own, above=above) if any(_origin(item.entry) not in held for item in items) else 0
+    for entry, files, is_pinned in items:
+        if _origin(entry) in held:
+            total = replace(total, present=(*total.present, entry.step))
             continue
-        attempt = replace(_origin(record), epoch=epoch)
-        committed_at = log.commit_times([record])[record.number]
-        entry = replace(record.entry, epoch=epoch, attempt=str(attempt), committed_at=committed_at)
-        report, committed = _copy_and_commit(entry, files_of(job, record), own, target, attempt, executor)
-        if record.number in newest.state.pinned:
+        attempt = replace(_origin(entry), epoch=epoch)
+        try:
+            copied = replace(entry, epoch=epoch, attempt=str(attempt))
+            report, committed = _copy_and_commit(copied, files, own, target, attempt, executor)
+        except (CheckpointDamaged, CheckpointGone) as error:
+            if not skips:
+                raise
+            total = replace(total, left_out={**total.left_out, entry.attempt: error.message})
+            continue
+        if is_pinned:
             own.append(lambda _newest, number=committed.number: Pin((number,)))  # type: ignore[misc]
         total = replace(
             total,
-            steps=(*total.steps, record.entry.step),
+            steps=(*total.steps, entry.step),
             num_copied=total.num_copied + report.num_copied,
             num_found=total.num_found + report.num_found,
             copied_bytes=total.copied_bytes + report.copied_bytes,
@@ -226,9 +269,9 @@ def _copy_and_commit(
     return report, committed
 
 
-def _origin(record: Record) -> Attempt:
+def _origin(entry: CheckpointEntry) -> Attempt:
     """What a checkpoint has in common with its copies: they differ in the epoch."""
-    attempt = Attempt.parse(record.entry.attempt)
+    attempt = Attempt.parse(entry.attempt)
     assert attempt is not None  # an entry has checked it
     return replace(attempt, epoch=0)
 

@@ -8,6 +8,6 @@ by probing upwards from any known number, and who creates number n + 1 has decid
 store promises rests on this atomic create; the rules between two states are in `ckptstore.format.changes`.
 """
 
-from ckptstore.log.writer import Log
+from ckptstore.log.writer import SALVAGE_HINT, Log
 
-__all__ = ["Log"]
+__all__ = ["SALVAGE_HINT", "Log"]

@@ -13,11 +13,13 @@ from ckptstore.errors import (
     AccessDenied,
     CheckpointDamaged,
     CkptstoreError,
+    FileMissing,
     InvalidInput,
     StorageError,
     StorageFull,
     StorageUnavailable,
     StoreForked,
+    StoreMissing,
 )
 from ckptstore.format.changes import Change, Noop
 from ckptstore.format.layout import HINT_KEY, record_key
@@ -30,6 +32,8 @@ from ckptstore.storage.probe import has_exclusive_create, is_server
 
 _CHECKED_LINKS = 64
 _BATCH_RECORDS = 1000
+
+SALVAGE_HINT = "Stop the job. What is left of a store that was damaged so is copied by `ckptstore cp --salvage`"
 
 Decide = Callable[[Record | None], Change | None]
 
@@ -68,6 +72,26 @@ class Log(LogReader):
         with self._appending:
             return self._newest_checked()
 
+    def check_there(self) -> None:
+        """Raise StoreMissing when the newest record that this process has read or written is not there any more, or is
+        another file: the store was removed, replaced or unmounted. One request."""
+        known = self._own
+        if known is None:
+            return
+        key = record_key(known.number)
+        try:
+            size_bytes = self._retrying(f"stat {key}", lambda: self._storage.stat(key)).size_bytes
+        except FileMissing:
+            size_bytes = None
+        if size_bytes != len(known.encode()):
+            raise StoreMissing(
+                f"{key} is {'gone' if size_bytes is None else 'another file'}: somebody has removed or replaced the "
+                f"store at {self._storage.uri}, or its file system is not there",
+                file=key,
+                hint=SALVAGE_HINT,
+                committed=False,
+            )
+
     def append(self, decide: Decide) -> Record | None:
         """Write the record of the change that `decide` makes of the newest record, and return it.
 
@@ -81,6 +105,7 @@ class Log(LogReader):
         is no CkptstoreError (KeyboardInterrupt) leaves it unknown too.
 
         Raises what `decide` and `apply` raise; StoreForked when the chain of the newest 64 records does not hold;
+        StoreMissing when the newest record that this process knows is gone;
         InvalidInput when the storage cannot create-if-absent and nobody promised to be the single writer;
         CheckpointDamaged, UnsupportedVersion and StorageError as `newest` does.
         """
@@ -138,13 +163,16 @@ class Log(LogReader):
             hint = self._read_hint()
             if hint is not None:
                 self._probe(hint.newest.number)  # where it exists, the search begins there
-        self._tip = newest = self._gallop(self._own)
+        known = self._own
+        self._tip = newest = self._gallop(known)
+        if known is not None and newest is known:  # nothing was read that shows that the log is still there
+            self.check_there()
         if newest is not None and newest.number != self._linked:
             self._check_links(newest)
         if self._fork is not None:
             raise StoreForked(
                 f"The log of {self._storage.uri} does not hold together: {self._fork}",
-                hint="It can still be read: copy what you need to a new store with `ckptstore cp`",
+                hint="It can still be read: copy it with `ckptstore cp`, or, where that fails, with `--salvage`",
             )
         return newest
 

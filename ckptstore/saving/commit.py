@@ -54,9 +54,11 @@ def commit(
     def check(newest: Record | None) -> bool:
         if after is not None and newest is not None:
             _refuse_overtaken(job.log.records(range(after + 1, newest.number + 1)), request.step)
+        if newest is not None and not isinstance(job.storage, Disk):
+            job.check_latest_there(newest)
         return True
 
-    record = _append(job, manifest, _entry(manifest, data), check, beat)
+    record = _append(job, manifest, entry_of(manifest, data), check, beat)
     assert record is not None  # a commit is always written, or an error raised
     return record
 
@@ -79,7 +81,7 @@ def commit_prepared(job: Job, manifest: Manifest, data: bytes, *, save_number: i
         refuse_void(state, SaveOrder(manifest.epoch, save_number), step=manifest.step)
         return state.save_number < save_number
 
-    entry = replace(_entry(manifest, data), save_number=save_number)
+    entry = replace(entry_of(manifest, data), save_number=save_number)
     return _append(job, manifest, entry, is_next, beat) or covering(job, save_number, step=manifest.step)
 
 
@@ -127,7 +129,7 @@ def _attempt_of(manifest: Manifest) -> Attempt:
     return attempt
 
 
-def _entry(manifest: Manifest, data: bytes) -> CheckpointEntry:
+def entry_of(manifest: Manifest, data: bytes) -> CheckpointEntry:
     """What the record will say of the manifest with these bytes."""
     return CheckpointEntry(
         step=manifest.step,

@@ -58,8 +58,11 @@ class LogKeeper:
         return job.claim_to_save(request.step, beat)
 
     def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
-        """See `Keeper.begin`. Raises StepExists, StorageFull, and what `claim` raises."""
+        """See `Keeper.begin`. Raises StepExists, StorageFull, StoreMissing where the store has
+        lost checkpoints or its log, and what `claim` raises."""
         newest = self.claim(request, beat)
+        if isinstance(self.storage, Disk):  # elsewhere it is a request, and a commit looks
+            self.job.check_latest_there(newest)
         if request.options["exists"] == "error":
             self._refuse_existing(newest, request.step)
         self._check_room(decision, beat)

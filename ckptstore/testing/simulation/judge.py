@@ -15,6 +15,7 @@ from ckptstore.errors import (
     StepExists,
     StorageError,
     StoreFenced,
+    StoreMissing,
 )
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt
 from ckptstore.testing.simulation.model import Violation
@@ -135,6 +136,8 @@ def _allowed(world: World, member: Member, action: Action, error: BaseException)
         return "judged above"
     if isinstance(error, SaveBusy):
         return "it was asked for"
+    if isinstance(error, StoreMissing) and error.file and error.file not in world.model.space.files:
+        return "it has lost what it saved"
     return None
 
 

@@ -232,6 +232,7 @@ class World:
         """The process ends here."""
         self.scheduler.kill(member.process)
         self.model.ends_reading(member.process.pid)
+        self.model.careful.discard(member.process.pid)  # a lease of it may still arrive
         self.done(member)
 
     def done(self, member: Member) -> None:

@@ -1,0 +1,154 @@
+"""Whatever a store has lost, `cp --salvage` brings each checkpoint that is whole to a new one, and says what is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import closing
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ckptstore
+from ckptstore.cli import main
+from ckptstore.interchange.salvage import salvage_store
+from ckptstore.transfer.opened import open_place
+
+STEPS = range(4)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": torch.arange(1000.0) + step, "step": step}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with four checkpoints, of which one refers to another, one is pinned and one more was removed."""
+    root = tmp_path_factory.mktemp("whole") / "store"
+    with ckptstore.open_store(root, durable=False, retention=ckptstore.KeepAll()) as store:
+        for step in STEPS:
+            store.save(step, state_of(step))
+        store.save(4, state_of(3) | {"step": 4}, incremental="reference")
+        store.save(5, state_of(3) | {"step": 5}, incremental="reference")
+        store.save(9, state_of(9))
+        store.roll_back(5)
+        store.pin(1)
+    return root
+
+
+def lose_log(root: Path) -> None:
+    shutil.rmtree(root / "log")
+
+
+def lose_first_record(root: Path) -> None:
+    (root / "log/0000000001.json").unlink()
+
+
+def lose_a_record(root: Path) -> None:
+    (root / "log/0000000004.json").unlink()
+
+
+def lose_newest_record(root: Path) -> None:
+    max(root.glob("log/*.json")).unlink()
+
+
+def tear_a_record(root: Path) -> None:
+    path = max(root.glob("log/*.json"))
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def lose_identity(root: Path) -> None:
+    (root / "store.json").unlink()
+
+
+def lose_hint(root: Path) -> None:
+    (root / "latest.json").unlink()
+
+
+RECORDS = [lose_log, lose_first_record, lose_a_record, lose_newest_record, tear_a_record]
+OTHERS = [lose_identity, lose_hint]
+
+
+def directory_of(root: Path, step: int) -> Path:
+    return next(root.glob(f"checkpoints/step-{step:010}-*"))
+
+
+def lose_directory(root: Path) -> None:
+    shutil.rmtree(directory_of(root, 0))
+
+
+def lose_manifest(root: Path) -> None:
+    (directory_of(root, 2) / "ckptstore.json").unlink()
+
+
+def damage_a_file(root: Path) -> None:
+    path = max(directory_of(root, 2).glob("*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+LOST_STEPS = {lose_directory: 0, lose_manifest: 2, damage_a_file: 2}
+
+
+def check(root: Path, target: Path, *, lost: set[int], log_is_whole: bool) -> None:
+    with closing(open_place(root)) as source, closing(open_place(target)) as there:
+        report = salvage_store(source, there)
+    left = {step for step in (0, 1, 2, 3, 4, 5) if step not in lost}
+    with ckptstore.open_store(target, group="solo") as store:
+        found = {checkpoint.step for checkpoint in store}
+        assert found - {9} == left
+        assert 9 not in found or not log_is_whole, "what the log says was removed stays out"
+        for checkpoint in store:
+            loaded = {"w": torch.zeros(1000), "step": -1}
+            checkpoint.load(loaded)
+            expected = state_of(min(checkpoint.step, 3) if checkpoint.step != 9 else 9)
+            assert torch.equal(loaded["w"], expected["w"])
+            assert loaded["step"] == checkpoint.step
+            assert checkpoint.verify().ok
+        assert store.save(10, state_of(10)).step == 10
+    assert set(report.steps) == found
+    for step in lost & {2}:
+        assert any(f"step-{step:010}-" in name for name in report.left_out), report.left_out
+
+
+@pytest.mark.parametrize("lost", [*LOST_STEPS, None], ids=lambda loss: getattr(loss, "__name__", "no checkpoint"))
+@pytest.mark.parametrize("of_log", [*RECORDS, None], ids=lambda loss: getattr(loss, "__name__", "no record"))
+def test_every_combination(whole: Path, tmp_path: Path, of_log: Any, lost: Any) -> None:
+    for count in range(len(OTHERS) + 1):
+        for others in combinations(OTHERS, count):
+            root = tmp_path / "-".join(["lost", *(loss.__name__ for loss in others)])
+            shutil.copytree(whole, root)
+            losses = [loss for loss in (of_log, lost, *others) if loss is not None]
+            for loss in losses:
+                loss(root)
+            steps = {LOST_STEPS[loss] for loss in losses if loss in LOST_STEPS}
+            check(root, tmp_path / f"{root.name}-copy", lost=steps, log_is_whole=of_log is None)
+
+
+def test_the_command(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "lost")
+    lose_log(tmp_path / "lost")
+    damage_a_file(tmp_path / "lost")
+    runner, arguments = CliRunner(), ["cp", "--salvage", str(tmp_path / "lost"), str(tmp_path / "copy")]
+    done = runner.invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    assert "left out: step-0000000002-" in done.output
+    again = json.loads(runner.invoke(main, [*arguments, "--json"]).stdout)
+    assert again["copied_steps"] == []
+    assert again["present_steps"] == [0, 1, 3, 4, 5, 9]
+    assert len(again["left_out"]) == 1
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = CliRunner().invoke(main, ["cp", "--salvage", str(tmp_path / "empty"), str(tmp_path / "copy")])
+    assert done.exit_code == ckptstore.StoreMissing.exit_code
+    assert not (tmp_path / "copy").exists()
