@@ -144,8 +144,12 @@ class Job:
 
     def _refuse_lost_log(self) -> None:
         """Raise StoreMissing when there are checkpoints and no log: a job would begin anew beside what it has saved."""
-        files = self.storage.list(CHECKPOINT_PREFIX)
-        found = next((file.key for file in files if file.key.endswith(f"/{MANIFEST_NAME}")), None)
+
+        def find() -> str | None:
+            files = self.storage.list(CHECKPOINT_PREFIX)
+            return next((file.key for file in files if file.key.endswith(f"/{MANIFEST_NAME}")), None)
+
+        found = retrying(self.config.retry, f"list {CHECKPOINT_PREFIX}", find)
         if found is not None:
             raise StoreMissing(
                 f"The log of the store at {self.storage.uri} is gone, and its checkpoints are not: {found}, for one",

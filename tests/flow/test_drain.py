@@ -102,7 +102,7 @@ class Gate:
         self.opened, self.reached = threading.Event(), threading.Event()
 
     def __call__(self, call: Call) -> None:
-        where = ("checkpoints", "log") if self.fails else ("checkpoints",)
+        where = ("checkpoints/step", "log") if self.fails else ("checkpoints/step",)
         if call.phase == "before" and call.key.startswith(where) and not self.opened.is_set():
             self.reached.set()
             if self.fails:

@@ -9,11 +9,21 @@ from typing import Any, ClassVar
 from ckptstore.bench.case import Case
 from ckptstore.bench.figures.report import OURS, Role
 from ckptstore.bench.peers.base import Contender, Wait
+from ckptstore.catalogue import job_of
+from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
 from ckptstore.opening import open_store
 from ckptstore.saving.background import UploaderKind
 from ckptstore.store import CheckpointStore
 
 _STEP = 1
+
+
+def drop_files(store: CheckpointStore) -> None:
+    """Remove the files of all checkpoints. Log and manifests stay: without them a job takes its store for lost."""
+    storage = job_of(store).storage
+    for checkpoint in store:
+        files = storage.list(f"{CHECKPOINT_PREFIX}{checkpoint.uri.rpartition('/')[2]}/")
+        storage.delete([file.key for file in files if not file.key.endswith(f"/{MANIFEST_NAME}")])
 
 
 class Ckptstore(Contender):
@@ -89,10 +99,10 @@ class KeptCkptstore(Ckptstore):
         return None
 
     def after(self, place: str) -> None:
-        """The files go, so that no turn finds a fuller disk than another; the log stays."""
+        """No turn finds a fuller disk than another."""
         assert self.store is not None
-        if self.case.rank == 0 and (checkpoint := self.store.latest()) is not None:
-            self.case.place.remove(checkpoint.uri)
+        if self.case.rank == 0:
+            drop_files(self.store)
 
 
 class AsyncCkptstore(KeptCkptstore):

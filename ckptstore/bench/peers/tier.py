@@ -13,7 +13,7 @@ from ckptstore.bench.case import Case
 from ckptstore.bench.destination import Place
 from ckptstore.bench.figures.report import OURS, Role
 from ckptstore.bench.peers.base import Contender, Wait
-from ckptstore.bench.peers.own import AsyncCkptstore, Ckptstore
+from ckptstore.bench.peers.own import AsyncCkptstore, Ckptstore, drop_files
 from ckptstore.fast.tier import FastTier
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepEvery
@@ -108,11 +108,10 @@ class NoTier(AsyncCkptstore):
         return self.wrap(open_store(in_bucket(self.case, place), storage_options=options))
 
     def after(self, place: str) -> None:
-        """The files go, for they take memory of the server; the log stays."""
+        """The files take memory of the server."""
         assert self.store is not None
         if self.case.rank == 0:
-            for checkpoint in self.store:
-                bucket_of(self.case).remove(checkpoint.uri)
+            drop_files(self.store)
 
 
 class ToDisk(Ckptstore):
@@ -241,8 +240,7 @@ class CappedDrain(Contender):
         assert self._store is not None
         self._store.drain()
         if self.case.rank == 0:
-            for checkpoint in self._store:
-                bucket_of(self.case).remove(checkpoint.uri)
+            drop_files(self._store)
 
     def close(self) -> None:
         if self._store is not None:

@@ -9,6 +9,7 @@ from os import sched_getaffinity
 import torch
 import xxhash
 
+from ckptstore.state.tensors.segments import as_bytes
 from ckptstore.state.tensors.tensor_memory import bytes_of, is_plain_memory
 
 _PIECE_BYTES = 16 << 20
@@ -100,7 +101,7 @@ def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _words_of(piece: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor as int64, with zeros at the end."""
-    plain = piece.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    plain = as_bytes(piece)
     missing = -plain.numel() % _WORD_BYTES
     if missing or plain.storage_offset() % _WORD_BYTES:
         padded = torch.zeros(plain.numel() + missing, dtype=torch.uint8, device=plain.device)

@@ -130,7 +130,7 @@ def _payloads(tensors: Sequence[torch.Tensor]) -> list[bytes]:
         else:
             away.setdefault(tensor.device, []).append(index)
     for indices in away.values():
-        flat = [_as_bytes(tensors[index]) for index in indices]
+        flat = [as_bytes(tensors[index]) for index in indices]
         joined = torch.cat(flat).cpu()
         view, start = view_of(joined), 0
         for index, part in zip(indices, flat, strict=True):
@@ -139,8 +139,10 @@ def _payloads(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     return found
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in one row, where it is; a copy where they do not lie so."""
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element is contiguous with any stride
 
 
 def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -66,6 +66,7 @@ TENSORS: Mapping[str, Callable[[], Any]] = {
     "stepped": lambda: torch.randn(21)[1::3],
     "with an offset": lambda: torch.randn(30)[7:19].view(3, 4),
     "expanded": lambda: torch.randn(3, 1).expand(3, 4),
+    "one element, stride 0": lambda: torch.randn(()).expand(1),
     "sliding window": lambda: torch.randn(8).as_strided((5, 4), (1, 1)),
     "conj": lambda: torch.randn(4, 3, dtype=torch.complex64).conj(),
     "neg": lambda: torch.randn(4, 3, dtype=torch.complex128).conj().imag,
