@@ -68,3 +68,14 @@ def test_states_of_other_suites(suite: str) -> None:
     """Tests that were written for the host, with torch's default device there."""
     device, chosen = SUITES[suite]
     run_pytest(suite, "-k", chosen, STAND_IN_DEFAULT=device)
+
+
+STATE_SUITES = ("any_state", "cast", "flatten", "incremental", "modes", "modules", "nothing_silent", "plan", "values")
+"""Of tests/state those without ranks, which meet through gloo, on the host, and that read no memory by address."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("extension")
+def test_the_suites_of_states() -> None:
+    paths = [f"tests/state/test_{name}.py" for name in (*STATE_SUITES, "shared_memory", "wrapped_state")]
+    run_pytest(*paths, "-m", "not slow", STAND_IN_DEFAULT="standin:0")
