@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import closing
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +121,14 @@ def check(root: Path, target: Path, *, lost: set[int], log_is_whole: bool) -> No
 @pytest.mark.parametrize("lost", [*LOST_STEPS, None], ids=lambda loss: getattr(loss, "__name__", "no checkpoint"))
 @pytest.mark.parametrize("of_log", [*RECORDS, None], ids=lambda loss: getattr(loss, "__name__", "no record"))
 def test_every_combination(whole: Path, tmp_path: Path, of_log: Any, lost: Any) -> None:
-    for count in range(len(OTHERS) + 1):
-        for others in combinations(OTHERS, count):
-            root = tmp_path / "-".join(["lost", *(loss.__name__ for loss in others)])
-            shutil.copytree(whole, root)
-            losses = [loss for loss in (of_log, lost, *others) if loss is not None]
-            for loss in losses:
-                loss(root)
-            steps = {LOST_STEPS[loss] for loss in losses if loss in LOST_STEPS}
-            check(root, tmp_path / f"{root.name}-copy", lost=steps, log_is_whole=of_log is None)
+    for others in ([], OTHERS):
+        root = tmp_path / "-".join(["lost", *(loss.__name__ for loss in others)])
+        shutil.copytree(whole, root)
+        losses = [loss for loss in (of_log, lost, *others) if loss is not None]
+        for loss in losses:
+            loss(root)
+        steps = {LOST_STEPS[loss] for loss in losses if loss in LOST_STEPS}
+        check(root, tmp_path / f"{root.name}-copy", lost=steps, log_is_whole=of_log is None)
 
 
 def test_the_command(whole: Path, tmp_path: Path) -> None:
