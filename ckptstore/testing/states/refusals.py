@@ -63,6 +63,11 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda case: case.wrapper.startswith("fsdp1"),
     ),
     Refusal(
+        "load", InvalidState, r"optimizer at 'optimizer' has .* and FSDP1 cannot put the parts",
+        "The same holds for a running optimizer that has come to such state since the save.",
+        lambda case: case.wrapper.startswith("fsdp1") and case.into == "running" and case.optimizer == "lists in state",
+    ),
+    Refusal(
         "load", StateMismatch, r"optimizer\.state\..* has no .* with which FSDP1 keeps it in one flat parameter",
         "FSDP1 gives the parameters that it keeps in one flat parameter state together, or none of them.",
         lambda case: case.wrapper == "fsdp1 flat" and bool(case.change),
