@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError, StoreMissing
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt
@@ -40,59 +41,72 @@ def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executo
     """Copy every checkpoint that is whole, whatever the log says, into a new store, in the order of their saves.
 
     A checkpoint is what has a manifest below `checkpoints/` and all files with the digests of it. Of one step the last
-    one counts. What the log, as far as it can be read, has in the trash stays out; without a log that is not known, so
-    checkpoints that had been removed may come back. Pins are kept where the log tells of them. `left_out` of the report
-    says what was not copied, and why. The source is not changed. Run again, it goes on where it broke off.
+    one that is whole counts. What the log, as far as it can be read, has in the trash stays out; without a log that is
+    not known, so checkpoints that had been removed may come back. Pins are kept where the log tells of them. `left_out`
+    of the report says what was not copied, and why. The source is not changed. Run again, it goes on where it broke
+    off.
 
     Raises StoreMissing where nothing is left, InvalidInput when another store lives at the target.
     """
     manifests, left_out = _manifests(source)
-    known = _read_log(source)
     identity = _identity(source, manifests)
     if identity is None:
         raise StoreMissing(
             f"There are no checkpoints below {source.storage.uri}/{CHECKPOINT_PREFIX.rstrip('/')} that can be read",
             hint="; ".join(f"{name}: {why}" for name, why in left_out.items()) or None,
         )
-    chosen: dict[int, tuple[Attempt, CopiedCheckpoint]] = {}
+    known = _read_log(source)
+    by_step: dict[int, list[CopiedCheckpoint]] = {}
     for name, (manifest, data) in manifests.items():
         attempt = Attempt.parse(name)
-        if attempt is None or manifest.store_id != identity or name in known.trash:
-            other = "it is of another store" if manifest.store_id != identity else "it was removed"
-            left_out[name] = "its directory has no name of an attempt" if attempt is None else other
-            continue
-        whole = manifest.made_whole()
-        entry = replace(entry_of(whole, data if whole is manifest else whole.encode()), attempt=name)
-        key = f"{entry.prefix}{MANIFEST_NAME}"
-        written = retrying(source.config.retry, f"stat {key}", lambda key=key: source.storage.stat(key))  # type: ignore[misc]
-        item = CopiedCheckpoint(
-            entry=replace(entry, committed_at=written.modified_seconds),
-            files=_FilesOfStore(
-                storage=source.storage,
-                transfer=source.transfer,
-                config=source.config,
-                prefix=entry.prefix,
-                record=None,
-            ),
-            is_pinned=name in known.pinned,
-        )
-        before = chosen.get(manifest.step)
-        if before is None or _order(before[0], before[1]) < _order(attempt, item):
-            chosen[manifest.step] = attempt, item
-        if before is not None:
-            first = min((before, (attempt, item)), key=lambda pair: _order(*pair))
-            left_out[first[1].entry.attempt] = f"a later save of step {manifest.step} is there"
-    items = [item for _, item in sorted(chosen.values(), key=lambda pair: _order(*pair))]
-    report = copy_all(items, identity, target, executor=executor, above=_highest(manifests), skips=True)
+        if attempt is None:
+            left_out[name] = "its directory has no name of an attempt"
+        elif manifest.store_id != identity:
+            left_out[name] = "it is of another store"
+        elif name in known.trash:
+            left_out[name] = "it was removed"
+        else:
+            by_step.setdefault(manifest.step, []).append(_item(source, attempt, manifest, data, known))
+    chosen = [_last_whole(sorted(items, key=_order), left_out) for items in by_step.values()]
+    above = max((item.entry.epoch for items in by_step.values() for item in items), default=0)
+    report = copy_all(sorted(chosen, key=_order), identity, target, executor=executor, above=above, skips=True)
     return replace(report, left_out={**left_out, **report.left_out})
 
 
-def _order(attempt: Attempt, item: CopiedCheckpoint) -> tuple[int, float, int]:
-    return attempt.epoch, item.entry.created_at, item.entry.step
+def _item(source: OpenedPlace, attempt: Attempt, manifest: Manifest, data: bytes, known: _Known) -> CopiedCheckpoint:
+    """A checkpoint as it goes into a store: the epoch is that of its directory, which may be a copy."""
+    whole = manifest.made_whole()
+    key = f"{attempt.prefix}{MANIFEST_NAME}"
+    written = retrying(source.config.retry, f"stat {key}", lambda: source.storage.stat(key))
+    entry = entry_of(whole, data if whole is manifest else whole.encode())
+    files = _FilesOfStore(
+        storage=source.storage, transfer=source.transfer, config=source.config, prefix=attempt.prefix, record=None
+    )
+    return CopiedCheckpoint(
+        replace(entry, attempt=str(attempt), epoch=attempt.epoch, committed_at=written.modified_seconds),
+        files,
+        is_pinned=str(attempt) in known.pinned,
+    )
 
 
-def _highest(names: dict[str, tuple[Manifest, bytes]]) -> int:
-    return max((attempt.epoch for name in names if (attempt := Attempt.parse(name))), default=0)
+def _order(item: CopiedCheckpoint) -> tuple[int, float, int]:
+    return item.entry.epoch, item.entry.created_at, item.entry.step
+
+
+def _last_whole(items: list[CopiedCheckpoint], left_out: dict[str, str]) -> CopiedCheckpoint:
+    """Of saves of one step the last one that is whole, or the last one. Only where there are several they are read."""
+    chosen = next((item for item in reversed(items) if _is_whole(item)), items[-1]) if len(items) > 1 else items[0]
+    for item in items:
+        if item is not chosen:
+            left_out[item.entry.attempt] = f"{chosen.entry.attempt} is of step {item.entry.step} too"
+    return chosen
+
+
+def _is_whole(item: CopiedCheckpoint) -> bool:
+    try:
+        return Checkpoint(item.files).verify().ok
+    except CkptstoreError:
+        return False
 
 
 def _manifests(source: OpenedPlace) -> tuple[dict[str, tuple[Manifest, bytes]], dict[str, str]]:

@@ -131,6 +131,26 @@ def test_every_combination(whole: Path, tmp_path: Path, of_log: Any, lost: Any) 
         check(root, tmp_path / f"{root.name}-copy", lost=steps, log_is_whole=of_log is None)
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_of_two_saves_of_a_step_the_last_whole_one_counts(tmp_path: Path, is_damaged: bool) -> None:
+    root = tmp_path / "store"
+    with ckptstore.open_store(root, durable=False) as store:
+        store.save(2, state_of(2))
+    with ckptstore.open_store(root, durable=False) as store:
+        store.save(2, state_of(5), exists="replace")
+    first, second = sorted(root.glob("checkpoints/step-*"), key=lambda path: path.name.split("-e")[1])
+    if is_damaged:
+        max(second.glob("*.distcp")).unlink()
+    lose_log(root)
+    with closing(open_place(root)) as source, closing(open_place(tmp_path / "copy")) as target:
+        report = salvage_store(source, target)
+    assert list(report.left_out) == [second.name if is_damaged else first.name]
+    with ckptstore.open_store(tmp_path / "copy") as store:
+        loaded = {"w": torch.zeros(1000), "step": -1}
+        store.load(loaded)
+        assert loaded["step"] == (2 if is_damaged else 5)
+
+
 def test_the_command(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "lost")
     lose_log(tmp_path / "lost")

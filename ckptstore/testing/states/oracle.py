@@ -165,6 +165,19 @@ def holds(state: Any, kept: Mapping[Path, Any]) -> str | None:
     return None
 
 
+def gives_other_sizes(state: Mapping[str, Any]) -> bool:
+    """Return whether torch has given a flat parameter of FSDP1 state of the size that it had with other layers:
+    `load_state_dict` goes by position and does not look. Then its answer says nothing."""
+    return any(
+        isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape
+        for _, item, _ in _objects_and_values(state)
+        if isinstance(item, torch.optim.Optimizer)
+        for parameter, items in item.state.items()
+        if hasattr(parameter, "_shard_numel_padded")
+        for value in items.values()
+    )
+
+
 def observed(state: Mapping[str, Any]) -> dict[Path, Any]:
     """Return all that can be seen of a state: state_dicts, and of modules every parameter and buffer too."""
     found: dict[Path, Any] = {}
