@@ -74,19 +74,26 @@ class Log(LogReader):
 
     def check_there(self) -> None:
         """Raise StoreMissing when the newest record that this process has read or written is not there any more, or is
-        another file: the store was removed, replaced or unmounted. One request."""
+        another one: the store was removed, replaced or unmounted. One request; on a disk all bytes are compared, else
+        the size."""
         known = self._own
         if known is None:
             return
-        key = record_key(known.number)
+        key, storage = record_key(known.number), self._storage
+
+        def is_same() -> bool:
+            if isinstance(storage, Disk):
+                return storage.read(key) == known.encode()
+            return storage.stat(key).size_bytes == len(known.encode())
+
         try:
-            size_bytes = self._retrying(f"stat {key}", lambda: self._storage.stat(key)).size_bytes
+            wrong = "" if self._retrying(f"look at {key}", is_same) else "another one"
         except FileMissing:
-            size_bytes = None
-        if size_bytes != len(known.encode()):
+            wrong = "gone"
+        if wrong:
             raise StoreMissing(
-                f"{key} is {'gone' if size_bytes is None else 'another file'}: somebody has removed or replaced the "
-                f"store at {self._storage.uri}, or its file system is not there",
+                f"{key} is {wrong}: somebody has removed or replaced the store at {storage.uri}, or its file system is "
+                "not there",
                 file=key,
                 hint=SALVAGE_HINT,
                 committed=False,

@@ -25,10 +25,19 @@ def replaced_by_an_older_copy(root: Path) -> None:
     shutil.copytree(root.with_name("before"), root)
 
 
+def replaced_by_another(root: Path) -> None:
+    """One with as many records, of the very same sizes."""
+    for path in (root / "log").iterdir():
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data[::-1])
+
+
 LOSSES: dict[str, tuple[Loss, str]] = {
     "all of it": (shutil.rmtree, "log/0000000003.json is gone"),
     "moved away": (lambda root: root.rename(root.with_name("away")), "log/0000000003.json is gone"),
     "an older copy": (replaced_by_an_older_copy, "log/0000000003.json is gone"),
+    "another store": (replaced_by_another, "log/0000000003.json is another one"),
     "the log": (lambda root: shutil.rmtree(root / "log"), "log/0000000003.json is gone"),
     "the newest record": (lambda root: (root / "log/0000000003.json").unlink(), "log/0000000003.json is gone"),
     "checkpoints": (lambda root: shutil.rmtree(root / "checkpoints"), "ckptstore.json is gone, of the latest"),
