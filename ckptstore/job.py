@@ -172,9 +172,8 @@ class Job:
             again = self.log.newest()  # somebody may have removed it meanwhile, as it should be done
             if again is None or again.state.latest == number:
                 raise StoreMissing(
-                    f"{key} is gone, of the latest checkpoint: somebody has removed or replaced checkpoints at "
-                    f"{self.storage.uri}",
-                    step=record.entry.step,
+                    f"{key} is gone, of the latest checkpoint (step {record.entry.step}): somebody has removed or "
+                    f"replaced checkpoints at {self.storage.uri}",
                     file=key,
                     hint=SALVAGE_HINT,
                     committed=False,

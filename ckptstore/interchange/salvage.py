@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import CkptstoreError, StoreMissing
+from ckptstore.errors import CkptstoreError, InvalidInput, StoreMissing
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.interchange.copying import CopiedCheckpoint, CopyReport, copy_all
@@ -46,8 +46,13 @@ def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executo
     of the report says what was not copied, and why. The source is not changed. Run again, it goes on where it broke
     off.
 
-    Raises StoreMissing where nothing is left, InvalidInput when another store lives at the target.
+    Raises StoreMissing where nothing is left, InvalidInput when another store lives at the target, or the target is the
+    source or lies below it.
     """
+    if f"{target.storage.uri.rstrip('/')}/".startswith(f"{source.storage.uri.rstrip('/')}/"):
+        raise InvalidInput(
+            f"{target.storage.uri} is the damaged store, or lies in it", hint="Copy what is left to another place"
+        )
     manifests, left_out = _manifests(source)
     identity = _identity(source, manifests)
     if identity is None:

@@ -165,6 +165,31 @@ def test_the_command(whole: Path, tmp_path: Path) -> None:
     assert len(again["left_out"]) == 1
 
 
+@pytest.mark.parametrize("below", ["", "inside"])
+def test_a_store_is_not_copied_into_itself(whole: Path, tmp_path: Path, below: str) -> None:
+    root = tmp_path / "lost"
+    shutil.copytree(whole, root)
+    lose_log(root)
+    lose_hint(root)
+    before = sorted(root.rglob("*"))
+    done = CliRunner().invoke(main, ["cp", "--salvage", str(root), str(root / below)])
+    assert done.exit_code == ckptstore.InvalidInput.exit_code
+    assert sorted(root.rglob("*")) == before
+
+
+def test_what_others_leave_beside_checkpoints_is_told(whole: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run é [1]"
+    shutil.copytree(whole, root)
+    lose_log(root)
+    (root / "checkpoints/.DS_Store").write_bytes(b"x")
+    (root / "checkpoints/checkpoint-500").mkdir()
+    (root / "checkpoints/checkpoint-500/model.safetensors").write_bytes(b"x")
+    with closing(open_place(root)) as source, closing(open_place(tmp_path / "copy")) as target:
+        report = salvage_store(source, target)
+    assert set(report.left_out) == {".DS_Store", "checkpoint-500"}
+    assert set(report.steps) == {0, 1, 2, 3, 4, 5, 9}
+
+
 def test_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = CliRunner().invoke(main, ["cp", "--salvage", str(tmp_path / "empty"), str(tmp_path / "copy")])

@@ -159,7 +159,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_failed_asynchronous_save_is_raised_or_tolerated(tmp_path: Path) -> None:
     ((strict, tolerant),) = run_ranks(1, call, "failing", f"{tmp_path}/store")
-    assert strict == ("FileMissing at step 10", [5])
+    assert strict == ("StoreMissing at step 10", [5])
     assert tolerant == ("", [5, 15, 20])
 
 

@@ -263,3 +263,8 @@ def test_a_short_answer_is_damage_only_when_the_file_is_short() -> None:
     for file_bytes in (5, None):
         with pytest.raises(StorageUnavailable):
             filling.end(file_bytes=file_bytes, end_offset=5)
+
+
+def test_options_inside_of_an_option_are_no_text() -> None:
+    with pytest.raises(InvalidInput, match=r"client_kwargs'\] is a str, and has options inside of it"):
+        for_obstore("s3://bucket/run", {"client_kwargs": '{"region_name": "eu-west-1"}'}, {})

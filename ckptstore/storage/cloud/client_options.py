@@ -97,6 +97,11 @@ class _Remaining:
     """Options that are taken one by one; what is left at the end has no equivalent."""
 
     def __init__(self, options: Mapping[str, Any], path: str = "storage_options") -> None:
+        if not isinstance(options, Mapping):
+            raise InvalidInput(
+                f"{path} is a {type(options).__name__}, and has options inside of it",
+                hint="On a command line they are --storage-option OUTER.INNER=VALUE, or OUTER:=JSON",
+            )
         self._options = {name: value for name, value in options.items() if name not in _CACHING}
         self._path = path
 

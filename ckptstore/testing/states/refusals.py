@@ -65,7 +65,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "load", InvalidState, r"optimizer at 'optimizer' has .* and FSDP1 cannot put the parts",
         "The same holds for a running optimizer that has come to such state since the save.",
-        lambda case: case.wrapper.startswith("fsdp1") and case.into == "running" and case.optimizer == "lists in state",
+        lambda case: (
+            case.wrapper.startswith("fsdp1")
+            and case.into == "running"
+            and case.optimizer in ("lists in state", "global item")
+        ),
     ),
     Refusal(
         "load", StateMismatch, r"optimizer\.state\..* has no .* with which FSDP1 keeps it in one flat parameter",
