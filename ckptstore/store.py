@@ -143,7 +143,7 @@ class CheckpointStore(Catalogue):
         request = story.checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
         options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
         return self._state_saver.save_async(
-            state, request, self._saved, options=options, uploader=uploader, clock=clock
+            state, request, self._saved, options=options, uploader=uploader, max_failures=max_failures, clock=clock
         )
 
     def dcp_target(

@@ -183,6 +183,13 @@ class Background:
         self._thread.start()
         return pending
 
+    def failed(self, pending: PendingSave, error: CkptstoreError, *, max_failures: int) -> PendingSave:
+        """Let a save have failed before it could `start`. Raises the error when it is not tolerated."""
+        self._fail(pending, error)
+        pending._ended.set()
+        self.raise_failure(max_failures=max_failures)
+        return pending
+
     def _fail(self, pending: PendingSave, error: CkptstoreError) -> None:
         self._failures += 1
         pending._error = self._unseen = error

@@ -13,7 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidInput, RankFailed, StorageFull
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CkptstoreError,
+    FileMissing,
+    InvalidInput,
+    RankFailed,
+    StorageFull,
+    StoreMissing,
+)
 from ckptstore.events import FastFull, StateStaged, emit
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.partner import DoubledUpload
@@ -98,11 +106,14 @@ class StateSaver:
         *,
         options: StateOptions,
         uploader: str,
+        max_failures: int = 0,
         clock: SaveClock,
     ) -> PendingSave:
         """Save a copy of a state in the background, where no other save is; returns when the copy is made. Collective.
 
-        `done` makes the result of the pending save from what `save` returns. The clock was started by the call.
+        `done` makes the result of the pending save from what `save` returns. The clock was started by the call. That
+        the job's store is not there counts as a save that has failed, of which `max_failures` in a row are tolerated:
+        a network mount may come back.
         """
         in_process = uploader == "process"
         if in_process:
@@ -113,7 +124,13 @@ class StateSaver:
                 self.upload_process(target.storage)
         upload = _StagedUpload(self, target, in_process=in_process)
         shard = self._shard(state, options, target, upload=self._doubled(upload, target))
-        begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
+        try:
+            begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
+        except StoreMissing as error:
+            if self.job.epoch is None:
+                raise
+            pending = PendingSave(request.step, stalled_seconds=clock.released())
+            return self.background.failed(pending, error, max_failures=max_failures)
         staged = _Staged(shard, check_all=self.job.config.transfer.check_copies == "all")
 
         def finish() -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from ckptstore.errors import CkptstoreError, InvalidInput, InvalidStep, RankTimeout
+from ckptstore.errors import CkptstoreError, InvalidInput, InvalidStep
 from ckptstore.events import SaveFailed, emit
 from ckptstore.format.layout import Attempt, known_step
 from ckptstore.format.manifest import Kind
@@ -204,7 +204,7 @@ def meet(
     while True:
         try:
             agreed, told = _unpacked(group.exchange(tag, describe, decide, step=request.step))
-        except RankTimeout as error:
+        except CkptstoreError as error:
             error.at(step=request.step)
             raise
         shard.hear(told)

@@ -150,3 +150,18 @@ def test_a_mount_that_comes_back(tmp_path: Path) -> None:
             store.save(2, {"a": 2})
         (tmp_path / "away").rename(root)
         assert store.save(2, {"a": 2}).step == 2
+
+
+def test_what_comes_back_is_tolerated_by_who_asks_for_it(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with begun(root) as store:
+        root.rename(tmp_path / "unmounted")
+        pending = store.save_async(2, {"a": 2}, max_failures=1)
+        assert isinstance(pending.error(), StoreMissing)
+        with pytest.raises(StoreMissing) as caught:
+            store.save_async(3, {"a": 3}, max_failures=1)
+        assert caught.value.step == 3
+        (tmp_path / "unmounted").rename(root)
+        assert store.save_async(4, {"a": 4}).result() is not None
+    with ckptstore.open_store(root) as store:
+        assert [checkpoint.step for checkpoint in store] == [0, 1, 4]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 from ckptstore.errors import CkptstoreError, StateMismatch
 from ckptstore.runtime.torch_private import has_state_dict_hooks
 from ckptstore.state.live.contents import StoredContents
-from ckptstore.state.live.flatten import children, find_tensors
+from ckptstore.state.live.flatten import children, find_tensors, map_tensors
 from ckptstore.state.live.hyperparameters import Hyperparameters
 from ckptstore.state.live.matching import Matching, SavedTensor
 from ckptstore.state.live.optimizers import (
@@ -70,7 +70,11 @@ class OptimizerLoad:
         """Hand the optimizer its state, once the tensors have been filled. Raises StateMismatch when it refuses it."""
         if not self._is_wanted:
             return
-        state = {number: {item: _result(held) for item, held in items.items()} for number, items in self._state.items()}
+        parameters = numbered(self._part)
+        state = {
+            number: {item: self._as_made(parameters[number], _result(held)) for item, held in items.items()}
+            for number, items in self._state.items()
+        }
         wanted = {number: items.get(WHOLE, items) for number, items in state.items() if items}
         more = self._more.result() if self._more is not None and self._more.changes else {}
         of_all = {} if self._had_none_of_all() else self._global_state()
@@ -96,6 +100,20 @@ class OptimizerLoad:
 
     def abandon(self) -> None:
         """Nothing has changed yet."""
+
+    def _as_made(self, parameter: torch.Tensor, value: Any) -> Any:
+        """The value with tensors as the optimizer makes them. LBFGS computes all of its state from parameters at once:
+        of DTensors it is DTensors that every rank has whole, single numbers and what is in its lists too."""
+        if not isinstance(self._part, torch.optim.LBFGS) or not isinstance(parameter, DTensor):
+            return value
+        mesh = parameter.device_mesh
+
+        def whole(_key: str, leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+                return leaf
+            return DTensor.from_local(leaf, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+        return map_tensors(value, (), whole)
 
     def _key(self, name: str) -> str:
         return f"{self._unit.key}.{name}"

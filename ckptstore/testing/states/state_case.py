@@ -128,8 +128,6 @@ def draw(seed: int, *, num_ranks: int = 1, device: str = "") -> StateCase:
     )
     if case.optimizer in ("zero redundancy", "sparse adam") and (wrapper in DIVIDING or device):
         case = replace(case, optimizer="adamw")  # who divides parameters needs no optimizer that does, nor sparse parts
-    if case.optimizer == "lbfgs" and wrapper == "fsdp2":
-        case = replace(case, optimizer="")  # not right yet: see "Not drawn" in docs/how-to/states.md
     if several and wrapper in DIVIDING:  # torch raises of quantised modules, on the ranks that have a part of them
         case = replace(case, modules=tuple("linear" if name == "quantised" else name for name in modules))
     if save.startswith("incremental"):
