@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import AccessDenied, InvalidInput
-from ckptstore.storage.cloud import obstore
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.testing.s3_server import S3Server, s3_server
 
@@ -111,12 +110,6 @@ def test_the_faster_engine_that_understands_the_options() -> None:
     assert choose_engine("sftp://host/x").engine == "fsspec"
     with pytest.raises(InvalidInput, match="ACL"):
         choose_engine("s3://b/x", storage_options={"s3_additional_kwargs": {"ACL": "private"}}, engine="obstore")
-
-
-def test_a_bucket_tells_its_region(fast_s3: S3Server) -> None:
-    assert obstore.bucket_region("test", fast_s3.endpoint_url) == "us-east-1"
-    assert obstore.bucket_region("nowhere", fast_s3.endpoint_url) is None
-    assert obstore.bucket_region("test", "http://127.0.0.1:1") is None
 
 
 @pytest.mark.parametrize("name", ["a-typo", "client_kwarg"])

@@ -461,7 +461,7 @@ def test_azure_tokens_from_a_metadata_service_in_trouble(
     service.num_troubles, service.how = 3, how
     monkeypatch.setenv("AZURE_POD_IDENTITY_AUTHORITY_HOST", f"http://{service.address}")
     monkeypatch.setenv("AZURE_TOKEN_CREDENTIALS", "ManagedIdentityCredential")
-    provider = chains.Provider("azure")
+    provider = chains.Provider("azure", lambda: chains.azure_giver(chains.AzureChain()))
     failures = 0
     while True:
         try:
@@ -475,7 +475,7 @@ def test_azure_tokens_from_a_metadata_service_in_trouble(
     assert service.num_troubles == 0
     service.answers = {}
     with pytest.raises(AccessDenied, match="no usable credentials"):
-        chains.Provider("azure")()
+        chains.Provider("azure", lambda: chains.azure_giver(chains.AzureChain()))()
 
 
 def test_the_store_of_torch_is_reached_again_after_a_broken_connection() -> None:

@@ -5,21 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from tls_front import behind_tls
 
 from ckptstore.errors import StorageError, StorageUnavailable
 from ckptstore.storage.cloud.plain_http import _HEAD_BYTES as HEAD_BYTES
@@ -265,64 +259,6 @@ def test_no_proxy_is_heeded(open_at: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("http_proxy", "http://proxy.invalid:9")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     there_and_back(open_at())
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A key and a certificate of 127.0.0.1, in one file."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "ckptstore tests")])
-    now = datetime.now(UTC)
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(IPv4Address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    path = tmp_path_factory.mktemp("tls") / "both.pem"
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    path.write_bytes(made.public_bytes(pem) + private)
-    return path
-
-
-FORWARD = """
-import asyncio, contextlib, ssl, sys
-
-async def copy(source, target):
-    with contextlib.suppress(OSError):
-        while data := await source.read(1 << 18):
-            target.write(data)
-            await target.drain()
-    target.close()
-
-async def serve(reader, writer):
-    below = await asyncio.open_connection("127.0.0.1", int(sys.argv[2]))
-    await asyncio.gather(copy(reader, below[1]), copy(below[0], writer))
-
-async def main():
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(sys.argv[1])
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
-
-asyncio.run(main())
-"""
-
-
-@contextmanager
-def behind_tls(certificate: Path, endpoint_url: str) -> Iterator[str]:
-    """A server of plain HTTP, as https."""
-    command = [sys.executable, "-c", FORWARD, str(certificate), endpoint_url.rpartition(":")[2]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield f"https://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.kill()
 
 
 def test_tls_is_not_gone_around(fast_s3: S3Server, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:

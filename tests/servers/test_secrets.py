@@ -231,7 +231,7 @@ class Holder:
 
 
 def test_options_that_do_not_pickle_are_not_shown() -> None:
-    options = s3_options(endpoint_url="http://127.0.0.1:1", config_kwargs={"user_agent_extra": Holder()})
+    options = s3_options(endpoint_url="http://127.0.0.1:1", s3_additional_kwargs={"Tagging": Holder()})
     storage = open_storage("s3://test/run", storage_options=options, engine="fsspec")
     from ckptstore.config import TransferConfig
 

@@ -24,10 +24,13 @@ from ckptstore.storage.cloud.bodies import Filling, ViewsBody, part_bytes, total
 from ckptstore.storage.cloud.client_options import (
     CONNECT_TIMEOUT_SECONDS,
     READ_TIMEOUT_SECONDS,
-    Environment,
+    azure_key,
     azure_names,
+    azure_url,
+    azure_way,
 )
 from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS, CloudFiles, LazyClient
+from ckptstore.storage.cloud.network import Environment
 from ckptstore.storage.uri import Location
 
 _MAX_PUT_BYTES = 5000 << 20
@@ -42,6 +45,7 @@ class AzureConnection(LazyClient):
         super().__init__()
         self._container = location.container
         self._names = azure_names(location, names, environ)
+        self._way = azure_way(self._names, environ)
         self._session: Any = None
 
     def close(self) -> None:
@@ -61,6 +65,7 @@ class AzureConnection(LazyClient):
         names = self._names
         logging.getLogger("azure.core.pipeline.policies.http_logging_policy").setLevel(logging.WARNING)
         self._session = requests.Session()
+        self._session.trust_env = False  # what the environment says is in the way
         for scheme in ("http://", "https://"):
             adapter = requests.adapters.HTTPAdapter(pool_maxsize=MAX_CONNECTIONS, max_retries=0)
             self._session.mount(scheme, adapter)
@@ -71,6 +76,8 @@ class AzureConnection(LazyClient):
             "max_single_put_size": _MAX_PUT_BYTES,
             "max_single_get_size": _READ_BYTES,
             "max_chunk_get_size": _READ_BYTES,
+            "connection_verify": self._way.verify,
+            "proxies": self._way.proxies(azure_url(names)),
             "transport": RequestsTransport(session=self._session, session_owner=False),
         }
         if names.get("connection_string"):
@@ -78,6 +85,11 @@ class AzureConnection(LazyClient):
         else:
             service = BlobServiceClient(names["account_url"], credential=self._credential(), **options)
         return service.get_container_client(self._container)
+
+    def giver(self) -> chains.Giver:
+        """See `LazyClient.giver`."""
+        key = azure_key(self._names)
+        return (lambda: key) if key else chains.azure_giver(self._credential())
 
     def _credential(self) -> Any:
         names = self._names
@@ -105,7 +117,8 @@ class AzureConnection(LazyClient):
             ("urllib3", "requests")
         )
         if is_broken:
-            return foreign.broken_off(error, what=what, key=key, url=getattr(self._client, "url", ""))
+            url, through = azure_url(self._names), self._way.through
+            return foreign.broken_off(error, what=what, key=key, url=url, through=through)
         return foreign.unexpected(error, what=what, key=key)
 
 

@@ -6,6 +6,7 @@ import base64
 import io
 import struct
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ckptstore.errors import CheckpointDamaged, StorageUnavailable
 
@@ -74,6 +75,19 @@ class ViewsBody(io.RawIOBase):
                 return view  # type: ignore[return-value]  # any buffer is sent as it is
             self._index, self._offset = self._index + 1, 0
         return b""
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer as far as one piece goes; it is how the signer of the AWS Common Runtime reads a body."""
+        target = memoryview(buffer).cast("B")
+        while self._index < len(self.views):
+            view = self.views[self._index][self._offset : self._offset + len(target)]
+            if view:
+                target[: len(view)] = view
+                self._offset += len(view)
+                self._position += len(view)
+                return len(view)
+            self._index, self._offset = self._index + 1, 0
+        return 0
 
     def _rewind(self) -> None:
         self._position = self._index = self._offset = 0

@@ -52,15 +52,18 @@ def installed(kind: Kind) -> bool:
         return False
 
 
+Giver = Callable[[], dict[str, Any]]
+"""What gives credentials, each time as they are now."""
+
+
 class Provider:
     """Gives obstore its credentials. obstore tells of a failure only that there was one, so it is kept here."""
 
-    def __init__(self, kind: Kind, *, profile: str | None = None) -> None:
+    def __init__(self, kind: Kind, make: Callable[[], Giver], *, profile: str | None = None) -> None:
         """Raises AccessDenied when the SDK finds none, StorageUnavailable when it could not look."""
         self.error: CkptstoreError | None = None
         """What the last try failed with, None if it did not."""
         self._kind, self._profile = kind, profile
-        make = {"s3": lambda: _aws(profile), "gcs": _google, "azure": _azure}[kind]
         with self._seam():
             self._give = make()
 
@@ -91,19 +94,10 @@ def _refusal(kind: Kind, trouble: str | None, *, what: str, key: str) -> Ckptsto
     return AccessDenied(f"{what}: no usable credentials were found", file=key or None, hint=_WAYS[kind])
 
 
-def aws_region(profile: str | None) -> str | None:
-    """The region of the AWS configuration, None where there is none."""
-    import botocore.session
-
-    region = botocore.session.Session(profile=profile).get_config_variable("region")
-    return str(region) if region else None
-
-
-def _aws(profile: str | None) -> Callable[[], dict[str, Any]]:
+def aws_giver(credentials: Any) -> Giver:
+    """What gives the credentials of botocore. Raises its NoCredentialsError for None."""
     import botocore.exceptions
-    import botocore.session
 
-    credentials = botocore.session.Session(profile=profile).get_credentials()
     if credentials is None:
         raise botocore.exceptions.NoCredentialsError
 
@@ -174,15 +168,13 @@ def _is_passing(status: int | None) -> bool:
     return status is not None and (status in (408, 410, 429) or status >= 500)
 
 
-def _google() -> Callable[[], dict[str, Any]]:
-    import google.auth
+def google_giver(credentials: Any) -> Giver:
+    """What gives the tokens of google-auth."""
     import google.auth.transport.requests
-
-    credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/devstorage.read_write"])
 
     def give() -> dict[str, Any]:
         if not credentials.valid or (credentials.expiry and credentials.expiry - _LIFE < _naive_now()):
-            credentials.refresh(google.auth.transport.requests.Request())  # type: ignore[no-untyped-call]
+            credentials.refresh(google.auth.transport.requests.Request())
         expiry = credentials.expiry.replace(tzinfo=UTC) if credentials.expiry else None
         return {"token": credentials.token, "expires_at": expiry}
 
@@ -215,8 +207,8 @@ def google_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
     return _refusal("gcs", trouble, what=what, key=key)
 
 
-def _azure() -> Callable[[], dict[str, Any]]:
-    credential = AzureChain()
+def azure_giver(credential: Any) -> Giver:
+    """What gives the tokens of azure-identity."""
 
     def give() -> dict[str, Any]:
         token = credential.get_token("https://storage.azure.com/.default")

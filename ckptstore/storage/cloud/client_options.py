@@ -1,20 +1,36 @@
-"""From fsspec's option names and the environment to what obstore takes. Pure.
+"""From fsspec's option names and the environment to what obstore takes.
 
-`storage_options` and the environment speak the names of s3fs, gcsfs, adlfs and their SDKs on both engines. What obstore
-cannot express raises `CannotExpress` with the reason; then fsspec serves the URI.
+`storage_options` and the environment speak the names of s3fs, gcsfs, adlfs and their SDKs on both engines. obstore is
+told all of it, and finds nothing by itself: it reads variables too, and others, and understands some in another way.
+What obstore cannot express raises `CannotExpress` with the reason; then fsspec serves the URI.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ckptstore.errors import InvalidInput
 from ckptstore.storage.cloud import foreign
+from ckptstore.storage.cloud.network import (
+    DIRECT,
+    Environment,
+    Way,
+    is_same_file,
+    other_directory,
+    own_bundle,
+    system_bundle,
+    variables,
+    way_to,
+)
 from ckptstore.storage.uri import Kind, Location, parse_uri
+
+if TYPE_CHECKING:
+    from ckptstore.storage.cloud.aws_settings import AwsAddress, AwsSettings
 
 READ_TIMEOUT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -44,10 +60,36 @@ _CACHING = frozenset(
 )
 """Options of fsspec that say how it works inside: no matter where the bytes lie and who may see them."""
 
-_HOST_LABEL = re.compile(r"[a-z0-9-]+")
+_OF_OBSTORE_ALONE: Mapping[Kind, tuple[str, ...]] = {
+    "s3": (
+        "AWS_CHECKSUM_ALGORITHM",
+        "AWS_DEFAULT_HEADERS",
+        "AWS_PROXY_CA_CERTIFICATE",
+        "AWS_ROOT_CERTIFICATE",
+        "AWS_SERVER_SIDE_ENCRYPTION",
+        "AWS_SSE_BUCKET_KEY_ENABLED",
+        "AWS_SSE_CUSTOMER_KEY_BASE64",
+        "AWS_SSE_KMS_KEY_ID",
+    ),
+    "gcs": ("GOOGLE_DEFAULT_HEADERS", "GOOGLE_PROXY_CA_CERTIFICATE", "GOOGLE_ROOT_CERTIFICATE"),
+    "azure": (
+        "AZURE_CREDENTIAL_TYPE",
+        "AZURE_DEFAULT_HEADERS",
+        "AZURE_ENCRYPTION_KEY",
+        "AZURE_FABRIC_TOKEN_SERVICE_URL",
+        "AZURE_PROXY_CA_CERTIFICATE",
+        "AZURE_ROOT_CERTIFICATE",
+        "AZURE_STORAGE_USE_EMULATOR",
+        "AZURE_USE_EMULATOR",
+        "AZURE_USE_FABRIC_ENDPOINT",
+    ),
+}
+"""Variables that obstore reads, that nothing told to it overrides, and that the SDK does not know."""
+_NO_PROXY = {"proxy_excludes": "*,0.0.0.0/0,::/0"}
+_BUNDLE_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+"""Those of requests, which the SDKs of GCS and Azure use."""
 
 Options = dict[str, Any]
-Environment = Mapping[str, str]
 
 
 class CannotExpress(ValueError):
@@ -62,9 +104,9 @@ class ObstoreConfig:
     config: Options = field(repr=False)
     client: Options = field(repr=False)
     chain: bool
-    """Whether no credentials were given, so that the SDK's own chain finds them."""
-    profile: str | None = None
-    region_known: bool = True
+    """Whether it needs credentials: they come from the SDK's own chain, or on S3 from whatever `aws` has."""
+    way: Way = DIRECT
+    aws: AwsSettings | None = field(default=None, repr=False)
 
 
 def files_of_same_account(target: Any, source: Any) -> Any:
@@ -84,13 +126,17 @@ def _account(uri: str, options: Mapping[str, Any]) -> tuple[Kind | None, str, Op
     return location.kind, location.account, {name: value for name, value in options.items() if value is not None}
 
 
-def for_obstore(uri: str, storage_options: Mapping[str, Any] | None, environ: Environment) -> ObstoreConfig:
-    """The configuration that serves a URI; raises CannotExpress."""
+def for_obstore(uri: str, storage_options: Mapping[str, Any] | None) -> ObstoreConfig:
+    """The configuration that serves a URI, with the variables of this process; raises CannotExpress, and InvalidInput
+    for what nobody can use."""
     location = parse_uri(uri)
     options = {name: value for name, value in (storage_options or {}).items() if value is not None}
     if location.kind is None:
         raise CannotExpress(f"obstore does not know {location.scheme}://")
-    return _TRANSLATORS[location.kind](location, _Remaining(options), environ)
+    for name in _OF_OBSTORE_ALONE[location.kind]:
+        if os.environ.get(name):
+            raise CannotExpress(f"obstore would read the variable {name}, which means nothing to the SDK")
+    return _TRANSLATORS[location.kind](location, _Remaining(options), os.environ)
 
 
 class _Remaining:
@@ -124,8 +170,8 @@ class _Remaining:
                 raise self.fail(name)
 
 
-def _check_endpoint(endpoint: str | None) -> None:
-    """Raise InvalidInput, without the value, for what is no URL: obstore breaks down on it."""
+def check_endpoint(endpoint: str | None) -> None:
+    """Raise InvalidInput, without the value, for what is no URL of a server."""
     if not endpoint:
         return
     try:
@@ -143,98 +189,84 @@ def seconds_of(value: Any, default: float, name: str) -> float:
         return default if value is None else float(value)
 
 
-def _client(endpoint: str | None, *, read_seconds: Any = None, connect_seconds: Any = None) -> Options:
-    _check_endpoint(endpoint)
+def _client(url: str, way: Way, *, read_seconds: Any = None, connect_seconds: Any = None) -> Options:
+    """The way to a server, as obstore takes it; raises CannotExpress."""
     read_seconds = seconds_of(read_seconds, READ_TIMEOUT_SECONDS, "The read timeout")
     connect_seconds = seconds_of(connect_seconds, CONNECT_TIMEOUT_SECONDS, "The connect timeout")
-    return {
-        "allow_http": bool(endpoint) and str(endpoint).startswith("http://"),
+    is_plain = url.startswith("http://")
+    client: Options = {
+        "allow_http": is_plain,
+        "allow_invalid_certificates": way.verify is False,
         "read_timeout": f"{int(read_seconds * 1000)}ms",
         "connect_timeout": f"{int(connect_seconds * 1000)}ms",
         "timeout": "1h",  # of a whole request; a slow one is fine as long as bytes move
+        # where no proxy is given it looks for one itself, unless one that is excluded for all servers
+        **({"proxy_url": way.proxy_url} if way.proxy_url else {"proxy_url": "http://127.0.0.1:1", **_NO_PROXY}),
     }
+    if is_plain:
+        return client
+    native = os.environ.get("SSL_CERT_FILE") or system_bundle()
+    if way.verify is True:
+        client["root_certificate"] = own_bundle()
+    elif way.verify is not False and not is_same_file(way.verify, native):
+        raise CannotExpress(f"obstore trusts other certificates than those of {way.verify_from}")
+    if other_directory(os.environ):
+        raise CannotExpress("obstore would read the variable SSL_CERT_DIR, which means nothing to the SDK")
+    return client
 
 
-def _s3(location: Location, options: _Remaining, environ: Environment) -> ObstoreConfig:
+def _s3(location: Location, options: _Remaining, _environ: Environment) -> ObstoreConfig:
+    from ckptstore.storage.cloud.aws_settings import AwsSettings
+
+    settings = AwsSettings(location, options.rest)
     client_options, config_options = options.nested("client_kwargs"), options.nested("config_kwargs")
-    endpoint = (
-        options.take("endpoint_url")
-        or client_options.take("endpoint_url")
-        or environ.get("AWS_ENDPOINT_URL_S3")
-        or environ.get("AWS_ENDPOINT_URL")
-    )
-    region = (
-        client_options.take("region_name")
-        or config_options.take("region_name")
-        or environ.get("AWS_REGION")
-        or environ.get("AWS_DEFAULT_REGION")
-    )
-    if region and not re.fullmatch(r"[A-Za-z0-9-]+", region):
-        raise InvalidInput("The name of the region cannot be used", hint="Check region_name and AWS_REGION")
-    config: Options = {"region": region} if region else {}
-    config |= _s3_credentials(options, client_options)
-    if options.take("requester_pays"):
-        config["request_payer"] = True
-    if not options.take("use_ssl", True) or not client_options.take("use_ssl", True):
-        raise options.fail("use_ssl")
-    protected = _s3_behaviour(config, location, endpoint, config_options, environ)
+    s3_options = config_options.nested("s3")
+    for taken, names in (
+        (options, ("key", "username", "secret", "password", "token", "anon", "endpoint_url", "use_ssl", "profile")),
+        (client_options, ("endpoint_url", "region_name", "use_ssl", "verify")),
+        (client_options, ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")),
+        (config_options, ("region_name", "signature_version", "retries", "max_pool_connections", "tcp_keepalive")),
+        (config_options, ("request_checksum_calculation", "response_checksum_validation")),
+        (config_options, ("use_dualstack_endpoint", "use_fips_endpoint", "ignore_configured_endpoint_urls")),
+        (s3_options, ("addressing_style", "use_accelerate_endpoint", "use_dualstack_endpoint")),
+    ):
+        for name in names:
+            taken.take(name)
+    signed = s3_options.take("payload_signing_enabled", settings.signs_payloads)
+    config: Options = {"skip_signature": settings.is_anonymous, "s3_express": False, "conditional_put": "etag"}
+    config |= address_for_obstore(settings.address, location)
+    config["request_payer"] = bool(options.take("requester_pays"))
+    if settings.sends_checksum:
+        config["checksum_algorithm"] = "crc64nvme"
+    config["unsigned_payload"] = (settings.sends_checksum and not signed) or not settings.is_plain
     client = _client(
-        endpoint,
+        settings.address.endpoint_url,
+        settings.way,
         read_seconds=config_options.take("read_timeout"),
         connect_seconds=config_options.take("connect_timeout"),
     )
-    if client_options.take("verify", True) is False:
-        client["allow_invalid_certificates"] = True
-    config["unsigned_payload"] = protected or not client["allow_http"]
     _s3_encryption(config, options.nested("s3_additional_kwargs"))
-    profile = options.take("profile") or environ.get("AWS_PROFILE")
-    for remaining in (options, client_options, config_options):
+    for remaining in (options, client_options, config_options, s3_options):
         remaining.end()
-    given = "access_key_id" in config or "skip_signature" in config or "AWS_ACCESS_KEY_ID" in environ
-    return ObstoreConfig(location, config, client, not given, profile, bool(region or endpoint))
+    return ObstoreConfig(location, config, client, not settings.is_anonymous, settings.way, settings)
 
 
-def _s3_credentials(options: _Remaining, client_options: _Remaining) -> Options:
-    names = {
-        "access_key_id": ("key", "username", "aws_access_key_id"),
-        "secret_access_key": ("secret", "password", "aws_secret_access_key"),
-        "session_token": ("token", "", "aws_session_token"),
+def address_for_obstore(address: AwsAddress, location: Location) -> Options:
+    """Where and how a bucket is addressed, in obstore's names; raises CannotExpress."""
+    if address.signature not in ("", "AWS4-HMAC-SHA256") or address.service not in ("", "s3"):
+        raise CannotExpress("obstore has no equivalent of how this bucket's requests are signed")
+    if address.virtual is None:
+        raise CannotExpress("obstore has no equivalent of how this bucket is addressed")
+    endpoint = address.endpoint_url
+    if address.virtual:
+        scheme, _, host = endpoint.partition("://")
+        endpoint = f"{scheme}://{location.container}.{host}"
+    return {
+        "endpoint": endpoint,
+        "aws_endpoint_url_s3": endpoint,  # else that of the variable goes before the other
+        "virtual_hosted_style_request": address.virtual,
+        "region": address.region,
     }
-    config: Options = {}
-    for target, (first, second, in_client) in names.items():
-        value = options.take(first) or options.take(second) or client_options.take(in_client)
-        if value:
-            config[target] = value
-    if options.take("anon"):
-        return {"skip_signature": True}
-    return config
-
-
-def _s3_behaviour(
-    config: Options, location: Location, endpoint: str | None, options: _Remaining, environ: Environment
-) -> bool:
-    """Fill in endpoint, addressing and checksums; returns whether a checksum goes with each body."""
-    s3_options = options.nested("s3")
-    style = s3_options.take("addressing_style", "auto")
-    can_be_host = _HOST_LABEL.fullmatch(location.container) is not None  # a host's name has no case
-    if style == "virtual" and not can_be_host and "." not in location.container:
-        raise s3_options.fail("addressing_style")
-    virtual = style == "virtual" or (style == "auto" and not endpoint and can_be_host)
-    config["virtual_hosted_style_request"] = virtual
-    if endpoint:
-        scheme, _, host = endpoint.rstrip("/").partition("://")
-        config["endpoint"] = f"{scheme}://{location.container}.{host}" if virtual else f"{scheme}://{host}"
-    if options.take("signature_version", "s3v4") not in ("s3v4", "v4"):
-        raise options.fail("signature_version")
-    when = options.take("request_checksum_calculation") or environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "")
-    sends_checksum = when.lower() != "when_required"
-    if sends_checksum:
-        config["checksum_algorithm"] = "crc64nvme"
-    signed = s3_options.take("payload_signing_enabled", False)
-    for name in ("retries", "max_pool_connections", "response_checksum_validation", "tcp_keepalive"):
-        options.take(name)
-    s3_options.end()
-    return sends_checksum and not signed
 
 
 def _s3_encryption(config: Options, extra: _Remaining) -> None:
@@ -249,31 +281,31 @@ def _s3_encryption(config: Options, extra: _Remaining) -> None:
     extra.end()
 
 
+def _is_token(token: Any) -> bool:
+    """Whether google-auth makes credentials of what gcsfs calls a token, without asking anybody."""
+    if isinstance(token, str):
+        return token.endswith(".json") or token in ("google_default", "cloud")
+    return token is None or isinstance(token, dict)
+
+
 def _gcs(location: Location, options: _Remaining, environ: Environment) -> ObstoreConfig:
     endpoint = gcs_endpoint(options.rest, environ)
+    check_endpoint(endpoint)
     options.take("endpoint_url")
-    config: Options = {}
-    token = options.take("token")
-    if endpoint:
-        config["base_url"] = endpoint.rstrip("/")
-        token = token or "anon"
+    url = (endpoint or GOOGLE).rstrip("/")
+    config: Options = {"base_url": url, "skip_signature": False}
+    token = options.take("token") or ("anon" if endpoint else None)
     if token == "anon":
         # The client asks for a token even where it signs nothing: a constant one keeps it from the metadata server.
         config |= {"skip_signature": True, "bearer_token": "anonymous"}
-    elif isinstance(token, dict):
-        if token.get("type") != "service_account":
-            raise options.fail("token")
-        config["service_account_key"] = token
-    elif isinstance(token, str) and token.endswith(".json"):
-        config["application_credentials"] = token
-    elif token not in (None, "google_default", "cloud"):
+    elif not _is_token(token):
         raise options.fail("token")
     for name in ("project", "access", "consistency"):
         options.take(name)
-    client = _client(endpoint, read_seconds=options.take("timeout"))
+    way = gcs_way(url, environ)
+    client = _client(url, way, read_seconds=options.take("timeout"))
     options.end()
-    chain = token in (None, "google_default", "cloud")
-    return ObstoreConfig(location, config, client, chain)
+    return ObstoreConfig(location, config, client, token != "anon", way)
 
 
 _AZURE_VARIABLES = {
@@ -308,6 +340,19 @@ def azure_names(location: Location, options: Mapping[str, Any], environ: Environ
     return names
 
 
+GOOGLE = "https://storage.googleapis.com"
+
+
+def gcs_way(url: str, environ: Environment) -> Way:
+    """The way to GCS. Raises InvalidInput as `way_to` does."""
+    return way_to(url, environ, variables(_BUNDLE_VARIABLES, environ))
+
+
+def azure_way(names: Mapping[str, Any], environ: Environment) -> Way:
+    """The way to an account, from what `azure_names` gave. Raises InvalidInput as `way_to` does."""
+    return way_to(azure_url(names), environ, variables(_BUNDLE_VARIABLES, environ))
+
+
 def gcs_endpoint(options: Mapping[str, Any], environ: Environment) -> str | None:
     """The endpoint that was given, None for Google's own."""
     endpoint = options.get("endpoint_url") or environ.get("STORAGE_EMULATOR_HOST")
@@ -318,47 +363,66 @@ def gcs_endpoint(options: Mapping[str, Any], environ: Environment) -> str | None
 
 def _azure(location: Location, options: _Remaining, environ: Environment) -> ObstoreConfig:
     names = azure_names(location, options.rest, environ)
-    connection = names.get("connection_string")
-    config = from_connection_string(connection) if connection else {}
-    for name in _AZURE_VARIABLES:
+    for name in (*_AZURE_VARIABLES, "account_host", "anon"):
         options.take(name)
-        if names.get(name) and not connection:
-            config["sas_key" if name == "sas_token" else name] = names[name]
-    if "sas_key" in config:
-        config["sas_key"] = config["sas_key"].removeprefix("?")
-    if options.take("account_host"):
-        config["endpoint"] = names["account_url"]
-    options.take("anon")
-    if names.get("anon"):
-        config["skip_signature"] = True
     if options.take("version_aware"):
         raise options.fail("version_aware")
     for name in ("blocksize", "location_mode", "socket_timeout", "assume_container_exists"):
         options.take(name)
+    connected = from_connection_string(names.get("connection_string") or "")
+    account = connected.get("account_name") or names.get("account_name")
+    is_anonymous = bool(names.get("anon")) and not azure_key(names)
+    config = {"endpoint": azure_url(names), "account_name": account, "skip_signature": is_anonymous}
+    way = azure_way(names, environ)
     client = _client(
-        config.get("endpoint"),
+        azure_url(names),
+        way,
         read_seconds=options.take("read_timeout"),
         connect_seconds=options.take("connection_timeout"),
     )
     options.end()
-    if "account_name" not in config:
+    if not account:
         raise CannotExpress("the name of the storage account is not known")
-    chain = not config.keys() & {"account_key", "sas_key", "client_secret", "skip_signature"}
-    return ObstoreConfig(location, config, client, chain)
+    return ObstoreConfig(location, config, client, not is_anonymous, way)
+
+
+def azure_url(names: Mapping[str, Any]) -> str:
+    """The URL of an account, from what `azure_names` gave."""
+    connected = from_connection_string(names.get("connection_string") or "")
+    return str(connected.get("endpoint") or names["account_url"])
+
+
+def azure_key(names: Mapping[str, Any]) -> Options:
+    """The key or the signature that was given, in the names of obstore's credentials; nothing where none was."""
+    connection = names.get("connection_string")
+    found = from_connection_string(connection) if connection else names
+    if found.get("account_key"):
+        return {"access_key": found["account_key"], "expires_at": None}
+    if found.get("sas_token"):
+        return {"sas_token": str(found["sas_token"]).removeprefix("?"), "expires_at": None}
+    return {}
+
+
+_DEVELOPMENT = {
+    "account_name": "devstoreaccount1",
+    "account_key": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==",
+    "endpoint": "http://127.0.0.1:10000/devstoreaccount1",
+}
+"""The account of every emulator, as Azure documents it."""
 
 
 def from_connection_string(text: str) -> Options:
-    """Account, key or SAS, and endpoint of an Azure connection string, in obstore's names."""
+    """Account, key or SAS, and endpoint of an Azure connection string."""
     pairs = (item.partition("=") for item in text.split(";") if item.strip())
     fields = {name.strip().lower(): value.strip() for name, _, value in pairs}
     if fields.get("usedevelopmentstorage", "").lower() == "true":
-        return {"use_emulator": True, "account_name": "devstoreaccount1"}
+        return dict(_DEVELOPMENT)
     config: Options = {}
     for name, target in (("accountname", "account_name"), ("accountkey", "account_key")):
         if name in fields:
             config[target] = fields[name]
     if "sharedaccesssignature" in fields:
-        config["sas_key"] = fields["sharedaccesssignature"].removeprefix("?")
+        config["sas_token"] = fields["sharedaccesssignature"].removeprefix("?")
     if "blobendpoint" in fields:
         config["endpoint"] = fields["blobendpoint"].rstrip("/")
         config.setdefault("account_name", urlsplit(config["endpoint"]).netloc.partition(".")[0])

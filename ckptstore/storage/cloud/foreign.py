@@ -107,11 +107,12 @@ def server_of(url: object) -> str:
         return ""
 
 
-def broken_off(error: Exception, *, what: str, key: str, url: object = None) -> StorageError:
-    """The error for a request that got no answer; `url` is where it went, where that is known."""
+def broken_off(error: Exception, *, what: str, key: str, url: object = None, through: str = "") -> StorageError:
+    """The error for a request that got no answer; `url` is where it went, where that is known, and `through` tells of
+    a proxy."""
     chain = chain_of(error)
     server = server_of(url)
-    what = f"{what} at {server}" if server else what
+    what = f"{what} at {server}{through}" if server else what
     if any(isinstance(item, ssl.SSLCertVerificationError) for item in chain):
         hint = "Give the client the certificate of whoever signed it"
         return StorageError(f"{what}: the certificate of the server is not trusted", file=key, hint=hint)

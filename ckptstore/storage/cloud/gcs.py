@@ -24,16 +24,17 @@ from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, crc32c_header, total_bytes
 from ckptstore.storage.cloud.client_options import (
     CONNECT_TIMEOUT_SECONDS,
+    GOOGLE,
     READ_TIMEOUT_SECONDS,
-    Environment,
     gcs_endpoint,
+    gcs_way,
     seconds_of,
 )
 from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS, CloudFiles, LazyClient
+from ckptstore.storage.cloud.network import DIRECT, Environment, Way
 from ckptstore.storage.uri import Location
 
 _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
-_GOOGLE = "https://storage.googleapis.com"
 _LIST_FILES = 1000
 _MAX_COMPOSED = 32
 _PART_BYTES = 16 << 20
@@ -44,11 +45,17 @@ class GcsConnection(LazyClient):
     """An HTTP session with credentials."""
 
     def __init__(
-        self, *, endpoint_url: str, credentials: Callable[[], Any], read_seconds: float = READ_TIMEOUT_SECONDS
+        self,
+        *,
+        endpoint_url: str,
+        credentials: Callable[[], Any],
+        way: Way = DIRECT,
+        read_seconds: float = READ_TIMEOUT_SECONDS,
     ) -> None:
         super().__init__()
         self._endpoint = endpoint_url.rstrip("/")
         self._credentials = credentials
+        self._way = way
         self._timeout = (CONNECT_TIMEOUT_SECONDS, read_seconds)
 
     def request(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
@@ -74,7 +81,14 @@ class GcsConnection(LazyClient):
         session.mount("https://", adapter)
         session.mount("http://", adapter)
         session.headers["Accept-Encoding"] = "identity"
+        session.trust_env = False  # what the environment says is in the way
+        session.proxies = self._way.proxies(self._endpoint)
+        session.verify = self._way.verify
         return session
+
+    def giver(self) -> chains.Giver:
+        """See `LazyClient.giver`."""
+        return chains.google_giver(self._credentials())
 
     def _refused(self, answer: Any, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
         try:
@@ -94,7 +108,7 @@ class GcsConnection(LazyClient):
             return chains.google_refusal(error, what=what, key=key)
         is_broken = isinstance(error, requests.RequestException | OSError)
         if is_broken or type(error).__module__.startswith("urllib3"):
-            return foreign.broken_off(error, what=what, key=key, url=self._endpoint)
+            return foreign.broken_off(error, what=what, key=key, url=self._endpoint, through=self._way.through)
         return foreign.unexpected(error, what=what, key=key)
 
 
@@ -311,9 +325,11 @@ def connect(names: Mapping[str, Any], environ: Environment) -> GcsConnection:
     """A connection with gcsfs' options."""
     endpoint = gcs_endpoint(names, environ)
     token = names.get("token") or ("anon" if endpoint else None)
+    url = endpoint or GOOGLE
     return GcsConnection(
-        endpoint_url=endpoint or _GOOGLE,
+        endpoint_url=url,
         credentials=credentials_of(token),
+        way=gcs_way(url, environ),
         read_seconds=seconds_of(names.get("timeout") or None, READ_TIMEOUT_SECONDS, "The timeout"),
     )
 

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from ckptstore.errors import CkptstoreError
 from ckptstore.storage.base import ProcessBound
 from ckptstore.storage.cloud import foreign
+from ckptstore.storage.cloud.chains import Giver
 from ckptstore.storage.uri import Location
 
 MAX_CONNECTIONS = 64
@@ -55,6 +56,10 @@ class LazyClient(ABC):
             self._client = None
 
     @abstractmethod
+    def giver(self) -> Giver:
+        """What gives the credentials of this client to another one."""
+
+    @abstractmethod
     def _connect(self) -> Any:
         """Make the client. Called once until it is closed or forgotten."""
 
@@ -77,6 +82,10 @@ class CloudFiles(ProcessBound, Generic[C]):
     @property
     def uri(self) -> str:
         return self._location.uri
+
+    def giver(self) -> Giver:
+        """What gives the credentials of these files to another client."""
+        return self._connection.giver()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.uri!r})"

@@ -14,8 +14,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -26,8 +24,14 @@ from ckptstore.runtime.extras import install_word
 from ckptstore.storage.base import PartWriter, ProcessBound, Storage, StoredFile
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.bodies import Filling
-from ckptstore.storage.cloud.client_options import CannotExpress, ObstoreConfig, files_of_same_account, for_obstore
-from ckptstore.storage.uri import Location
+from ckptstore.storage.cloud.client_options import (
+    CannotExpress,
+    ObstoreConfig,
+    address_for_obstore,
+    files_of_same_account,
+    for_obstore,
+)
+from ckptstore.storage.uri import parse_uri
 
 _LIST_FILES = 1000
 _DELETE_THREADS = 16
@@ -56,13 +60,13 @@ def understands(uri: str, storage_options: Mapping[str, Any] | None) -> str | No
     if reason := _lost_threads():
         return reason
     try:
-        config = for_obstore(uri, storage_options, os.environ)
+        kind = parse_uri(uri).kind
+        if kind is not None and not chains.installed(kind):
+            return f"parts and credentials need the SDK of that cloud (pip install {install_word(f'{kind},fast')})"
+        for_obstore(uri, storage_options)
     except CannotExpress as refusal:
         return str(refusal)
-    kind = config.location.kind
-    if kind is None or chains.installed(kind):
-        return None
-    return f"parts and credentials need the SDK of that cloud (pip install {install_word(f'{kind},fast')})"
+    return None
 
 
 def open_fast(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
@@ -70,7 +74,7 @@ def open_fast(uri: str, storage_options: Mapping[str, Any] | None = None) -> Sto
 
     Raises CannotExpress, a ValueError, for options that obstore does not have.
     """
-    config = for_obstore(uri, storage_options, os.environ)
+    config = for_obstore(uri, storage_options)
     classes = {"s3": FastBucketStorage, "gcs": FastGcsStorage, "azure": FastStorage}
     return classes[config.location.kind or "s3"](uri, dict(storage_options or {}), config)
 
@@ -264,7 +268,7 @@ class FastStorage(ProcessBound):
                 if reason := _lost_threads():
                     raise StorageError(f"obstore cannot be used: {reason}", hint='Open it with engine="fsspec"')
                 _threads.add(os.getpid())
-                self._provider, self._store = _connect(self._config)
+                self._provider, self._store = _connect(self._config, self._files)
             return self._store
 
     @contextmanager
@@ -306,7 +310,7 @@ class FastStorage(ProcessBound):
             if status:
                 return foreign.from_status(status, code, key=key, what=what)
             server = foreign.server_of(self._config.config.get("endpoint") or self._config.config.get("base_url"))
-            return _unanswered(text, f"{what} at {server}" if server else what, key)
+            return _unanswered(text, f"{what} at {server}{self._config.way.through}", key)
         return foreign.unexpected(error, what=f"{what}: {status or ''} {code}".rstrip(": "), key=key)
 
 
@@ -370,8 +374,8 @@ def _files_of(config: ObstoreConfig, options: Mapping[str, Any]) -> Any:
     if location.kind == "s3":
         from ckptstore.storage.cloud import aws, aws_client
 
-        names = {"profile": config.profile, **options}
-        return aws.S3Files(location, aws_client.AwsConnection(location, names, os.environ))
+        assert config.aws is not None  # as for_obstore makes it
+        return aws.S3Files(location, aws_client.AwsConnection(config.aws))
     if location.kind == "gcs":
         from ckptstore.storage.cloud import gcs
 
@@ -381,37 +385,22 @@ def _files_of(config: ObstoreConfig, options: Mapping[str, Any]) -> Any:
     return azure.AzureFiles(location, azure.AzureConnection(location, options, os.environ))
 
 
-def _connect(config: ObstoreConfig) -> tuple[chains.Provider | None, Any]:
+def _connect(config: ObstoreConfig, files: Any) -> tuple[chains.Provider | None, Any]:
+    """The store, which reaches what the other client of these files reaches, with the same credentials."""
     from obstore.store import AzureStore, GCSStore, S3Store
 
     location, options = config.location, dict(config.config)
-    if location.kind == "s3" and not config.region_known:
-        options["region"] = _region(location, config)
+    profile = None
+    if config.aws is not None:
+        profile = config.aws.profile
+        options |= address_for_obstore(config.aws.located(), location)
     provider = None
     if config.chain and location.kind:
         # Only the SDK is asked: obstore's own search would call metadata services that may have been switched off.
-        provider = options["credential_provider"] = chains.Provider(location.kind, profile=config.profile)
+        provider = options["credential_provider"] = chains.Provider(location.kind, files.giver, profile=profile)
     store = {"s3": S3Store, "gcs": GCSStore, "azure": AzureStore}[location.kind or "s3"]
     made = store(location.container, client_options=config.client, retry_config={"max_retries": 0}, **options)
     return provider, made
-
-
-def _region(location: Location, config: ObstoreConfig) -> str:
-    """The region of a bucket: from the AWS configuration, else by asking S3, which tells everybody."""
-    return chains.aws_region(config.profile) or bucket_region(location.container) or "us-east-1"
-
-
-def bucket_region(bucket: str, endpoint_url: str = "https://s3.amazonaws.com") -> str | None:
-    """Where a bucket lies, None when S3 does not say. Needs no credentials: a refusal carries it too."""
-    request = urllib.request.Request(f"{endpoint_url}/{bucket}", method="HEAD")
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return str(answer.headers["x-amz-bucket-region"] or "") or None
-    except urllib.error.HTTPError as refusal:
-        with refusal:
-            return refusal.headers["x-amz-bucket-region"]
-    except OSError:
-        return None
 
 
 def _status_of(error: BaseException | None) -> int | None:

@@ -17,6 +17,7 @@ from ckptstore.storage.base import Storage
 from ckptstore.storage.cloud import foreign, gcs
 from ckptstore.storage.cloud.aws import S3Files
 from ckptstore.storage.cloud.aws_client import AwsConnection
+from ckptstore.storage.cloud.aws_settings import AwsSettings
 from ckptstore.storage.cloud.azure import AzureConnection, AzureFiles
 from ckptstore.storage.cloud.client_options import files_of_same_account
 from ckptstore.storage.cloud.gcs import GcsFiles
@@ -114,7 +115,7 @@ class FsspecS3Storage(S3Files):
         system, location = _instance(uri, options), parse_uri(uri)
         names = {name: getattr(system, name) for name in _S3_NAMES}
         names["profile"] = system.kwargs.get("profile")
-        super().__init__(location, AwsConnection(location, names, os.environ))
+        super().__init__(location, AwsConnection(AwsSettings(location, names)))
 
     def __reduce__(self) -> _Opened:
         return open_remote, self.opened_as

@@ -1,0 +1,333 @@
+"""How a bucket of S3 is reached: resolved once, by botocore, for all clients that a store has.
+
+Options, variables and the AWS configuration say where S3 is, who asks, and how a bucket is addressed, in dozens of
+ways. So nothing of it is interpreted here: a request of a client with these options is made and signed, and taken
+before it is sent. Its URL and its signature say the rest. Nothing is asked of any server, unless nothing names the
+region of a bucket of AWS.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from ckptstore.errors import InvalidInput
+from ckptstore.storage.cloud import foreign
+from ckptstore.storage.cloud.client_options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, check_endpoint
+from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS
+from ckptstore.storage.cloud.network import DIRECT, Way, variables, way_to
+from ckptstore.storage.uri import Location
+
+_KEY = "k"
+
+
+@dataclass(frozen=True, slots=True)
+class AwsAddress:
+    """What a request to the bucket is, whoever sends it."""
+
+    endpoint_url: str
+    """Without the bucket."""
+    virtual: bool | None
+    """Whether the bucket is part of the host's name; None where it is neither there nor first in the path."""
+    region: str
+    service: str
+    """What it is signed for, "" without a signature."""
+    signature: str
+    """The name of the algorithm, "" without a signature."""
+
+
+class AwsSettings:
+    """What the options of s3fs, the environment and the AWS configuration say of one bucket."""
+
+    def __init__(self, location: Location, options: Mapping[str, Any]) -> None:
+        """Raises InvalidInput for a profile that is not there, and for what botocore does not take."""
+        self.bucket = location.container
+        self.options = {name: value for name, value in options.items() if value is not None}
+        self._lock = threading.Lock()
+        self._region: str | None = None
+        self.signs_payloads = False
+        self._check_given_endpoint()
+        with foreign.seam(lambda error: _refused(error, self._profile_from)):
+            self._session = self._made_session()
+            config: Any = self.options.get("config_kwargs") or {}
+            when = config.get("request_checksum_calculation") or self._variable("request_checksum_calculation") or ""
+            self.sends_checksum = str(when).lower() != "when_required"
+            self.address = self._addressed()
+        self.way = self._way()
+
+    @property
+    def profile(self) -> str | None:
+        """The profile that was asked for."""
+        return self.options.get("profile") or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+
+    @property
+    def _profile_from(self) -> str:
+        if self.options.get("profile"):
+            return "storage_options['profile']"
+        return "AWS_PROFILE" if os.environ.get("AWS_PROFILE") else "AWS_DEFAULT_PROFILE"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether requests go without TLS."""
+        return self.address.endpoint_url.startswith("http://")
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether requests are not signed."""
+        return not self.address.signature
+
+    @property
+    def region_from(self) -> str:
+        """What names the region, "" where nothing does."""
+        client_options, config = self._inside("client_kwargs"), self._inside("config_kwargs")
+        if client_options.get("region_name") or config.get("region_name"):
+            return "region_name"
+        variable = next((name for name in ("AWS_REGION", "AWS_DEFAULT_REGION") if os.environ.get(name)), "")
+        return variable or (self._in_files("the region") if self._variable("region") else "")
+
+    @property
+    def endpoint_from(self) -> str:
+        """What names the endpoint, "" where nothing does and it is that of AWS."""
+        if self.options.get("endpoint_url") or self._inside("client_kwargs").get("endpoint_url"):
+            return "endpoint_url"
+        if self._ignores_configured():
+            return ""
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+            if os.environ.get(name):
+                return name
+        return self._in_files("endpoint_url") if self._configured_endpoint() else ""
+
+    @property
+    def credentials_from(self) -> str:
+        """What gives the credentials, in the words of botocore; nothing is asked of any service."""
+        if self.options.get("anon"):
+            return "none: anon"
+        if self.given_keys:
+            return "storage_options"
+        names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+        if all(os.environ.get(name) for name in names) and not self.options.get("profile"):
+            return "AWS_ACCESS_KEY_ID"
+        return f"the profile of {self._profile_from}" if self.profile else "the SDK's own chain"
+
+    @property
+    def given_keys(self) -> dict[str, Any]:
+        """The credentials among the options, in botocore's names."""
+        inside = self._inside("client_kwargs")
+        found = {
+            "aws_access_key_id": self.options.get("key") or self.options.get("username"),
+            "aws_secret_access_key": self.options.get("secret") or self.options.get("password"),
+            "aws_session_token": self.options.get("token"),
+        }
+        found = {name: value or inside.get(name) for name, value in found.items()}
+        return {name: value for name, value in found.items() if value}
+
+    def located(self) -> AwsAddress:
+        """The address, in the region of the bucket: S3 is asked for it once, where nothing names it."""
+        with self._lock:
+            if self._region is None and not self.region_from and not self.endpoint_from:
+                self._region = self._ask_region() or self.address.region
+                with foreign.seam(lambda error: _refused(error, self._profile_from)):
+                    self.address = self._addressed()
+            return self.address
+
+    def credentials(self) -> Any:
+        """botocore's credentials, None where it finds none. Asks the services that the configuration names."""
+        from botocore.credentials import Credentials
+
+        given = self.given_keys
+        if "aws_access_key_id" in given:
+            return Credentials(
+                given["aws_access_key_id"], given.get("aws_secret_access_key"), given.get("aws_session_token")
+            )
+        return self._session.get_credentials()
+
+    def forget_credentials(self) -> None:
+        """Look for credentials anew from here on."""
+        self._session = self._made_session()
+
+    def client(self) -> Any:
+        """A new client of botocore, which looks nowhere but here."""
+        self.located()
+        return self._made_client(self._session, self.given_keys, self.way)
+
+    def _inside(self, name: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.options.get(name) or {}
+        if not isinstance(found, Mapping):
+            raise InvalidInput(f"storage_options[{name!r}] is a {type(found).__name__}, and has options inside of it")
+        return found
+
+    def _variable(self, name: str) -> Any:
+        return self._session.get_config_variable(name)
+
+    def _in_files(self, what: str) -> str:
+        path = os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"
+        profile = f"of {self._profile_from}" if self.profile else "default"
+        return f"{what} of the profile {profile} in {path}"
+
+    def _configured_endpoint(self) -> Any:
+        scoped = self._session.get_scoped_config()
+        services = self._session.full_config.get("services", {}).get(scoped.get("services"), {})
+        return services.get("s3", {}).get("endpoint_url") or scoped.get("endpoint_url")
+
+    def _ignores_configured(self) -> bool:
+        given = self._inside("config_kwargs").get("ignore_configured_endpoint_urls")
+        return bool(self._variable("ignore_configured_endpoint_urls") if given is None else given)
+
+    def _check_given_endpoint(self) -> None:
+        check_endpoint(self.options.get("endpoint_url") or self._inside("client_kwargs").get("endpoint_url"))
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+            check_endpoint(os.environ.get(name))
+
+    def _made_session(self) -> Any:
+        import botocore.session
+
+        session = botocore.session.Session(profile=self.options.get("profile"))
+        session.register_component("data_loader", _loader())
+        session.get_scoped_config()  # raises for a profile that is not there
+        return session
+
+    def _addressed(self) -> AwsAddress:
+        """The address of a request that is made and signed with keys that nobody has, and not sent."""
+        from botocore.awsrequest import AWSResponse
+
+        client = self._made_client(
+            self._session, {"aws_access_key_id": "AKIANOBODY", "aws_secret_access_key": "none"}, DIRECT
+        )
+        taken: list[Any] = []
+
+        def take(request: Any, **_: Any) -> Any:
+            taken.append(request)
+            return AWSResponse(request.url, 200, {}, _NoBody())
+
+        self.signs_payloads = bool((client.meta.config.s3 or {}).get("payload_signing_enabled"))
+        client.meta.events.register_first("before-send.s3", take)
+        try:
+            client.head_object(Bucket=self.bucket, Key=_KEY)
+        except Exception:
+            if not taken:
+                raise
+            # a directory bucket asks for a session first, and nobody gave it one
+        finally:
+            client.close()
+        return _address_of(taken[-1], self.bucket, client.meta.region_name)
+
+    def _way(self) -> Way:
+        configured = self._session.get_scoped_config().get("ca_bundle")
+        bundles = variables(("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"), os.environ)
+        bundles.insert(1, (self._in_files("ca_bundle"), configured))
+        verify = self._inside("client_kwargs").get("verify")
+        return way_to(self.address.endpoint_url, os.environ, bundles, verify=verify)
+
+    def _ask_region(self) -> str | None:
+        """Where a bucket lies, None when S3 does not say. Needs no credentials: a refusal carries it too."""
+        import botocore
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        client = self._made_client(self._session, {}, self.way, signature_version=botocore.UNSIGNED)
+        try:
+            answer = client.head_bucket(Bucket=self.bucket)
+        except ClientError as error:
+            answer = error.response
+        except (BotoCoreError, OSError):
+            return None
+        finally:
+            client.close()
+        region = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
+        return str(region) if region else None
+
+    def _made_client(self, session: Any, keys: Mapping[str, Any], way: Way, **more: Any) -> Any:
+        import botocore
+        import botocore.handlers
+        from botocore.config import Config
+
+        client_options = dict(self._inside("client_kwargs"))
+        for name in ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "verify"):
+            client_options.pop(name, None)
+        endpoint_url = self.options.get("endpoint_url") or client_options.pop("endpoint_url", None)
+        region = self._region or client_options.pop("region_name", None) or os.environ.get("AWS_REGION")
+        if region and not self._inside("config_kwargs").get("region_name"):
+            client_options["region_name"] = region  # botocore itself reads AWS_DEFAULT_REGION alone
+        config: dict[str, Any] = {
+            "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+            "read_timeout": READ_TIMEOUT_SECONDS,
+            "max_pool_connections": MAX_CONNECTIONS,
+            "request_checksum_calculation": "when_required",  # ours goes along as a value of its own
+            "response_checksum_validation": "when_required",
+            **self._inside("config_kwargs"),
+            **more,
+        }
+        address: AwsAddress | None = getattr(self, "address", None)
+        if address is not None:
+            config.setdefault("proxies", way.proxies(address.endpoint_url))
+            signed = self.is_plain and not self.sends_checksum
+            config["s3"] = {"payload_signing_enabled": signed, **(config.get("s3") or {})}
+        config["retries"] = {"total_max_attempts": 1}  # there is one layer of retries, above
+        if self.options.get("anon"):
+            config["signature_version"], keys = botocore.UNSIGNED, {}
+        client = session.create_client(
+            "s3",
+            endpoint_url=endpoint_url,
+            config=Config(**config),
+            verify=way.verify,
+            **{"use_ssl": self.options.get("use_ssl", True), **keys, **client_options},
+        )
+        # "Expect: 100-continue" would cost every part one more round trip.
+        client.meta.events.unregister("before-call.s3", botocore.handlers.add_expect_header)
+        return client
+
+
+class _NoBody:
+    """The body of an answer that nobody gave."""
+
+    def stream(self) -> Iterator[bytes]:
+        """Nothing."""
+        return iter(())
+
+
+def _address_of(request: Any, bucket: str, region: str | None) -> AwsAddress:
+    split = urlsplit(request.url)
+    base, host = split.path.rpartition("/")[0], split.netloc
+    virtual: bool | None = None
+    if unquote(base).endswith(f"/{bucket}"):
+        virtual, base = False, base.rpartition("/")[0]
+    elif host.startswith(f"{bucket}."):
+        virtual, host = True, host.removeprefix(f"{bucket}.")
+    authorization = request.headers.get("Authorization", "")
+    authorization = authorization.decode() if isinstance(authorization, bytes) else authorization
+    scope = re.search(r"Credential=[^/]+/\d+/(?:([^/,]+)/)?([^/,]+)/aws4_request", authorization)
+    return AwsAddress(
+        f"{split.scheme}://{host}{base}",
+        virtual,
+        (scope[1] if scope else None) or (region if region and not region.startswith("aws-") else "us-east-1"),
+        scope[2] if scope else "",
+        authorization.partition(" ")[0],
+    )
+
+
+def _refused(error: Exception, profile_from: str) -> Any:
+    """The error for a configuration that botocore does not take; what it says may hold values of options."""
+    from botocore import exceptions
+
+    files = "AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE, or ~/.aws/config and ~/.aws/credentials"
+    if isinstance(error, exceptions.ProfileNotFound):
+        return InvalidInput(f"{profile_from} names a profile that is not there", hint=f"Profiles are those of {files}")
+    if isinstance(error, exceptions.ConfigParseError | UnicodeDecodeError):
+        return InvalidInput("The AWS configuration cannot be read", hint=f"It is in {files}")
+    return InvalidInput(
+        f"storage_options and the AWS configuration cannot be used: {type(error).__name__}",
+        hint="Compare the options with what s3fs and botocore take",
+    )
+
+
+@functools.cache
+def _loader() -> Any:
+    """What reads the descriptions of services: 0.2 s the first time, nothing for every later client."""
+    from botocore.loaders import create_loader
+
+    return create_loader()

@@ -1,0 +1,177 @@
+"""The way to a server: through which proxy, and whose certificates are trusted. Resolved once, for all clients.
+
+The libraries below read the same variables with different rules: whether `ALL_PROXY` counts, whether `NO_PROXY` may
+hold networks or "*", whether `SSL_CERT_FILE` counts, and which certificates they trust when nothing is said. So none of
+them is left to look for itself.
+
+A proxy is the one of `http_proxy` or `https_proxy`, after the scheme of the server, else of `all_proxy`; small letters
+go before capital ones. `no_proxy` holds hosts, domains, addresses and networks, each with a port or without, or "*".
+Trusted are the certificates of the variables that a client has for it, of `SSL_CERT_FILE`, or else of this machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from ckptstore.errors import InvalidInput
+from ckptstore.storage.cloud.foreign import server_of
+
+Environment = Mapping[str, str]
+
+_BUNDLES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+)
+"""Where systems keep the certificates that they trust, in one file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The way to one server."""
+
+    proxy_url: str | None = field(default=None, repr=False)
+    """With its user and password; None where there is none."""
+    proxy_from: str = ""
+    """What names the proxy."""
+    verify: bool | str = True
+    """A file of trusted certificates, True for those that the client brings along, False to trust all."""
+    verify_from: str = ""
+    """What names the certificates; "" for those of this machine, which every client trusts."""
+
+    @property
+    def proxy(self) -> str:
+        """Host and port of the proxy, for messages; "" without one."""
+        return server_of(self.proxy_url)
+
+    @property
+    def through(self) -> str:
+        """The proxy as a message tells of it, "" without one."""
+        return f" through the proxy {self.proxy} ({self.proxy_from})" if self.proxy_url else ""
+
+    def proxies(self, url: str) -> dict[str, str]:
+        """The proxy as urllib3, requests and botocore take it."""
+        return {urlsplit(url).scheme: self.proxy_url} if self.proxy_url else {}
+
+
+DIRECT = Way()
+"""Without a proxy."""
+
+
+def way_to(
+    url: str, environ: Environment, bundles: Sequence[tuple[str, str | None]], *, verify: bool | str | None = None
+) -> Way:
+    """Return the way to the server of a URL.
+
+    `bundles` are the places in which its SDK is told of certificates, each with the file that it names, those first
+    that go before others; `verify` is what an option says of them. A server that is reached without TLS shows none.
+    Raises InvalidInput for a proxy that no client here speaks to.
+    """
+    proxy_url, proxy_from = proxy_of(url, environ)
+    if urlsplit(url).scheme != "https":
+        return Way(proxy_url, proxy_from)
+    if verify is not None and verify is not True:
+        return Way(proxy_url, proxy_from, verify, "verify")
+    system = system_bundle()
+    for name, path in (*bundles, ("SSL_CERT_FILE", environ.get("SSL_CERT_FILE"))):
+        if path:
+            return Way(proxy_url, proxy_from, path, "" if is_same_file(path, system) else name)
+    return Way(proxy_url, proxy_from, system or True)
+
+
+def variables(names: Sequence[str], environ: Environment) -> list[tuple[str, str | None]]:
+    """Variables with their values, as `way_to` takes them."""
+    return [(name, environ.get(name)) for name in names]
+
+
+def system_bundle() -> str | None:
+    """The file of the certificates that this machine trusts, None where it has none."""
+    return next((path for path in _BUNDLES if os.path.isfile(path)), None)
+
+
+def own_bundle() -> bytes:
+    """The certificates that the clients of Python bring along, for a machine that has none."""
+    import certifi
+
+    return certifi.contents().encode()
+
+
+def other_directory(environ: Environment) -> bool:
+    """Whether `SSL_CERT_DIR` names certificates that are not those of this machine: it counts for some clients."""
+    path, system = environ.get("SSL_CERT_DIR"), system_bundle()
+    return bool(path) and not is_same_file(path or "", os.path.dirname(system) if system else None)
+
+
+def is_same_file(path: str, other: str | None) -> bool:
+    """Whether two paths lead to one file or directory, which is there."""
+    with suppress(OSError):
+        return other is not None and os.path.samefile(path, other)
+    return False
+
+
+def proxy_of(url: str, environ: Environment) -> tuple[str | None, str]:
+    """The proxy for a URL and the variable that names it; (None, "") without one. Raises InvalidInput."""
+    split = urlsplit(url)
+    value, name = _named(f"{split.scheme}_proxy", environ)
+    if not name:
+        value, name = _named("all_proxy", environ)
+    if not value or _is_excluded(split.hostname or "", split.port or {"https": 443}.get(split.scheme, 80), environ):
+        return None, ""
+    proxy_url = value if "://" in value else f"http://{value}"
+    with suppress(ValueError):
+        proxy = urlsplit(proxy_url)
+        if proxy.scheme in ("http", "https") and proxy.hostname and (proxy.port is None or proxy.port):
+            return proxy_url, name
+    raise InvalidInput(
+        f"{name} names a proxy that cannot be used: only http:// and https:// ones can",
+        hint=f"Give another one, or name {split.hostname} in NO_PROXY",
+    )
+
+
+def _named(name: str, environ: Environment) -> tuple[str, str]:
+    """A variable in small letters or capital ones, and how it is written; ("", "") where it is not there."""
+    if name in environ:
+        return environ[name].strip(), name
+    capital = name.upper()
+    is_untrusted = capital == "HTTP_PROXY" and "REQUEST_METHOD" in environ  # in CGI it is a header of the request
+    return ("", "") if is_untrusted or capital not in environ else (environ[capital].strip(), capital)
+
+
+def _is_excluded(host: str, port: int, environ: Environment) -> bool:
+    host = host.lower().rstrip(".")
+    address = _address(host)
+    for entry, entry_port in _excluded(environ):
+        if entry_port is not None and entry_port != port:
+            continue
+        if entry == "*":
+            return True
+        if address is not None:
+            with suppress(ValueError):
+                if address in ipaddress.ip_network(entry, strict=False):
+                    return True
+        elif host == entry.lstrip(".") or host.endswith(f".{entry.lstrip('.')}"):
+            return True
+    return False
+
+
+def _excluded(environ: Environment) -> Iterator[tuple[str, int | None]]:
+    value, _ = _named("no_proxy", environ)
+    for entry in value.lower().replace(",", " ").split():
+        if match := re.fullmatch(r"\[(.+)\](?::(\d+))?|([^:]+):(\d+)", entry):
+            yield (match[1] or match[3]).removeprefix("*."), int(match[2] or match[4]) if match[2] or match[4] else None
+        else:
+            yield entry.removeprefix("*.").rstrip("."), None
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]"))
+    return None
