@@ -215,7 +215,15 @@ class Bucket(Protocol):
         """Drop one; no error if it is gone."""
 
 
-POWERS: tuple[type, ...] = (CreatesExclusively, WritesParts, Disk, CopiesInside, CopiesFrom, Bucket)
+@runtime_checkable
+class Configured(Protocol):
+    """A service that options, variables and files say how to reach."""
+
+    def resolved(self) -> Mapping[str, str]:
+        """What they say, each with what says it, in words, without any secret. Nothing is asked of any server."""
+
+
+POWERS: tuple[type, ...] = (CreatesExclusively, WritesParts, Disk, CopiesInside, CopiesFrom, Bucket, Configured)
 """Every optional power. A storage has a power when it has all its methods; some of them count for nothing."""
 
 

@@ -21,7 +21,7 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, PROBE_PREFIX
 from ckptstore.log import Log
 from ckptstore.log.identity import read_store_json
 from ckptstore.node_cache.place import filesystem_of, is_network, open_place
-from ckptstore.storage.base import Bucket, Disk, Storage, WritesParts
+from ckptstore.storage.base import Bucket, Configured, Disk, Storage, WritesParts
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.probe import has_exclusive_create
 from ckptstore.storage.uri import parse_uri
@@ -104,6 +104,9 @@ def examine(
     config = config or StoreConfig.from_env()
     findings = [Finding(name="engine", status="ok", detail=f"{choice.engine}: {choice.reason}")]
     with closing(open_storage(uri, storage_options=storage_options, engine=engine)) as storage:
+        if isinstance(storage, Configured):
+            told = ", ".join(f"{name}: {value}" for name, value in storage.resolved().items())
+            findings.append(Finding(name="configuration", status="ok", detail=told))
         scheme = parse_uri(uri).scheme
         place = _Place(storage, config, _FAMILIES.get(scheme, scheme), storage_options, engine)
         is_new = isinstance(storage, Disk) and not os.path.lexists(storage.local_path(""))

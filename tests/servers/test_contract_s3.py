@@ -9,6 +9,7 @@ import pytest
 
 from ckptstore.storage.base import (
     Bucket,
+    Configured,
     CopiesFrom,
     CopiesInside,
     CreatesExclusively,
@@ -24,7 +25,7 @@ numbers = itertools.count()
 class S3Contract(StorageContract):
     """Raw access goes through boto3."""
 
-    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket)
+    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket, Configured)
     secrets = ("testsecret",)
     engine: ClassVar[str]
 

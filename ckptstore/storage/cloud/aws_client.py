@@ -34,6 +34,9 @@ class AwsConnection(LazyClient):
         if settings.options.get("requester_pays"):
             self.every["RequestPayer"] = "requester"
 
+    def resolved(self) -> dict[str, str]:
+        return self.settings.resolved()
+
     def giver(self) -> chains.Giver:
         """See `LazyClient.giver`. They are looked for anew."""
         self.settings.forget_credentials()

@@ -115,6 +115,18 @@ class AwsSettings:
             return "AWS_ACCESS_KEY_ID"
         return f"the profile of {self._profile_from}" if self.profile else "the SDK's own chain"
 
+    def resolved(self) -> dict[str, str]:
+        """See `Configured`."""
+        address = self.address
+        style = {True: "the bucket in the name of the host", False: "the bucket in the path", None: "neither"}
+        return {
+            "endpoint": f"{foreign.server_of(address.endpoint_url)} ({self.endpoint_from or 'of AWS'})",
+            "region": f"{address.region} ({self.region_from or 'nothing names it'})",
+            "addresses": style[address.virtual],
+            "credentials": self.credentials_from,
+            **self.way.told(address.endpoint_url),
+        }
+
     @property
     def given_keys(self) -> dict[str, Any]:
         """The credentials among the options, in botocore's names."""

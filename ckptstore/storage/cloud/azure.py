@@ -86,6 +86,16 @@ class AzureConnection(LazyClient):
             service = BlobServiceClient(names["account_url"], credential=self._credential(), **options)
         return service.get_container_client(self._container)
 
+    def resolved(self) -> dict[str, str]:
+        names, url = self._names, azure_url(self._names)
+        given = ("connection_string", "credential", "account_key", "sas_token", "client_secret")
+        said = next((name for name in given if names.get(name)), "")
+        return {
+            "endpoint": foreign.server_of(url),
+            "credentials": said or ("none: anon" if names.get("anon") else "the SDK's own chain"),
+            **self._way.told(url),
+        }
+
     def giver(self) -> chains.Giver:
         """See `LazyClient.giver`."""
         key = azure_key(self._names)

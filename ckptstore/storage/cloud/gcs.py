@@ -50,12 +50,14 @@ class GcsConnection(LazyClient):
         endpoint_url: str,
         credentials: Callable[[], Any],
         way: Way = DIRECT,
+        said: Mapping[str, str] | None = None,
         read_seconds: float = READ_TIMEOUT_SECONDS,
     ) -> None:
         super().__init__()
         self._endpoint = endpoint_url.rstrip("/")
         self._credentials = credentials
         self._way = way
+        self._said = said or {}
         self._timeout = (CONNECT_TIMEOUT_SECONDS, read_seconds)
 
     def request(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
@@ -85,6 +87,11 @@ class GcsConnection(LazyClient):
         session.proxies = self._way.proxies(self._endpoint)
         session.verify = self._way.verify
         return session
+
+    def resolved(self) -> dict[str, str]:
+        endpoint = f"{foreign.server_of(self._endpoint)} ({self._said.get('endpoint', 'of Google')})"
+        credentials = self._said.get("credentials", "the SDK's own chain")
+        return {"endpoint": endpoint, "credentials": credentials, **self._way.told(self._endpoint)}
 
     def giver(self) -> chains.Giver:
         """See `LazyClient.giver`."""
@@ -326,10 +333,14 @@ def connect(names: Mapping[str, Any], environ: Environment) -> GcsConnection:
     endpoint = gcs_endpoint(names, environ)
     token = names.get("token") or ("anon" if endpoint else None)
     url = endpoint or GOOGLE
+    said = {"endpoint": "endpoint_url" if names.get("endpoint_url") else "STORAGE_EMULATOR_HOST"} if endpoint else {}
+    if token is not None:
+        said["credentials"] = "none: anonymous" if token == "anon" else "token"
     return GcsConnection(
         endpoint_url=url,
         credentials=credentials_of(token),
         way=gcs_way(url, environ),
+        said=said,
         read_seconds=seconds_of(names.get("timeout") or None, READ_TIMEOUT_SECONDS, "The timeout"),
     )
 

@@ -56,6 +56,10 @@ class LazyClient(ABC):
             self._client = None
 
     @abstractmethod
+    def resolved(self) -> dict[str, str]:
+        """See `Configured`."""
+
+    @abstractmethod
     def giver(self) -> Giver:
         """What gives the credentials of this client to another one."""
 
@@ -82,6 +86,10 @@ class CloudFiles(ProcessBound, Generic[C]):
     @property
     def uri(self) -> str:
         return self._location.uri
+
+    def resolved(self) -> dict[str, str]:
+        """See `Configured`."""
+        return self._connection.resolved()
 
     def giver(self) -> Giver:
         """What gives the credentials of these files to another client."""

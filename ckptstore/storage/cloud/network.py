@@ -57,6 +57,17 @@ class Way:
         """The proxy as a message tells of it, "" without one."""
         return f" through the proxy {self.proxy} ({self.proxy_from})" if self.proxy_url else ""
 
+    def told(self, url: str) -> dict[str, str]:
+        """The way to a URL, in words."""
+        found = {"proxy": f"{self.proxy} ({self.proxy_from})" if self.proxy_url else "none"}
+        if urlsplit(url).scheme == "https":
+            if self.verify is False:
+                found["trusted certificates"] = f"all ({self.verify_from})"
+            else:
+                own = "those of this machine" if self.verify is not True else "those of the client"
+                found["trusted certificates"] = f"those of {self.verify_from}" if self.verify_from else own
+        return found
+
     def proxies(self, url: str) -> dict[str, str]:
         """The proxy as urllib3, requests and botocore take it."""
         return {urlsplit(url).scheme: self.proxy_url} if self.proxy_url else {}

@@ -245,6 +245,11 @@ class FastStorage(ProcessBound):
         self._files.copy(source_key, key, files=files)
         return True
 
+    def resolved(self) -> Mapping[str, str]:
+        """See `Configured`."""
+        found: Mapping[str, str] = self._files.resolved()
+        return found
+
     def part_bytes(self, size_bytes: int) -> int:
         return int(self._files.part_bytes(size_bytes))
 
