@@ -39,6 +39,7 @@ from ckptstore.runtime.beat import no_beat
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.retry import retrying
+from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer import Transfer
 
 logger = logging.getLogger("ckptstore")
@@ -167,7 +168,11 @@ class Job:
             return
         key = record.entry.prefix + MANIFEST_NAME
         try:
-            retrying(self.config.retry, f"stat {key}", lambda: self.storage.stat(key))
+            retrying(
+                self.config.retry,
+                f"stat {key}",
+                lambda: looked_twice(self.storage, key, lambda: self.storage.stat(key)),
+            )
         except FileMissing:
             again = self.log.newest()  # somebody may have removed it meanwhile, as it should be done
             if again is None or again.state.latest == number:

@@ -65,7 +65,8 @@ IMPORTERS: dict[str, set[str]] = {
     "awscrt": {"format.digest", "testing.s3"},
     "axolotl": {"integrations.axolotl"},
     "azure": {"storage.cloud.azure", "storage.cloud.chains"},
-    "botocore": {"storage.cloud.aws_client", "storage.cloud.chains"},
+    "botocore": {"storage.cloud.aws_client", "storage.cloud.aws_settings", "storage.cloud.chains"},
+    "certifi": {"storage.cloud.routes"},
     "click": {"cli"},
     "fastsafetensors": {"bench"},
     "fsspec": {"bench", "storage.fsspec"},
@@ -114,7 +115,7 @@ IMPORTERS: dict[str, set[str]] = {
 REQUIRED = {"awscrt", "click", "fsspec", "rich", "tenacity"}
 """What every installation has."""
 BEHIND_OTHERS = {
-    "s3fs, gcsfs and adlfs": {"azure", "botocore", "google", "requests"},
+    "s3fs, gcsfs and adlfs": {"azure", "botocore", "certifi", "google", "requests"},
     "psutil, each in a peer that says whether it can run": {
         *("fastsafetensors", "jax", "ml_dtypes", "orbax", "s3torchconnector", "safetensors"),
     },

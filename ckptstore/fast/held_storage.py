@@ -109,7 +109,7 @@ class HeldStorage:
         self._from_any(key, places, first, lambda place: self._read(place, receipt, key, offset, views))
 
     def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """See `HasCopies.doubt`."""
+        """See `Doubts`: a file lies in more than one place."""
         with self._lock:
             self._doubts[key, offset, size_bytes] += 1
 

@@ -40,6 +40,7 @@ from ckptstore.node_cache import NodeCache, copy_key
 from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.disk.local import LocalStorage
+from ckptstore.storage.second_look import looked_twice
 from ckptstore.storage.uri import local_path
 from ckptstore.transfer import RangeRead, Transfer, Wanted
 from ckptstore.transfer.opened import OpenedPlace
@@ -105,7 +106,7 @@ class CheckpointFiles:
             return self.certificate.manifest, self.certificate.manifest_data
         key = self.prefix + MANIFEST_NAME
         try:
-            data = self.storage.read(key)
+            data = looked_twice(self.storage, key, lambda: self._manifest_bytes(key))
         except FileMissing:
             stock = _stock_manifest(self) if self.record is None else None
             if stock is None:
@@ -113,6 +114,10 @@ class CheckpointFiles:
                     f"{self.uri} has no manifest: it was removed, or it was never complete", file=MANIFEST_NAME
                 ) from None
             return stock, stock.encode()
+        return Manifest.decode(data, file=key), data
+
+    def _manifest_bytes(self, key: str) -> bytes:
+        data = self.storage.read(key)
         digest = sha256_of(data)
         if self.record is not None and digest != self.record.entry.manifest_sha256:
             raise CheckpointDamaged(
@@ -120,7 +125,7 @@ class CheckpointFiles:
                 step=self.record.entry.step,
                 file=MANIFEST_NAME,
             )
-        return Manifest.decode(data, file=key), data
+        return data
 
     def alone(self) -> CheckpointFiles:
         """The same for a process that works on its own: it can be pickled."""
@@ -181,6 +186,9 @@ class CheckpointFiles:
 
     def check_complete(self, manifest: Manifest) -> None:
         """Raise CheckpointDamaged unless every file is there with its size. One listing."""
+        looked_twice(self.storage, self.prefix, lambda: self._check_listed(manifest))
+
+    def _check_listed(self, manifest: Manifest) -> None:
         stored = self.stored_sizes(manifest)
         for receipt in manifest.files:
             found = stored.get(receipt.name)

@@ -22,8 +22,9 @@ from ckptstore.format.layout import HINT_KEY, PROBE_PREFIX, Attempt, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.hint import Hint
 from ckptstore.runtime.fork import new_lock_in_child
-from ckptstore.storage.base import CreatesExclusively, Storage
+from ckptstore.storage.base import CreatesExclusively, Doubts, Storage
 from ckptstore.storage.retry import retrying
+from ckptstore.storage.second_look import looked_twice
 
 logger = logging.getLogger("ckptstore")
 
@@ -188,8 +189,11 @@ class LogReader:
 
     def _read(self, number: int) -> Record:
         found = self._probe(number)
+        key = record_key(number)
+        if found is None and isinstance(self._storage, Doubts):
+            self._storage.doubt(key)
+            found = self._probe(number)
         if found is None:
-            key = record_key(number)
             raise CheckpointDamaged(f"{key} is missing, and no record is ever removed from a log", file=key)
         if isinstance(found, CkptstoreError):
             raise found
@@ -207,7 +211,9 @@ class LogReader:
         """The same in one request, past the cache and without retries."""
         key = record_key(number)
         try:
-            return Record.decode(self._storage.read(key), number)
+            return looked_twice(
+                self._storage, key, lambda: Record.decode(self._storage.read(key), number), missing=False
+            )
         except FileMissing:
             return None
         except (CheckpointDamaged, UnsupportedVersion) as error:

@@ -29,6 +29,7 @@ from ckptstore.log.hint import Hint
 from ckptstore.log.reader import LogReader, Probed
 from ckptstore.storage.base import CreatesExclusively, Disk, Storage
 from ckptstore.storage.probe import has_exclusive_create, is_server
+from ckptstore.storage.second_look import looked_twice
 
 _CHECKED_LINKS = 64
 _BATCH_RECORDS = 1000
@@ -81,23 +82,25 @@ class Log(LogReader):
             return
         key, storage = record_key(known.number), self._storage
 
-        def is_same() -> bool:
+        def look() -> None:
             if isinstance(storage, Disk):
-                return storage.read(key) == known.encode()
-            return storage.stat(key).size_bytes == len(known.encode())
+                is_same = storage.read(key) == known.encode()
+            else:
+                is_same = storage.stat(key).size_bytes == len(known.encode())
+            if not is_same:
+                raise CheckpointDamaged(f"{key} is another one", file=key)
 
         try:
-            wrong = "" if self._retrying(f"look at {key}", is_same) else "another one"
-        except FileMissing:
-            wrong = "gone"
-        if wrong:
+            self._retrying(f"look at {key}", lambda: looked_twice(storage, key, look))
+        except (CheckpointDamaged, FileMissing) as error:
+            wrong = "gone" if isinstance(error, FileMissing) else "another one"
             raise StoreMissing(
                 f"{key} is {wrong}: somebody has removed or replaced the store at {storage.uri}, or its file system is "
                 "not there",
                 file=key,
                 hint=SALVAGE_HINT,
                 committed=False,
-            )
+            ) from None
 
     def append(self, decide: Decide) -> Record | None:
         """Write the record of the change that `decide` makes of the newest record, and return it.

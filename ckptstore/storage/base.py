@@ -216,6 +216,15 @@ class Bucket(Protocol):
 
 
 @runtime_checkable
+class Doubts(Protocol):
+    """A storage that can be read in another way than the last one: by new connections, past a cache, elsewhere."""
+
+    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+        """What was read of a stretch of a file, or of all of it, was not what it should be: what is read from now on
+        comes in another way. Nothing is read here, and nothing is raised."""
+
+
+@runtime_checkable
 class Configured(Protocol):
     """A service that options, variables and files say how to reach."""
 
@@ -223,7 +232,7 @@ class Configured(Protocol):
         """What they say, each with what says it, in words, without any secret. Nothing is asked of any server."""
 
 
-POWERS: tuple[type, ...] = (CreatesExclusively, WritesParts, Disk, CopiesInside, CopiesFrom, Bucket, Configured)
+POWERS: tuple[type, ...] = (CreatesExclusively, WritesParts, Disk, CopiesInside, CopiesFrom, Bucket, Configured, Doubts)
 """Every optional power. A storage has a power when it has all its methods; some of them count for nothing."""
 
 

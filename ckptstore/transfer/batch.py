@@ -104,7 +104,7 @@ def _read_checked(engine: Engine, item: Wanted, view: memoryview, whole: bool, r
         version = version_of(engine, item, run) if whole else None
         if view:
             request = partial(engine.storage.read_into, key, 0, (view,), version=version)
-            engine.request(run, f"read {key}", request)
+            engine.read(run, key, request)
     except (CheckpointDamaged, FileMissing) as error:
         return Checked(item, None, error)
     found = crc32c(view)
@@ -113,11 +113,15 @@ def _read_checked(engine: Engine, item: Wanted, view: memoryview, whole: bool, r
 
 def version_of(engine: Engine, item: Wanted, run: Operation) -> str | None:
     """The version of a file. Raises CheckpointDamaged when it has another size, FileMissing."""
-    found = engine.request(run, f"stat {item.key}", partial(engine.storage.stat, item.key))
-    if found.size_bytes != item.size_bytes:
-        text = f"{item.key} has {found.size_bytes:,} bytes, {item.size_bytes:,} are expected"
-        raise CheckpointDamaged(text, file=item.key)
-    return found.version
+
+    def look() -> str | None:
+        found = engine.storage.stat(item.key)
+        if found.size_bytes != item.size_bytes:
+            text = f"{item.key} has {found.size_bytes:,} bytes, {item.size_bytes:,} are expected"
+            raise CheckpointDamaged(text, file=item.key)
+        return found.version
+
+    return engine.read(run, item.key, look)
 
 
 def fault_of(item: Wanted, found: int) -> CheckpointDamaged | None:

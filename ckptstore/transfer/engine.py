@@ -6,14 +6,15 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.errors import AccessDenied, StorageError, StorageFull
-from ckptstore.storage.base import Disk, Storage, WritesParts
+from ckptstore.storage.base import Disk, Doubts, Storage, WritesParts
 from ckptstore.storage.retry import retrying
+from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer.flow import Flow
-from ckptstore.transfer.moves import HasCopies
 from ckptstore.transfer.pool import Operation, Pool
 from ckptstore.transfer.scratch import Scratch
 
@@ -42,8 +43,8 @@ class Engine:
     """The storage, where it is a disk: a request costs microseconds there, not a round trip."""
     parts: WritesParts | None = field(init=False)
     """The storage, where it writes parts."""
-    copies: HasCopies | None = field(init=False)
-    """The storage, where files may lie in several places."""
+    doubts: Doubts | None = field(init=False)
+    """The storage, where it can be read in another way."""
     reading: threading.Semaphore = field(init=False)
     """Held while the bytes of a part are read and hashed, which keeps a processor or a disk busy. Whoever waits for it
     holds no buffer, so there are as many buffers as requests that wait for a server, and not as many as threads."""
@@ -53,7 +54,7 @@ class Engine:
     def __post_init__(self) -> None:  # once: to ask a protocol whether an object is an instance takes microseconds
         object.__setattr__(self, "disk", self.storage if isinstance(self.storage, Disk) else None)
         object.__setattr__(self, "parts", self.storage if isinstance(self.storage, WritesParts) else None)
-        object.__setattr__(self, "copies", self.storage if isinstance(self.storage, HasCopies) else None)
+        object.__setattr__(self, "doubts", self.storage if isinstance(self.storage, Doubts) else None)
         object.__setattr__(self, "reading", threading.Semaphore(self.config.num_threads))
         object.__setattr__(self, "flow", None if self.disk else Flow(self.pool.num_threads))
 
@@ -80,6 +81,10 @@ class Engine:
                 return call()
 
         return retrying(self.retry, what, checked)
+
+    def read(self, run: Operation, key: str, call: Callable[[], T]) -> T:
+        """The same for a read of a file. What it finds damaged or missing it looks at again, in another way."""
+        return self.request(run, f"read {key}", partial(looked_twice, self.storage, key, call))
 
     def small_tasks(self) -> int:
         """How many tasks small files are dealt to: no more than are of use on a disk, else as many as come."""

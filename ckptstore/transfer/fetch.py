@@ -11,6 +11,7 @@ from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing
 from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.format.digest import FileDigest
 from ckptstore.storage.disk.local_parts import READ_ONLY, WRITABLE, NewFile, make_durable
+from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.batch import fault_of, read_batch, version_of
 from ckptstore.transfer.engine import STEP_BYTES, TASK_BYTES, Engine
@@ -31,14 +32,9 @@ def download(
     """Fetch files to new paths. See `Transfer.download`."""
     kept = _Kept(read_only, durable)
     found = _fetch(engine, wanted, kept, beat)
-    damaged = [place for place, checked in zip(wanted, found, strict=True) if checked.damage]
-    if damaged:  # a bit may have flipped on its way
-        if engine.copies is not None:
-            for item, _ in damaged:
-                engine.copies.doubt(item.key)
-        for checked in _fetch(engine, damaged, kept, beat):
-            if checked.damage:
-                raise checked.damage
+    for checked in _fetched_again(engine, wanted, kept, found, beat):
+        if checked.damage:
+            raise checked.damage
     if durable:
         make_durable([path for _, path in wanted])
         beat()
@@ -46,7 +42,31 @@ def download(
 
 def check(engine: Engine, wanted: Sequence[Wanted], beat: Callable[[], None]) -> list[Checked]:
     """Read files to the end. See `Transfer.check`."""
-    return _fetch(engine, [(item, None) for item in wanted], _Kept(), beat)
+    places = [(item, None) for item in wanted]
+    return _fetched_again(engine, places, _Kept(), _fetch(engine, places, _Kept(), beat), beat)
+
+
+def _fetched_again(
+    engine: Engine,
+    places: Sequence[tuple[Wanted, str | None]],
+    kept: _Kept,
+    found: Sequence[Checked],
+    beat: Callable[[], None],
+) -> list[Checked]:
+    """What was found, but that what seems damaged is fetched once more, in another way: a bit may have flipped on its
+    way."""
+    damaged = [place for place, checked in zip(places, found, strict=True) if checked.damage]
+    if not damaged:
+        return list(found)
+    if engine.doubts is not None:
+        for item, _ in damaged:
+            engine.doubts.doubt(item.key)
+    again = iter(_fetch(engine, damaged, kept, beat))
+    result = [next(again) if checked.damage else checked for checked in found]
+    for first, second in zip(found, result, strict=True):
+        if first.damage and not second.damage:
+            tell(engine.storage, first.wanted.key, first.damage.message)
+    return result
 
 
 class _Kept(NamedTuple):
@@ -169,7 +189,7 @@ class _Fetch:
                 run.check()
                 view = scratch[: min(request_bytes, end - offset)]
                 read = partial(self._engine.storage.read_into, key, offset, [view], version=self._version)
-                self._engine.request(run, f"read {key}", read)
+                self._engine.read(run, key, read)
                 for first in range(0, len(view), STEP_BYTES):
                     step = view[first : first + STEP_BYTES]
                     self._digest.add(offset + first, [step])

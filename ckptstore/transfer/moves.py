@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from ckptstore.errors import CheckpointDamaged, FileMissing
 
@@ -52,11 +52,3 @@ class RangeRead:
     def size_bytes(self) -> int:
         """How many bytes are read."""
         return sum(map(len, self.views))
-
-
-@runtime_checkable
-class HasCopies(Protocol):
-    """A storage whose files lie in more than one place."""
-
-    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """Read this stretch of a file, or all of it, from another place from now on: its digest was wrong."""

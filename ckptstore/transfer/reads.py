@@ -8,6 +8,7 @@ from functools import partial
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import BytesMoved, emit, is_heard
 from ckptstore.format.digest import crc32c_of, to_hex
+from ckptstore.storage.second_look import tell
 from ckptstore.storage.traffic import traffic_here
 from ckptstore.transfer.engine import TASK_BYTES, Engine
 from ckptstore.transfer.moves import RangeRead
@@ -103,24 +104,24 @@ def _read_all(engine: Engine, pieces: Sequence[RangeRead], total_bytes: int, run
 
 def _read_checked(engine: Engine, piece: RangeRead, run: Operation) -> None:
     """One request. Bytes that are not those expected are read a second time: they may have flipped on their way."""
-    what = f"read {piece.key}"
     views = _Cursor(piece.views)
     steps = [views.take(size_bytes) for size_bytes, _ in piece.checks] or [piece.views]
     if engine.disk is not None:
         read_steps = engine.disk.read_steps
-        engine.request(
-            run,
-            what,
-            lambda: read_steps(piece.key, piece.offset, steps, _Check(piece, steps)),
-        )
+        check = _Check(piece, steps)
+        engine.read(run, piece.key, lambda: read_steps(piece.key, piece.offset, steps, check))
+        if check.was_wrong is not None:
+            tell(engine.storage, piece.key, check.was_wrong)
         return
     request = partial(engine.storage.read_into, piece.key, piece.offset, piece.views)
     check = _Check(piece, steps)
-    engine.request(run, what, request)
+    engine.read(run, piece.key, request)
     while not all(map(check, range(len(steps)))):
-        if engine.copies is not None:
-            engine.copies.doubt(piece.key, piece.offset, piece.size_bytes)
-        engine.request(run, what, request)
+        if engine.doubts is not None:
+            engine.doubts.doubt(piece.key, piece.offset, piece.size_bytes)
+        engine.read(run, piece.key, request)
+    if check.was_wrong is not None:
+        tell(engine.storage, piece.key, check.was_wrong)
 
 
 class _Check:
@@ -130,7 +131,8 @@ class _Check:
     def __init__(self, piece: RangeRead, steps: Sequence[Sequence[memoryview]]) -> None:
         self._piece = piece
         self._steps = steps
-        self._was_wrong = False
+        self.was_wrong: str | None = None
+        """What was wrong at first, None if nothing was."""
 
     def __call__(self, number: int) -> bool:
         if not self._piece.checks:
@@ -139,12 +141,12 @@ class _Check:
         found = crc32c_of(self._steps[number])
         if found == expected:
             return True
-        if not self._was_wrong:
-            self._was_wrong = True
-            return False
         offset = self._piece.offset + sum(size for size, _ in self._piece.checks[:number])
-        raise CheckpointDamaged(
+        wrong = (
             f"{self._piece.key} is damaged in the {size_bytes:,} bytes from {offset:,} on: CRC32C {to_hex(expected)} "
-            f"is expected, {to_hex(found)} is found",
-            file=self._piece.key,
+            f"is expected, {to_hex(found)} is found"
         )
+        if self.was_wrong is None:
+            self.was_wrong = wrong
+            return False
+        raise CheckpointDamaged(wrong, file=self._piece.key)

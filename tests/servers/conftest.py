@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tls_front import make_certificates
 
 from ckptstore.testing.s3_server import S3Server, s3_server
 
@@ -49,10 +50,12 @@ def _no_cloud_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_server_forgets(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests store gigabytes in all; none of them reads what another one wrote."""
+    """Tests store gigabytes in all; none of them reads what another one wrote, or meets a fault of another one."""
     yield
     if "fast_s3" in request.fixturenames:
-        request.getfixturevalue("fast_s3").empty()
+        server = request.getfixturevalue("fast_s3")
+        server.faults.clear()
+        server.empty()
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,12 @@ def fast_s3() -> Iterator[S3Server]:
     """The project's own S3 server."""
     with s3_server(buckets=["test"]) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `tls_front.behind_tls` serves with, and who trusts it trusts that."""
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tls_front import behind_tls, certificate
+from tls_front import behind_tls
 
 from ckptstore.errors import InvalidInput, StorageError
 from ckptstore.storage.cloud.aws_settings import AwsSettings
@@ -27,8 +27,6 @@ from ckptstore.testing.s3_server import S3Server, s3_server
 
 ENGINES = [None, "obstore", "fsspec"]
 LARGE = memoryview(bytes(17 << 20))
-
-__all__ = ["certificate"]
 
 
 class Counting:

@@ -10,16 +10,14 @@ from datetime import UTC, datetime, timedelta
 from ipaddress import IPv4Address
 from pathlib import Path
 
-import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The certificate of an authority; beside it lies "server.pem", a key and a certificate of 127.0.0.1."""
-    path = tmp_path_factory.mktemp("tls") / "authority.pem"
+def make_certificates(directory: Path) -> Path:
+    """Make the certificate of an authority, and beside it "server.pem", a key and a certificate of 127.0.0.1."""
+    path = directory / "authority.pem"
     authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     authority = _certificate("ckptstore tests", authority_key, "ckptstore tests", authority_key)
     made = _certificate("127.0.0.1", key, "ckptstore tests", authority_key)

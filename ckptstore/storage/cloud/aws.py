@@ -16,6 +16,7 @@ from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageE
 from ckptstore.format import digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import foreign
+from ckptstore.storage.cloud.answers import AnswerHead
 from ckptstore.storage.cloud.aws_client import AwsConnection
 from ckptstore.storage.cloud.bodies import PIECE_BYTES, Filling, ViewsBody, crc32c_header, part_bytes, total_bytes
 from ckptstore.storage.cloud.lazy_client import CloudFiles
@@ -81,6 +82,7 @@ class S3Files(CloudFiles[AwsConnection]):
     def read(self, key: str) -> bytes:
         answer = self.call("get_object", file=key, Key=self.full(key))
         with self._connection.seam(f"read {self.uri}", key), answer["Body"] as body:
+            AnswerHead.of(key, *_head(answer)).check(key)
             return bytes(body.read())
 
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
@@ -94,13 +96,15 @@ class S3Files(CloudFiles[AwsConnection]):
         except foreign.ConditionFailed as error:
             raise foreign.other_version(key) from error
         with self._connection.seam(f"read {self.uri}", key), answer["Body"] as body:
+            told = AnswerHead.of(key, *_head(answer), version=answer.get("ETag"))
+            told.check(key, offset=offset, version=version)
             piece_bytes = filling.missing_bytes if isinstance(body, HttpAnswer) else PIECE_BYTES
             while filling.missing_bytes:
                 count = body.readinto(filling.next(piece_bytes))
                 if not count:
                     break
                 filling.advance(count)
-        filling.end(file_bytes=_file_bytes(answer), end_offset=end)
+        filling.end(file_bytes=told.total_bytes, end_offset=end)
 
     def stat(self, key: str) -> StoredFile:
         answer = self.call("head_object", file=key, Key=self.full(key))
@@ -292,9 +296,10 @@ class _Upload:
         self._files.drop_other_uploads(self._key)
 
 
-def _file_bytes(answer: dict[str, Any]) -> int | None:
-    total = str(answer.get("ContentRange", "")).rpartition("/")[2]
-    return int(total) if total.isdigit() else None
+def _head(answer: dict[str, Any]) -> tuple[int, dict[str, str]]:
+    """The status of an answer and its headers, as they came."""
+    metadata = answer["ResponseMetadata"]
+    return metadata["HTTPStatusCode"], {name.lower(): value for name, value in metadata["HTTPHeaders"].items()}
 
 
 def _refusal(refused: dict[str, Any], *, cut: int) -> CkptstoreError | foreign.ConditionFailed:

@@ -34,6 +34,13 @@ class AwsConnection(LazyClient):
         if settings.options.get("requester_pays"):
             self.every["RequestPayer"] = "requester"
 
+    def renew_connections(self) -> None:
+        super().renew_connections()
+        with self._lock:
+            plain = self._plain
+        if plain is not None:
+            plain.drop_idle()
+
     def resolved(self) -> dict[str, str]:
         return self.settings.resolved()
 
@@ -50,9 +57,10 @@ class AwsConnection(LazyClient):
             client.meta.events.register_first("before-send.s3", functools.partial(_sent, self._plain))
         return client
 
-    def _forget(self) -> None:
+    def _forget_credentials(self) -> None:
+        """Look for credentials anew, for a new client."""
         self.settings.forget_credentials()
-        super()._forget()
+        self.renew_connections()
 
     def close(self) -> None:
         super().close()
@@ -69,12 +77,12 @@ class AwsConnection(LazyClient):
             code = str(error.response.get("Error", {}).get("Code", ""))
             code = "" if code.isdigit() else code
             if code in foreign.EXPIRED_CODES and self._renewal.begin():
-                self._forget()
+                self._forget_credentials()
                 return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
             return foreign.from_status(status, code, key=key, what=what)
         refused = chains.aws_refusal(error, what=what, key=key, profile=self.settings.profile)
         if refused is not None:
-            self._forget()  # it found no credentials when it was made, and would not look again
+            self._forget_credentials()  # it found no credentials when it was made, and would not look again
             return refused
         broken = (
             exceptions.ConnectionError,
@@ -87,7 +95,7 @@ class AwsConnection(LazyClient):
         if isinstance(error, broken) or type(error).__module__.startswith("urllib3"):
             settings = self.settings
             return foreign.broken_off(
-                error, what=what, key=key, url=settings.address.endpoint_url, through=settings.way.through
+                error, what=what, key=key, url=settings.address.endpoint_url, through=settings.route.through
             )
         return foreign.unexpected(error, what=what, key=key)
 

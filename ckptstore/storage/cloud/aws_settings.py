@@ -19,9 +19,16 @@ from urllib.parse import unquote, urlsplit
 
 from ckptstore.errors import InvalidInput
 from ckptstore.storage.cloud import foreign
-from ckptstore.storage.cloud.client_options import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, check_endpoint
 from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS
-from ckptstore.storage.cloud.network import DIRECT, Way, variables, way_to
+from ckptstore.storage.cloud.routes import (
+    CONNECT_TIMEOUT_SECONDS,
+    DIRECT,
+    READ_TIMEOUT_SECONDS,
+    Route,
+    check_endpoint,
+    route_to,
+    variables,
+)
 from ckptstore.storage.uri import Location
 
 _KEY = "k"
@@ -59,7 +66,7 @@ class AwsSettings:
             when = config.get("request_checksum_calculation") or self._variable("request_checksum_calculation") or ""
             self.sends_checksum = str(when).lower() != "when_required"
             self.address = self._addressed()
-        self.way = self._way()
+        self.route = self._route()
 
     @property
     def profile(self) -> str | None:
@@ -124,7 +131,7 @@ class AwsSettings:
             "region": f"{address.region} ({self.region_from or 'nothing names it'})",
             "addresses": style[address.virtual],
             "credentials": self.credentials_from,
-            **self.way.told(address.endpoint_url),
+            **self.route.told(address.endpoint_url),
         }
 
     @property
@@ -166,7 +173,7 @@ class AwsSettings:
     def client(self) -> Any:
         """A new client of botocore, which looks nowhere but here."""
         self.located()
-        return self._made_client(self._session, self.given_keys, self.way)
+        return self._made_client(self._session, self.given_keys, self.route)
 
     def _inside(self, name: str) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.options.get(name) or {}
@@ -229,19 +236,19 @@ class AwsSettings:
             client.close()
         return _address_of(taken[-1], self.bucket, client.meta.region_name)
 
-    def _way(self) -> Way:
+    def _route(self) -> Route:
         configured = self._session.get_scoped_config().get("ca_bundle")
         bundles = variables(("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"), os.environ)
         bundles.insert(1, (self._in_files("ca_bundle"), configured))
         verify = self._inside("client_kwargs").get("verify")
-        return way_to(self.address.endpoint_url, os.environ, bundles, verify=verify)
+        return route_to(self.address.endpoint_url, os.environ, bundles, verify=verify)
 
     def _ask_region(self) -> str | None:
         """Where a bucket lies, None when S3 does not say. Needs no credentials: a refusal carries it too."""
         import botocore
         from botocore.exceptions import BotoCoreError, ClientError
 
-        client = self._made_client(self._session, {}, self.way, signature_version=botocore.UNSIGNED)
+        client = self._made_client(self._session, {}, self.route, signature_version=botocore.UNSIGNED)
         try:
             answer = client.head_bucket(Bucket=self.bucket)
         except ClientError as error:
@@ -253,7 +260,7 @@ class AwsSettings:
         region = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
         return str(region) if region else None
 
-    def _made_client(self, session: Any, keys: Mapping[str, Any], way: Way, **more: Any) -> Any:
+    def _made_client(self, session: Any, keys: Mapping[str, Any], route: Route, **more: Any) -> Any:
         import botocore
         import botocore.handlers
         from botocore.config import Config
@@ -276,7 +283,7 @@ class AwsSettings:
         }
         address: AwsAddress | None = getattr(self, "address", None)
         if address is not None:
-            config.setdefault("proxies", way.proxies(address.endpoint_url))
+            config.setdefault("proxies", route.proxies(address.endpoint_url))
             signed = self.is_plain and not self.sends_checksum
             config["s3"] = {"payload_signing_enabled": signed, **(config.get("s3") or {})}
         config["retries"] = {"total_max_attempts": 1}  # there is one layer of retries, above
@@ -286,7 +293,7 @@ class AwsSettings:
             "s3",
             endpoint_url=endpoint_url,
             config=Config(**config),
-            verify=way.verify,
+            verify=route.verify,
             **{"use_ssl": self.options.get("use_ssl", True), **keys, **client_options},
         )
         # "Expect: 100-continue" would cost every part one more round trip.

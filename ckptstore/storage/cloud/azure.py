@@ -11,26 +11,26 @@ from __future__ import annotations
 
 import base64
 import logging
+import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, FileMissing, StorageUnavailable
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
+from ckptstore.storage.cloud.answers import AnswerHead
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, part_bytes, total_bytes
 from ckptstore.storage.cloud.client_options import (
-    CONNECT_TIMEOUT_SECONDS,
-    READ_TIMEOUT_SECONDS,
     azure_key,
     azure_names,
+    azure_route,
     azure_url,
-    azure_way,
 )
 from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS, CloudFiles, LazyClient
-from ckptstore.storage.cloud.network import Environment
+from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, Environment
 from ckptstore.storage.uri import Location
 
 _MAX_PUT_BYTES = 5000 << 20
@@ -45,16 +45,17 @@ class AzureConnection(LazyClient):
         super().__init__()
         self._container = location.container
         self._names = azure_names(location, names, environ)
-        self._way = azure_way(self._names, environ)
-        self._session: Any = None
+        self._route = azure_route(self._names, environ)
+        self._sessions: list[Any] = []
+        """One for each client; the client does not own it."""
 
     def close(self) -> None:
         """Give back the connections."""
         super().close()
         with self._lock:
-            if self._session is not None:  # the client does not own it
-                self._session.close()
-                self._session = None
+            sessions, self._sessions = self._sessions, []
+        for session in sessions:
+            session.close()
 
     def _connect(self) -> Any:
         import requests
@@ -64,11 +65,12 @@ class AzureConnection(LazyClient):
 
         names = self._names
         logging.getLogger("azure.core.pipeline.policies.http_logging_policy").setLevel(logging.WARNING)
-        self._session = requests.Session()
-        self._session.trust_env = False  # what the environment says is in the way
+        session = requests.Session()
+        self._sessions.append(session)
+        session.trust_env = False  # what the environment says is in the route
         for scheme in ("http://", "https://"):
             adapter = requests.adapters.HTTPAdapter(pool_maxsize=MAX_CONNECTIONS, max_retries=0)
-            self._session.mount(scheme, adapter)
+            session.mount(scheme, adapter)
         options = {
             "retry_total": 0,  # there is one layer of retries, above
             "connection_timeout": names.get("connection_timeout") or CONNECT_TIMEOUT_SECONDS,
@@ -76,9 +78,9 @@ class AzureConnection(LazyClient):
             "max_single_put_size": _MAX_PUT_BYTES,
             "max_single_get_size": _READ_BYTES,
             "max_chunk_get_size": _READ_BYTES,
-            "connection_verify": self._way.verify,
-            "proxies": self._way.proxies(azure_url(names)),
-            "transport": RequestsTransport(session=self._session, session_owner=False),
+            "connection_verify": self._route.verify,
+            "proxies": self._route.proxies(azure_url(names)),
+            "transport": RequestsTransport(session=session, session_owner=False),
         }
         if names.get("connection_string"):
             service = BlobServiceClient.from_connection_string(names["connection_string"], **options)
@@ -93,7 +95,7 @@ class AzureConnection(LazyClient):
         return {
             "endpoint": foreign.server_of(url),
             "credentials": said or ("none: anon" if names.get("anon") else "the SDK's own chain"),
-            **self._way.told(url),
+            **self._route.told(url),
         }
 
     def giver(self) -> chains.Giver:
@@ -127,7 +129,7 @@ class AzureConnection(LazyClient):
             ("urllib3", "requests")
         )
         if is_broken:
-            url, through = azure_url(self._names), self._way.through
+            url, through = azure_url(self._names), self._route.through
             return foreign.broken_off(error, what=what, key=key, url=url, through=through)
         return foreign.unexpected(error, what=what, key=key)
 
@@ -162,7 +164,7 @@ class AzureFiles(CloudFiles[AzureConnection]):
 
     def read(self, key: str) -> bytes:
         with self.seam("read", key):
-            return bytes(self.blob(key).download_blob().readall())
+            return bytes(self.blob(key).download_blob(raw_response_hook=_checking(key)).readall())
 
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
         from azure.core import MatchConditions
@@ -176,7 +178,8 @@ class AzureFiles(CloudFiles[AzureConnection]):
             pin = {"etag": f'"{version}"', "match_condition": MatchConditions.IfNotModified}
         try:
             with self.seam("read", key):
-                answer = self.blob(key).download_blob(offset=offset, length=size_bytes, **pin)
+                check = _checking(key, version)
+                answer = self.blob(key).download_blob(offset=offset, length=size_bytes, raw_response_hook=check, **pin)
                 for chunk in answer.chunks():
                     filling.take(chunk)
         except foreign.ConditionFailed as error:
@@ -249,6 +252,27 @@ class _Blocks:
 
     def abort(self) -> None:
         """Nothing to do: Azure drops the blocks by itself."""
+
+
+def _checking(key: str, version: str | None = None) -> Callable[[Any], None]:
+    """What looks at each answer to a download, which may take several requests."""
+
+    def check(response: Any) -> None:
+        answer, asked = response.http_response, response.http_request.headers
+        if answer.status_code >= 300:
+            return
+        headers = {name.lower(): value for name, value in answer.headers.items()}
+        match = re.match(r"bytes=(\d+)-", asked.get("x-ms-range") or asked.get("Range") or "")
+        try:
+            if match and answer.status_code == 200:  # the SDK wants a range where it asked for one
+                raise StorageUnavailable("The answer is not one to the request: it is the whole file", file=key)
+            told = AnswerHead.of(key, answer.status_code, headers, version=headers.get("etag"))
+            told.check(key, offset=int(match[1]) if match else 0, version=version)
+        except StorageUnavailable:
+            answer.internal_response.close()
+            raise
+
+    return check
 
 
 def _stored(key: str, properties: Any) -> StoredFile:

@@ -1,14 +1,13 @@
 """From fsspec's option names and the environment to what obstore takes.
 
 `storage_options` and the environment speak the names of s3fs, gcsfs, adlfs and their SDKs on both engines. obstore is
-told all of it, and finds nothing by itself: it reads variables too, and others, and understands some in another way.
+told all of it, and finds nothing by itself: it reads variables too, and others, and understands some in another route.
 What obstore cannot express raises `CannotExpress` with the reason; then fsspec serves the URI.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,24 +15,24 @@ from urllib.parse import urlsplit
 
 from ckptstore.errors import InvalidInput
 from ckptstore.storage.cloud import foreign
-from ckptstore.storage.cloud.network import (
+from ckptstore.storage.cloud.routes import (
+    CONNECT_TIMEOUT_SECONDS,
     DIRECT,
+    READ_TIMEOUT_SECONDS,
     Environment,
-    Way,
+    Route,
+    check_endpoint,
     is_same_file,
     other_directory,
     own_bundle,
+    route_to,
     system_bundle,
     variables,
-    way_to,
 )
 from ckptstore.storage.uri import Kind, Location, parse_uri
 
 if TYPE_CHECKING:
     from ckptstore.storage.cloud.aws_settings import AwsAddress, AwsSettings
-
-READ_TIMEOUT_SECONDS = 60.0
-CONNECT_TIMEOUT_SECONDS = 10.0
 
 _CACHING = frozenset(
     [
@@ -105,7 +104,7 @@ class ObstoreConfig:
     client: Options = field(repr=False)
     chain: bool
     """Whether it needs credentials: they come from the SDK's own chain, or on S3 from whatever `aws` has."""
-    way: Way = DIRECT
+    route: Route = DIRECT
     aws: AwsSettings | None = field(default=None, repr=False)
 
 
@@ -170,46 +169,36 @@ class _Remaining:
                 raise self.fail(name)
 
 
-def check_endpoint(endpoint: str | None) -> None:
-    """Raise InvalidInput, without the value, for what is no URL of a server."""
-    if not endpoint:
-        return
-    try:
-        split = urlsplit(endpoint)
-        is_good = split.scheme in ("http", "https") and split.hostname and (split.port is None or split.port > 0)
-    except ValueError:
-        is_good = False
-    if not is_good or re.search(r"[\s<>{}|^`\\\"]", endpoint):
-        raise InvalidInput("The URL of the endpoint cannot be used", hint="Write http://host:port or https://host")
-
-
 def seconds_of(value: Any, default: float, name: str) -> float:
     """A timeout that was given as an option; raises InvalidInput."""
     with foreign.seam(lambda _error: InvalidInput(f"{name} is not a number of seconds")):
         return default if value is None else float(value)
 
 
-def _client(url: str, way: Way, *, read_seconds: Any = None, connect_seconds: Any = None) -> Options:
-    """The way to a server, as obstore takes it; raises CannotExpress."""
+def _client(url: str, route: Route, *, read_seconds: Any = None, connect_seconds: Any = None) -> Options:
+    """The route to a server, as obstore takes it; raises CannotExpress."""
     read_seconds = seconds_of(read_seconds, READ_TIMEOUT_SECONDS, "The read timeout")
     connect_seconds = seconds_of(connect_seconds, CONNECT_TIMEOUT_SECONDS, "The connect timeout")
     is_plain = url.startswith("http://")
     client: Options = {
         "allow_http": is_plain,
-        "allow_invalid_certificates": way.verify is False,
+        "allow_invalid_certificates": route.verify is False,
         "read_timeout": f"{int(read_seconds * 1000)}ms",
         "connect_timeout": f"{int(connect_seconds * 1000)}ms",
         "timeout": "1h",  # of a whole request; a slow one is fine as long as bytes move
         # where no proxy is given it looks for one itself, unless one that is excluded for all servers
-        **({"proxy_url": way.proxy_url} if way.proxy_url else {"proxy_url": "http://127.0.0.1:1", **_NO_PROXY}),
+        **({"proxy_url": route.proxy_url} if route.proxy_url else {"proxy_url": "http://127.0.0.1:1", **_NO_PROXY}),
     }
     if is_plain:
         return client
     native = os.environ.get("SSL_CERT_FILE") or system_bundle()
-    if way.verify is True:
-        client["root_certificate"] = own_bundle()
-    elif way.verify is not False and not is_same_file(way.verify, native):
-        raise CannotExpress(f"obstore trusts other certificates than those of {way.verify_from}")
+    if route.verify is True:
+        bundle = own_bundle()
+        if bundle is None:
+            raise CannotExpress("this machine has no trusted certificates, and obstore brings none along")
+        client["root_certificate"] = bundle
+    elif route.verify is not False and not is_same_file(route.verify, native):
+        raise CannotExpress(f"obstore trusts other certificates than those of {route.verify_from}")
     if other_directory(os.environ):
         raise CannotExpress("obstore would read the variable SSL_CERT_DIR, which means nothing to the SDK")
     return client
@@ -241,14 +230,14 @@ def _s3(location: Location, options: _Remaining, _environ: Environment) -> Obsto
     config["unsigned_payload"] = (settings.sends_checksum and not signed) or not settings.is_plain
     client = _client(
         settings.address.endpoint_url,
-        settings.way,
+        settings.route,
         read_seconds=config_options.take("read_timeout"),
         connect_seconds=config_options.take("connect_timeout"),
     )
     _s3_encryption(config, options.nested("s3_additional_kwargs"))
     for remaining in (options, client_options, config_options, s3_options):
         remaining.end()
-    return ObstoreConfig(location, config, client, not settings.is_anonymous, settings.way, settings)
+    return ObstoreConfig(location, config, client, not settings.is_anonymous, settings.route, settings)
 
 
 def address_for_obstore(address: AwsAddress, location: Location) -> Options:
@@ -302,10 +291,10 @@ def _gcs(location: Location, options: _Remaining, environ: Environment) -> Obsto
         raise options.fail("token")
     for name in ("project", "access", "consistency"):
         options.take(name)
-    way = gcs_way(url, environ)
-    client = _client(url, way, read_seconds=options.take("timeout"))
+    route = gcs_route(url, environ)
+    client = _client(url, route, read_seconds=options.take("timeout"))
     options.end()
-    return ObstoreConfig(location, config, client, token != "anon", way)
+    return ObstoreConfig(location, config, client, token != "anon", route)
 
 
 _AZURE_VARIABLES = {
@@ -343,14 +332,14 @@ def azure_names(location: Location, options: Mapping[str, Any], environ: Environ
 GOOGLE = "https://storage.googleapis.com"
 
 
-def gcs_way(url: str, environ: Environment) -> Way:
-    """The way to GCS. Raises InvalidInput as `way_to` does."""
-    return way_to(url, environ, variables(_BUNDLE_VARIABLES, environ))
+def gcs_route(url: str, environ: Environment) -> Route:
+    """The route to GCS. Raises InvalidInput as `route_to` does."""
+    return route_to(url, environ, variables(_BUNDLE_VARIABLES, environ))
 
 
-def azure_way(names: Mapping[str, Any], environ: Environment) -> Way:
-    """The way to an account, from what `azure_names` gave. Raises InvalidInput as `way_to` does."""
-    return way_to(azure_url(names), environ, variables(_BUNDLE_VARIABLES, environ))
+def azure_route(names: Mapping[str, Any], environ: Environment) -> Route:
+    """The route to an account, from what `azure_names` gave. Raises InvalidInput as `route_to` does."""
+    return route_to(azure_url(names), environ, variables(_BUNDLE_VARIABLES, environ))
 
 
 def gcs_endpoint(options: Mapping[str, Any], environ: Environment) -> str | None:
@@ -373,17 +362,17 @@ def _azure(location: Location, options: _Remaining, environ: Environment) -> Obs
     account = connected.get("account_name") or names.get("account_name")
     is_anonymous = bool(names.get("anon")) and not azure_key(names)
     config = {"endpoint": azure_url(names), "account_name": account, "skip_signature": is_anonymous}
-    way = azure_way(names, environ)
+    route = azure_route(names, environ)
     client = _client(
         azure_url(names),
-        way,
+        route,
         read_seconds=options.take("read_timeout"),
         connect_seconds=options.take("connection_timeout"),
     )
     options.end()
     if not account:
         raise CannotExpress("the name of the storage account is not known")
-    return ObstoreConfig(location, config, client, not is_anonymous, way)
+    return ObstoreConfig(location, config, client, not is_anonymous, route)
 
 
 def azure_url(names: Mapping[str, Any]) -> str:

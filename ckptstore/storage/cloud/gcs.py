@@ -21,17 +21,16 @@ from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageU
 from ckptstore.format import digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
+from ckptstore.storage.cloud.answers import AnswerHead
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, crc32c_header, total_bytes
 from ckptstore.storage.cloud.client_options import (
-    CONNECT_TIMEOUT_SECONDS,
     GOOGLE,
-    READ_TIMEOUT_SECONDS,
     gcs_endpoint,
-    gcs_way,
+    gcs_route,
     seconds_of,
 )
 from ckptstore.storage.cloud.lazy_client import MAX_CONNECTIONS, CloudFiles, LazyClient
-from ckptstore.storage.cloud.network import DIRECT, Environment, Way
+from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, DIRECT, READ_TIMEOUT_SECONDS, Environment, Route
 from ckptstore.storage.uri import Location
 
 _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
@@ -49,14 +48,14 @@ class GcsConnection(LazyClient):
         *,
         endpoint_url: str,
         credentials: Callable[[], Any],
-        way: Way = DIRECT,
+        route: Route = DIRECT,
         said: Mapping[str, str] | None = None,
         read_seconds: float = READ_TIMEOUT_SECONDS,
     ) -> None:
         super().__init__()
         self._endpoint = endpoint_url.rstrip("/")
         self._credentials = credentials
-        self._way = way
+        self._route = route
         self._said = said or {}
         self._timeout = (CONNECT_TIMEOUT_SECONDS, read_seconds)
 
@@ -83,15 +82,15 @@ class GcsConnection(LazyClient):
         session.mount("https://", adapter)
         session.mount("http://", adapter)
         session.headers["Accept-Encoding"] = "identity"
-        session.trust_env = False  # what the environment says is in the way
-        session.proxies = self._way.proxies(self._endpoint)
-        session.verify = self._way.verify
+        session.trust_env = False  # what the environment says is in the route
+        session.proxies = self._route.proxies(self._endpoint)
+        session.verify = self._route.verify
         return session
 
     def resolved(self) -> dict[str, str]:
         endpoint = f"{foreign.server_of(self._endpoint)} ({self._said.get('endpoint', 'of Google')})"
         credentials = self._said.get("credentials", "the SDK's own chain")
-        return {"endpoint": endpoint, "credentials": credentials, **self._way.told(self._endpoint)}
+        return {"endpoint": endpoint, "credentials": credentials, **self._route.told(self._endpoint)}
 
     def giver(self) -> chains.Giver:
         """See `LazyClient.giver`."""
@@ -115,7 +114,7 @@ class GcsConnection(LazyClient):
             return chains.google_refusal(error, what=what, key=key)
         is_broken = isinstance(error, requests.RequestException | OSError)
         if is_broken or type(error).__module__.startswith("urllib3"):
-            return foreign.broken_off(error, what=what, key=key, url=self._endpoint, through=self._way.through)
+            return foreign.broken_off(error, what=what, key=key, url=self._endpoint, through=self._route.through)
         return foreign.unexpected(error, what=what, key=key)
 
 
@@ -206,6 +205,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
             ) as answer,
             self._connection.seam(f"read {self.uri}", key),
         ):
+            _told(key, answer).check(key)
             return bytes(answer.content)
 
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
@@ -223,13 +223,14 @@ class GcsFiles(CloudFiles[GcsConnection]):
                 raise foreign.other_version(key) from error
             raise
         with answer, self._connection.seam(f"read {self.uri}", key):
+            told = _told(key, answer)
+            told.check(key, offset=offset, version=version)
             while filling.missing_bytes:
                 count = answer.raw.readinto(filling.next())
                 if not count:
                     break
                 filling.advance(count)
-        total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-        filling.end(file_bytes=int(total) if total.isdigit() else None, end_offset=end)
+        filling.end(file_bytes=told.total_bytes, end_offset=end)
 
     def _exists(self, key: str) -> bool:
         with suppress(FileMissing):
@@ -339,7 +340,7 @@ def connect(names: Mapping[str, Any], environ: Environment) -> GcsConnection:
     return GcsConnection(
         endpoint_url=url,
         credentials=credentials_of(token),
-        way=gcs_way(url, environ),
+        route=gcs_route(url, environ),
         said=said,
         read_seconds=seconds_of(names.get("timeout") or None, READ_TIMEOUT_SECONDS, "The timeout"),
     )
@@ -372,6 +373,11 @@ def _stored(key: str, item: Mapping[str, Any]) -> StoredFile:
     modified = datetime.fromisoformat(item["updated"]).timestamp()
     generation = item.get("generation")
     return StoredFile(key, int(item["size"]), modified, str(generation) if generation else None)
+
+
+def _told(key: str, answer: Any) -> AnswerHead:
+    headers = {name.lower(): value for name, value in answer.headers.items()}
+    return AnswerHead.of(key, answer.status_code, headers, version=headers.get("x-goog-generation"))
 
 
 def _json(answer: Any) -> Any:

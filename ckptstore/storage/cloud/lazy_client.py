@@ -25,6 +25,8 @@ class LazyClient(ABC):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._client: Any = None
+        self._retired: list[Any] = []
+        """Clients that are used by requests in flight alone."""
         self._renewal = foreign.Renewal()
 
     @property
@@ -37,10 +39,11 @@ class LazyClient(ABC):
 
     def close(self) -> None:
         """Give back the connections."""
+        self.renew_connections()
         with self._lock:
-            if self._client is not None:
-                self._client.close()
-                self._client = None
+            retired, self._retired = self._retired, []
+        for client in retired:
+            client.close()
 
     def succeeded(self) -> None:
         """A request went through."""
@@ -50,9 +53,11 @@ class LazyClient(ABC):
         """Turns foreign errors into ours."""
         return foreign.seam(lambda error: self._translated(error, what=what, key=key))
 
-    def _forget(self) -> None:
-        """The next request makes a new client; requests in flight go on with this one."""
+    def renew_connections(self) -> None:
+        """Send what comes next by a new client and its connections; requests in flight go on with this one."""
         with self._lock:
+            if self._client is not None:
+                self._retired.append(self._client)
             self._client = None
 
     @abstractmethod
@@ -86,6 +91,10 @@ class CloudFiles(ProcessBound, Generic[C]):
     @property
     def uri(self) -> str:
         return self._location.uri
+
+    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+        """See `Doubts`."""
+        self._connection.renew_connections()
 
     def resolved(self) -> dict[str, str]:
         """See `Configured`."""

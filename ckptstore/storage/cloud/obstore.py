@@ -23,6 +23,7 @@ from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageE
 from ckptstore.runtime.extras import install_word
 from ckptstore.storage.base import PartWriter, ProcessBound, Storage, StoredFile
 from ckptstore.storage.cloud import chains, foreign
+from ckptstore.storage.cloud.answers import AnswerHead
 from ckptstore.storage.cloud.bodies import Filling
 from ckptstore.storage.cloud.client_options import (
     CannotExpress,
@@ -132,7 +133,12 @@ class FastStorage(ProcessBound):
         import obstore
 
         with self._seam("read", key):
-            return bytes(obstore.get(self._connected(), self._full(key)).bytes())
+            answer = obstore.get(self._connected(), self._full(key))
+            AnswerHead(encoding=answer.attributes.get("Content-Encoding")).check(key)
+            data = bytes(answer.bytes())
+        if len(data) != answer.meta["size"]:
+            raise StorageUnavailable(f"The answer has {len(data)} bytes of {answer.meta['size']}", file=key)
+        return data
 
     def read_into(self, key: str, offset: int, views: Sequence[memoryview], *, version: str | None = None) -> None:
         import obstore
@@ -147,15 +153,19 @@ class FastStorage(ProcessBound):
         options: Any = {"range": (offset, end), **self._pin(version)}
         try:
             with self._seam("read", key):
-                if not version and filling.missing_bytes <= _STREAM_BYTES:  # one call, where a stream takes four
-                    whole = obstore.get_range(self._connected(), self._full(key), start=offset, end=end)
-                    filling.take(memoryview(whole))
-                    file_bytes = end if not filling.missing_bytes else self.stat(key).size_bytes
+                answer = obstore.get(self._connected(), self._full(key), options=options)
+                file_bytes = answer.meta["size"]
+                AnswerHead(
+                    first=answer.range[0],
+                    total_bytes=file_bytes,
+                    encoding=answer.attributes.get("Content-Encoding"),
+                    version=self._stored(key, answer.meta).version,
+                ).check(key, offset=offset, version=version)
+                if filling.missing_bytes <= _STREAM_BYTES:
+                    filling.take(memoryview(answer.bytes()))
                 else:
-                    answer = obstore.get(self._connected(), self._full(key), options=options)
                     for chunk in answer.stream(min_chunk_size=_STREAM_BYTES):
                         filling.take(chunk)
-                    file_bytes = answer.meta["size"]
         except foreign.ConditionFailed as error:
             raise foreign.other_version(key) from error
         except StorageUnavailable as error:
@@ -245,6 +255,12 @@ class FastStorage(ProcessBound):
         self._files.copy(source_key, key, files=files)
         return True
 
+    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+        """See `Doubts`."""
+        with self._lock:
+            self._store = None
+        self._files.doubt(key)
+
     def resolved(self) -> Mapping[str, str]:
         """See `Configured`."""
         found: Mapping[str, str] = self._files.resolved()
@@ -315,7 +331,7 @@ class FastStorage(ProcessBound):
             if status:
                 return foreign.from_status(status, code, key=key, what=what)
             server = foreign.server_of(self._config.config.get("endpoint") or self._config.config.get("base_url"))
-            return _unanswered(text, f"{what} at {server}{self._config.way.through}", key)
+            return _unanswered(text, f"{what} at {server}{self._config.route.through}", key)
         return foreign.unexpected(error, what=f"{what}: {status or ''} {code}".rstrip(": "), key=key)
 
 

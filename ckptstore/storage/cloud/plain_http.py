@@ -66,6 +66,11 @@ class PlainHttp:
         """Close the connections that are not in use, and each other one when its request is done."""
         with self._lock:
             self._closed = True
+        self.drop_idle()
+
+    def drop_idle(self) -> None:
+        """Close the connections that are not in use; those that are can be used again."""
+        with self._lock:
             idle, self._idle = self._idle, {}
         for connections in idle.values():
             for connection in connections:

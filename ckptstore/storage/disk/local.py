@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ckptstore.errors import CheckpointDamaged, FileMissing, InvalidName, StorageError
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, InvalidName, StorageError
 from ckptstore.format.layout import check_name
 from ckptstore.storage.base import PartWriter, Storage, StoredFile
 from ckptstore.storage.disk import posix
@@ -131,13 +131,20 @@ class LocalStorage:
             if version is not None and version != _version(status):
                 raise CheckpointDamaged(f"{key} in {self._root} is not the file that was found before", file=key)
             for number, views in enumerate(steps):
-                wanted, is_accepted = sum(map(len, views)), False
-                while not is_accepted:
+                wanted = sum(map(len, views))
+                while True:
                     if (count := posix.read_at(descriptor, views, offset)) != wanted:
                         found = f"{offset + count} bytes at most, {offset + wanted} were expected"
                         raise CheckpointDamaged(f"{key} in {self._root} has {found}", file=key)
-                    is_accepted = accept(number)
+                    if accept(number):
+                        break
+                    posix.forget_pages(descriptor)
                 offset += wanted
+
+    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+        """See `Doubts`: what is read next comes from the disk itself, as far as the system allows."""
+        with contextlib.suppress(CkptstoreError), self._opened(key) as (descriptor, _):
+            posix.forget_pages(descriptor)
 
     def stat(self, key: str) -> StoredFile:
         try:

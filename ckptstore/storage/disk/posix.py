@@ -119,6 +119,13 @@ def read_at(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
     return offset - start
 
 
+def forget_pages(descriptor: int) -> None:
+    """Drop what memory holds of a file, so that it is read from its disk or server again. Best effort: what was not
+    written back yet stays."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def after(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
     """What is left of views behind their first `count` bytes; a call may move less than it was asked to."""
     for index, view in enumerate(views):

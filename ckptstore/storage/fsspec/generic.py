@@ -91,6 +91,10 @@ class GenericStorage(ProcessBound):
                     raise  # else some file systems refuse a range that begins behind the end
         filling.end(file_bytes=self.stat(key).size_bytes if filling.missing_bytes else None, end_offset=end)
 
+    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+        """See `Doubts`."""
+        self._system.invalidate_cache()
+
     def stat(self, key: str) -> StoredFile:
         path = self._path(key)
         with self._seam("stat", key):

@@ -1,4 +1,4 @@
-"""The way to a server: through which proxy, and whose certificates are trusted. Resolved once, for all clients.
+"""The route to a server: through which proxy, and whose certificates are trusted. Resolved once, for all clients.
 
 The libraries below read the same variables with different rules: whether `ALL_PROXY` counts, whether `NO_PROXY` may
 hold networks or "*", whether `SSL_CERT_FILE` counts, and which certificates they trust when nothing is said. So none of
@@ -24,6 +24,9 @@ from ckptstore.storage.cloud.foreign import server_of
 
 Environment = Mapping[str, str]
 
+READ_TIMEOUT_SECONDS = 60.0
+CONNECT_TIMEOUT_SECONDS = 10.0
+
 _BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -35,8 +38,8 @@ _BUNDLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """The way to one server."""
+class Route:
+    """The route to one server."""
 
     proxy_url: str | None = field(default=None, repr=False)
     """With its user and password; None where there is none."""
@@ -58,7 +61,7 @@ class Way:
         return f" through the proxy {self.proxy} ({self.proxy_from})" if self.proxy_url else ""
 
     def told(self, url: str) -> dict[str, str]:
-        """The way to a URL, in words."""
+        """The route to a URL, in words."""
         found = {"proxy": f"{self.proxy} ({self.proxy_from})" if self.proxy_url else "none"}
         if urlsplit(url).scheme == "https":
             if self.verify is False:
@@ -73,14 +76,27 @@ class Way:
         return {urlsplit(url).scheme: self.proxy_url} if self.proxy_url else {}
 
 
-DIRECT = Way()
+def check_endpoint(endpoint: str | None) -> None:
+    """Raise InvalidInput, without the value, for what is no URL of a server."""
+    if not endpoint:
+        return
+    try:
+        split = urlsplit(endpoint)
+        is_good = split.scheme in ("http", "https") and split.hostname and (split.port is None or split.port > 0)
+    except ValueError:
+        is_good = False
+    if not is_good or re.search(r"[\s<>{}|^`\\\"]", endpoint):
+        raise InvalidInput("The URL of the endpoint cannot be used", hint="Write http://host:port or https://host")
+
+
+DIRECT = Route()
 """Without a proxy."""
 
 
-def way_to(
+def route_to(
     url: str, environ: Environment, bundles: Sequence[tuple[str, str | None]], *, verify: bool | str | None = None
-) -> Way:
-    """Return the way to the server of a URL.
+) -> Route:
+    """Return the route to the server of a URL.
 
     `bundles` are the places in which its SDK is told of certificates, each with the file that it names, those first
     that go before others; `verify` is what an option says of them. A server that is reached without TLS shows none.
@@ -88,18 +104,18 @@ def way_to(
     """
     proxy_url, proxy_from = proxy_of(url, environ)
     if urlsplit(url).scheme != "https":
-        return Way(proxy_url, proxy_from)
+        return Route(proxy_url, proxy_from)
     if verify is not None and verify is not True:
-        return Way(proxy_url, proxy_from, verify, "verify")
+        return Route(proxy_url, proxy_from, verify, "verify")
     system = system_bundle()
     for name, path in (*bundles, ("SSL_CERT_FILE", environ.get("SSL_CERT_FILE"))):
         if path:
-            return Way(proxy_url, proxy_from, path, "" if is_same_file(path, system) else name)
-    return Way(proxy_url, proxy_from, system or True)
+            return Route(proxy_url, proxy_from, path, "" if is_same_file(path, system) else name)
+    return Route(proxy_url, proxy_from, system or True)
 
 
 def variables(names: Sequence[str], environ: Environment) -> list[tuple[str, str | None]]:
-    """Variables with their values, as `way_to` takes them."""
+    """Variables with their values, as `route_to` takes them."""
     return [(name, environ.get(name)) for name in names]
 
 
@@ -108,10 +124,13 @@ def system_bundle() -> str | None:
     return next((path for path in _BUNDLES if os.path.isfile(path)), None)
 
 
-def own_bundle() -> bytes:
-    """The certificates that the clients of Python bring along, for a machine that has none."""
-    import certifi
-
+def own_bundle() -> bytes | None:
+    """The certificates that the clients of Python bring along, for a machine that has none; None where botocore brings
+    its own."""
+    try:
+        import certifi
+    except ImportError:
+        return None
     return certifi.contents().encode()
 
 

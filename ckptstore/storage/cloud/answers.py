@@ -1,0 +1,63 @@
+"""Whether an answer is the one to the request: of every read, by every client. Pure.
+
+A server, a proxy or a cache may leave out the range, answer another one, an older object, or one in another encoding.
+To take that for the file would call a whole checkpoint damaged. So it is trouble of the way, and tried again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptstore.errors import StorageUnavailable
+
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_PLAIN = frozenset({"", "identity", "aws-chunked"})
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What the head of an answer says of its body."""
+
+    first: int = 0
+    """The offset of its first byte in the file."""
+    total_bytes: int | None = None
+    """The size of the file, None where that is not said."""
+    encoding: str | None = None
+    version: str | None = None
+
+    @staticmethod
+    def of(key: str, status: int, headers: Mapping[str, str], *, version: str | None = None) -> AnswerHead:
+        """What the headers of an answer say, their names in small letters; raises StorageUnavailable for those that no
+        range can have."""
+        encoding, length = headers.get("content-encoding"), headers.get("content-length", "")
+        if status == 206:
+            match = _RANGE.fullmatch(headers.get("content-range", ""))
+            if match is None:
+                raise _wrong(key, "it does not say which range it is")
+            first, last, total = match.groups()
+            if length.isdigit() and int(length) != int(last) - int(first) + 1:
+                raise _wrong(key, f"it is said to have {length} bytes, and to be of the range {first}-{last}")
+            return AnswerHead(int(first), int(total) if total.isdigit() else None, encoding, version)
+        if status == 200:  # of the whole file
+            return AnswerHead(0, int(length) if length.isdigit() else None, encoding, version)
+        raise _wrong(key, f"its status is {status}")
+
+    def check(self, key: str, *, offset: int = 0, version: str | None = None) -> None:
+        """Raise StorageUnavailable unless this may be the answer to a request for what begins at `offset`, of that
+        version. It may have more or less than was asked for: whoever reads it counts."""
+        if (self.encoding or "").strip().lower() not in _PLAIN:
+            raise _wrong(key, f"it is encoded as {self.encoding}")
+        if self.first != offset:
+            raise _wrong(key, f"it begins at byte {self.first}, and {offset} was asked for")
+        if version is not None and self.version is not None and self.version.strip('"') != version.strip('"'):
+            raise _wrong(key, "it is of another version than was asked for")
+
+
+def _wrong(key: str, what: str) -> StorageUnavailable:
+    return StorageUnavailable(
+        f"The answer is not one to the request: {what}",
+        file=key,
+        hint="A proxy, a cache or the server does not keep to HTTP; `ckptstore doctor` says which way requests go",
+    )

@@ -1,0 +1,43 @@
+"""Damage is believed after a second look, in another way than the first.
+
+A proxy, a cache, a connection or a page of memory can give wrong bytes, an older file or none, of a file that is whole.
+To take that for damage would cost a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from ckptstore.errors import CheckpointDamaged, FileMissing
+from ckptstore.storage.base import Doubts, Storage
+
+logger = logging.getLogger("ckptstore")
+T = TypeVar("T")
+
+
+def looked_twice(storage: Storage, key: str, look: Callable[[], T], *, missing: bool = True) -> T:
+    """Return what `look` returns; call it again, after a `doubt` of the key, where it raises CheckpointDamaged, or with
+    `missing` FileMissing. What the second call raises counts. A storage that has no other way is looked at once."""
+    try:
+        return look()
+    except (CheckpointDamaged, FileMissing) as error:
+        if not isinstance(storage, Doubts) or (isinstance(error, FileMissing) and not missing):
+            raise
+        first = error
+    storage.doubt(key)
+    found = look()
+    tell(storage, key, first.message)
+    return found
+
+
+def tell(storage: Storage, key: str, what: str) -> None:
+    """Warn of a file that was whole at the second look."""
+    logger.warning(
+        "%s of %s was whole when it was read again in another way; at first: %s. Something on the way does not "
+        "give what is stored",
+        key,
+        storage.uri,
+        what,
+    )
