@@ -133,7 +133,7 @@ class Catalogue:
         if newest is None:
             return []
         state = newest.state
-        records = self._job.log.records(state.live)
+        records = self._job.log.readable(state.live)
         entries = [
             Entry(
                 checkpoint=self._checkpoint(record),

@@ -29,6 +29,7 @@
         +-- FileMissing (also FileNotFoundError)
         +-- AccessDenied (also PermissionError)
         +-- StorageFull
+        +-- StorageArchived                 in an archive class: readable once it was restored from there
         +-- StorageUnavailable              timed out, reset, in trouble: worth another try
             +-- StorageThrottled            too many requests: worth another try, and fewer at once
 
@@ -261,6 +262,12 @@ class StorageFull(StorageError):
     """No space or quota is left; the message has the bytes needed and free where they are known."""
 
     code, exit_code = "storage-full", 33
+
+
+class StorageArchived(StorageError):
+    """An object lies in an archive class, and cannot be read before it is restored from there."""
+
+    code, exit_code = "storage-archived", 36
 
 
 class StorageUnavailable(StorageError):

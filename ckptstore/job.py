@@ -346,7 +346,7 @@ class Job:
 
 def candidates(log: Log, newest: Record | None, *, timed: bool) -> list[Candidate]:
     """The live checkpoints of a store as retention sees them, oldest first; `timed` if a policy compares times."""
-    records = log.records(newest.state.live if newest else ())
+    records = log.readable(newest.state.live if newest else ())
     times = log.commit_times(records) if timed else {}
     return [
         Candidate(
@@ -362,7 +362,7 @@ def candidates(log: Log, newest: Record | None, *, timed: bool) -> list[Candidat
 def record_of_step(log: Log, newest: Record | None, step: int) -> Record:
     """The newest live checkpoint of a step. Raises CheckpointGone, which names others."""
     step = check_step(step)
-    records = log.records(newest.state.live if newest else ())
+    records = log.readable(newest.state.live if newest else ())
     found = [record for record in records if record.entry.step == step]
     if not found:
         shown = ", ".join(str(record.entry.step) for record in records[-10:]) or "none"

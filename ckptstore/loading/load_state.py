@@ -127,7 +127,7 @@ def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list
                 f"There is no store at {job.storage.uri}, so there is nothing to load",
                 hint="`resume` creates one where there is none; look for a typo in the URI",
             )
-        records = job.log.records(order(list(newest.state.live)) if newest else ())
+        records = job.log.readable(order(list(newest.state.live)) if newest else ())
         claimed = job.claimed() if claim else None
         found = [[record.number, record.encode().decode()] for record in records]
         return {"claimed": claimed, "records": found, **load.told()}

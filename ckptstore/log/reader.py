@@ -15,6 +15,7 @@ from ckptstore.errors import (
     CheckpointDamaged,
     CkptstoreError,
     FileMissing,
+    StorageArchived,
     StorageError,
     UnsupportedVersion,
 )
@@ -29,7 +30,7 @@ from ckptstore.storage.second_look import looked_twice
 logger = logging.getLogger("ckptstore")
 
 T = TypeVar("T")
-Probed = Record | CheckpointDamaged | UnsupportedVersion | None
+Probed = Record | CheckpointDamaged | StorageArchived | UnsupportedVersion | None
 """What is at a number: a record, something that cannot be read as one, or nothing."""
 
 _MAX_CACHED = 100_000
@@ -53,6 +54,8 @@ class LogReader:
         """The record with the highest number of all that were read from the log itself, or written."""
         self._tip: Record | None = None
         """What was found to be the newest record, unless only a hint told of it."""
+        self._archived: set[str | None] = set()
+        """The files of records in an archive class that were told of."""
         self._fork: str | None = None
         """What shows that the log has two histories, if anything does."""
 
@@ -91,6 +94,23 @@ class LogReader:
         missing = [number for number in dict.fromkeys(wanted) if number not in self._cache]
         read = dict(zip(missing, self._in_parallel(self._read, missing), strict=True))
         return [read.get(number) or self._read(number) for number in wanted]
+
+    def readable(self, numbers: Iterable[int]) -> list[Record]:
+        """The same records but for those in an archive class: a warning tells of each. A bucket may have a rule that
+        moves old objects there, and nobody needs the old ones to go on from the newest."""
+
+        def read(number: int) -> Record | StorageArchived:
+            try:
+                return self._read(number)
+            except StorageArchived as error:
+                return error
+
+        found = self._in_parallel(read, list(numbers))
+        for error in found:
+            if isinstance(error, StorageArchived) and error.file not in self._archived:
+                self._archived.add(error.file)
+                logger.warning("a record of the log is left out: %s", error)
+        return [record for record in found if isinstance(record, Record)]
 
     def commit_of(self, attempt: Attempt) -> Record | None:
         """The record that committed the attempt, for who does not know whether it was; None if there is none (yet), or
@@ -216,7 +236,7 @@ class LogReader:
             )
         except FileMissing:
             return None
-        except (CheckpointDamaged, UnsupportedVersion) as error:
+        except (CheckpointDamaged, StorageArchived, UnsupportedVersion) as error:
             return error
         except AccessDenied as error:
             raise AccessDenied(

@@ -189,13 +189,19 @@ class Log(LogReader):
     def _check_links(self, newest: Record) -> None:
         first = max(1, self._linked, newest.number - _CHECKED_LINKS)
         try:
-            chain: list[Record | None] = [*self.records(range(first, newest.number)), newest]
+            chain: list[Record | None] = [*self.readable(range(first, newest.number)), newest]
         except CheckpointDamaged as error:
             self._fork = error.message
             return
-        if first == 1:
+        if chain[0] is not None and chain[0].number == 1:
             chain.insert(0, None)
-        problems = [text for before, record in pairwise(chain) if record and (text := link_problem(before, record))]
+        problems = [
+            text
+            for before, record in pairwise(chain)
+            if record
+            and record.number == (before.number if before else 0) + 1
+            and (text := link_problem(before, record))
+        ]
         if problems:
             self._fork = problems[0]
         self._linked = newest.number

@@ -97,7 +97,7 @@ def covering(job: Job, save_number: int, *, step: int) -> Record:
     Raises CheckpointGone where there is neither.
     """
     newest = job.log.newest()
-    found = job.log.records(newest.state.live if newest else ())
+    found = job.log.readable(newest.state.live if newest else ())
     here = [record for record in found if record.entry.epoch == job.epoch and record.entry.save_number >= save_number]
     if not here:
         raise CheckpointGone(f"Save {save_number} of this job, or a later one, was committed and is removed", step=step)
@@ -226,7 +226,7 @@ def _bases(job: Job, newest: Record, references: Collection[str]) -> tuple[int, 
     """The numbers of the live checkpoints in whose directories some of the files lie."""
     if not references:
         return ()
-    live = {record.entry.attempt: record.number for record in job.log.records(newest.state.live)}
+    live = {record.entry.attempt: record.number for record in job.log.readable(newest.state.live)}
     gone = sorted(set(references) - live.keys())
     if gone:
         raise CheckpointGone(f"{gone[0]} has files that the checkpoint refers to, and is not live any more")

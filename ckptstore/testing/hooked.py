@@ -228,6 +228,16 @@ class _WrappedBucket(_Wrapped):
         self.run(_call("abort_unfinished", key), lambda: self.inner.abort_unfinished(key, upload_id))
 
 
+class _WrappedConfigured(_Wrapped):
+    def resolved(self) -> Mapping[str, str]:
+        return dict(self.inner.resolved())
+
+
+class _WrappedDoubts(_Wrapped):
+    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+        self.inner.doubt(key, offset, size_bytes)
+
+
 _WRAPPERS: dict[Any, type[_Wrapped]] = {
     base.CreatesExclusively: _WrappedCreate,
     base.WritesParts: _WrappedParts,
@@ -235,6 +245,8 @@ _WRAPPERS: dict[Any, type[_Wrapped]] = {
     base.CopiesInside: _WrappedCopy,
     base.CopiesFrom: _WrappedCopyFrom,
     base.Bucket: _WrappedBucket,
+    base.Configured: _WrappedConfigured,
+    base.Doubts: _WrappedDoubts,
 }
 
 

@@ -318,6 +318,27 @@ class PowersContract:
             storage.copy("missing", "x")
         assert "x" not in [file.key for file in storage.list("")]
 
+    # ---- Doubts
+
+    def test_what_is_doubted_reads_the_same(self, storage: Any) -> None:
+        _need(storage, base.Doubts)
+        data, view = bytes(range(256)) * 5000, memoryview(bytearray(5000))
+        storage.write("f", [memoryview(data)])
+        for key in ("f", "missing"):
+            storage.doubt(key)
+            storage.doubt(key, 100, 5000)
+            storage.read_into("f", 100, [view])
+            assert view == data[100:5100]
+            assert storage.read("f") == data
+
+    # ---- Configured
+
+    def test_what_it_was_told_is_said_in_words(self, storage: Any) -> None:
+        _need(storage, base.Configured)
+        told = storage.resolved()
+        assert {"endpoint", "credentials", "proxy"} <= told.keys()
+        assert all(isinstance(value, str) and value for value in told.values())
+
     # ---- Bucket
 
     def test_unfinished_uploads_are_found_and_dropped(self, storage: Any) -> None:

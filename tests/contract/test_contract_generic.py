@@ -9,6 +9,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from ckptstore.storage.base import Doubts
 from ckptstore.storage.fsspec.generic import GenericStorage
 from ckptstore.testing import StorageContract
 
@@ -32,6 +33,8 @@ class DiskStorage(GenericStorage):
 
 class TestGeneric(StorageContract):
     """fsspec's own file system of this machine stands for all others: it makes directories, and is no object store."""
+
+    powers = (Doubts,)
 
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Any:

@@ -12,6 +12,7 @@ from ckptstore.storage.base import (
     CopiesInside,
     CreatesExclusively,
     Disk,
+    Doubts,
     WritesParts,
 )
 from ckptstore.storage.disk.local import LocalStorage
@@ -20,7 +21,7 @@ from ckptstore.testing.storage_contract import StorageContract
 
 
 class TestLocal(StorageContract):
-    powers = frozenset({CreatesExclusively, WritesParts, Disk, CopiesFrom, CopiesInside})
+    powers = frozenset({CreatesExclusively, WritesParts, Disk, CopiesFrom, CopiesInside, Doubts})
     durable = True
 
     @pytest.fixture

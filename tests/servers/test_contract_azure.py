@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from azure.storage.blob import ContainerClient
 
-from ckptstore.storage.base import Configured, CopiesFrom, CopiesInside, CreatesExclusively, WritesParts
+from ckptstore.storage.base import Configured, CopiesFrom, CopiesInside, CreatesExclusively, Doubts, WritesParts
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import StorageContract
 
@@ -21,7 +21,7 @@ numbers = itertools.count()
 class AzureContract(StorageContract):
     """Raw access goes through the SDK."""
 
-    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Configured)
+    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Configured, Doubts)
     secrets = (AZURE_KEY,)
     engine: ClassVar[str]
 

@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from ckptstore.config import RetryConfig
-from ckptstore.storage.base import Bucket, Configured, CopiesFrom, CopiesInside, CreatesExclusively, WritesParts
+from ckptstore.storage.base import Bucket, Configured, CopiesFrom, CopiesInside, CreatesExclusively, Doubts, WritesParts
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.retried import with_retries
 from ckptstore.testing import StorageContract
@@ -21,7 +21,7 @@ numbers = itertools.count()
 class GcsContract(StorageContract):
     """Raw access goes over the JSON API."""
 
-    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket, Configured)
+    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket, Configured, Doubts)
     leaves_unfinished = False
     engine: ClassVar[str]
 

@@ -13,6 +13,7 @@ from ckptstore.storage.base import (
     CopiesFrom,
     CopiesInside,
     CreatesExclusively,
+    Doubts,
     WritesParts,
 )
 from ckptstore.storage.open import open_storage
@@ -25,7 +26,7 @@ numbers = itertools.count()
 class S3Contract(StorageContract):
     """Raw access goes through boto3."""
 
-    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket, Configured)
+    powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket, Configured, Doubts)
     secrets = ("testsecret",)
     engine: ClassVar[str]
 

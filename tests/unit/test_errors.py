@@ -37,6 +37,7 @@ CODES = {
     "state-mismatch": 8,
     "step-exists": 6,
     "storage-error": 30,
+    "storage-archived": 36,
     "storage-full": 33,
     "storage-unavailable": 34,
     "storage-throttled": 35,

@@ -79,7 +79,8 @@ class AwsConnection(LazyClient):
             if code in foreign.EXPIRED_CODES and self._renewal.begin():
                 self._forget_credentials()
                 return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
-            return foreign.from_status(status, code, key=key, what=what)
+            storage_class = str(error.response.get("Error", {}).get("StorageClass", ""))
+            return foreign.from_status(status, code, key=key, what=what, storage_class=storage_class)
         refused = chains.aws_refusal(error, what=what, key=key, profile=self.settings.profile)
         if refused is not None:
             self._forget_credentials()  # it found no credentials when it was made, and would not look again

@@ -2,6 +2,7 @@
 
     404                        FileMissing
     412                        ConditionFailed, which the callers of conditional requests expect
+    InvalidObjectState, ...    StorageArchived
     401, 403                   AccessDenied
     416                        CheckpointDamaged (the file ends before the range begins)
     507, QuotaExceeded         StorageFull
@@ -30,6 +31,7 @@ from ckptstore.errors import (
     CheckpointDamaged,
     CkptstoreError,
     FileMissing,
+    StorageArchived,
     StorageError,
     StorageFull,
     StorageThrottled,
@@ -163,14 +165,27 @@ _OTHER_BYTES = (
 )
 
 
-def from_status(status: int | None, code: str, *, key: str, what: str) -> CkptstoreError | ConditionFailed:
-    """The error for an HTTP status (None: there was no answer) and the store's own code for it."""
+_ARCHIVED_CODES = frozenset({"BlobArchived", "BlobBeingRehydrated", "InvalidObjectState"})
+_ARCHIVED_HINT = (
+    "Restore it from there, and leave log/, store.json and the checkpoints that you want to load out of the rules that "
+    "move objects to an archive class"
+)
+
+
+def from_status(
+    status: int | None, code: str, *, key: str, what: str, storage_class: str = ""
+) -> CkptstoreError | ConditionFailed:
+    """The error for an HTTP status (None: there was no answer) and the store's own code for it. `storage_class` is that
+    of an object that cannot be read, where it was said."""
     shown = " ".join(str(part) for part in (status, code) if part) or "no answer"
     message = f"{what}: {shown}"
     if status == 404:
         if code in ("NoSuchBucket", "ContainerNotFound"):
             return StorageError(f"{what}: the bucket or container does not exist", file=key)
         return FileMissing(f"{what}: it is not there", file=key)
+    if code in _ARCHIVED_CODES:
+        where = f"the archive class {storage_class}" if storage_class else "an archive class"
+        return StorageArchived(f"{what}: it lies in {where}", file=key, hint=_ARCHIVED_HINT)
     if status == 507 or code in _FULL_CODES:
         return StorageFull(message, file=key)
     if status in (429, 503) or code in _THROTTLED_CODES:  # GCS has a 403 for it

@@ -44,6 +44,7 @@ costs less."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_CLASS = re.compile(r"<StorageClass>(\w+)</StorageClass>")
 
 
 _threads: set[int] = set()
@@ -317,7 +318,8 @@ class FastStorage(ProcessBound):
         if isinstance(error, foreign_errors.PreconditionError):
             return foreign.ConditionFailed(f"{what}: {code}")
         if isinstance(error, foreign_errors.PermissionDeniedError | foreign_errors.UnauthenticatedError):
-            return foreign.from_status(status or 403, code, key=key, what=what)
+            storage_class = (_CLASS.findall(text) or [""])[0]
+            return foreign.from_status(status or 403, code, key=key, what=what, storage_class=storage_class)
         if isinstance(error, foreign_errors.AlreadyExistsError):
             if self._config.location.kind == "s3" and status == 409:
                 # two creates met, and this one was refused; the other one may have been as well

@@ -31,7 +31,7 @@ _CHANGES = frozenset(
 _OTHER_CHANGES = frozenset(["make_directory", "remove_directories", "abort_unfinished"])
 _LATE = frozenset(["write", "create", "delete", "finish"])
 """What may take effect after whoever asked has given up."""
-_NO_REQUEST = frozenset(["part_bytes", "useful_threads", "local_path", "close", "uri"])
+_NO_REQUEST = frozenset(["part_bytes", "useful_threads", "local_path", "close", "uri", "doubt", "resolved"])
 _READS = frozenset(["read", "read_into", "read_steps"])
 
 

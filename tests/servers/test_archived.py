@@ -1,0 +1,42 @@
+"""A rule of the bucket has moved old objects to an archive class: nothing keeps anybody from the newest checkpoint."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+import ckptstore
+from ckptstore.errors import StorageArchived
+from ckptstore.retention import KeepAll
+from ckptstore.testing.s3_server import Fault, S3Server
+
+
+def archived(match: str) -> Fault:
+    return Fault(action="status", match=f"^GET .*{match}", times=None, status=403, code="InvalidObjectState")
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_old_records_in_an_archive_keep_nobody_from_the_newest(fast_s3: S3Server, engine: str) -> None:
+    uri, options = f"s3://test/archived/{uuid.uuid4().hex[:8]}", fast_s3.storage_options
+    with ckptstore.open_store(uri, storage_options=options, engine=engine, retention=KeepAll()) as store:
+        for step in range(6):
+            store.save(step, {"step": step})
+    fast_s3.faults.add(archived("log/000000000[1-5]"), archived("checkpoints/step-000000000[0-3]"))
+    with ckptstore.open_store(uri, storage_options=options, engine=engine, retention=KeepAll()) as store:
+        state = {"step": -1}
+        found = store.resume(state)
+        assert found is not None
+        assert (found.step, state["step"]) == (5, 5)
+        store.save(6, {"step": 6})
+        assert [checkpoint.step for checkpoint in store] == [4, 5, 6]
+        latest = store.latest()
+        assert latest is not None
+        assert latest.step == 6
+    fast_s3.faults.clear()
+    with ckptstore.open_store(uri, storage_options=options, engine=engine) as store:
+        assert [checkpoint.step for checkpoint in store] == [0, 1, 2, 3, 4, 5, 6]
+        fast_s3.faults.add(archived("distcp|index|ckptstore.json"))
+        with pytest.raises(StorageArchived, match="archive class") as caught:
+            store[6].load({"step": 0})
+        assert "step-0000000006" in str(caught.value.file)
