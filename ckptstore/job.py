@@ -26,6 +26,7 @@ from ckptstore.events import PruneFailed, ResumeForgotten, emit
 from ckptstore.fast import arrival
 from ckptstore.fast.fast_place import FastPlace
 from ckptstore.fast.members import Members
+from ckptstore.fast.node_channel import NodeKeys
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.changes import Claim, StoreState
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt, check_step
@@ -249,10 +250,12 @@ class Job:
                 "store_id": self.store_id(),
                 "nodes": nodes,
                 "is_one_machine": len({part["machine"] for part in parts}) == 1,
-                "token": secrets.token_hex(32),
+                "job": secrets.token_hex(16),
+                "keys": [part["key"] for part in parts],
             }
 
-        told = self.exchange("fast tier", lambda _beat: arrival.asked(tier, self.group), join)
+        keys = NodeKeys()
+        told = self.exchange("fast tier", lambda _beat: arrival.asked(tier, self.group, keys), join)
         self.join_claim(told)
         assert self.epoch is not None  # claimed above
         assert self._claim is not None
@@ -263,6 +266,7 @@ class Job:
             epoch=self.epoch,
             claim=self._claim,
             told=told,
+            keys=keys,
         )
         try:
             addresses = self.exchange(

@@ -25,14 +25,14 @@ from ckptstore.events import (
     DrainFailed,
     DrainStalled,
     Event,
+    FastBypassed,
     FastCommitted,
-    FastFull,
     SaveFailed,
     listening,
 )
 
 BATCH_SIZE = 160
-TOLD = (CheckpointSkipped, DrainFailed, DrainStalled, FastFull, SaveFailed)
+TOLD = (CheckpointSkipped, DrainFailed, DrainStalled, FastBypassed, SaveFailed)
 """What the demo does not want to see, and shows."""
 
 

@@ -11,8 +11,8 @@ from ckptstore.events.fast_saves import (
     DrainRecovered,
     DrainStalled,
     DrainStarted,
+    FastBypassed,
     FastCommitted,
-    FastFull,
 )
 from ckptstore.events.listeners import Event, Listener, emit, is_heard, listening, log_event
 from ckptstore.events.loads import (
@@ -54,7 +54,7 @@ __all__ = [
     "DrainStarted",
     "Event",
     "FastCommitted",
-    "FastFull",
+    "FastBypassed",
     "FileStored",
     "Listener",
     "LoadEnded",

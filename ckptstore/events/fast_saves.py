@@ -46,8 +46,8 @@ class FastCommitted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FastFull(Event):
-    """A disk of a node is full, so a save goes to the store directly."""
+class FastBypassed(Event):
+    """A disk of a node is full, or another node cannot be reached, so a save goes to the store directly."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -57,7 +57,7 @@ class FastFull(Event):
     """The root of the store, without secrets."""
 
     def line(self) -> str:
-        return f"step {self.step} goes to the store directly, since the disk of a node is full: {self.error}"
+        return f"step {self.step} goes to the store directly, as nodes do not take it: {self.error}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

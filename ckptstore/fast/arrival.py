@@ -10,6 +10,7 @@ from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.fast_place import FastPlace
 from ckptstore.fast.members import Members
+from ckptstore.fast.node_channel import NodeKeys
 from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.fast.node_server import NodeClient, NodeServer
 from ckptstore.fast.tier import FastTier
@@ -18,10 +19,10 @@ from ckptstore.group import Group
 from ckptstore.transfer import Transfer
 
 
-def asked(tier: FastTier, group: Group) -> dict[str, Any]:
-    """What a rank tells the leader of the tier that it was given. As JSON."""
+def asked(tier: FastTier, group: Group, keys: NodeKeys) -> dict[str, Any]:
+    """What a rank tells the leader of the tier that it was given, and its public key. As JSON."""
     same = {"copies": tier.copies, "keep": tier.keep, "drain": repr(tier.drain), "rate": tier.drain_bytes_per_second}
-    return {"node": clean_node(tier.node or group.node), "machine": group.node, "same": same}
+    return {"node": clean_node(tier.node or group.node), "machine": group.node, "same": same, "key": keys.public}
 
 
 def agree(parts: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -54,7 +55,8 @@ class Arrival:
     epoch: int
     claim: tuple[int, str]
     told: Mapping[str, Any]
-    """What the leader told all: "store_id", "token", "is_one_machine"."""
+    """What the leader told all: "store_id", "is_one_machine", "job" and the public "keys" of all ranks."""
+    keys: NodeKeys
     _disk: NodeDisk | None = None
     _server: NodeServer | None = None
 
@@ -62,6 +64,7 @@ class Arrival:
         """Open the disk. The reporter of a node says there which job has come, and serves its files if there are other
         nodes. As JSON what the leader has to know. Raises what `NodeDisk` and `NodeServer` raise."""
         transfer, tier, told = self.config.transfer, self.tier, self.told
+        self.keys.of_ranks, self.keys.job = told["keys"], told["job"]
         self._disk = disk = NodeDisk.open(
             tier.path,
             told["store_id"],
@@ -74,7 +77,7 @@ class Arrival:
             if len(self.members.all_nodes) > 1:
                 self._server = NodeServer(
                     disk,
-                    told["token"],
+                    self.keys,
                     interface=tier.interface,
                     is_one_machine=told["is_one_machine"],
                     timeout_seconds=self._patience_seconds,
@@ -94,7 +97,9 @@ class Arrival:
             node: NodeClient(
                 node,
                 [(host, port) for host, port in found],
-                self.told["token"],
+                self.keys,
+                rank=self.members.rank,
+                server_rank=self.members.reporter_of(node),
                 timeout_seconds=self._patience_seconds,
             )
             for node, found in addresses.items()

@@ -1,31 +1,33 @@
 """How bytes of fast checkpoints get from node to node: each node serves its files to the ranks of its job.
 
-    read      a header: token, node, attempt, name, offset, size_bytes
+    read      a header: node, attempt, name, offset, size_bytes
               the answer: a header, {} or the error; then the bytes
-    write     a header: token, node, attempt, name, size_bytes, is_written; then the bytes
+    write     a header: node, attempt, name, size_bytes, is_written; then the bytes
               the answer, when the file is durable: a header, the digest of what was written, or the error
 
-A header is its length in 4 bytes, and JSON. A connection carries one request after another. Whoever does not know the
-token of the job is sent away. The bytes are not encrypted, as those of torch's collectives are not; whoever reads them
-checks digests.
+A connection begins with a proof in both directions, and then carries one request after another: see `node_channel`.
+Strangers cost little: few of them are listened to at once, and each for a short time. A process that has no
+descriptors, threads or memory left refuses who comes meanwhile, and serves again when it has.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
-import json
+import ipaddress
+import logging
 import mmap
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, InvalidInput, StorageUnavailable, from_wire
 from ckptstore.fast.certificate import CERTIFICATE_NAME
+from ckptstore.fast.node_channel import AUTHENTICATED_BYTES, Channel, NodeKeys, greet, receive_into, welcome
 from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import Attempt
@@ -34,9 +36,15 @@ from ckptstore.transfer.sources import Source
 
 Address = tuple[str, int]
 
+logger = logging.getLogger("ckptstore")
+
 LOOPBACK = "127.0.0.1"
-_LENGTH = struct.Struct("<I")
-_MAX_HEADER_BYTES = 1 << 16
+_MAX_STRANGERS = 64
+"""How many may be proving who they are at once; one more takes the place of the one that is longest at it."""
+_GREETING_SECONDS = 10.0
+_PAUSE_SECONDS = 0.2
+"""How long nobody is let in when nothing is left to serve them with."""
+_WARN_SECONDS = 60.0
 _SIOCGIFADDR = 0x8915
 _TEST_NETWORK = ("192.0.2.1", 9)
 """Of RFC 5737: nothing is sent there, but the system says which of its addresses it would be sent from."""
@@ -48,7 +56,7 @@ class NodeServer:
     def __init__(
         self,
         disk: NodeDisk,
-        token: str,
+        keys: NodeKeys,
         *,
         interface: str | None = None,
         is_one_machine: bool,
@@ -56,17 +64,25 @@ class NodeServer:
     ) -> None:
         """Raises InvalidInput for an interface that is not there, StorageError when nothing can be listened to. Who
         falls silent in the middle of something for the timeout is given up."""
-        self._disk, self._token, self._timeout_seconds = disk, token, timeout_seconds
+        self._disk, self._keys, self._timeout_seconds = disk, keys, timeout_seconds
         host = LOOPBACK if is_one_machine else address_of(interface) if interface else ""
+        hosts = [host] if host else own_addresses()
+        if not hosts:
+            raise InvalidInput(
+                "This machine has no address under which others reach it",
+                hint="Name a network interface: FastTier(interface=)",
+            )
         try:
             self._listener = socket.create_server((host, 0), backlog=256)
         except OSError as error:
             raise posix.translate(error, what="Listening", file=host or "all addresses", directory="") from error
         port = self._listener.getsockname()[1]
-        hosts = [host] if host else own_addresses()
         self.addresses: list[Address] = [(name, port) for name in hosts]
         """Where it can be reached, the best first."""
         self._open: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}
+        """Who has proved nothing yet, in the order of coming."""
+        self._warned_seconds = -_WARN_SECONDS
         self._lock = threading.Lock()
         self._is_closed = False
         threading.Thread(target=self._accept, name="ckptstore-node-server", daemon=True).start()
@@ -84,35 +100,66 @@ class NodeServer:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
+            except OSError as error:
+                self._pause(error)
+                continue
+            try:
+                self._let_in(connection)
+            except (OSError, RuntimeError, MemoryError) as error:  # of threads there may be too many as well
+                self._forget(connection)
+                connection.close()
+                self._pause(error)
+
+    def _let_in(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._is_closed:
+                connection.close()
                 return
-            with self._lock:
-                if self._is_closed:
-                    connection.close()
-                    return
-                self._open.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="ckptstore-node-server", daemon=True).start()
+            self._open.add(connection)
+            self._strangers[connection] = None
+            waiting = next(iter(self._strangers)) if len(self._strangers) > _MAX_STRANGERS else None
+        if waiting is not None:
+            with contextlib.suppress(OSError):
+                waiting.shutdown(socket.SHUT_RDWR)
+        threading.Thread(target=self._serve, args=(connection,), name="ckptstore-node-server", daemon=True).start()
+
+    def _pause(self, error: BaseException) -> None:
+        """Something is used up for the moment, most often descriptors: go on when it may be there again."""
+        if self._is_closed:
+            return
+        now = time.monotonic()
+        if now - self._warned_seconds >= _WARN_SECONDS:
+            self._warned_seconds = now
+            logger.warning(
+                "%s cannot serve its fast checkpoints to other nodes for the moment: %s", self._disk.node, error
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(connection)
+            self._strangers.pop(connection, None)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                _set_up(connection, self._timeout_seconds)
+            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError, MemoryError):
+                _set_up(connection, _GREETING_SECONDS)
+                channel = welcome(connection, self._keys, node=self._disk.node, seconds=_GREETING_SECONDS)
+                with self._lock:
+                    self._strangers.pop(connection, None)
                 while True:
-                    asked = receive_header(connection)
+                    connection.settimeout(None)  # who has proved it may ask again after hours
+                    asked = channel.receive()
                     connection.settimeout(self._timeout_seconds)
-                    if not hmac.compare_digest(str(asked["token"]).encode(), self._token.encode()):
-                        return
                     if asked.get("is_written"):
-                        self._take(connection, asked)
+                        self._take(channel, asked)
                     else:
-                        self._give(connection, asked)
-                    connection.settimeout(None)  # who has shown the token may ask again after hours
+                        self._give(channel, asked)
         finally:
-            with self._lock:
-                self._open.discard(connection)
+            self._forget(connection)
 
     def _key(self, asked: Mapping[str, Any]) -> str:
         """What is meant, distrusted."""
@@ -131,30 +178,35 @@ class NodeServer:
             raise InvalidInput(f"{key} cannot be written: its checkpoint is complete on {self._disk.node}")
         return key
 
-    def _take(self, connection: socket.socket, asked: Mapping[str, Any]) -> None:
+    def _take(self, channel: Channel, asked: Mapping[str, Any]) -> None:
         """Write a file. After an error what the other side still sends is not read: the connection ends."""
         try:
-            crc = _written(self._disk, self._new_key(asked), int(asked["size_bytes"]), connection)
+            crc = _written(self._disk, self._new_key(asked), int(asked["size_bytes"]), channel)
         except CkptstoreError as error:
-            send_header(connection, {"error": error.to_wire()})
+            channel.send({"error": error.to_wire()})
             raise ConnectionAbortedError from error
-        send_header(connection, {"crc32c": crc})
+        channel.send({"crc32c": crc})
 
-    def _give(self, connection: socket.socket, asked: Mapping[str, Any]) -> None:
+    def _give(self, channel: Channel, asked: Mapping[str, Any]) -> None:
         try:
             descriptor = self._opened(self._key(asked))
         except CkptstoreError as error:
-            send_header(connection, {"error": error.to_wire()})
+            channel.send({"error": error.to_wire()})
             return
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             offset, size_bytes = int(asked["offset"]), int(asked["size_bytes"])
             has_bytes = os.fstat(descriptor).st_size - offset
             if not 0 <= size_bytes <= has_bytes or offset < 0:
                 lost = StorageUnavailable(f"{asked['name']} has {has_bytes} bytes after {offset}")
-                send_header(connection, {"error": lost.to_wire()})
+                channel.send({"error": lost.to_wire()})
                 return
-            send_header(connection, {})
-            connection.sendfile(file, offset, size_bytes)
+            channel.send({})
+            if size_bytes > AUTHENTICATED_BYTES:
+                channel.line.sendfile(file, offset, size_bytes)
+                return
+            data = os.pread(descriptor, size_bytes, offset)
+            channel.line.sendall(data)
+            channel.prove([memoryview(data)])
 
     def _opened(self, key: str) -> int:
         path = self._disk.storage.local_path(key)  # which refuses names with dots; the directory lets nobody else in
@@ -164,13 +216,16 @@ class NodeServer:
             raise posix.translate(error, what="Reading", file=key, directory=str(path)) from error
 
 
-def _written(disk: NodeDisk, key: str, size_bytes: int, connection: socket.socket) -> int:
+def _written(disk: NodeDisk, key: str, size_bytes: int, channel: Channel) -> int:
     """Write what comes as a file, durable, and return its CRC32C. Raises StorageError; OSError of the connection."""
+    connection = channel.line
     storage, crc = disk.storage, 0
     part_bytes = min(storage.part_bytes(size_bytes), size_bytes)
     block = _memory(part_bytes)
     if size_bytes == part_bytes:
         receive_into(connection, block)
+        if size_bytes <= AUTHENTICATED_BYTES:
+            channel.check([block])
         storage.write(key, [block])
         crc = crc32c(block)
     else:
@@ -197,13 +252,24 @@ def _memory(size_bytes: int) -> memoryview:
 class NodeClient:
     """The files of another node. Safe for threads: each has a connection of its own."""
 
-    def __init__(self, node: str, addresses: Sequence[Address], token: str, *, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        node: str,
+        addresses: Sequence[Address],
+        keys: NodeKeys,
+        *,
+        rank: int,
+        server_rank: int,
+        timeout_seconds: float,
+    ) -> None:
+        """`rank` is this process, `server_rank` the one that serves the files of the node."""
         self.node = node
         """Its name."""
-        self._addresses, self._token = list(addresses), token
+        self._addresses, self._keys = list(addresses), keys
+        self._rank, self._server_rank = rank, server_rank
         self._timeout_seconds = timeout_seconds
         self._writing: set[socket.socket] = set()
-        self._idle: list[socket.socket] = []
+        self._idle: list[Channel] = []
         self._lock = threading.Lock()
 
     def read_into(self, attempt: Attempt, name: str, offset: int, views: Sequence[memoryview]) -> None:
@@ -211,12 +277,14 @@ class NodeClient:
         it says: FileMissing, StorageError."""
         asked = self._asked(attempt, name, offset=offset, size_bytes=sum(map(len, views)))
 
-        def talk(connection: socket.socket) -> dict[str, Any]:
-            send_header(connection, asked)
-            answer = receive_header(connection)
+        def talk(channel: Channel) -> dict[str, Any]:
+            channel.send(asked)
+            answer = channel.receive()
             if "error" not in answer:
                 for view in views:
-                    receive_into(connection, view)
+                    receive_into(channel.line, view)
+                if asked["size_bytes"] <= AUTHENTICATED_BYTES:
+                    channel.check(views)
             return answer
 
         self._talk(name, talk)
@@ -231,32 +299,38 @@ class NodeClient:
         """
         asked = self._asked(attempt, name, size_bytes=source.size_bytes, is_written=True)
 
-        def talk(connection: socket.socket) -> dict[str, Any]:
-            with self._breakable(connection):
+        def talk(channel: Channel) -> dict[str, Any]:
+            with self._breakable(channel.line):
                 if given_up.is_set():
                     raise StorageUnavailable(f"Nobody wants {name} on {self.node} any more", file=name)
-                send_header(connection, asked)
+                channel.send(asked)
+                is_small = source.size_bytes <= AUTHENTICATED_BYTES
+                block = memoryview(bytearray(source.size_bytes)) if is_small else scratch
                 with source.open() as read:
-                    for offset in range(0, source.size_bytes, len(scratch)):
-                        views = read(offset, min(len(scratch), source.size_bytes - offset), scratch)
-                        if not _sent(connection, views):
+                    for offset in range(0, source.size_bytes, len(block) or 1):
+                        views = read(offset, min(len(block), source.size_bytes - offset), block)
+                        if not _sent(channel.line, views):
                             break  # it may have said why before it broke off
-                return receive_header(connection)
+                        if is_small:
+                            channel.prove(views)
+                if is_small and not source.size_bytes:
+                    channel.prove([])
+                return channel.receive()
 
         return int(self._talk(name, talk)["crc32c"])
 
     def _asked(self, attempt: Attempt, name: str, **more: Any) -> dict[str, Any]:
-        return {"token": self._token, "node": self.node, "attempt": str(attempt), "name": name, **more}
+        return {"node": self.node, "attempt": str(attempt), "name": name, **more}
 
-    def _talk(self, name: str, talk: Callable[[socket.socket], dict[str, Any]]) -> dict[str, Any]:
+    def _talk(self, name: str, talk: Callable[[Channel], dict[str, Any]]) -> dict[str, Any]:
         """Ask on a connection that is idle, or else on a new one: the other side may have closed what was idle."""
         while True:
             idle = self._take_idle()
-            connection = idle or self._connected()
+            channel = idle or self._connected()
             try:
-                answer = talk(connection)
+                answer = talk(channel)
             except (OSError, ValueError, TypeError) as error:
-                connection.close()
+                channel.line.close()
                 if isinstance(error, CkptstoreError):
                     raise
                 if idle is not None and isinstance(error, ConnectionError):
@@ -267,16 +341,16 @@ class NodeClient:
                     hint="Its process may have ended, or is of another start of the job",
                 ) from error
             except BaseException:
-                connection.close()
+                channel.line.close()
                 raise
             if "error" in answer:
-                connection.close()
+                channel.line.close()
                 raise from_wire(dict(answer["error"]))
             with self._lock:
-                self._idle.append(connection)
+                self._idle.append(channel)
             return answer
 
-    def _take_idle(self) -> socket.socket | None:
+    def _take_idle(self) -> Channel | None:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
@@ -303,20 +377,24 @@ class NodeClient:
         """Close all connections."""
         with self._lock:
             idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        for channel in idle:
+            channel.line.close()
 
-    def _connected(self) -> socket.socket:
+    def _connected(self) -> Channel:
         failures = []
         for address in list(self._addresses):
+            connection: socket.socket | None = None
             try:
-                connection = socket.create_connection(address, timeout=min(10.0, self._timeout_seconds))
-            except OSError as error:
+                connection = socket.create_connection(address, timeout=min(_GREETING_SECONDS, self._timeout_seconds))
+                channel = greet(connection, self._keys, rank=self._rank, server_rank=self._server_rank, node=self.node)
+                _set_up(connection, self._timeout_seconds)
+            except (OSError, ValueError) as error:
+                if connection is not None:
+                    connection.close()
                 failures.append(f"{address[0]}:{address[1]}: {error}")
                 continue
-            _set_up(connection, self._timeout_seconds)
             self._addresses.sort(key=lambda other: other != address)
-            return connection
+            return channel
         raise StorageUnavailable(
             f"{self.node} cannot be reached: {'; '.join(failures)}",
             hint="Nodes must reach each other on all TCP ports, as for torch.distributed; FastTier(interface=) chooses",
@@ -339,36 +417,6 @@ def _sent(connection: socket.socket, views: Sequence[memoryview]) -> bool:
     return True
 
 
-def send_header(connection: socket.socket, header: Mapping[str, Any]) -> None:
-    """Send what comes before bytes, or stands alone."""
-    data = json.dumps(header).encode()
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive_header(connection: socket.socket) -> dict[str, Any]:
-    """What `send_header` has sent. Raises OSError at the end of the connection, ValueError for anything else."""
-    length = bytearray(_LENGTH.size)
-    receive_into(connection, memoryview(length))
-    (size_bytes,) = _LENGTH.unpack(length)
-    if size_bytes > _MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {size_bytes} bytes")
-    data = bytearray(size_bytes)
-    receive_into(connection, memoryview(data))
-    header = json.loads(data)
-    if not isinstance(header, dict):
-        raise ValueError("a header that is no object")
-    return header
-
-
-def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill the view. Raises OSError when the connection ends before."""
-    while view:
-        count = connection.recv_into(view)
-        if not count:
-            raise ConnectionResetError("the connection has ended")
-        view = view[count:]
-
-
 def address_of(interface: str) -> str:
     """The IPv4 address of a network interface. Raises InvalidInput for one that is not there, or has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -383,11 +431,12 @@ def address_of(interface: str) -> str:
 
 
 def own_addresses() -> list[str]:
-    """Addresses under which other machines may reach this one, the best first; the loopback last."""
+    """Addresses under which other machines may reach this one, the best first. Never that of the loopback, under which
+    each machine reaches itself."""
     found: list[str] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect(_TEST_NETWORK)
         found.append(probe.getsockname()[0])
     with contextlib.suppress(OSError):
         found += socket.gethostbyname_ex(socket.gethostname())[2]
-    return list(dict.fromkeys([*found, LOOPBACK]))
+    return [address for address in dict.fromkeys(found) if not ipaddress.ip_address(address).is_loopback]

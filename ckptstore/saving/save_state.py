@@ -20,9 +20,10 @@ from ckptstore.errors import (
     InvalidInput,
     RankFailed,
     StorageFull,
+    StorageUnavailable,
     StoreMissing,
 )
-from ckptstore.events import FastFull, StateStaged, emit
+from ckptstore.events import FastBypassed, StateStaged, emit
 from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.partner import DoubledUpload
 from ckptstore.format.layout import Attempt
@@ -191,7 +192,8 @@ class StateSaver:
         return DoubledUpload(place, upload)
 
     def _finish(self, target: _Target, stored: Shard, shard: StateShard | DirectoryShard, begun: story.Begun) -> Saved:
-        """What follows the agreement, on any thread. Where the disk of a node is full, it goes to the store."""
+        """What follows the agreement, on any thread. Where the disk of a node is full, or a node cannot be reached, it
+        goes to the store."""
         keeper, job = target.keeper, self.job
         if isinstance(keeper, LogKeeper):
             record = story.finish(keeper, stored, begun)
@@ -202,11 +204,11 @@ class StateSaver:
         job.fast.settle()  # a disk has room for what is being saved beside what stays, and for no more
         try:
             return self._offered(story.finish(keeper, stored, begun))
-        except StorageFull as error:
+        except (StorageFull, StorageUnavailable) as error:
             if error.committed is not False:
                 raise
             emit(
-                FastFull(
+                FastBypassed(
                     step=begun.request.step,
                     rank=job.group.rank,
                     error=error.message,

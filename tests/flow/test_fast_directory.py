@@ -12,7 +12,7 @@ from test_fast_tier import Jobs, small_disk
 
 from ckptstore import CheckpointStore, InvalidInput, open_store
 from ckptstore.catalogue import job_of
-from ckptstore.events import CheckpointSkipped, FastFull, listening
+from ckptstore.events import CheckpointSkipped, FastBypassed, listening
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.store import start_shard
 
@@ -116,8 +116,8 @@ def test_where_a_disk_is_full_the_files_go_to_the_store(jobs: Jobs) -> None:
         steps = [store.save_directory(step, path) for step, path in ((1, written(jobs.root, 1, rank)), (2, large))]
         return [step.is_durable for step in steps]
 
-    told: list[FastFull] = []
-    with listening(told.append, FastFull):
+    told: list[FastBypassed] = []
+    with listening(told.append, FastBypassed):
         assert jobs.run("ab", saved) == [[False, True]] * 2
     assert {(event.step, event.rank) for event in told} == {(2, 0), (2, 1)}
     assert [found[:2] for found in jobs.run("ab", resumed)] == [(2, True)] * 2

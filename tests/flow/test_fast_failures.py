@@ -24,7 +24,7 @@ import torch
 from ckptstore import CheckpointStore, FastTier, KeepEvery, StorageGroup, open_store
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
-from ckptstore.events import CheckpointSkipped, FastFull, listening
+from ckptstore.events import CheckpointSkipped, FastBypassed, listening
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
@@ -70,7 +70,7 @@ def play(nodes: str, root: Path, script: str, copies: int, token: str, given: di
         storage_options=given["options"],
         rank_timeout_seconds=given["timeout_seconds"],
     )
-    with listening(lambda event: told.append(_shown(event)), CheckpointSkipped, FastFull), store:
+    with listening(lambda event: told.append(_shown(event)), CheckpointSkipped, FastBypassed), store:
         store._deadline.set(0.0)
         for line in script.split(", "):
             began = time.monotonic()
@@ -273,7 +273,7 @@ def test_a_disk_is_full(tmp_path: Path, small_disk: Path, copies: int) -> None:
     ends = run("ab", tmp_path, "save 1, fill, save 2, resume", copies=copies)
     assert said(ends, "save 1") == [False] * 2
     assert said(ends, "save 2") == [True] * 2
-    assert "FastFull" in [what for what, _, _ in ends[0]]
+    assert "FastBypassed" in [what for what, _, _ in ends[0]]
     assert said(ends, "resume") == [2] * 2
     assert said(run("ab", tmp_path, "resume", copies=copies), "resume") == [2] * 2
 

@@ -37,7 +37,7 @@ from ckptstore import (
 )
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError
-from ckptstore.events import CheckpointResumed, CheckpointSkipped, FastFull, listening
+from ckptstore.events import CheckpointResumed, CheckpointSkipped, FastBypassed, listening
 from ckptstore.testing.s3_server import s3_server
 
 SIZE = 100_000
@@ -382,7 +382,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, small_disk: Path) -> None:
-    told: list[FastFull] = []
+    told: list[FastBypassed] = []
     large = torch.arange(1 << 20, dtype=torch.float32)
 
     def flow(store: CheckpointStore, rank: int) -> Any:
@@ -391,7 +391,7 @@ def test_where_a_disk_is_full_the_save_goes_to_the_store(jobs: Jobs, small_disk:
         third = save(3)(store, rank)
         return [first.is_durable, second.is_durable, third.is_durable]
 
-    with listening(told.append, FastFull):
+    with listening(told.append, FastBypassed):
         assert jobs.run("ab", flow) == [[False, True, False]] * 2
     assert {(event.step, event.rank) for event in told} == {(2, 0), (2, 1)}
     assert jobs.run("ab", resume) == of(3, 0, 1)

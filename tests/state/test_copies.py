@@ -18,6 +18,7 @@ from saving import bits
 
 from ckptstore import CkptstoreError, open_store
 from ckptstore.config import RetryConfig, TransferConfig
+from ckptstore.fast.node_channel import NodeKeys
 from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.fast.node_server import NodeClient, NodeServer
 from ckptstore.format.layout import Attempt
@@ -70,8 +71,11 @@ def gathered() -> tuple[SegmentSource, bytes]:
 @contextlib.contextmanager
 def on_a_partner(tmp_path: Path, data: bytes) -> Iterator[_OnPartner]:
     attempt = Attempt(3, 1, "0123abcd")
-    server = NodeServer(NodeDisk.open(tmp_path / "disk", "id", node="b"), "t", is_one_machine=True)
-    client = NodeClient("b", server.addresses, "t", timeout_seconds=20)
+    keys = [NodeKeys(), NodeKeys()]
+    for one in keys:
+        one.of_ranks = [each.public for each in keys]
+    server = NodeServer(NodeDisk.open(tmp_path / "disk", "id", node="b"), keys[1], is_one_machine=True)
+    client = NodeClient("b", server.addresses, keys[0], rank=0, server_rank=1, timeout_seconds=20)
     try:
         client.write(attempt, "f", MemorySource([memoryview(data)]), memoryview(bytearray(100)), given_up=NEVER)
         yield _OnPartner(client, attempt, "f", len(data))

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StorageUnavailable
+from ckptstore.fast import node_server
+from ckptstore.fast.node_channel import NodeKeys, greet
 from ckptstore.fast.node_disk import NodeDisk
-from ckptstore.fast.node_server import NodeClient, NodeServer, own_addresses, receive_header, send_header
+from ckptstore.fast.node_server import NodeClient, NodeServer, own_addresses
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import Attempt
 from ckptstore.transfer.sources import MemorySource
 
 ATTEMPT = Attempt(3, 1, "0123abcd")
-TOKEN = "the token of the job"
 NEVER = threading.Event()
+
+
+def keys_of_a_job(num_ranks: int = 2) -> list[NodeKeys]:
+    """The keys of ranks that have met: rank 0 asks, rank 1 serves node "b"."""
+    found = [NodeKeys() for _ in range(num_ranks)]
+    for keys in found:
+        keys.of_ranks, keys.job = [one.public for one in found], "start"
+    return found
+
+
+KEYS = keys_of_a_job()
 
 
 @pytest.fixture
@@ -32,7 +46,7 @@ def disk(tmp_path: Path) -> NodeDisk:
 
 @contextmanager
 def served(disk: NodeDisk, **options: Any) -> Iterator[NodeServer]:
-    server = NodeServer(disk, TOKEN, is_one_machine=True, **options)
+    server = NodeServer(disk, KEYS[1], is_one_machine=True, **options)
     try:
         yield server
     finally:
@@ -40,8 +54,10 @@ def served(disk: NodeDisk, **options: Any) -> Iterator[NodeServer]:
 
 
 @contextmanager
-def reached(server: NodeServer, *, token: str = TOKEN, node: str = "b", timeout_seconds: float = 20) -> Iterator[Any]:
-    client = NodeClient(node, server.addresses, token, timeout_seconds=timeout_seconds)
+def reached(
+    server: NodeServer, *, keys: NodeKeys = KEYS[0], node: str = "b", timeout_seconds: float = 20
+) -> Iterator[Any]:
+    client = NodeClient(node, server.addresses, keys, rank=0, server_rank=1, timeout_seconds=timeout_seconds)
     try:
         yield client
     finally:
@@ -110,14 +126,173 @@ def test_nothing_is_written_into_what_is_complete(disk: NodeDisk, client: NodeCl
     assert read(client, "a", 0, 4) == b"data"
 
 
-def test_who_does_not_know_the_token_is_sent_away(disk: NodeDisk) -> None:
+def test_who_has_no_key_of_the_job_is_sent_away(disk: NodeDisk) -> None:
+    other_start, stranger = NodeKeys(), NodeKeys()
+    other_start.of_ranks, other_start.job = KEYS[0].of_ranks, KEYS[0].job
+    stranger.of_ranks, stranger.job = KEYS[0].of_ranks, "another start"
     with served(disk) as server:
-        for token in ("", "another", TOKEN[:-1]):
-            with reached(server, token=token) as client, pytest.raises(StorageUnavailable, match="another start"):
+        for keys in (other_start, stranger):
+            with reached(server, keys=keys) as client, pytest.raises(StorageUnavailable, match="key of the job"):
                 write(client, "a", b"data")
-        with reached(server, node="c") as client, pytest.raises(StorageUnavailable, match="c was meant"):
+        with reached(server, node="c") as client, pytest.raises(StorageUnavailable, match="c cannot be reached"):
             write(client, "a", b"data")
+        with reached(server) as client:
+            client._rank = 7
+            with pytest.raises(StorageUnavailable):
+                write(client, "a", b"data")
     assert list(disk.storage.list("")) == []
+
+
+@contextmanager
+def between(server: NodeServer, change: Callable[[bytes, bool], bytes]) -> Iterator[Any]:
+    """Somebody on the line between two nodes, who sees all that is sent and may change it."""
+    seen = bytearray()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    ends: list[socket.socket] = []
+
+    def passed(source: socket.socket, target: socket.socket, is_request: bool) -> None:
+        with suppress(OSError, ValueError):
+            while data := source.recv(1 << 16):
+                seen.extend(data)
+                target.sendall(change(data, is_request))
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                one, _ = listener.accept()
+                other = socket.create_connection(server.addresses[0])
+                ends.extend((one, other))
+                for pair in ((one, other, True), (other, one, False)):
+                    threading.Thread(target=passed, args=pair, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    client = NodeClient("b", [listener.getsockname()], KEYS[0], rank=0, server_rank=1, timeout_seconds=5)
+    try:
+        yield client, seen
+    finally:
+        client.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def test_no_key_is_sent_and_what_is_overheard_opens_nothing(disk: NodeDisk) -> None:
+    with served(disk) as server, between(server, lambda data, _: data) as (client, seen):
+        write(client, "a", b"data")
+        secret = KEYS[0].shared_with(1)
+        assert secret == KEYS[1].shared_with(0)
+        for form in (secret, secret.hex().encode(), f"{KEYS[0]._private:x}".encode()):
+            assert form not in seen
+        before = disk.storage.stat(ATTEMPT.key("a")).version
+        with socket.create_connection(server.addresses[0], timeout=5) as replay, suppress(OSError):
+            replay.sendall(bytes(seen))
+            while replay.recv(1 << 16):
+                pass
+        assert disk.storage.stat(ATTEMPT.key("a")).version == before
+
+
+@pytest.mark.parametrize("who", ["request", "answer"])
+@pytest.mark.parametrize("what", [b"data", b'"size_bytes": 4', b'"crc32c"', b"other"])
+def test_what_is_changed_on_the_line_is_found(disk: NodeDisk, who: str, what: bytes) -> None:
+    def change(data: bytes, is_request: bool) -> bytes:
+        return data.replace(what, what[:-1] + b"9") if is_request == (who == "request") else data
+
+    with served(disk) as server:
+        with reached(server) as honest:
+            write(honest, "there", b"other")
+        with between(server, change) as (client, _):
+            outcomes: list[Any] = []
+            for ask in (lambda: write(client, "a", b"data"), lambda: read(client, "there", 0, 5)):
+                try:
+                    outcomes.append(ask())
+                except StorageUnavailable:
+                    outcomes.append(None)
+    assert outcomes[0] in (None, crc32c(b"data"))
+    assert outcomes[1] in (None, b"other")
+    if outcomes[0] is not None:
+        assert disk.storage.read(ATTEMPT.key("a")) == b"data"
+
+
+def test_a_server_that_is_no_server_of_the_job_is_not_believed() -> None:
+    """It says that it has written what it was sent."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pretend() -> None:
+        with suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                said = b'{"nonce": "00", "proof": "00", "crc32c": 0}'
+                connection.sendall(len(said).to_bytes(4, "little") + said)
+                connection.recv(1 << 16)
+
+    threading.Thread(target=pretend, daemon=True).start()
+    client = NodeClient("b", [listener.getsockname()], KEYS[0], rank=0, server_rank=1, timeout_seconds=5)
+    with pytest.raises(StorageUnavailable, match="does not have the key"):
+        write(client, "a", b"data")
+    listener.close()
+
+
+def test_strangers_are_few_and_do_not_stay(disk: NodeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_server, "_MAX_STRANGERS", 4)
+    monkeypatch.setattr(node_server, "_GREETING_SECONDS", 1.0)
+    with served(disk) as server:
+        strangers = [socket.create_connection(server.addresses[0], timeout=20) for _ in range(20)]
+        for number, stranger in enumerate(strangers):
+            with suppress(OSError):
+                stranger.sendall(b"\1\0"[: number % 3])  # some begin to say something
+        with reached(server) as client:
+            assert write(client, "a", b"data") == crc32c(b"data")
+        for stranger in strangers:
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+            stranger.close()
+        with reached(server) as client:
+            assert read(client, "a", 0, 4) == b"data"
+
+
+@pytest.mark.parametrize("used_up", ["descriptors", "threads"])
+def test_a_server_outlives_what_is_used_up(
+    disk: NodeDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, used_up: str
+) -> None:
+    with served(disk) as server, reached(server) as client:
+        write(client, "a", b"data")
+        if used_up == "threads":
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", _no_thread)
+                with socket.create_connection(server.addresses[0], timeout=20) as other, suppress(ConnectionResetError):
+                    assert other.recv(1) == b""
+        else:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            others = [socket.socket() for _ in range(3)]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(socket.socket.fileno, others)) + 1, limits[1]))
+            held = []
+            try:
+                with suppress(OSError):
+                    while True:
+                        held.append(os.dup(0))
+                for other in others:
+                    other.connect(server.addresses[0])
+                time.sleep(0.5)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                for descriptor in held:
+                    os.close(descriptor)
+                for other in others:
+                    other.close()
+        assert "cannot serve its fast checkpoints to other nodes for the moment" in caplog.text
+        with reached(server) as again:
+            assert read(again, "a", 0, 4) == b"data"
+
+
+def _no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 @pytest.mark.parametrize(
@@ -157,17 +332,18 @@ def test_a_node_that_is_gone_is_named(disk: NodeDisk) -> None:
 def test_who_falls_silent_is_given_up(disk: NodeDisk) -> None:
     """On both sides: a server that does not answer, and a sender that stops in the middle of a file."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        client = NodeClient("b", [silent.getsockname()[:2]], TOKEN, timeout_seconds=0.3)
-        with pytest.raises(StorageUnavailable, match="b broke off at a"):
+        client = NodeClient("b", [silent.getsockname()], KEYS[0], rank=0, server_rank=1, timeout_seconds=0.3)
+        with pytest.raises(StorageUnavailable, match="b cannot be reached"):
             write(client, "a", b"data")
         client.close()
     with served(disk, timeout_seconds=0.3) as server, socket.create_connection(server.addresses[0]) as sender:
-        asked = {"token": TOKEN, "node": "b", "attempt": str(ATTEMPT), "name": "a", "size_bytes": 99 << 20}
-        send_header(sender, {**asked, "is_written": True})
+        channel = greet(sender, KEYS[0], rank=0, server_rank=1, node="b")
+        asked = {"node": "b", "attempt": str(ATTEMPT), "name": "a", "size_bytes": 99 << 20}
+        channel.send({**asked, "is_written": True})
         sender.sendall(b"some")
         sender.settimeout(20)
         with pytest.raises((OSError, ValueError)):
-            receive_header(sender)
+            channel.receive()
     assert list(disk.storage.list("")) == []
 
 
@@ -272,5 +448,5 @@ def test_the_first_error_ends_what_else_is_on_its_way(disk: NodeDisk, client: No
     sending.give_up()
 
 
-def test_an_address_is_found() -> None:
-    assert own_addresses()[-1] == "127.0.0.1"
+def test_an_address_is_found_and_is_not_that_of_the_loopback() -> None:
+    assert all(not address.startswith("127.") for address in own_addresses())

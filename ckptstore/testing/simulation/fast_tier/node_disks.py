@@ -286,12 +286,12 @@ def replaced(nodes: Callable[[], NodeDisks]) -> dict[int, tuple[Any, Any]]:
     def lock(descriptor: int, path: str) -> None:
         (real_lock if running() is None else nodes().lock)(descriptor, path)
 
-    def server(disk: Any, token: str, **given: Any) -> Any:
-        return real_server(disk, token, **given) if running() is None else SimulatedServer(nodes(), disk)
+    def server(disk: Any, keys: Any, **given: Any) -> Any:
+        return real_server(disk, keys, **given) if running() is None else SimulatedServer(nodes(), disk)
 
-    def client(node: str, addresses: Any, token: str, **given: Any) -> Any:
+    def client(node: str, addresses: Any, keys: Any, **given: Any) -> Any:
         if running() is None:
-            return real_client(node, addresses, token, **given)
+            return real_client(node, addresses, keys, **given)
         return SimulatedClient(nodes(), node, addresses)
 
     pairs: list[tuple[Any, Any]] = [
