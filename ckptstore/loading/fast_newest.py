@@ -41,6 +41,8 @@ class Findings:
     certificates: Mapping[str, Certificate] | None = None
     claims: Mapping[int, Record] | None = None
     merged: Merged | None = None
+    passed_over: tuple[str, ...] = ()
+    """On all ranks: what nodes have of newer checkpoints that cannot be used, and why."""
 
 
 def look(
@@ -80,13 +82,15 @@ def look(
         committed = job.log.records([*newest.state.live, *newest.state.trash])
         claims = _claims(job, newest, certificates.values())
         merged = merge(sightings, certificates, newest, committed, claims, store_id=job.store_id())
-        _tell_refused(merged)
+        refused = _tell_refused(merged)
         kept.append((sightings, certificates, claims, merged))
         by_attempt = {record.entry.attempt: record for record in committed}
         tried = merged.candidates if order is None else order(merged.candidates)
-        return [_packed(one, by_attempt.get(one.attempt), sightings) for one in tried]
+        packed = [_packed(one, by_attempt.get(one.attempt), sightings) for one in tried]
+        return {"tried": packed, "refused": refused}
 
-    told = job.exchange("look", seen, join)
+    answer = job.exchange("look", seen, join)
+    told, passed_over = answer["tried"], tuple(answer["refused"])
     candidates: list[CheckpointFiles] = []
 
     def open_all(_beat: Beat) -> None:  # certificates are large, and most nodes have those that matter
@@ -94,10 +98,16 @@ def look(
 
     job.exchange("open fast", open_all, lambda _parts, _beat: None)
     if not kept:
-        return Findings(place=place, candidates=candidates)
+        return Findings(place=place, candidates=candidates, passed_over=passed_over)
     sightings, certificates, claims, merged = kept[0]
     return Findings(
-        place=place, candidates=candidates, sightings=sightings, certificates=certificates, claims=claims, merged=merged
+        place=place,
+        candidates=candidates,
+        sightings=sightings,
+        certificates=certificates,
+        claims=claims,
+        merged=merged,
+        passed_over=passed_over,
     )
 
 
@@ -154,14 +164,18 @@ def _claims(job: Job, newest: Record, certificates: Iterable[Certificate]) -> di
     return found
 
 
-def _tell_refused(merged: Merged) -> None:
+def _tell_refused(merged: Merged) -> list[str]:
+    """Tell of what cannot be used, and return it."""
+    told = []
     for refused in merged.refused:
         attempt = Attempt.parse(refused.attempt)
         nodes = ", ".join(refused.nodes)
         if refused.is_void or attempt is None:
             logger.info("the fast checkpoint %s on %s is not used: %s", refused.attempt, nodes, refused.reason)
         else:
+            told.append(f"step {attempt.step}: on {nodes}: {refused.reason}")
             emit(CheckpointSkipped(step=attempt.step, number=None, reason=f"on {nodes}: {refused.reason}"))
+    return told
 
 
 def _packed(candidate: FastCandidate, record: Record | None, sightings: Sequence[NodeSighting]) -> dict[str, Any]:

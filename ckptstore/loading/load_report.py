@@ -20,6 +20,8 @@ class LoadReport:
     """Keys of the state that the checkpoint does not have; they were left as they are."""
     unexpected: tuple[str, ...]
     """Keys of the checkpoint, below names of the state, that found no place."""
+    passed_over: tuple[str, ...] = ()
+    """Checkpoints that a resume could not use, each with the reason. A warning and an event told of each as well."""
     remade: tuple[str, ...] = ()
     """On this rank: buffers outside of the state that modules from the meta device made anew."""
     left_on_meta: tuple[str, ...] = ()

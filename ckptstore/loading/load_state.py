@@ -92,16 +92,19 @@ def load_newest(
     is_fast = claim and job.fast_tier is not None and (order is newest_first or of_fast is not None)
     with watched(group.rank, job.storage.uri) as load:
         seen = fast_newest.look(job, of_fast) if is_fast else None
+        passed_over = [*seen.passed_over] if seen is not None else []
         found = first_usable(
             seen.candidates if seen is not None else _candidates(job, load, claim=claim, order=order),
             lambda files: _load(group, files, state, options, load),
             no_beat,
+            passed_over,
         )
         if seen is not None and (found is not None or of_fast is None):  # what an order left out is not given up
             fast_newest.resumed(job, seen, None if found is None else found[0])
     if found is None:
         return None
     files, (report, manifest) = found
+    report = replace(report, passed_over=tuple(passed_over))
     if claim:
         told_resumed(job, files)
     return Loaded(files, report, _likely_sizes_bytes(manifest, group))

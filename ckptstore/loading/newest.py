@@ -69,7 +69,9 @@ def _resume_fast(job: Job) -> CheckpointFiles | None:
         seen = fast_newest.look(job, is_loaded=False)
 
         def check(_beat: Beat) -> Any:
-            found = first_usable(seen.candidates, lambda files: files.check_complete(files.read_manifest()[0]), _beat)
+            found = first_usable(
+                seen.candidates, lambda files: files.check_complete(files.read_manifest()[0]), _beat, []
+            )
             return None if found is None else seen.candidates.index(found[0])
 
         chosen = job.exchange("choose", lambda beat: check(beat) if job.is_leader else None, lambda parts, _: parts[0])
@@ -108,18 +110,19 @@ def first_whole(job: Job, numbers: Iterable[int], beat: Beat) -> Record | None:
         with files.held():
             files.check_complete(files.read_manifest()[0])
 
-    found = first_usable((files_of(job, job.log.records([number])[0]) for number in numbers), check, beat)
+    found = first_usable((files_of(job, job.log.records([number])[0]) for number in numbers), check, beat, [])
     return found[0].record if found else None
 
 
 def first_usable(
-    candidates: Iterable[CheckpointFiles], use: Callable[[CheckpointFiles], T], beat: Beat
+    candidates: Iterable[CheckpointFiles], use: Callable[[CheckpointFiles], T], beat: Beat, reasons: list[str]
 ) -> tuple[CheckpointFiles, T] | None:
-    """The first checkpoint that `use` does not find damaged, with what it returned; None where there are none.
+    """The first checkpoint that `use` does not find damaged, with what it returned; None where there are none. What is
+    passed over is added to `reasons`.
 
     Raises NoUsableCheckpoint, which says what is wrong with each, when there are some and none can be used.
     """
-    reasons = []
+    before = len(reasons)
     for files in candidates:
         try:
             return files, use(files)
@@ -129,7 +132,7 @@ def first_usable(
             emit(CheckpointSkipped(step=files.step, number=files.number, reason=str(error)))
             reasons.append(f"step {files.step}: {error}")
             beat()
-    if reasons:
+    if len(reasons) > before:
         raise NoUsableCheckpoint(f"None of {len(reasons)} checkpoints can be used: {'; '.join(reasons)}")
     return None
 

@@ -100,9 +100,14 @@ def act(store: CheckpointStore, root: Path, rank: int, line: str) -> Any:
     elif verb == "hang" and rank == 1:
         (root / "hangs").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif verb == "deaf" and rank == 1:  # nobody reaches the node any more, though all its processes live
+        store._job.fast.server.close()
+    elif verb == "passed":
+        report = store.resume(state_of(0, rank)).load_report
+        return report.passed_over
     elif verb == "save":
         return store.save(int(what), state_of(int(what), rank)).is_durable
-    elif verb in ("fill", "hang"):
+    elif verb in ("fill", "hang", "deaf"):
         return None
     elif verb == "durable":
         record = store.save_async(int(what), state_of(int(what), rank)).durable(SECONDS)
@@ -276,6 +281,26 @@ def test_a_disk_is_full(tmp_path: Path, small_disk: Path, copies: int) -> None:
     assert "FastBypassed" in [what for what, _, _ in ends[0]]
     assert said(ends, "resume") == [2] * 2
     assert said(run("ab", tmp_path, "resume", copies=copies), "resume") == [2] * 2
+
+
+def test_a_node_that_cannot_be_reached_costs_no_checkpoint(tmp_path: Path) -> None:
+    ends = run("ab", tmp_path, "save 1, deaf, save 2, save 3, resume", copies=2)
+    assert said(ends, "save 1") == [False] * 2
+    assert said(ends, "save 2") == said(ends, "save 3") == [True] * 2
+    assert [what for what, _, _ in ends[0]].count("FastBypassed") == 2
+    assert said(ends, "resume") == [3] * 2
+    ends = run("ab", tmp_path, "save 4, resume", copies=2)
+    assert said(ends, "save 4") == [False] * 2, "a new start serves again"
+
+
+def test_what_two_lost_nodes_had_is_told_on_all_ranks(tmp_path: Path) -> None:
+    run("abc", tmp_path, "durable 1, save 2", copies=2)
+    for node in "ab":
+        shutil.rmtree(tmp_path / f"disk-{node}")
+    ends = run("abc", tmp_path, "passed", copies=2)
+    (told,) = {tuple(one) for one in said(ends, "passed")}
+    assert len(told) == 1
+    assert told[0].startswith("step 2: on c: no node that is here has the files of rank 0")
 
 
 RETRIES = {"CKPTSTORE_RETRY_ATTEMPTS": "2", "CKPTSTORE_RETRY_WAIT_INITIAL_SECONDS": "0.01"}
