@@ -16,7 +16,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count
@@ -27,6 +26,7 @@ from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, StorageE
 from ckptstore.format.layout import GROUP_PREFIX
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.life import LEFT
+from ckptstore.runtime.parallel import mapped, started
 from ckptstore.storage.base import CreatesExclusively, Disk, Storage
 from ckptstore.storage.retry import retrying
 
@@ -101,7 +101,7 @@ class StorageBoard:
         self._retry = retry
         self._counter = count()
         self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
+        self._removals: list[threading.Thread] = []
         self.longest_poll_seconds = max(1.0, world_size / 256)  # all ranks together: at most 256 requests a second
         self.hint = (
             "Look for its process and its log. If this is the first call of the job, check that every rank "
@@ -165,7 +165,12 @@ class StorageBoard:
     def remove(self, keys: Sequence[str]) -> None:
         """See `Board.remove`."""
         if keys:
-            self._pool().submit(self._remove_now, [self._prefix + key for key in keys])
+            full = [self._prefix + key for key in keys]
+            threads = started([lambda: self._remove_now(full)], name="ckptstore-group")
+            if not threads:
+                self._remove_now(full)
+            with self._lock:
+                self._removals[:] = [thread for thread in (*self._removals, *threads) if thread.is_alive()]
 
     def _remove_now(self, keys: Sequence[str]) -> None:
         try:
@@ -174,8 +179,7 @@ class StorageBoard:
             logger.warning("messages of a finished exchange could not be removed: %s", error)
 
     def hasty(self) -> StorageBoard:
-        """See `Board.hasty`. It shares the threads of this one."""
-        self._pool()
+        """See `Board.hasty`."""
         board = copy(self)
         board._retry = replace(self._retry, retry_attempts=1)
         return board
@@ -183,9 +187,9 @@ class StorageBoard:
     def close(self, *, emptied: bool) -> None:
         """See `Board.close`. The storage is not closed."""
         with self._lock:
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(wait=True)
+            removals, self._removals = self._removals, []
+        for thread in removals:
+            thread.join()
         if emptied and isinstance(self._storage, Disk):
             try:
                 self._storage.remove_directories(self._prefix.rstrip("/"))
@@ -196,13 +200,8 @@ class StorageBoard:
         return retrying(self._retry, what, request)
 
     def _each(self, call: Callable[[str], T], keys: Sequence[str]) -> Iterable[T]:
-        return self._pool().map(call, keys) if len(keys) > 2 else map(call, keys)
-
-    def _pool(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ckptstore-group")
-            return self._threads
+        num_threads = _NUM_THREADS if len(keys) > 2 else 1
+        return mapped(call, list(keys), num_threads=num_threads, name="ckptstore-group")
 
 
 def _common_prefix(keys: Sequence[str]) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -31,6 +30,7 @@ from ckptstore.loading.story import CheckpointFiles, files_of
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, write_identity
 from ckptstore.runtime.beat import Beat, no_beat
+from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CopiesFrom, CopiesInside, Disk, Storage
 from ckptstore.transfer.executor import Executor, InProcess
 from ckptstore.transfer.opened import OpenedPlace
@@ -374,8 +374,7 @@ def _copy_inside(
     known = [receipt for receipt in receipts if receipt.crc32c is not None]
     if not known or not copy(known[0]):
         return set()
-    with ThreadPoolExecutor(target.transfer.num_tasks) as pool:
-        list(pool.map(copy, known[1:]))
+    mapped(copy, known[1:], num_threads=target.transfer.num_tasks, name="ckptstore-copy")
     return _keep_intact(target, prefix, known)
 
 

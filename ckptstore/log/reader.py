@@ -6,7 +6,6 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ckptstore.config import RetryConfig
@@ -23,6 +22,7 @@ from ckptstore.format.layout import HINT_KEY, PROBE_PREFIX, Attempt, record_key
 from ckptstore.format.record import Record
 from ckptstore.log.hint import Hint
 from ckptstore.runtime.fork import new_lock_in_child
+from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CreatesExclusively, Doubts, Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import looked_twice
@@ -257,10 +257,7 @@ class LogReader:
         return record
 
     def _in_parallel(self, read: Callable[[int], T], numbers: list[int]) -> list[T]:
-        if len(numbers) < 2 or self._num_threads < 2:
-            return [read(number) for number in numbers]
-        with ThreadPoolExecutor(min(self._num_threads, len(numbers)), "ckptstore-log") as pool:
-            return list(pool.map(read, numbers))
+        return mapped(read, numbers, num_threads=self._num_threads, name="ckptstore-log")
 
     def _retrying(self, what: str, request: Callable[[], T]) -> T:
         return retrying(self._retry, what, request)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -34,6 +33,7 @@ from ckptstore.report.node import SeenNode, look_at_node
 from ckptstore.report.trees import Forest, ReadTree, read_tree
 from ckptstore.retention import Candidate, Mode, mode_of, ranked
 from ckptstore.runtime.extras import not_installed
+from ckptstore.runtime.parallel import mapped
 from ckptstore.store import CheckpointStore
 
 NUM_TIMINGS = 200
@@ -342,7 +342,4 @@ def _held_by(number: int, state: StoreState) -> tuple[str, ...]:
 
 
 def _in_parallel(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    if len(items) < 2:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(min(_NUM_THREADS, len(items)), "ckptstore-report") as pool:
-        return list(pool.map(work, items))
+    return mapped(work, items, num_threads=_NUM_THREADS, name="ckptstore-report")

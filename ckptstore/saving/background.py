@@ -21,6 +21,7 @@ from ckptstore.format.layout import known_step
 from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.runtime.fork import in_forked_child
+from ckptstore.runtime.parallel import at_exit, is_ending
 
 logger = logging.getLogger("ckptstore")
 
@@ -104,6 +105,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._failures = 0
         self._unseen: CkptstoreError | None = None
+        self._tells_at_exit = False
         in_forked_child(self, Background._after_fork)
 
     def _after_fork(self) -> None:
@@ -179,8 +181,15 @@ class Background:
                 pending._ended.set()
 
         self._pending = pending
-        self._thread = threading.Thread(target=run, name="ckptstore-save", daemon=False)
-        self._thread.start()
+        thread = threading.Thread(target=run, name="ckptstore-save", daemon=False)
+        try:
+            if is_ending():  # nobody would wait for it, and it would be lost without a word
+                raise RuntimeError("the interpreter ends")
+            thread.start()
+            self._thread = thread
+        except RuntimeError as error:
+            logger.warning("step %d is saved before the call returns: %s", pending.step, error)
+            run()
         return pending
 
     def failed(self, pending: PendingSave, error: CkptstoreError, *, max_failures: int) -> PendingSave:
@@ -193,6 +202,17 @@ class Background:
     def _fail(self, pending: PendingSave, error: CkptstoreError) -> None:
         self._failures += 1
         pending._error = self._unseen = error
+        if is_ending():
+            self._tell_unseen()
+        elif not self._tells_at_exit:
+            self._tells_at_exit = True
+            at_exit(self, Background._tell_unseen)
+
+    def _tell_unseen(self) -> None:
+        """The process ends, and nobody has taken an error."""
+        if self._unseen is not None:
+            logger.error("the process ends, and the last asynchronous save has failed: %s", self._unseen)
+            self._unseen = None
 
 
 class Deadline:

@@ -14,12 +14,12 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.free_memory import tightest_room
 from ckptstore.runtime.new_memory import new_memory, populate, touch
+from ckptstore.runtime.parallel import mapped
 from ckptstore.transfer.sources import MemorySource
 
 _COPY_BYTES = 8 << 20
@@ -199,8 +199,7 @@ class Staging:
         """Make buffers for files of these sizes, and have them populated."""
         self._settle()
         fresh = self._fit(sizes_bytes)
-        with ThreadPoolExecutor(self._num_threads, "ckptstore-staging") as pool:
-            list(pool.map(Buffer.populate, fresh))
+        mapped(Buffer.populate, fresh, num_threads=self._num_threads, name="ckptstore-staging")
         for buffer in fresh:
             buffer.is_new = False
 
@@ -217,8 +216,13 @@ class Staging:
             for file, buffer in zip(files, self.buffers, strict=False)
             for start in range(0, file.size_bytes, _COPY_BYTES)
         ]
-        with ThreadPoolExecutor(self._num_threads, "ckptstore-staging", launched.enter_thread) as pool:
-            list(pool.map(lambda piece: _copy(*piece), pieces))
+        mapped(
+            lambda piece: _copy(*piece),
+            pieces,
+            num_threads=self._num_threads,
+            name="ckptstore-staging",
+            begin=launched.enter_thread,
+        )
         launched.finish_copies()
         for buffer in self.buffers:
             buffer.is_new = False

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from ckptstore.errors import CkptstoreError
 from ckptstore.format.layout import PROBE_PREFIX
+from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CreatesExclusively, Storage
 
 _RACERS = 8
+_RACE_SECONDS = 5.0
 
 
 def is_server(storage: Storage) -> bool:
@@ -32,7 +33,8 @@ def has_exclusive_create(storage: Storage) -> bool:
     errors: list[CkptstoreError] = []
 
     def race(racer: int) -> bool:
-        start.wait()
+        with suppress(threading.BrokenBarrierError):  # who cannot have a thread comes later
+            start.wait(_RACE_SECONDS)
         try:
             return storage.create(key, b"racer %d" % racer)
         except CkptstoreError as error:
@@ -40,8 +42,7 @@ def has_exclusive_create(storage: Storage) -> bool:
             return False
 
     try:
-        with ThreadPoolExecutor(_RACERS) as pool:
-            wins = sum(pool.map(race, range(_RACERS)))
+        wins = sum(mapped(race, range(_RACERS), num_threads=_RACERS, name="ckptstore-probe"))
         if not wins and errors:
             raise errors[0]
         return wins == 1 and not storage.create(key, b"late")

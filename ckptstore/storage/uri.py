@@ -160,6 +160,17 @@ def _file_path(uri: str, rest: str) -> str:
     return rest
 
 
+def _here(path: str) -> str:
+    """The current directory, below which a path lies. Raises InvalidInput."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise InvalidInput(
+            f"{path!r} is a relative path, and the current directory of this process was removed",
+            hint="Give an absolute path, or change to a directory that is there",
+        ) from None
+
+
 def _absolute(path: str) -> str:
     """What the operating system takes a path for."""
     if "://" in path:
@@ -167,7 +178,7 @@ def _absolute(path: str) -> str:
     if _LOST_SLASH.match(path):
         raise InvalidInput(f"{path!r} is a URI that lost a slash", hint="Keep URIs as str: pathlib breaks them")
     path = os.path.expanduser(path)
-    parts = (path if path.startswith("/") else f"{os.getcwd()}/{path}").split("/")
+    parts = (path if path.startswith("/") else f"{_here(path)}/{path}").split("/")
     if ".." in parts:  # a link before it leads elsewhere than the names say
         above = len(parts) - parts[::-1].index("..")
         parts = [*os.path.realpath("/".join(parts[:above])).split("/"), *parts[above:]]

@@ -110,9 +110,16 @@ class Pool:
             with self._changed:
                 if self._closed:
                     raise RuntimeError("the transfer is closed")
-                self._runs.append(run)
                 self._start_threads(len(run.tasks))
+                is_alone = not self._threads
+                if not is_alone:
+                    self._runs.append(run)
                 self._changed.notify_all()
+            while is_alone and run.tasks:
+                run.execute(run.tasks.popleft())
+                beat()
+            if is_alone:
+                return
             seen = 0
             while not run.ended.wait(_TICK_SECONDS):
                 if run.moved_bytes != seen:
@@ -130,7 +137,11 @@ class Pool:
         for _ in range(min(num_tasks, self.num_threads) - len(self._threads)):
             thread = threading.Thread(target=self._work, name=f"ckptstore-transfer-{len(self._threads)}", daemon=True)
             self._threads.add(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the system, or an interpreter that ends, has no more: those that there are do it all
+                self._threads.discard(thread)
+                return
 
     def _work(self) -> None:
         me = threading.current_thread()

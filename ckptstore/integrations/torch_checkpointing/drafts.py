@@ -15,7 +15,6 @@ import base64
 import json
 from array import array
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from urllib.parse import quote, unquote
@@ -25,6 +24,7 @@ from ckptstore.format.digest import BLOCK_BYTES
 from ckptstore.format.layout import GROUP_PREFIX, Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile
+from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.transfer import Stored, Transfer
 from ckptstore.transfer.planned import PlannedFile
@@ -114,8 +114,7 @@ class Draft:
 
     def read_all(self, names: Iterable[str]) -> list[tuple[str, DraftFile]]:
         """`read` of many, several at a time."""
-        with ThreadPoolExecutor(_READERS) as pool:
-            return list(pool.map(self.read, names))
+        return mapped(self.read, list(names), num_threads=_READERS, name="ckptstore-drafts")
 
     def forget(self, name: str) -> None:
         """Remove the receipt of a file, if there is one."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from ckptstore.catalogue import job_of
 from ckptstore.group import Beat
+from ckptstore.runtime.parallel import started
 from ckptstore.store import CheckpointStore
 
 T = TypeVar("T")
@@ -28,11 +28,25 @@ def on_leader(store: CheckpointStore, what: str, work: Callable[[], Any]) -> Any
 
 def beating(work: Callable[[], T], beat: Beat) -> T:
     """Do something long that gives no signs of life, and give them for it."""
-    with ThreadPoolExecutor(1, "ckptstore-torchtitan") as pool:
-        future = pool.submit(work)
-        while wait([future], _BEAT_EVERY_SECONDS).not_done:
+    found: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:  # raised again by the caller
+            errors.append(error)
+
+    threads = started([run], name="ckptstore-torchtitan")
+    if not threads:
+        run()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(_BEAT_EVERY_SECONDS)
             beat()
-        return future.result()
+    if errors:
+        raise errors[0]
+    return found[0]
 
 
 def rank_of(store: CheckpointStore) -> int:

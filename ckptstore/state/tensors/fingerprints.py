@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from os import sched_getaffinity
 
 import torch
 import xxhash
 
+from ckptstore.runtime.parallel import mapped
 from ckptstore.state.tensors.segments import as_bytes
 from ckptstore.state.tensors.tensor_memory import bytes_of, is_plain_memory
 
@@ -58,8 +58,11 @@ def fingerprints_of(tensors: Mapping[str, tuple[torch.Tensor, ...]]) -> dict[str
             continue
         found[place] = digest_of_host(part)
     if large:
-        with ThreadPoolExecutor(min(_MAX_THREADS, len(large), len(sched_getaffinity(0)))) as pool:
-            found.update(zip(large, pool.map(lambda place: digest_of_host(parts[place]), large), strict=True))
+        num_threads = min(_MAX_THREADS, len(sched_getaffinity(0)))
+        digests = mapped(
+            lambda place: digest_of_host(parts[place]), large, num_threads=num_threads, name="ckptstore-digest"
+        )
+        found.update(zip(large, digests, strict=True))
     for results in on_device.values():
         rows = torch.stack(list(results.values())).cpu().numpy()
         found.update((place, row.tobytes()) for place, row in zip(results, rows, strict=True))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 from ckptstore.errors import CkptstoreError
+from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import ProcessBound
 from ckptstore.storage.cloud import foreign
 from ckptstore.storage.cloud.chains import Giver
@@ -112,8 +112,7 @@ class CloudFiles(ProcessBound, Generic[C]):
         if len(unique) == 1:
             self._delete_one(unique[0])
         elif unique:
-            with ThreadPoolExecutor(min(_DELETE_THREADS, len(unique))) as pool:
-                list(pool.map(self._delete_one, unique))
+            mapped(self._delete_one, unique, num_threads=_DELETE_THREADS, name="ckptstore-delete")
 
     def _delete_one(self, key: str) -> None:
         raise NotImplementedError

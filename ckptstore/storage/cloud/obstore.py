@@ -15,12 +15,12 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
 from ckptstore.runtime.extras import install_word
+from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import PartWriter, ProcessBound, Storage, StoredFile
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.answers import AnswerHead
@@ -237,8 +237,7 @@ class FastStorage(ProcessBound):
             with self._seam("delete", keys[0]):
                 obstore.delete(self._connected(), paths)
         except FileMissing:  # not on S3: one that is missing ends the batch
-            with ThreadPoolExecutor(min(_DELETE_THREADS, len(paths))) as pool:
-                list(pool.map(self._delete_one, paths))
+            mapped(self._delete_one, paths, num_threads=_DELETE_THREADS, name="ckptstore-delete")
 
     def _delete_one(self, path: str) -> None:
         import obstore

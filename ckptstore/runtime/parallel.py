@@ -1,0 +1,90 @@
+"""Work on several threads at once, also while the interpreter ends.
+
+The pools of `concurrent.futures` refuse work once the main thread has ended, which is when a trainer that runs in
+another thread, or a handler of `atexit`, may save for the last time. And no pool can work where the system, or an
+interpreter that ends, has no thread to give. Here the caller does what no thread does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def is_ending() -> bool:
+    """Whether the main thread has ended: new threads may be waited for by nobody."""
+    return not threading.main_thread().is_alive()
+
+
+def at_exit(owner: T, tell: Callable[[T], object]) -> None:
+    """Call `tell` with an object when the interpreter ends, if the object is there then."""
+    reference = weakref.ref(owner)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            tell(found)
+
+    atexit.register(call)
+
+
+def mapped(
+    work: Callable[[T], R],
+    items: Sequence[T],
+    *,
+    num_threads: int,
+    name: str,
+    begin: Callable[[], object] | None = None,
+) -> list[R]:
+    """Return `work` of each item, in their order, done by up to so many threads, of which the caller is one.
+
+    With `begin`, which each thread calls first, only new threads work, unless none can be started. When this returns or
+    raises, no thread works any more. Raises what `work` or `begin` raises; what was not begun then is left.
+    """
+    missing = object()
+    results: list[object] = [missing] * len(items)
+    errors: list[BaseException] = []
+    left, lock = iter(range(len(items))), threading.Lock()
+
+    def run() -> None:
+        try:
+            if begin is not None:
+                begin()
+            while True:
+                with lock:
+                    number = None if errors else next(left, None)
+                if number is None:
+                    return
+                results[number] = work(items[number])
+        except BaseException as error:  # raised again by the caller
+            with lock:
+                errors.append(error)
+
+    wanted = min(num_threads, len(items))
+    threads = started([run] * (wanted if begin is not None else wanted - 1), name=name)
+    if begin is None or not threads:
+        run()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results  # type: ignore[return-value]  # all are there, or an error was raised
+
+
+def started(works: Sequence[Callable[[], object]], *, name: str) -> list[threading.Thread]:
+    """Start a thread for each of these, as far as there are threads to be had; they do not keep the process alive."""
+    threads = []
+    for number, work in enumerate(works):
+        thread = threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # "can't start new thread", "at interpreter shutdown"
+            break
+        threads.append(thread)
+    return threads
