@@ -271,9 +271,15 @@ def _as_float(name: str, value: Any) -> float:
     if not isinstance(value, numbers.Real):
         raise InvalidMetric(f"the metric {name!r} is {value!r}, not a number")
     try:
-        return float(value)
+        number = float(value)
     except OverflowError as error:
         raise InvalidMetric(f"the metric {name!r} is too large for a float: {error}") from None
+    if isinstance(value, numbers.Integral) and int(value) != number:
+        raise InvalidMetric(
+            f"the metric {name!r} is {int(value)}, which no float has: it would be stored as {number:.0f}",
+            hint="Give float(...) of it if that will do, or text in metadata",
+        )
+    return number
 
 
 def check_required(policy: Policy, metrics: Mapping[str, float], *, missing: str) -> None:

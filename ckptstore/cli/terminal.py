@@ -16,7 +16,7 @@ from ckptstore.runtime.shown import show_duration, show_size, show_speed
 
 def is_terminal(stream: Any) -> bool:
     """Whether somebody looks at the stream while it is written."""
-    return bool(stream.isatty())
+    return stream is not None and bool(stream.isatty())  # None: it was closed before Python began
 
 
 _LINE_SECONDS = 10.0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from ckptstore.errors import CkptstoreError
+from ckptstore.runtime.beat import heard
 
 logger = logging.getLogger("ckptstore.group")
 
@@ -71,7 +72,8 @@ class Beater:
         helper = threading.Thread(target=self._help, args=(ended,), name="ckptstore-signs", daemon=True)
         helper.start()
         try:
-            yield
+            with heard(self):
+                yield
         finally:
             ended.set()
             helper.join()  # no sign comes after the last one of `leave`

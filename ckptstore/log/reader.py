@@ -23,7 +23,7 @@ from ckptstore.format.record import Record
 from ckptstore.log.hint import Hint
 from ckptstore.runtime.fork import new_lock_in_child
 from ckptstore.runtime.parallel import mapped
-from ckptstore.storage.base import CreatesExclusively, Doubts, Storage
+from ckptstore.storage.base import CreatesExclusively, Disk, Doubts, Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.storage.second_look import looked_twice
 
@@ -239,6 +239,8 @@ class LogReader:
         except (CheckpointDamaged, StorageArchived, UnsupportedVersion) as error:
             return error
         except AccessDenied as error:
+            if isinstance(self._storage, Disk):
+                raise
             raise AccessDenied(
                 f"The storage denies reading {key}, which perhaps only does not exist yet: {error.message}",
                 file=key,

@@ -16,6 +16,7 @@ from typing import TypeVar
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import RequestRetried, emit
+from ckptstore.runtime.beat import alive
 from ckptstore.storage.traffic import traffic_here
 
 T = TypeVar("T")
@@ -87,6 +88,7 @@ def _retry(config: RetryConfig, what: str, request: Callable[[], T], first: Ckpt
     def told(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         wait_seconds = state.next_action.sleep if state.next_action else 0.0
+        alive()
         emit(RequestRetried(what=what, error=str(error), attempt=state.attempt_number, wait_seconds=wait_seconds))
 
     retryer = tenacity.Retrying(

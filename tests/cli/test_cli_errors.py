@@ -180,6 +180,8 @@ def test_a_full_stdout_is_one_clear_error_and_a_closed_pipe_is_quiet(store: Path
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert done.stderr == ""
+    with subprocess.Popen(command, preexec_fn=lambda: os.close(1), stderr=subprocess.PIPE, text=True) as process:
+        assert "Traceback" not in process.communicate()[1]
 
 
 def on_a_terminal(*arguments: str) -> str:

@@ -1,10 +1,11 @@
 """A large job that is to run on Ray where there is none.
 
-Ray looks for a cluster among all processes of the machine: so it is not beside the tests that have one.
+Ray looks for a cluster among all processes of the machine, and would find those of other people: here it finds none.
 """
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,12 @@ from ckptstore.cli import main
 pytest.importorskip("ray", reason="Ray is not installed: pip install ckptstore[ray]")
 
 
-def test_without_a_cluster_it_says_so(tmp_path: Path) -> None:
+def test_without_a_cluster_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import services
+
+    monkeypatch.setattr(services, "find_gcs_addresses", functools.cache(set))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with ckptstore.open_store(tmp_path / "store") as store:
         store.save(1, {"epoch": 1})
     result = CliRunner().invoke(main, ["verify", str(tmp_path / "store"), "--engine", "ray"])

@@ -154,3 +154,15 @@ def test_a_create_that_meets_another_one_is_false(storage: Any, refusing: Refusi
     is_azure = storage.uri.startswith("az")
     refusing.status, refusing.code = (409, "BlobAlreadyExists") if is_azure else (412, "conditionNotMet")
     assert storage.create("k", b"x") is False
+
+
+def test_a_metadata_service_of_azure_that_times_out_is_asked_again() -> None:
+    from azure.core.exceptions import ClientAuthenticationError
+    from azure.identity import CredentialUnavailableError
+
+    from ckptstore.storage.cloud import chains
+
+    refused = chains.azure_refusal(ClientAuthenticationError("IMDS timed out"), what="read", key="k")
+    assert type(refused) is StorageUnavailable
+    absent = CredentialUnavailableError(message="no response from the IMDS endpoint: timed out")
+    assert type(chains.azure_refusal(absent, what="read", key="k")) is AccessDenied

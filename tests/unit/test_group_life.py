@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptstore.config import RetryConfig
 from ckptstore.errors import StorageUnavailable
 from ckptstore.group.life import LEFT, Beater, Pace, Watch, beat_interval_seconds
+from ckptstore.storage.retry import retrying
 
 
 class Clock:
@@ -147,3 +151,23 @@ def test_the_pace_grows_with_the_wait_within_bounds() -> None:
     assert pace.seconds() == 0.01
     clock.now += 0.2  # a request of 200 ms
     assert pace.seconds() == pytest.approx(0.2)
+
+
+def test_retries_are_signs_of_life_and_a_step_that_hangs_is_none() -> None:
+    given_at: list[float] = []
+    beat = Beater(lambda: given_at.append(time.monotonic()), interval_seconds=0.02, patience_seconds=0.1)
+    config = RetryConfig(retry_attempts=6, retry_wait_initial_seconds=0.1, retry_wait_max_seconds=0.1)
+
+    def unavailable() -> None:
+        time.sleep(0.05)
+        raise StorageUnavailable("away")
+
+    with beat.at_work(), pytest.raises(StorageUnavailable):
+        retrying(config, "read k", unavailable)
+    ended = time.monotonic()
+    assert max(later - before for before, later in itertools.pairwise([*given_at, ended])) < 0.25
+    given_at.clear()
+    with beat.at_work():
+        time.sleep(0.6)
+    assert given_at
+    assert time.monotonic() - given_at[-1] > 0.3

@@ -244,6 +244,14 @@ def test_nothing_live_has_no_latest() -> None:
     assert Log(storage, retry=ONCE).latest() is None
 
 
+def test_a_denied_probe_of_a_disk_says_nothing_of_buckets(tmp_path: Path) -> None:
+    storage = wrap(LocalStorage(tmp_path), FailAt("read log/*", AccessDenied("denied", hint="Check owner"), times=None))
+    with pytest.raises(AccessDenied) as caught:
+        Log(storage, retry=ONCE).newest()
+    assert "s3" not in str(caught.value)
+    assert "Check owner" in str(caught.value)
+
+
 def test_a_denied_probe_says_that_the_permission_to_list_may_be_missing() -> None:
     storage = wrap(new_storage(), FailAt("read log/*", AccessDenied("403"), times=None))
     for log in (Log(storage, retry=ONCE), Log(storage, retry=QUICK)):

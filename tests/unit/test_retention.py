@@ -188,7 +188,19 @@ def test_scalars_of_python_numpy_and_torch_become_floats() -> None:
 
 
 @pytest.mark.parametrize(
-    "metrics", [{"loss": "0.1"}, {"loss": None}, {"loss": 1j}, {"loss": np.zeros(2)}, {3: 1.0}, {"": 1.0}, [1.0]]
+    "metrics",
+    [
+        {"n": 2**53 + 1},
+        {"n": np.int64(2**53 + 1)},
+        {"n": 2**1100},
+        {"loss": "0.1"},
+        {"loss": None},
+        {"loss": 1j},
+        {"loss": np.zeros(2)},
+        {3: 1.0},
+        {"": 1.0},
+        [1.0],
+    ],
 )
 def test_what_is_not_a_number_is_refused(metrics: object) -> None:
     with pytest.raises(InvalidMetric):

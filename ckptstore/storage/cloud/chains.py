@@ -15,6 +15,7 @@ import http.client
 import importlib.util
 import logging
 import os
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -304,6 +305,8 @@ def azure_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
     from azure.core import exceptions
 
     members = [item for item in error.args if isinstance(item, Exception)] or [error]
+    if any(_timed_out(member) for member in members):
+        return _refusal("azure", "it took too long", what=what, key=key)
     asked_machine = [member for member in members if "IMDS" in str(member)]
     for member in members:
         for item in foreign.chain_of(member) if member not in asked_machine else ():
@@ -312,6 +315,16 @@ def azure_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
             if isinstance(item, exceptions.HttpResponseError) and _is_passing(item.status_code):
                 return _refusal("azure", f"it answered {item.status_code}", what=what, key=key)
     return _refusal("azure", _azure_metadata_trouble() if asked_machine else None, what=what, key=key)
+
+
+def _timed_out(error: Exception) -> bool:
+    """Whether a service that is there did not answer in time. Of one that nobody knows to be there, azure-identity says
+    that its credential is unavailable."""
+    from azure.core.exceptions import ClientAuthenticationError
+    from azure.identity import CredentialUnavailableError
+
+    is_refused = isinstance(error, ClientAuthenticationError) and not isinstance(error, CredentialUnavailableError)
+    return is_refused and re.search(r"time[d]?[ -]?out", str(error), re.IGNORECASE) is not None
 
 
 def _azure_metadata_trouble() -> str | None:
