@@ -31,7 +31,8 @@ from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, write_identity
 from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.runtime.parallel import mapped
-from ckptstore.storage.base import CopiesFrom, CopiesInside, Disk, Storage
+from ckptstore.storage.base import CopiesFrom, CopiesInside, Disk, Doubts, Storage
+from ckptstore.storage.second_look import looked_twice, tell
 from ckptstore.transfer.executor import Executor, InProcess
 from ckptstore.transfer.opened import OpenedPlace
 from ckptstore.transfer.planned import PlannedFile
@@ -80,7 +81,7 @@ class StorageSource:
     def open(self) -> Iterator[Read]:
         def read(offset: int, size_bytes: int, scratch: memoryview) -> Sequence[memoryview]:
             view = scratch[:size_bytes]
-            self.storage.read_into(self.key, offset, [view])
+            looked_twice(self.storage, self.key, lambda: self.storage.read_into(self.key, offset, [view]))
             return [view]
 
         yield read
@@ -385,19 +386,39 @@ def _copy_files(
     prefix: str,
     receipts: Sequence[Receipt],
 ) -> None:
+    for damaged in _streamed(files, sources, target, prefix, receipts):
+        # what is read of a file may be wrong on the way: it is believed after a second look in another way
+        if isinstance(files.storage, Doubts):
+            files.storage.doubt(sources[damaged.name])
+        for still, found in _streamed(files, sources, target, prefix, [damaged]).items():
+            target.storage.delete([prefix + still.name])
+            raise CheckpointDamaged(
+                f"{still.name} is damaged at the source: its CRC32C is {found:08x}, the manifest says "
+                f"{still.crc32c:08x}",
+                rank=still.rank,
+                file=still.name,
+            )
+        tell(files.storage, sources[damaged.name], "its CRC32C was another one")
+
+
+def _streamed(
+    files: CheckpointFiles,
+    sources: Mapping[str, str],
+    target: OpenedPlace,
+    prefix: str,
+    receipts: Sequence[Receipt],
+) -> dict[Receipt, int]:
+    """Copy files, and return those that did not have their digest, with the one that they had."""
     planned = [
         PlannedFile(prefix + receipt.name, StorageSource(files.storage, sources[receipt.name], receipt.size_bytes))
         for receipt in receipts
     ]
-    for receipt, stored in zip(receipts, target.transfer.upload(planned), strict=True):
-        if receipt.crc32c is not None and stored.crc32c != receipt.crc32c:
-            target.storage.delete([prefix + receipt.name])
-            raise CheckpointDamaged(
-                f"{receipt.name} is damaged at the source: its CRC32C is {stored.crc32c:08x}, the manifest says "
-                f"{receipt.crc32c:08x}",
-                rank=receipt.rank,
-                file=receipt.name,
-            )
+    found = zip(receipts, target.transfer.upload(planned), strict=True)
+    return {
+        receipt: stored.crc32c
+        for receipt, stored in found
+        if receipt.crc32c is not None and stored.crc32c != receipt.crc32c
+    }
 
 
 def _check_arrived(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> None:

@@ -21,6 +21,7 @@ from ckptstore.saving import story as saving_story
 from ckptstore.saving.commit import decide as decide_in_commit
 from ckptstore.store import CheckpointStore
 from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw
+from ckptstore.testing.simulation.network import Network
 from ckptstore.testing.simulation.virtual import storages
 from ckptstore.upkeep import garbage
 
@@ -71,6 +72,15 @@ def a_file_is_gone_before_a_restart(seed: int) -> Plan:
     return Plan(
         seed, storage="disk", actors=actors, troubles=(Trouble("damage", "job1.0", 35 + seed % 20, what="gone"),)
     )
+
+
+def a_restart_is_lied_to(seed: int) -> Plan:
+    actors = (Actor("job1", SAVES), Actor("job2", (Action("resume"),), begins="after job1"))
+    return Plan(seed, actors=actors, lie_rate=0.2)
+
+
+def the_second_look_goes_the_same_way(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Network, "doubted", lambda self: None)
 
 
 def a_rank_whose_save_failed_cleans_up(patch: pytest.MonkeyPatch) -> None:
@@ -200,6 +210,7 @@ CALLS_SUCCEED = "a call that nothing disturbs succeeds"
             a_file_is_gone_before_a_restart,
             {"a restart finds the newest"},
         ),
+        (the_second_look_goes_the_same_way, a_restart_is_lied_to, {"a restart finds the newest"}),
         (a_reader_keeps_files_open, somebody_copies_a_checkpoint, {"no file descriptor is left"}),
         (
             a_follower_deletes_where_ray_keeps,

@@ -31,7 +31,7 @@ _CHANGES = frozenset(
 _OTHER_CHANGES = frozenset(["make_directory", "remove_directories", "abort_unfinished"])
 _LATE = frozenset(["write", "create", "delete", "finish"])
 """What may take effect after whoever asked has given up."""
-_NO_REQUEST = frozenset(["part_bytes", "useful_threads", "local_path", "close", "uri", "doubt", "resolved"])
+_NO_REQUEST = frozenset(["part_bytes", "useful_threads", "local_path", "close", "uri", "resolved"])
 _READS = frozenset(["read", "read_into", "read_steps"])
 
 
@@ -77,6 +77,9 @@ class Client:
     slow_at: float = -1.0
     flaky_at: float = -1.0
     max_seconds: float = 0.0
+    is_lied_to: bool = False
+    """Whether what it reads of checkpoints comes with other bytes, until it goes another way."""
+    honest_until_call: int = 0
 
 
 class Network:
@@ -191,6 +194,30 @@ class Network:
             scheduler.block(seconds)
             effect()
         return box
+
+    def lied(self, key: str, result: Any, views: Sequence[memoryview]) -> Any:
+        """What the calling process gets of a file of which `result`, or what is in `views`, was read."""
+        client = self.here()
+        if self.is_calm or not key.startswith("checkpoints/"):
+            return result
+        site = f"{client.process.name}:{client.calls}"
+        if client.calls >= client.honest_until_call and self.plan.chance(site, "lie") < self.plan.lie_rate:
+            client.is_lied_to = True
+        if not client.is_lied_to:
+            return result
+        self.trace(f"{site}: other bytes come of {key}")
+        if isinstance(result, bytes) and result:
+            return bytes([result[0] ^ 1]) + result[1:]
+        for view in views:
+            if view:
+                view[-1] ^= 1
+                break
+        return result
+
+    def doubted(self) -> None:
+        """The calling process goes another way from here on, on which nothing lies for a while."""
+        client = self.here()
+        client.is_lied_to, client.honest_until_call = False, client.calls + 100
 
     def _detached(self, effect: Callable[[], None]) -> Callable[[], object]:
         """An effect that belongs to no process. What waits for locks of its own needs a thread for that."""
@@ -348,7 +375,15 @@ def _copy_from(self: _Connected, source: Any, source_key: str, key: str) -> bool
     return bool(self.network.request("copy_from", key, perform))
 
 
-_OWN: dict[str, Callable[..., Any]] = {"open_parts": _open_parts, "copy_from": _copy_from}
+def _doubt(self: _Connected, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+    self.network.doubted()
+
+
+_OWN: dict[str, Callable[..., Any]] = {"open_parts": _open_parts, "copy_from": _copy_from, "doubt": _doubt}
+
+
+def _lied(network: Network, key: str, perform: Callable[[], Any], views: Sequence[memoryview]) -> Any:
+    return network.lied(key, perform(), views)
 
 
 def _request(name: str) -> Callable[..., Any]:
@@ -370,6 +405,9 @@ def _request(name: str) -> Callable[..., Any]:
             shown = " ".join(key)
         elif name in _CHANGES and name not in _OTHER_CHANGES:
             perform = self.mirrored([key], perform)
+        elif name in ("read", "read_into") and self.network.plan.lie_rate:
+            views = arguments[2] if name == "read_into" else ()
+            perform = functools.partial(_lied, self.network, shown, perform, views)
         return self.network.request(name, shown, perform)
 
     return call

@@ -88,6 +88,9 @@ class Plan:
     error_rate: float = 0.0
     late_rate: float = 0.0
     slow_rate: float = 0.0
+    lie_rate: float = 0.0
+    """How often something on the way of a process begins to answer reads of files of checkpoints with other bytes. It
+    goes on until the process goes another way."""
     slow_who: str = ""
     """How the names of the processes begin that wait long for answers."""
     actors: tuple[Actor, ...] = ()
@@ -126,6 +129,7 @@ class Plan:
 
 RAY_KEEPS_RATE = 0.125
 CUT_OFF_RATE = 0.15
+LYING_RATE = 0.25
 THEMES = ("any",) * 10 + ("copying", "copying", "reading", "reading", "idle", "damage", "flaky")
 """What the other processes and the troubles of a run are about. The rare ones meet by chance too seldom."""
 
@@ -163,6 +167,8 @@ def draw(seed: int, *, num_jobs: int | None = None, **given: Any) -> Plan:
     if theme == "any" and plan.chance("cut off") < CUT_OFF_RATE:
         troubles += _cut_off(plan, jobs)
     plan = replace(plan, actors=(*jobs, *others), troubles=tuple(troubles))
+    if "lie_rate" not in given and plan.storage != "disk" and plan.chance("lies") < LYING_RATE:
+        plan = replace(plan, lie_rate=0.05)
     if "board" not in given and plan.board == "storage" and plan.chance("board") < 0.2:
         plan = replace(plan, board="ray")
     if "keeper" not in given and plan.chance("keeper") < RAY_KEEPS_RATE:

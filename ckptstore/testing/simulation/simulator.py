@@ -299,6 +299,8 @@ def _smaller(outcome: Outcome) -> Iterator[Plan]:
         yield replace(plan, actors=tuple(item for item in plan.actors if item is not actor))
     if plan.slow_rate:
         yield replace(plan, slow_rate=0.0)
+    if plan.lie_rate:
+        yield replace(plan, lie_rate=0.0)
     if plan.error_rate:
         yield replace(plan, error_rate=0.0)
     for index, actor in enumerate(plan.actors):

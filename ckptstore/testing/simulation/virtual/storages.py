@@ -315,11 +315,16 @@ class _Disk(_Plain):
         return 2
 
 
-class ObjectStore(_Creates, _Parts, _Bucket):
+class _Doubts(_Plain):
+    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+        """Nothing here: it is the way to a storage that can be another one."""
+
+
+class ObjectStore(_Creates, _Parts, _Bucket, _Doubts):
     """An object store with create-if-absent."""
 
 
-class PlainObjectStore(_Parts):
+class PlainObjectStore(_Parts, _Doubts):
     """An object store without it: one job at a time, by a promise."""
 
 
