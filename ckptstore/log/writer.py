@@ -27,9 +27,9 @@ from ckptstore.format.record import Record
 from ckptstore.log.chain import link_problem, record_problem
 from ckptstore.log.hint import Hint
 from ckptstore.log.reader import LogReader, Probed
-from ckptstore.storage.base import CreatesExclusively, Disk, Storage
+from ckptstore.storage.base import CreatesExclusively, Disk, Doubts, Storage
 from ckptstore.storage.probe import has_exclusive_create, is_server
-from ckptstore.storage.second_look import looked_twice
+from ckptstore.storage.second_look import looked_twice, tell
 
 _CHECKED_LINKS = 64
 _BATCH_RECORDS = 1000
@@ -178,7 +178,7 @@ class Log(LogReader):
         if known is not None and newest is known:  # nothing was read that shows that the log is still there
             self.check_there()
         if newest is not None and newest.number != self._linked:
-            self._check_links(newest)
+            self._tip = newest = self._linked_to(newest)
         if self._fork is not None:
             raise StoreForked(
                 f"The log of {self._storage.uri} does not hold together: {self._fork}",
@@ -186,25 +186,36 @@ class Log(LogReader):
             )
         return newest
 
-    def _check_links(self, newest: Record) -> None:
+    def _linked_to(self, newest: Record) -> Record:
+        """The newest record, once the chain is checked; `_fork` has what is wrong with it, also at a second look."""
+        problem = self._link_problem(newest)
+        if problem is not None and isinstance(self._storage, Doubts):
+            self._storage.doubt(record_key(newest.number))
+            with self._lock:
+                self._cache.clear()
+                self._own = self._fork = None
+            newest = self._read(newest.number)
+            problem = self._link_problem(newest)
+            if problem is None:
+                tell(self._storage, record_key(newest.number), "it and the records before it did not hold together")
+        self._fork = self._fork or problem
+        self._linked = newest.number
+        return newest
+
+    def _link_problem(self, newest: Record) -> str | None:
         first = max(1, self._linked, newest.number - _CHECKED_LINKS)
         try:
             chain: list[Record | None] = [*self.readable(range(first, newest.number)), newest]
         except CheckpointDamaged as error:
-            self._fork = error.message
-            return
+            return error.message
         if chain[0] is not None and chain[0].number == 1:
             chain.insert(0, None)
-        problems = [
-            text
+        problems = (
+            link_problem(before, record)
             for before, record in pairwise(chain)
-            if record
-            and record.number == (before.number if before else 0) + 1
-            and (text := link_problem(before, record))
-        ]
-        if problems:
-            self._fork = problems[0]
-        self._linked = newest.number
+            if record and record.number == (before.number if before else 0) + 1
+        )
+        return next((problem for problem in problems if problem), None)
 
     # Putting one record
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from ckptstore.errors import CheckpointDamaged, FileMissing
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, UnsupportedVersion
 from ckptstore.storage.base import Doubts, Storage
 
 logger = logging.getLogger("ckptstore")
@@ -18,14 +18,15 @@ T = TypeVar("T")
 
 
 def looked_twice(storage: Storage, key: str, look: Callable[[], T], *, missing: bool = True) -> T:
-    """Return what `look` returns; call it again, after a `doubt` of the key, where it raises CheckpointDamaged, or with
-    `missing` FileMissing. What the second call raises counts. A storage that has no other way is looked at once."""
+    """Return what `look` returns; call it again, after a `doubt` of the key, where it raises CheckpointDamaged or
+    UnsupportedVersion, or with `missing` FileMissing. What the second call raises counts. A storage that has no other
+    way is looked at once."""
     try:
         return look()
-    except (CheckpointDamaged, FileMissing) as error:
+    except (CheckpointDamaged, FileMissing, UnsupportedVersion) as error:
         if not isinstance(storage, Doubts) or (isinstance(error, FileMissing) and not missing):
             raise
-        first = error
+        first: CkptstoreError = error
     storage.doubt(key)
     found = look()
     tell(storage, key, first.message)

@@ -244,6 +244,40 @@ def test_nothing_live_has_no_latest() -> None:
     assert Log(storage, retry=ONCE).latest() is None
 
 
+class Lying(MemoryStorage):
+    """Gives a record with other bytes until it is doubted."""
+
+    def __init__(self, inner: MemoryStorage, key: str, before: bytes, after: bytes) -> None:
+        self.__dict__.update(vars(inner))
+        self.lies, self.doubts = {key: (before, after)}, 0
+
+    def read(self, key: str) -> bytes:
+        data = super().read(key)
+        return data.replace(*self.lies[key]) if key in self.lies else data
+
+    def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
+        self.lies.clear()
+        self.doubts += 1
+
+
+@pytest.mark.parametrize(
+    ("number", "before", "after"), [(1, b"claim", b"cl`im"), (1, b'"epoch":1', b'"epoch":3'), (3, b"{", b"z")]
+)
+def test_a_record_that_is_read_wrongly_once_forks_nothing(
+    number: int, before: bytes, after: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = new_storage()
+    fill(storage, 3)
+    lying = Lying(storage, f"log/{number:010d}.json", before, after)
+    assert before in storage.read(f"log/{number:010d}.json")
+    log = Log(lying, retry=ONCE)
+    newest = log.append(lambda _: CLAIM)
+    assert newest is not None
+    assert lying.doubts == 1
+    assert "was whole when it was read again" in caplog.text
+    assert Log(storage, retry=ONCE).checked_newest() is not None
+
+
 def test_a_denied_probe_of_a_disk_says_nothing_of_buckets(tmp_path: Path) -> None:
     storage = wrap(LocalStorage(tmp_path), FailAt("read log/*", AccessDenied("denied", hint="Check owner"), times=None))
     with pytest.raises(AccessDenied) as caught:

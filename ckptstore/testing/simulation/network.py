@@ -198,7 +198,7 @@ class Network:
     def lied(self, key: str, result: Any, views: Sequence[memoryview]) -> Any:
         """What the calling process gets of a file of which `result`, or what is in `views`, was read."""
         client = self.here()
-        if self.is_calm or not key.startswith("checkpoints/"):
+        if self.is_calm or not key.startswith("checkpoints/"):  # records have no digest of their own
             return result
         site = f"{client.process.name}:{client.calls}"
         if client.calls >= client.honest_until_call and self.plan.chance(site, "lie") < self.plan.lie_rate:
@@ -207,7 +207,8 @@ class Network:
             return result
         self.trace(f"{site}: other bytes come of {key}")
         if isinstance(result, bytes) and result:
-            return bytes([result[0] ^ 1]) + result[1:]
+            middle = len(result) // 2
+            return result[:middle] + bytes([result[middle] ^ 1]) + result[middle + 1 :]
         for view in views:
             if view:
                 view[-1] ^= 1
