@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, RankFailed
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, RankFailed, StorageUnavailable
 from ckptstore.fast.fast_place import FastPlace
 from ckptstore.fast.node_server import NodeClient
 from ckptstore.format.digest import to_hex
@@ -94,6 +94,8 @@ class _Sending:
             raise self._error
         if self._error is not None:
             raise RankFailed(f"{type(self._error).__name__}: {self._error}") from self._error
+        if len(self._crcs) < len(self._files):
+            raise StorageUnavailable(f"Nobody wants these files on {self._client.node} any more")
         return [self._crcs[number] for number in range(len(self._files))]
 
     def give_up(self) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, UnsupportedVersion
+from ckptstore.errors import CheckpointDamaged, FileMissing, UnsupportedVersion
 from ckptstore.storage.base import Doubts, Storage
 
 logger = logging.getLogger("ckptstore")
@@ -26,10 +26,10 @@ def looked_twice(storage: Storage, key: str, look: Callable[[], T], *, missing: 
     except (CheckpointDamaged, FileMissing, UnsupportedVersion) as error:
         if not isinstance(storage, Doubts) or (isinstance(error, FileMissing) and not missing):
             raise
-        first: CkptstoreError = error
+        first = error.message  # not the error: its traceback holds what is read into
     storage.doubt(key)
     found = look()
-    tell(storage, key, first.message)
+    tell(storage, key, first)
     return found
 
 

@@ -14,6 +14,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError, StorageError
 from ckptstore.format import changes
 from ckptstore.integrations.ray.kept_by_ray import ray_keeps
+from ckptstore.job import Job
 from ckptstore.loading import restoring, story
 from ckptstore.loading.story import CheckpointFiles
 from ckptstore.log import Log
@@ -22,6 +23,7 @@ from ckptstore.saving.commit import decide as decide_in_commit
 from ckptstore.store import CheckpointStore
 from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw
 from ckptstore.testing.simulation.network import Network
+from ckptstore.testing.simulation.plan import draw_vanishing
 from ckptstore.testing.simulation.virtual import storages
 from ckptstore.upkeep import garbage
 
@@ -81,6 +83,11 @@ def a_restart_is_lied_to(seed: int) -> Plan:
 
 def the_second_look_goes_the_same_way(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Network, "doubted", lambda self: None)
+
+
+def nobody_looks_whether_the_store_is_there(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Log, "check_there", lambda self: None)
+    patch.setattr(Job, "check_latest_there", lambda self, newest: None)
 
 
 def a_rank_whose_save_failed_cleans_up(patch: pytest.MonkeyPatch) -> None:
@@ -211,6 +218,7 @@ CALLS_SUCCEED = "a call that nothing disturbs succeeds"
             {"a restart finds the newest"},
         ),
         (the_second_look_goes_the_same_way, a_restart_is_lied_to, {"a restart finds the newest"}),
+        (nobody_looks_whether_the_store_is_there, draw_vanishing, {"a store that is gone takes no save"}),
         (a_reader_keeps_files_open, somebody_copies_a_checkpoint, {"no file descriptor is left"}),
         (
             a_follower_deletes_where_ray_keeps,

@@ -38,6 +38,11 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
         world.fail("every call ends", f"{where} took {mine.ended - mine.began:.0f} s")
     if error is not None and not isinstance(error, CkptstoreError | TimeoutError):
         raise Violation("every error is a CkptstoreError", f"{where}: {type(error).__name__}: {error}") from error
+    if (vanished_at := world.model.vanished_at) is not None:
+        is_late = action.kind in SAVES and mine.began > vanished_at and not world.model.has_arrived
+        if is_late and not isinstance(error, StoreMissing):
+            world.fail("a store that is gone takes no save", f"{where} {kind_of(error) if error else 'returned'}")
+        return
     if mine.was_closed and action.kind != "close":
         if error is None:
             world.fail("a closed store does nothing", f"{where} returned after close()")

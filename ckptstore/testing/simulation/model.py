@@ -15,6 +15,7 @@ from ckptstore.format.layout import (
     MANIFEST_NAME,
     parse_lease_key,
     parse_record_key,
+    record_key,
 )
 from ckptstore.format.manifest import Manifest, sha256_of
 from ckptstore.format.record import Record
@@ -25,6 +26,10 @@ Tag = tuple[str, int]
 """Which save of which job."""
 Call = tuple[Tag, int]
 """The part of one rank in it."""
+
+
+_IN_FLIGHT_SECONDS = 0.1
+"""For how long after a loss what was asked for before may arrive."""
 
 
 class Violation(AssertionError):
@@ -75,6 +80,10 @@ class Model:
     """By process id and number since when somebody reads a checkpoint, under a lease or not."""
     last_action: dict[str, int] = field(default_factory=dict)
     is_damaging: bool = False
+    vanished_at: float | None = None
+    """When files of the store were lost without which no save may succeed; nothing else is promised from then on."""
+    has_arrived: bool = False
+    """Whether a record that was on its way then has arrived afterwards: it is there, and nobody can see what is not."""
     on_commit: Callable[[], None] = lambda: None
     careful: set[int] = field(default_factory=set)
     """Process ids of readers that nothing has gone wrong with, and that were never stopped."""
@@ -127,6 +136,11 @@ class Model:
     def _log_changed(self, key: str, before: File | None, after: File | None) -> None:
         number = parse_record_key(key)
         if number is None:
+            return
+        if self.vanished_at is not None:
+            if after is not None and not self.has_arrived and self.now() > self.vanished_at + _IN_FLIGHT_SECONDS:
+                raise Violation("a store that is gone takes no save", f"{key} was written")
+            self.has_arrived |= after is not None
             return
         if before is not None and (after is None or after.data != before.data):
             raise Violation("a record never changes", f"{key} was {'removed' if after is None else 'overwritten'}")
@@ -277,6 +291,17 @@ class Model:
             data = file.data[:-1] if how == "short" else bytes([file.data[0] ^ 1]) + file.data[1:]
             self.space.put(key, data, is_durable=True)
         self.is_damaging = False
+
+    def vanish(self, what: str) -> None:
+        """Something else than ckptstore removes files: those with some prefixes, or the newest record. Where no save is
+        lost by it nothing is done."""
+        newest = self.newest
+        if newest is None or newest.state.latest is None:
+            return
+        gone = (record_key(newest.number),) if what == "newest" else tuple(what.split())
+        self.is_damaging, self.vanished_at = True, self.now()
+        for key in [key for key in self.space.files if key.startswith(gone)]:
+            self.space.remove(key)
 
     def claims_since(self, start: float) -> list[int]:
         """The numbers of the records since then with which somebody has claimed the store."""

@@ -60,7 +60,8 @@ class Trouble:
     """Something that goes wrong."""
 
     kind: str
-    """"kill", "stop", "outage", "damage", "power"; "away", where no request of anybody is answered; on disks of nodes
+    """"kill", "stop", "outage", "damage", "power"; "vanish", where files with the prefixes of `what` are lost, or the
+    "newest" record; "away", where no request of anybody is answered; on disks of nodes
     "node kill", "node lost", "node full", "node damage", counted by the requests to those."""
     who: str = ""
     at_call: int = 0
@@ -130,12 +131,15 @@ class Plan:
 RAY_KEEPS_RATE = 0.125
 CUT_OFF_RATE = 0.15
 LYING_RATE = 0.25
+VANISH_RATE = 0.03
 THEMES = ("any",) * 10 + ("copying", "copying", "reading", "reading", "idle", "damage", "flaky")
 """What the other processes and the troubles of a run are about. The rare ones meet by chance too seldom."""
 
 
 def draw(seed: int, *, num_jobs: int | None = None, **given: Any) -> Plan:
     """The plan of a seed; `given` fixes some of its fields, and `num_jobs` how many jobs there are."""
+    if not given and num_jobs is None and Plan(seed).chance("vanish") < VANISH_RATE:
+        return draw_vanishing(seed)
     rng = Random(f"plan {seed}")
     storage = rng.choice(["objects", "objects", "disk", "disk", "plain objects"])
     calm = rng.random()
@@ -174,6 +178,18 @@ def draw(seed: int, *, num_jobs: int | None = None, **given: Any) -> Plan:
     if "keeper" not in given and plan.chance("keeper") < RAY_KEEPS_RATE:
         plan = replace(plan, keeper="ray")
     return _kept_by_ray(plan) if plan.keeper == "ray" else plan
+
+
+def draw_vanishing(seed: int) -> Plan:
+    """A job under which its store, or a part of it, is lost: the saves that begin later fail."""
+    rng = Random(f"vanishing {seed}")
+    storage = rng.choice(["objects", "disk"])
+    saves = tuple(Action("directory", step=10 * number, after_seconds=2.0 * rng.random()) for number in range(1, 9))
+    what = rng.choice(["log/ checkpoints/ store.json latest.json", "log/", "checkpoints/", "newest"])
+    job = Actor("job1", saves, ranks=rng.choice([1, 2, 3]))
+    trouble = Trouble("vanish", "job1.0", at_call=rng.randrange(10, 150), what=what)
+    board = rng.choice(["storage", "torch"])
+    return Plan(seed, storage=storage, board=board, rank_timeout_seconds=12.0, actors=(job,), troubles=(trouble,))
 
 
 def _cut_off(plan: Plan, jobs: list[Actor]) -> list[Trouble]:

@@ -162,6 +162,8 @@ def survive(world: World, member: Member) -> None:
     actor = member.actor
     members = world.members_of(actor.name)
     whole = all(not other.process.is_dead for other in members)
+    if world.model.vanished_at is not None:
+        return
     if not whole or member.is_closed or any(isinstance(other.last_error, StoreFenced) for other in members):
         return
     if any(not other.actor.goes_on and other.last_error is not None for other in members):

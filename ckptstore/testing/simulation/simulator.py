@@ -237,6 +237,9 @@ def _direct(world: World) -> None:
             world.wait_until(lambda: any(map(ready, waiting)))
     world.wait_until(lambda: all(member.is_done for member in world.members))
     scheduler.sleep(5 * plan.rank_timeout_seconds)  # what is late arrives
+    if world.model.vanished_at is not None:
+        scheduler.finish()
+        return
     world.trace("--- calm")
     world.is_calm = world.network.is_calm = world.nodes.network.is_calm = True
     for member in world.members:

@@ -195,8 +195,8 @@ class World:
             client.outages.append(Outage(kind, prefix, self.scheduler.now + trouble.seconds))
         elif trouble.kind == "away":
             self.network.away_until = self.scheduler.now + trouble.seconds
-        elif trouble.kind == "damage":
-            self._damage(trouble)
+        else:
+            self._harm(trouble)
 
     def _strike_node(self, trouble: Trouble, member: Member) -> None:
         node = member.actor.nodes[member.rank]
@@ -211,7 +211,10 @@ class World:
                     self.kill(other)
             self.nodes.lose(node)
 
-    def _damage(self, trouble: Trouble) -> None:
+    def _harm(self, trouble: Trouble) -> None:
+        if trouble.kind == "vanish":
+            self.model.vanish(trouble.what)
+            return
         live = [saved for saved in self.model.live() if not saved.is_damaged]
         if live:
             names = sorted(name for name in live[-1].files)
