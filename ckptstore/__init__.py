@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         StateMismatch,
         StepExists,
         StorageArchived,
-        StorageArchived,
         StorageError,
         StorageFull,
         StorageThrottled,

@@ -24,6 +24,7 @@ from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
 from ckptstore.storage.base import CreatesExclusively, Disk, Storage
 from ckptstore.storage.retry import retrying
+from ckptstore.storage.second_look import has_bytes
 
 logger = logging.getLogger("ckptstore")
 
@@ -265,7 +266,7 @@ def _created(
     storage: Storage, create: Callable[[str, bytes], bool], config: StoreConfig, key: str, data: bytes
 ) -> bool:
     """Whether the key holds the data now. A create whose answer was lost may be tried again: it reads itself back."""
-    return retrying(config.retry, f"create {key}", lambda: create(key, data) or storage.read(key) == data)
+    return retrying(config.retry, f"create {key}", lambda: create(key, data) or has_bytes(storage, key, data))
 
 
 def write_manifest(storage: Storage, config: StoreConfig, attempt: Attempt, contents: Contents, data: bytes) -> None:

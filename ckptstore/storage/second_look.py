@@ -33,6 +33,17 @@ def looked_twice(storage: Storage, key: str, look: Callable[[], T], *, missing: 
     return found
 
 
+def has_bytes(storage: Storage, key: str, data: bytes) -> bool:
+    """Return whether a file has these bytes; where it seems to have others it is looked at again, as in `looked_twice`.
+    Raises FileMissing."""
+    if storage.read(key) == data:
+        return True
+    if not isinstance(storage, Doubts):
+        return False
+    storage.doubt(key)
+    return storage.read(key) == data
+
+
 def tell(storage: Storage, key: str, what: str) -> None:
     """Warn of a file that was whole at the second look."""
     logger.warning(
