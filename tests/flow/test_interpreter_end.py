@@ -43,8 +43,17 @@ def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("when", ["thread", "atexit"])
-@pytest.mark.parametrize("how", ["save", "save_async", "forget"])
+@pytest.mark.parametrize(
+    ("when", "how"),
+    [
+        ("thread", "save_async"),
+        ("atexit", "forget"),
+        *(
+            pytest.param(when, how, marks=pytest.mark.slow)
+            for when, how in (("thread", "save"), ("thread", "forget"), ("atexit", "save"), ("atexit", "save_async"))
+        ),
+    ],
+)
 def test_every_save_is_there(tmp_path: Path, when: str, how: str) -> None:
     done = ended(when, how, str(tmp_path / "store"), "{}")
     assert done.returncode == 0, done.stderr
@@ -55,7 +64,7 @@ def test_every_save_is_there(tmp_path: Path, when: str, how: str) -> None:
         assert store[1].verify().ok
 
 
-@pytest.mark.parametrize("when", ["thread", "atexit"])
+@pytest.mark.parametrize("when", [pytest.param("thread", marks=pytest.mark.slow), "atexit"])
 def test_a_bucket_that_is_claimed_at_the_end(when: str) -> None:
     with s3_server(buckets=["test"]) as server:
         done = ended(when, "save_async", "s3://test/end", repr(server.storage_options))
@@ -64,7 +73,7 @@ def test_a_bucket_that_is_claimed_at_the_end(when: str) -> None:
             assert [checkpoint.step for checkpoint in store] == [0, 1]
 
 
-@pytest.mark.parametrize("when", ["thread", "atexit", "now"])
+@pytest.mark.parametrize("when", [pytest.param("thread", marks=pytest.mark.slow), "atexit", "now"])
 def test_an_error_that_nobody_takes_is_told_at_the_end(tmp_path: Path, when: str) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store/checkpoints").write_text("no directory")

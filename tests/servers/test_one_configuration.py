@@ -25,7 +25,7 @@ from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.uri import parse_uri
 from ckptstore.testing.s3_server import S3Server, s3_server
 
-ENGINES = [None, "obstore", "fsspec"]
+ENGINES = ["obstore", "fsspec"]
 LARGE = memoryview(bytes(17 << 20))
 
 
@@ -279,7 +279,7 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_operation_goes_one_way(
-    name: str, engine: str | None, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, engine: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     case, server, trap, proxy = CASES[name], places["server"], places["traps"], places["proxies"]
     for variable, value in case.environ.items():
@@ -309,7 +309,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_neither_can_honour_is_refused_by_name(
-    name: str, engine: str | None, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, engine: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ, options, text = REFUSED[name]
     for variable, value in environ.items():
@@ -321,7 +321,7 @@ def test_what_neither_can_honour_is_refused_by_name(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_proxy_that_is_not_there_is_named(
-    engine: str | None, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    engine: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable, value in HERE.items():
         monkeypatch.setenv(variable, value.format(**places))
