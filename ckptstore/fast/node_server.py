@@ -121,6 +121,8 @@ class NodeServer:
             self._open.add(connection)
             self._strangers[connection] = None
             waiting = next(iter(self._strangers)) if len(self._strangers) > _MAX_STRANGERS else None
+            if waiting is not None:
+                del self._strangers[waiting]
         if waiting is not None:
             with contextlib.suppress(OSError):
                 waiting.shutdown(socket.SHUT_RDWR)

@@ -386,19 +386,22 @@ def _copy_files(
     prefix: str,
     receipts: Sequence[Receipt],
 ) -> None:
-    for damaged in _streamed(files, sources, target, prefix, receipts):
-        # what is read of a file may be wrong on the way: it is believed after a second look in another way
-        if isinstance(files.storage, Doubts):
-            files.storage.doubt(sources[damaged.name])
-        for still, found in _streamed(files, sources, target, prefix, [damaged]).items():
-            target.storage.delete([prefix + still.name])
-            raise CheckpointDamaged(
-                f"{still.name} is damaged at the source: its CRC32C is {found:08x}, the manifest says "
-                f"{still.crc32c:08x}",
-                rank=still.rank,
-                file=still.name,
-            )
-        tell(files.storage, sources[damaged.name], "its CRC32C was another one")
+    wrong = _streamed(files, sources, target, prefix, receipts)
+    if wrong and isinstance(files.storage, Doubts):  # it is believed after a second look in another way
+        for receipt in wrong:
+            files.storage.doubt(sources[receipt.name])
+        still = _streamed(files, sources, target, prefix, [*wrong])
+        for receipt in wrong.keys() - still.keys():
+            tell(files.storage, sources[receipt.name], "its CRC32C was another one")
+        wrong = still
+    for receipt, found in wrong.items():
+        target.storage.delete([prefix + receipt.name])
+        raise CheckpointDamaged(
+            f"{receipt.name} is damaged at the source: its CRC32C is {found:08x}, the manifest says "
+            f"{receipt.crc32c:08x}",
+            rank=receipt.rank,
+            file=receipt.name,
+        )
 
 
 def _streamed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from ckptstore.loading.story import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity
 from ckptstore.saving.commit import entry_of
+from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.transfer.executor import Executor
 from ckptstore.transfer.opened import OpenedPlace
@@ -37,6 +39,12 @@ class _Known:
     pinned: frozenset[str]
 
 
+def _place_of(storage: Storage) -> str:
+    """Where a storage is, whatever links lead there, with a slash at its end."""
+    place = os.path.realpath(storage.local_path("")) if isinstance(storage, Disk) else storage.uri
+    return f"{str(place).rstrip('/')}/"
+
+
 def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executor | None = None) -> CopyReport:
     """Copy every checkpoint that is whole, whatever the log says, into a new store, in the order of their saves.
 
@@ -49,7 +57,7 @@ def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executo
     Raises StoreMissing where nothing is left, InvalidInput when another store lives at the target, or the target is the
     source or lies below it.
     """
-    if f"{target.storage.uri.rstrip('/')}/".startswith(f"{source.storage.uri.rstrip('/')}/"):
+    if _place_of(target.storage).startswith(_place_of(source.storage)):
         raise InvalidInput(
             f"{target.storage.uri} is the damaged store, or lies in it", hint="Copy what is left to another place"
         )

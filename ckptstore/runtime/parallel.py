@@ -68,10 +68,16 @@ def mapped(
 
     wanted = min(num_threads, len(items))
     threads = started([run] * (wanted if begin is not None else wanted - 1), name=name)
-    if begin is None or not threads:
-        run()
-    for thread in threads:
-        thread.join()
+    try:
+        if begin is None or not threads:
+            run()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # an interrupt: what is begun ends, and nothing more is
+        with lock:
+            errors.insert(0, error)
+        for thread in threads:
+            thread.join()
     if errors:
         raise errors[0]
     return results  # type: ignore[return-value]  # all are there, or an error was raised

@@ -11,12 +11,15 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.errors import CkptstoreError, InvalidInput
 from ckptstore.runtime.extras import install_word, needs
 from ckptstore.storage.base import Storage
 from ckptstore.storage.uri import KINDS, Location, parse_uri
+
+if TYPE_CHECKING:
+    from ckptstore.storage.cloud.client_options import ObstoreConfig
 
 Engine = Literal["local", "memory", "obstore", "fsspec"]
 
@@ -46,7 +49,7 @@ def open_storage(
     """
     location = parse_uri(uri)
     uri = location.uri
-    choice = choose_engine(uri, storage_options=storage_options, engine=engine)
+    choice, config = _chosen(uri, storage_options, engine)
     if choice.engine == "local":
         from ckptstore.storage.disk.local import LocalStorage
 
@@ -59,7 +62,7 @@ def open_storage(
         if choice.engine == "obstore":
             from ckptstore.storage.cloud.obstore import open_fast
 
-            return open_fast(uri, storage_options)
+            return open_fast(uri, storage_options, config)
         from ckptstore.storage.fsspec import open_remote
 
         return open_remote(uri, storage_options)
@@ -81,6 +84,13 @@ def choose_engine(
     uri: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, engine: str | None = None
 ) -> EngineChoice:
     """What `open_storage` would use for the same arguments. Raises InvalidInput as it does."""
+    return _chosen(uri, storage_options, engine)[0]
+
+
+def _chosen(
+    uri: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, engine: str | None
+) -> tuple[EngineChoice, ObstoreConfig | None]:
+    """The same, and what obstore takes where it is that."""
     location = parse_uri(uri)
     scheme = location.scheme
     if scheme in ("", "memory"):
@@ -88,24 +98,26 @@ def choose_engine(
             raise InvalidInput(f"engine={engine!r} does not serve {location.uri!r}", hint="Leave engine out")
         if storage_options:
             raise InvalidInput(f"storage_options mean nothing for {location.uri!r}", hint="Leave them out")
-        return EngineChoice("memory", "memory://") if scheme == "memory" else EngineChoice("local", "a path")
+        choice = EngineChoice("memory", "memory://") if scheme == "memory" else EngineChoice("local", "a path")
+        return choice, None
     if engine not in (None, "obstore", "fsspec"):
         raise InvalidInput(f'engine is {engine!r}, it must be "obstore" or "fsspec"')
     if engine == "fsspec":
-        return EngineChoice("fsspec", "it was asked for")
-    objection = _objection_to_obstore(location, storage_options)
+        return EngineChoice("fsspec", "it was asked for"), None
+    found = _for_obstore(location, storage_options)
+    if not isinstance(found, str):
+        return EngineChoice("obstore", "the faster engine" if engine is None else "it was asked for"), found
     if engine == "obstore":
-        if objection:
-            raise InvalidInput(f"obstore cannot serve {location.uri!r}: {objection}")
-        return EngineChoice("obstore", "it was asked for")
-    return EngineChoice("fsspec", objection) if objection else EngineChoice("obstore", "the faster engine")
+        raise InvalidInput(f"obstore cannot serve {location.uri!r}: {found}")
+    return EngineChoice("fsspec", found), None
 
 
-def _objection_to_obstore(location: Location, storage_options: Mapping[str, Any] | None) -> str | None:
+def _for_obstore(location: Location, storage_options: Mapping[str, Any] | None) -> ObstoreConfig | str:
+    """What obstore takes, or why it cannot serve a location."""
     if location.kind is None:
         return f"obstore does not know {location.scheme}://"
     if importlib.util.find_spec("obstore") is None:
         return f"obstore is not installed (pip install {install_word('fast')})"
-    from ckptstore.storage.cloud.obstore import understands
+    from ckptstore.storage.cloud.obstore import configured
 
-    return understands(location.uri, storage_options)
+    return configured(location.uri, storage_options)

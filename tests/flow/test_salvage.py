@@ -172,9 +172,11 @@ def test_a_store_is_not_copied_into_itself(whole: Path, tmp_path: Path, below: s
     lose_log(root)
     lose_hint(root)
     before = sorted(root.rglob("*"))
-    done = CliRunner().invoke(main, ["cp", "--salvage", str(root), str(root / below)])
-    assert done.exit_code == ckptstore.InvalidInput.exit_code
-    assert sorted(root.rglob("*")) == before
+    (tmp_path / "alias").symlink_to(root)
+    for source, target in ((root, root), (root, tmp_path / "alias"), (tmp_path / "alias", root)):
+        done = CliRunner().invoke(main, ["cp", "--salvage", str(source), str(target / below)])
+        assert done.exit_code == ckptstore.InvalidInput.exit_code, done.output
+        assert sorted(root.rglob("*")) == before
 
 
 def test_what_others_leave_beside_checkpoints_is_told(whole: Path, tmp_path: Path) -> None:

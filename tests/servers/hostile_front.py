@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 from urllib.parse import unquote
 
+from loopback import answering
+
 Headers = list[tuple[str, str]]
 
 
@@ -134,24 +136,8 @@ def hostile_front(url: str) -> Iterator[tuple[str, Front]]:
     """A proxy before the server at a URL, and its own URL."""
     host, _, port = url.partition("://")[2].rstrip("/").partition("/")[0].rpartition(":")
     front = Front((host, int(port)))
-    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-
-    def accept() -> None:
-        number = 0
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            number += 1
-            threading.Thread(target=_serve, args=(connection, front, number), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", front
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+    with answering(lambda connection, number: _serve(connection, front, number)) as front_url:
+        yield front_url, front
 
 
 def _serve(connection: socket.socket, front: Front, number: int) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback import answering
 
 from ckptstore import open_store
 from ckptstore.config import RetryConfig
@@ -219,24 +220,10 @@ def test_a_save_survives_a_server_that_is_killed_and_started_again(
 # ---- No server at all
 
 
-def closing(*, tls: bool) -> Iterator[str]:
-    """A server that breaks every connection off as soon as the client has said something."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.recv(5)
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http{'s' if tls else ''}://127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
+def break_off(connection: socket.socket, _number: int) -> None:
+    """As soon as the client has said something."""
+    with connection:
+        connection.recv(5)
 
 
 @pytest.fixture
@@ -248,7 +235,8 @@ def away(request: pytest.FixtureRequest) -> Iterator[str]:
     elif request.param == "no such name":
         yield "http://nowhere.invalid:80"
     else:
-        yield from closing(tls=request.param == "handshake")
+        with answering(break_off) as url:
+            yield url.replace("http:", "https:") if request.param == "handshake" else url
 
 
 OPERATIONS: dict[str, Callable[[Any], object]] = {

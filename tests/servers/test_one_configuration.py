@@ -9,7 +9,6 @@ import json
 import select
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback import answering
 from tls_front import behind_tls
 
 from ckptstore.errors import InvalidInput, StorageError
@@ -35,25 +35,12 @@ class Counting:
 
     def __init__(self, *, forwards: bool = False, hidden: Mapping[str, str] | None = None) -> None:
         self.lines: list[str] = []
+        self.url = ""
         self._forwards = forwards
         self._hidden = hidden or {}
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
 
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def serve(self, connection: socket.socket, _number: int) -> None:
+        """Answer on a connection."""
         with connection, suppress(OSError):
             head = b""
             while b"\r\n\r\n" not in head:
@@ -95,37 +82,24 @@ class Counting:
 @contextmanager
 def counting(*, forwards: bool = False, hidden: Mapping[str, str] | None = None) -> Iterator[Counting]:
     server = Counting(forwards=forwards, hidden=hidden)
-    try:
+    with answering(server.serve) as server.url:
         yield server
-    finally:
-        server.close()
 
 
 @contextmanager
 def credentials_server(key: str) -> Iterator[str]:
     """A service of credentials for containers."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=16)
     found = {"AccessKeyId": key, "SecretAccessKey": "s", "Token": "t", "Expiration": "2099-01-01T00:00:00Z"}
     body = json.dumps(found).encode()
 
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(
-                    b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body
-                )
+    def serve(connection: socket.socket, _number: int) -> None:
+        with connection:
+            connection.recv(1 << 16)
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            connection.sendall(head.encode() + body)
 
-    threading.Thread(target=serve, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/credentials"
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+    with answering(serve) as url:
+        yield f"{url}/credentials"
 
 
 def every_operation(uri: str, engine: str | None, options: Mapping[str, Any] | None) -> None:

@@ -239,22 +239,39 @@ def test_a_server_that_is_no_server_of_the_job_is_not_believed() -> None:
     listener.close()
 
 
-def test_strangers_are_few_and_do_not_stay(disk: NodeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+def is_sent_away(stranger: socket.socket) -> bool:
+    """Whether the server ends a connection, within the time of the socket."""
+    try:
+        return stranger.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def test_a_stranger_more_takes_the_place_of_the_first(disk: NodeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_server, "_MAX_STRANGERS", 4)
-    monkeypatch.setattr(node_server, "_GREETING_SECONDS", 1.0)
     with served(disk) as server:
-        strangers = [socket.create_connection(server.addresses[0], timeout=20) for _ in range(20)]
-        for number, stranger in enumerate(strangers):
-            with suppress(OSError):
-                stranger.sendall(b"\1\0"[: number % 3])  # some begin to say something
+        strangers = [socket.create_connection(server.addresses[0], timeout=5) for _ in range(20)]
+        assert all(map(is_sent_away, strangers[:16]))
+        strangers[-1].settimeout(0.3)
+        assert not is_sent_away(strangers[-1])
         with reached(server) as client:
             assert write(client, "a", b"data") == crc32c(b"data")
         for stranger in strangers:
-            with suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""
             stranger.close()
-        with reached(server) as client:
-            assert read(client, "a", 0, 4) == b"data"
+
+
+def test_a_stranger_who_says_little_does_not_stay(disk: NodeDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_server, "_GREETING_SECONDS", 0.6)
+    with served(disk) as server, socket.create_connection(server.addresses[0], timeout=0.1) as stranger:
+        began = time.monotonic()
+        with suppress(ConnectionError):
+            for byte in b"\xff\x0f\0\0" + b" " * 200:  # a greeting that never ends, byte by byte
+                if is_sent_away(stranger):
+                    break
+                stranger.sendall(bytes([byte]))
+        assert 0.3 < time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("used_up", ["descriptors", "threads"])
@@ -448,5 +465,9 @@ def test_the_first_error_ends_what_else_is_on_its_way(disk: NodeDisk, client: No
     sending.give_up()
 
 
-def test_an_address_is_found_and_is_not_that_of_the_loopback() -> None:
-    assert all(not address.startswith("127.") for address in own_addresses())
+def test_an_address_is_found_and_is_not_that_of_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ("host", [], ["127.0.1.1", "10.0.0.5", "127.0.0.1"])
+    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: found)
+    addresses = own_addresses()
+    assert "10.0.0.5" in addresses
+    assert all(not address.startswith("127.") for address in addresses)

@@ -41,9 +41,12 @@ def beating(work: Callable[[], T], beat: Beat) -> T:
     if not threads:
         run()
     for thread in threads:
-        while thread.is_alive():
-            thread.join(_BEAT_EVERY_SECONDS)
-            beat()
+        try:
+            while thread.is_alive():
+                thread.join(_BEAT_EVERY_SECONDS)
+                beat()
+        finally:
+            thread.join()
     if errors:
         raise errors[0]
     return found[0]

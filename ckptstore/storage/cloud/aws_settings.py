@@ -71,13 +71,13 @@ class AwsSettings:
     @property
     def profile(self) -> str | None:
         """The profile that was asked for."""
-        return self.options.get("profile") or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+        return self.options.get("profile") or os.environ.get("AWS_DEFAULT_PROFILE") or os.environ.get("AWS_PROFILE")
 
     @property
     def _profile_from(self) -> str:
         if self.options.get("profile"):
             return "storage_options['profile']"
-        return "AWS_PROFILE" if os.environ.get("AWS_PROFILE") else "AWS_DEFAULT_PROFILE"
+        return "AWS_DEFAULT_PROFILE" if os.environ.get("AWS_DEFAULT_PROFILE") else "AWS_PROFILE"
 
     @property
     def is_plain(self) -> bool:
@@ -178,7 +178,10 @@ class AwsSettings:
     def _inside(self, name: str) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.options.get(name) or {}
         if not isinstance(found, Mapping):
-            raise InvalidInput(f"storage_options[{name!r}] is a {type(found).__name__}, and has options inside of it")
+            raise InvalidInput(
+                f"storage_options[{name!r}] is a {type(found).__name__}, and has options inside of it",
+                hint="On a command line they are --storage-option OUTER.INNER=VALUE, or OUTER:=JSON",
+            )
         return found
 
     def _variable(self, name: str) -> Any:
@@ -268,10 +271,12 @@ class AwsSettings:
         client_options = dict(self._inside("client_kwargs"))
         for name in ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "verify"):
             client_options.pop(name, None)
-        endpoint_url = self.options.get("endpoint_url") or client_options.pop("endpoint_url", None)
-        region = self._region or client_options.pop("region_name", None) or os.environ.get("AWS_REGION")
-        if region and not self._inside("config_kwargs").get("region_name"):
-            client_options["region_name"] = region  # botocore itself reads AWS_DEFAULT_REGION alone
+        inner_endpoint_url = client_options.pop("endpoint_url", None)
+        endpoint_url = self.options.get("endpoint_url") or inner_endpoint_url
+        region = self._region or client_options.get("region_name")
+        if not region and not self._inside("config_kwargs").get("region_name"):
+            region = os.environ.get("AWS_REGION")  # botocore itself reads AWS_DEFAULT_REGION alone
+        client_options["region_name"] = region or None
         config: dict[str, Any] = {
             "connect_timeout": CONNECT_TIMEOUT_SECONDS,
             "read_timeout": READ_TIMEOUT_SECONDS,

@@ -46,27 +46,16 @@ class AzureConnection(LazyClient):
         self._container = location.container
         self._names = azure_names(location, names, environ)
         self._route = azure_route(self._names, environ)
-        self._sessions: list[Any] = []
-        """One for each client; the client does not own it."""
-
-    def close(self) -> None:
-        """Give back the connections."""
-        super().close()
-        with self._lock:
-            sessions, self._sessions = self._sessions, []
-        for session in sessions:
-            session.close()
 
     def _connect(self) -> Any:
         import requests
         import requests.adapters
         from azure.core.pipeline.transport import RequestsTransport
-        from azure.storage.blob import BlobServiceClient
+        from azure.storage.blob import ContainerClient
 
         names = self._names
         logging.getLogger("azure.core.pipeline.policies.http_logging_policy").setLevel(logging.WARNING)
         session = requests.Session()
-        self._sessions.append(session)
         session.trust_env = False  # what the environment says is in the route
         for scheme in ("http://", "https://"):
             adapter = requests.adapters.HTTPAdapter(pool_maxsize=MAX_CONNECTIONS, max_retries=0)
@@ -80,13 +69,12 @@ class AzureConnection(LazyClient):
             "max_chunk_get_size": _READ_BYTES,
             "connection_verify": self._route.verify,
             "proxies": self._route.proxies(azure_url(names)),
-            "transport": RequestsTransport(session=session, session_owner=False),
+            "transport": RequestsTransport(session=session, session_owner=True),
         }
+        # not from a client of the whole account: that would own the session
         if names.get("connection_string"):
-            service = BlobServiceClient.from_connection_string(names["connection_string"], **options)
-        else:
-            service = BlobServiceClient(names["account_url"], credential=self._credential(), **options)
-        return service.get_container_client(self._container)
+            return ContainerClient.from_connection_string(names["connection_string"], self._container, **options)
+        return ContainerClient(names["account_url"], self._container, credential=self._credential(), **options)
 
     def resolved(self) -> dict[str, str]:
         names, url = self._names, azure_url(self._names)

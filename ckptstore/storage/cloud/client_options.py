@@ -1,7 +1,7 @@
 """From fsspec's option names and the environment to what obstore takes.
 
 `storage_options` and the environment speak the names of s3fs, gcsfs, adlfs and their SDKs on both engines. obstore is
-told all of it, and finds nothing by itself: it reads variables too, and others, and understands some in another route.
+told all of it, and finds nothing by itself: it reads variables too, and others, and understands some in another way.
 What obstore cannot express raises `CannotExpress` with the reason; then fsspec serves the URI.
 """
 
@@ -142,11 +142,6 @@ class _Remaining:
     """Options that are taken one by one; what is left at the end has no equivalent."""
 
     def __init__(self, options: Mapping[str, Any], path: str = "storage_options") -> None:
-        if not isinstance(options, Mapping):
-            raise InvalidInput(
-                f"{path} is a {type(options).__name__}, and has options inside of it",
-                hint="On a command line they are --storage-option OUTER.INNER=VALUE, or OUTER:=JSON",
-            )
         self._options = {name: value for name, value in options.items() if name not in _CACHING}
         self._path = path
 

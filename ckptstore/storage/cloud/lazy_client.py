@@ -17,6 +17,8 @@ from ckptstore.storage.uri import Location
 
 MAX_CONNECTIONS = 64
 _DELETE_THREADS = 16
+_MAX_RETIRED = 4
+"""How many clients are left to requests in flight: what is doubted one after another must not use up descriptors."""
 
 
 class LazyClient(ABC):
@@ -59,6 +61,9 @@ class LazyClient(ABC):
             if self._client is not None:
                 self._retired.append(self._client)
             self._client = None
+            old, self._retired = self._retired[:-_MAX_RETIRED], self._retired[-_MAX_RETIRED:]
+        for client in old:
+            client.close()
 
     @abstractmethod
     def resolved(self) -> dict[str, str]:

@@ -57,26 +57,27 @@ def _lost_threads() -> str | None:
     return "this process was forked from one that used obstore, and its threads stayed there" if lost else None
 
 
-def understands(uri: str, storage_options: Mapping[str, Any] | None) -> str | None:
-    """Why obstore cannot serve the URI with these options; None when it can."""
+def configured(uri: str, storage_options: Mapping[str, Any] | None) -> ObstoreConfig | str:
+    """What `open_fast` takes; why obstore cannot serve the URI with these options when it cannot."""
     if reason := _lost_threads():
         return reason
     try:
         kind = parse_uri(uri).kind
         if kind is not None and not chains.installed(kind):
             return f"parts and credentials need the SDK of that cloud (pip install {install_word(f'{kind},fast')})"
-        for_obstore(uri, storage_options)
+        return for_obstore(uri, storage_options)
     except CannotExpress as refusal:
         return str(refusal)
-    return None
 
 
-def open_fast(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
-    """The storage at an s3, gs or az URI. Connects when it is first used.
+def open_fast(
+    uri: str, storage_options: Mapping[str, Any] | None = None, config: ObstoreConfig | None = None
+) -> Storage:
+    """The storage at an s3, gs or az URI. Connects when it is first used. `config` is what `configured` made of both.
 
     Raises CannotExpress, a ValueError, for options that obstore does not have.
     """
-    config = for_obstore(uri, storage_options)
+    config = config or for_obstore(uri, storage_options)
     classes = {"s3": FastBucketStorage, "gcs": FastGcsStorage, "azure": FastStorage}
     return classes[config.location.kind or "s3"](uri, dict(storage_options or {}), config)
 
@@ -158,7 +159,6 @@ class FastStorage(ProcessBound):
                 file_bytes = answer.meta["size"]
                 AnswerHead(
                     first=answer.range[0],
-                    total_bytes=file_bytes,
                     encoding=answer.attributes.get("Content-Encoding"),
                     version=self._stored(key, answer.meta).version,
                 ).check(key, offset=offset, version=version)

@@ -1,0 +1,31 @@
+"""Servers of a few lines, for what no real one does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def answering(serve: Callable[[socket.socket, int], object]) -> Iterator[str]:
+    """Serve each connection on a thread of its own, with its number; the URL of the server."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+
+    def accept() -> None:
+        number = 0
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            number += 1
+            threading.Thread(target=serve, args=(connection, number), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
