@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckptstore.errors import StorageUnavailable
 
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_RANGE = re.compile(r"bytes (\d+)-(\d+|-1)/(\d+|\*)")  # Azurite says "0--1/0" of an empty blob
 _PLAIN = frozenset({"", "identity", "aws-chunked"})
 
 
