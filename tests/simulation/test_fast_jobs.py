@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from ckptstore.errors import CheckpointDamaged, StorageError
 from ckptstore.fast import candidates, fast_place
 from ckptstore.fast.node_disk import NodeDisk
-from ckptstore.loading import fast_newest
-from ckptstore.saving import fast_keeper
-from ckptstore.testing.simulation import Simulation, report
+from ckptstore.loading import fast_newest, load_state
+from ckptstore.saving import fast_keeper, save_state
+from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, report
 from ckptstore.testing.simulation.fast_tier.fast_jobs import draw_fast
 
 
@@ -87,7 +89,7 @@ def test_a_certificate_that_is_too_early_is_found(simulation: Simulation, monkey
 def test_void_ones_that_count_are_found(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "void_reason", lambda *_: "")
     rule = "nothing void is resumed from"
-    assert rule in _rules(simulation, 12, rule, first=176)
+    assert rule in _rules(simulation, 1, rule, first=211)
 
 
 def test_a_save_that_needs_the_bucket_is_found(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +103,34 @@ def test_a_save_that_needs_the_bucket_is_found(simulation: Simulation, monkeypat
     monkeypatch.setattr(fast_keeper.FastKeeper, "begin", begin)
     rule = "a call that nothing disturbs succeeds"
     assert rule in _rules(simulation, 60, rule)
+
+
+def test_a_save_that_needs_every_node_is_found(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_state, "StorageUnavailable", KeyError)  # so what reaches no node does not go to the store
+    rule = "a call that nothing disturbs succeeds"
+    assert rule in _rules(simulation, 1, rule, first=23)
+
+
+def a_node_takes_no_connection_at_a_restart(seed: int) -> Plan:
+    """Ranks change places, and the job before was killed in its third save: so the newest is on the nodes alone."""
+    saves = tuple(Action("state", step=step) for step in (10, 20, 30))
+    killed = Actor("job1", saves, ranks=2, nodes=("a", "b"))
+    again = Actor("job2", (Action("resume"),), ranks=2, nodes=("b", "a"), begins="after job1")
+    kills = [Trouble("node kill", f"job1.{rank}", at_call=50 + seed % 20) for rank in range(2)]
+    deaf = Trouble("node deaf", "job2.0", at_call=3 + seed % 4, seconds=3600.0)
+    return Plan(seed, contents="state", fast_copies=1, actors=(killed, again), troubles=(*kills, deaf))
+
+
+def test_a_resume_that_is_silent_about_a_node_is_found(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    def next_best(found: Any, use: Any, _beat: Any, _reasons: Any) -> Any:
+        for files in found:
+            with suppress(CheckpointDamaged, StorageError):
+                return files, use(files)
+        return None
+
+    for seed in range(3):
+        outcome = simulation.run(a_node_takes_no_connection_at_a_restart(seed))
+        assert outcome.ok, report(outcome)
+    monkeypatch.setattr(load_state, "first_usable", next_best)
+    rules = {simulation.run(a_node_takes_no_connection_at_a_restart(seed)).rule for seed in range(3)}
+    assert "what a resume passes over is told" in rules

@@ -62,7 +62,8 @@ class Trouble:
     kind: str
     """"kill", "stop", "outage", "damage", "power"; "vanish", where files with the prefixes of `what` are lost, or the
     "newest" record; "away", where no request of anybody is answered; on disks of nodes
-    "node kill", "node lost", "node full", "node damage", counted by the requests to those."""
+    "node kill", "node lost", "node full", "node damage", "node deaf", which nobody reaches, or "node mute", which
+    reaches nobody, counted by the requests to those."""
     who: str = ""
     at_call: int = 0
     """The request of that process at which it happens."""

@@ -159,6 +159,7 @@ class Simulation:
             "CKPTSTORE_RETRY_DEADLINE_SECONDS": str(plan.rank_timeout_seconds * _RETRIED_SHARE),
             "CKPTSTORE_RETRY_WAIT_MAX_SECONDS": str(plan.rank_timeout_seconds / 30),
             "CKPTSTORE_CACHE_DIR": str(world.directory / "cache"),
+            "CKPTSTORE_CACHE_WAIT_SECONDS": "60",  # here nobody takes the turn from a process that was killed
         }
         _worlds.append(world)
         failure, rule = "", ""

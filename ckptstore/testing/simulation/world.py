@@ -205,6 +205,8 @@ class World:
             self.nodes.network.client(member.process).outages.append(Outage("full", "checkpoints/", until))
         elif trouble.kind == "node damage":
             self.nodes.damage(node, self.plan.chance("node damage", trouble.at_call))
+        elif trouble.kind in ("node deaf", "node mute"):
+            self.nodes.cut_off(node, trouble.seconds, hears=trouble.kind == "node mute")
         else:
             for other in self.members:
                 if not other.is_done and other.actor.nodes[other.rank] == node:

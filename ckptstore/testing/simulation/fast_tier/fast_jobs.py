@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import files_behind
-from ckptstore.errors import CkptstoreError, StoreFenced
+from ckptstore.errors import CkptstoreError, NoUsableCheckpoint, StoreFenced
 from ckptstore.testing.simulation.alone import open_for
 from ckptstore.testing.simulation.model import Violation
 from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble
@@ -16,6 +16,7 @@ from ckptstore.testing.simulation.world import LONGEST_CALL_SECONDS, Member, Wor
 
 DURABLE_SECONDS = 30_000.0
 _NODES = ("a", "b", "c")
+_CUTS = frozenset({"node deaf", "node mute"})
 
 
 def draw_fast(seed: int) -> Plan:
@@ -49,6 +50,10 @@ def draw_fast(seed: int) -> Plan:
         seconds = apart.choice([120.0, 900.0, 7200.0])
         away = Trouble("away", who, at_call=apart.randrange(5, 120), seconds=seconds)
         troubles = [away, *troubles[: apart.choice([0, 0, 1, 3])]]
+    ways = Random(f"fast ways {seed}")
+    if ways.random() < 0.3:
+        cuts = [_cut(ways, jobs) for _ in range(ways.choice([1, 1, 2]))]
+        troubles = [*cuts, *troubles[: ways.choice([0, 0, 1])]]
     return Plan(
         seed=seed,
         board=apart.choice(["storage", "torch"]),
@@ -68,6 +73,14 @@ def _trouble(rng: Random, job: Actor) -> Trouble:
     at_call = rng.randrange(5, 120) if kind in ("kill", "stop", "outage") else rng.randrange(1, 80)
     seconds = rng.choice([30.0, 200.0, 3600.0])
     return Trouble(kind, who, at_call=at_call, seconds=seconds, what="lost " if kind == "outage" else "")
+
+
+def _cut(rng: Random, jobs: list[Actor]) -> Trouble:
+    """A node whose server takes nobody any more, or one behind a proxy that lets nothing out."""
+    job = rng.choice(jobs)
+    kind = rng.choice(sorted(_CUTS))
+    at_call, seconds = rng.randrange(1, 60), rng.choice([2.0, 30.0, 3600.0])
+    return Trouble(kind, f"{job.name}.{rng.randrange(job.ranks)}", at_call=at_call, seconds=seconds)
 
 
 def fast_program(world: World, member: Member) -> None:
@@ -107,18 +120,22 @@ def act(world: World, member: Member, index: int, action: Action) -> BaseExcepti
     if error is not None and not isinstance(error, CkptstoreError | TimeoutError):
         raise Violation("every error is a CkptstoreError", f"{where}: {type(error).__name__}: {error}") from error
     member.last_error = error
-    if error is not None and not isinstance(error, StoreFenced) and not _is_disturbed(world, member, action):
+    if error is not None and not isinstance(error, StoreFenced) and not _is_disturbed(world, member, action, began):
         world.fail("a call that nothing disturbs succeeds", f"{where}: {kind_of(error)}")
     return error
 
 
-def _is_disturbed(world: World, member: Member, action: Action) -> bool:
-    """Whether something may make the action fail. A bucket that is away disturbs no save of a job that has claimed the
-    store and whose ranks do not meet there."""
+def _is_disturbed(world: World, member: Member, action: Action, began: float) -> bool:
+    """Whether something may make the action fail. Nodes that do not reach each other disturb no save, but a resume, for
+    which that is no reason to take something older. A bucket that is away disturbs no save of a job that has claimed
+    the store and whose ranks do not meet there."""
     plan = world.plan
     if any(other.begins == "at once" for other in plan.actors[1:]):
         return True
-    if any(trouble.kind != "away" for trouble in plan.troubles):
+    kinds = {trouble.kind for trouble in plan.troubles}
+    if kinds and kinds <= _CUTS:
+        return action.kind == "resume" and any(world.nodes.was_cut(node, began) for node in member.actor.nodes)
+    if kinds != {"away"}:
         return True
     meets_there = plan.board == "storage" and member.actor.ranks > 1
     return bool(plan.troubles) and (meets_there or not member.has_saved or action.kind in ("resume", "close"))
@@ -144,11 +161,15 @@ def _save(world: World, member: Member, index: int, action: Action, where: str) 
 def _resume(world: World, member: Member, where: str) -> Any:
     from ckptstore.testing.simulation.states import empty_state, problem_of
 
-    nodes = list(dict.fromkeys(member.actor.nodes))
+    nodes, began = list(dict.fromkeys(member.actor.nodes)), world.scheduler.now
     before = world.nodes.usable(nodes)
     state = empty_state()
     found = member.store.resume(state, per_rank="first")
     after = world.nodes.usable(nodes)
+    newest = max(before.values(), default=None)
+    if any(world.nodes.was_cut(node, began) for node in nodes):
+        nodes = [node for node in nodes if not world.nodes.was_cut(node, began)]
+        before = {name: order for name, order in world.nodes.usable(nodes).items() if name in before}
     needed = max((before[name] for name in before.keys() & after.keys()), default=None)
     if found is None:
         if needed is not None:
@@ -162,6 +183,10 @@ def _resume(world: World, member: Member, where: str) -> Any:
         attempt, order = files.record.entry.attempt, files.record.entry.order
     if needed is not None and order < needed:
         world.fail("a resume takes the newest", f"{where}: got {order}, there is {needed}")
+    report = found.load_report
+    is_told = report is not None and bool(report.passed_over)
+    if newest is not None and order < newest and not is_told and _is_left_alone(world.plan):
+        world.fail("what a resume passes over is told", f"{where}: got {order}, there was {newest}")
     if attempt not in world.model.by_attempt and attempt not in before and world.nodes.is_void(order):
         world.fail("nothing void is resumed from", f"{where}: {attempt} is {order}")
     fast = world.nodes.saved.get(attempt)
@@ -169,6 +194,13 @@ def _resume(world: World, member: Member, where: str) -> Any:
     if problem := problem_of(state, tag):
         world.fail("what is read is what was saved", f"{where}, {attempt}: {problem}")
     return found
+
+
+def _is_left_alone(plan: Plan) -> bool:
+    """Whether nothing but the job that resumes changes what nodes have."""
+    harms = {"node lost", "node full", "node damage"}
+    beside = any(actor.begins == "at once" for actor in plan.actors[1:])
+    return not beside and harms.isdisjoint(trouble.kind for trouble in plan.troubles)
 
 
 def fast_finale(world: World, member: Member) -> None:
@@ -179,6 +211,8 @@ def fast_finale(world: World, member: Member) -> None:
     member.store = open_for(world, member)
     member.job = job_of(member.store)
     if (error := act(world, member, 0, Action("resume"))) is not None:
+        if isinstance(error, NoUsableCheckpoint) and not world.nodes.usable(member.actor.nodes):
+            return  # the one copy of the one checkpoint was harmed
         world.fail("a restart always works", kind_of(error))
     pending = member.store.save_async(999_999, state_of(("final", 0), member.rank))
     saved = pending.durable(DURABLE_SECONDS)

@@ -63,6 +63,9 @@ class NodeDisks:
         self._locks: dict[str, tuple[Process, int]] = {}
         self._begun: dict[str, float] = {}
         self._lost_at: dict[str, float] = {}
+        self._homes: dict[Process, str] = {}
+        self._deaf_until: dict[str, float] = {}
+        self._mute_until: dict[str, float] = {}
         self._harmed: set[tuple[str, str]] = set()
         """Nodes and attempts: what something else than ckptstore did harm to, there and nowhere else."""
         self._is_struck = False
@@ -70,6 +73,7 @@ class NodeDisks:
     def tier(self, actor: Actor, rank: int) -> FastTier:
         """What a rank of a job opens its store with."""
         node = actor.nodes[rank]
+        self._homes[self.network.here().process] = node
         self.directory.mkdir(exist_ok=True)
         copies = cast(Literal[1, 2], self.plan.fast_copies)
         copies = copies if len(set(actor.nodes)) > 1 else 1
@@ -122,6 +126,24 @@ class NodeDisks:
             self._is_struck = True
             space.put(key, bytes([data[0] ^ 1]) + data[1:] if data else b"x")
             self._is_struck = False
+
+    def cut_off(self, node: str, seconds: float, *, hears: bool) -> None:
+        """For a while nobody reaches a node, whose server takes no connection; or, if it hears, it reaches nobody."""
+        which = self._mute_until if hears else self._deaf_until
+        which[node] = max(which.get(node, 0.0), self.scheduler.now + seconds)
+
+    def is_cut(self, source: str, target: str) -> bool:
+        """Whether one node cannot reach another now."""
+        until = max(self._mute_until.get(source, 0.0), self._deaf_until.get(target, 0.0))
+        return not self.network.is_calm and self.scheduler.now < until
+
+    def was_cut(self, node: str, since: float) -> bool:
+        """Whether somebody could not reach a node, or it nobody, at some time since then."""
+        return max(self._mute_until.get(node, 0.0), self._deaf_until.get(node, 0.0)) > since
+
+    def home(self, process: Process) -> str:
+        """The node of a process."""
+        return self._homes[process]
 
     # What must hold
 
@@ -242,9 +264,10 @@ class SimulatedClient:
         self.node = node
         self._server, self._process = nodes.servers[int(addresses[0][0])]
         self._nodes = nodes
+        self._here = nodes.home(nodes.network.here().process)
 
     def _reached(self) -> Any:
-        if self._server.is_closed or self._process.is_dead:
+        if self._server.is_closed or self._process.is_dead or self._nodes.is_cut(self._here, self.node):
             raise StorageUnavailable(f"{self.node} cannot be reached")
         return self._server.disk.storage
 
