@@ -115,6 +115,29 @@ def copy(root: str, target: str) -> None:
         place.close()
 
 
+def run(root: str, folder: str) -> None:
+    """The agent, with a shell script for a trainer."""
+    from ckptstore.cli import main as command
+
+    options = [
+        "--store",
+        root,
+        "--folder",
+        folder,
+        "--pattern",
+        "checkpoint-*",
+        "--marker",
+        "DONE",
+        "--interval",
+        "0.1",
+    ]
+    ready()
+    script = str(Path(__file__).with_name("trainer.sh"))
+    status = command(["run", *options, "--", "sh", script, folder], standalone_mode=False)
+    if status:
+        raise SystemExit(status)
+
+
 def cached(directory: str) -> None:
     """A checkpoint without paths of its own, as a directory on this node."""
     from ckptstore import Checkpoint
@@ -132,8 +155,10 @@ def main(flow: str, rank: int, world_size: int, token: str, root: str, given: st
         return copy(root, given)
     if flow == "node_cache":
         return cached(given)
+    if flow == "run":
+        return run(root, given)
     store = opened(root, rank, world_size, token, on_node(given, rank) if flow.startswith("fast_") else None)
-    if flow == "fast_save":
+    if flow in ("fast_save", "fast_node"):
         fast_save(store, rank)
     elif flow == "fast_resume":
         fast_resume(store, rank)

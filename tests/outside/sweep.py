@@ -43,7 +43,8 @@ QUICK_SECONDS, PATIENT_SECONDS = 3.0, 60.0
 END_SECONDS = 600.0
 OLD_SECONDS = 7 * 86400.0
 SAVES = ("save_directory", "save", "save_async_thread", "save_async_process")
-FAST = ("fast_save", "fast_resume")
+FAST = ("fast_save", "fast_node", "fast_resume")
+"""In `fast_node` the node of the victim is lost, with its disk."""
 TWO_RANKS = frozenset({*SAVES, *FAST})
 STATES = frozenset({*SAVES[1:], *FAST, "import"})
 OF_STATES = ("numpy", "torch", "ckptstore.saving.save_state", "ckptstore.interchange.importing")
@@ -53,7 +54,7 @@ AT_START = {
     "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads when it is imported
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-FLOWS = (*SAVES, *FAST, "prune", "gc", "cp", "node_cache", "import")
+FLOWS = (*SAVES, *FAST, "prune", "gc", "cp", "node_cache", "import", "run")
 
 
 class NotTraced(Exception):
@@ -153,13 +154,15 @@ class Flow:
 
     def given(self, place: Path) -> Path:
         """The last argument of the flow."""
-        known = {"cp": place / "target", "node_cache": place / "directory", **dict.fromkeys(FAST, place / "disks")}
+        known = {"cp": place / "target", "node_cache": place / "directory", "run": place / "folder"}
+        known |= dict.fromkeys(FAST, place / "disks")
         return Path(self.name.rpartition("_")[2]) if "async" in self.name else known.get(self.name, self.base / "given")
 
     def changed(self, place: Path) -> list[Path]:
         """The directories in which a change counts."""
         known = {"cp": [place / "target"], "node_cache": [place / "cache"]}
         known |= {name: [place / "disks", place / "store"] for name in FAST}
+        known["run"] = [place / "store", place / "folder"]
         return known.get(self.name, [place / "store"])
 
     def points(self) -> list[tuple[int, int]]:
@@ -209,6 +212,8 @@ class Flow:
         """What must hold after any kill."""
         for rank, text in enumerate(outcome.printed):
             assert rank == victim or "Traceback" not in text, text
+        if killed and self.name == "fast_node":
+            shutil.rmtree(place / "disks" / f"node{victim}")
         _CHECKS[self.name](self, place, outcome, killed)
 
 
@@ -231,7 +236,7 @@ def check_save(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
 
 def check_fast(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
     """The next job goes on from the one before or the new one, whole; saves; and nothing is left on any disk."""
-    saves = flow.name == "fast_save"
+    saves = flow.name != "fast_resume"
     first, *others = on_two_nodes(place, lambda store, state: store.resume(state) and dict(state))
     assert all(other["values"]["step"] == first["values"]["step"] for other in others)
     step = first["values"]["step"]
@@ -317,6 +322,31 @@ def check_cache(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None
     assert not left, left
 
 
+def check_run(flow: Flow, place: Path, outcome: Outcome, killed: bool) -> None:
+    """What is committed is whole; the next start ends well, on another machine too, with both checkpoints stored."""
+    if killed:
+        look_at_folders(place, complete=False)
+        if len(outcome.calls) % 2:
+            shutil.rmtree(place / "folder", ignore_errors=True)
+        again = flow.run(place, 0, None, rank_timeout_seconds=PATIENT_SECONDS)
+        assert again.printed[0].strip().endswith("done"), again.printed
+    look_at_folders(place, complete=True)
+    go_on(place / "store", STEP, place)
+
+
+def look_at_folders(place: Path, *, complete: bool) -> None:
+    if not complete and not (place / "store" / "store.json").exists():
+        return
+    with open_store(place / "store") as reader:
+        found = list(reader)
+        assert not complete or [checkpoint.step for checkpoint in found] == [BEFORE, STEP]
+        for checkpoint in found:
+            assert checkpoint.verify().ok
+            step, files = checkpoint.step, contents_of(checkpoint)
+            wanted = {"model": b"weights of %d\n" % step, "DONE": b""}
+            assert {Path(name).name: data for name, data in files.items()} == wanted, files
+
+
 def check_contents(flow: Flow, checkpoint: Checkpoint) -> None:
     if checkpoint.kind == "directory":
         step = checkpoint.step
@@ -344,6 +374,7 @@ _CHECKS: dict[str, Callable[[Flow, Path, Outcome, bool], None]] = {
     "cp": check_copy,
     "node_cache": check_cache,
     "import": check_save,
+    "run": check_run,
 }
 
 
@@ -422,6 +453,9 @@ def make_flow(name: str, where: Path) -> Flow:
     store, given = base / "store", base / "given"
     if name in FAST:
         on_two_nodes(base, lambda job, _: job.save(BEFORE, state_of(BEFORE, job._job.group.rank)))
+        return Flow(name, base)
+    if name == "run":
+        base.mkdir()
         return Flow(name, base)
     steps = (BEFORE,) if name in (*SAVES, "import") else (0, 1, AFTER - 1)
     for step in steps:
