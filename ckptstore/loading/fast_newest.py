@@ -83,6 +83,8 @@ def look(
         claims = _claims(job, newest, certificates.values())
         merged = merge(sightings, certificates, newest, committed, claims, store_id=job.store_id())
         refused = _tell_refused(merged)
+        if not merged.candidates:
+            job.log.confirm()
         kept.append((sightings, certificates, claims, merged))
         by_attempt = {record.entry.attempt: record for record in committed}
         tried = merged.candidates if order is None else order(merged.candidates)

@@ -131,6 +131,8 @@ def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list
                 hint="`resume` creates one where there is none; look for a typo in the URI",
             )
         records = job.log.readable(order(list(newest.state.live)) if newest else ())
+        if claim and not (newest and newest.state.live):
+            job.log.confirm()
         claimed = job.claimed() if claim else None
         found = [[record.number, record.encode().decode()] for record in records]
         return {"claimed": claimed, "records": found, **load.told()}

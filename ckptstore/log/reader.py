@@ -97,7 +97,8 @@ class LogReader:
 
     def readable(self, numbers: Iterable[int]) -> list[Record]:
         """The same records but for those in an archive class: a warning tells of each. A bucket may have a rule that
-        moves old objects there, and nobody needs the old ones to go on from the newest."""
+        moves old objects there, and nobody needs the old ones to go on from the newest. Raises StorageArchived where
+        all of them are."""
 
         def read(number: int) -> Record | StorageArchived:
             try:
@@ -106,6 +107,8 @@ class LogReader:
                 return error
 
         found = self._in_parallel(read, list(numbers))
+        if found and isinstance(found[0], StorageArchived) and not any(isinstance(one, Record) for one in found):
+            raise found[0]
         for error in found:
             if isinstance(error, StorageArchived) and error.file not in self._archived:
                 self._archived.add(error.file)

@@ -73,7 +73,14 @@ class Log(LogReader):
         with self._appending:
             return self._newest_checked()
 
-    def check_there(self) -> None:
+    def confirm(self) -> None:
+        """`check_there` by all bytes and on a new connection, for who takes the store for empty: answers that belong to
+        other requests can hide a checkpoint, and show a record as written that is not."""
+        if self._own is not None and isinstance(self._storage, Doubts):
+            self._storage.doubt(record_key(self._own.number))
+        self.check_there(exact=True)
+
+    def check_there(self, *, exact: bool = False) -> None:
         """Raise StoreMissing when the newest record that this process has read or written is not there any more, or is
         another one: the store was removed, replaced or unmounted. One request; on a disk all bytes are compared, else
         the size."""
@@ -83,7 +90,7 @@ class Log(LogReader):
         key, storage = record_key(known.number), self._storage
 
         def look() -> None:
-            if isinstance(storage, Disk):
+            if exact or isinstance(storage, Disk):
                 is_same = storage.read(key) == known.encode()
             else:
                 is_same = storage.stat(key).size_bytes == len(known.encode())

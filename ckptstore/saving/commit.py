@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptstore.config import StoreConfig
-from ckptstore.errors import CheckpointGone, CkptstoreError, InvalidInput, StorageError
+from ckptstore.errors import CheckpointGone, CkptstoreError, FileMissing, InvalidInput, StorageError
 from ckptstore.events import CheckpointCommitted, emit
 from ckptstore.format.changes import CheckpointEntry, Commit, StoreState
 from ckptstore.format.layout import MANIFEST_NAME, Attempt
@@ -282,3 +282,22 @@ def write_manifest(storage: Storage, config: StoreConfig, attempt: Attempt, cont
         storage.write(key, [memoryview(data)])
     elif not _created(storage, storage.create, config, key, data):
         raise StorageError(f"{key} exists already with other contents", file=key)
+    if not isinstance(storage, Disk):
+        _check_kept(storage, config, key, len(data))
+
+
+def _check_kept(storage: Storage, config: StoreConfig, key: str, size_bytes: int) -> None:
+    """Raise StorageError unless a file is there that was just written. A proxy that says yes before it has read a body
+    may keep nothing; all other files of a checkpoint were listed."""
+    try:
+        found = retrying(config.retry, f"stat {key}", lambda: storage.stat(key).size_bytes)
+    except FileMissing:
+        found = None
+    if found != size_bytes:
+        what = "is not there" if found is None else f"has {found} bytes"
+        raise StorageError(
+            f"{key} {what}, though {storage.uri} has said that its {size_bytes} bytes are stored",
+            file=key,
+            hint="Look for a proxy or a gateway that answers before it has stored what it gets",
+            committed=False,
+        )

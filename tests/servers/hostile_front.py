@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import re
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -98,6 +100,101 @@ Manner = Callable[[Reply], None]
 
 
 @dataclass
+class Wire:
+    """A request whose head has come, on its connection."""
+
+    line: socket.socket
+    _forward: Callable[[], bytes]
+    _drop: Callable[[], object]
+
+    def answer(self) -> bytes:
+        """Have the server answer the request, whose body is read for that; the whole answer as it is on the wire."""
+        return self._forward()
+
+    def drop(self) -> None:
+        """Read the body, for nobody."""
+        self._drop()
+
+    def reset(self) -> None:
+        """End the connection in the middle."""
+        self.line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+OnWire = Callable[[Wire], bool | None]
+"""What is done in the place of an answer; true where the connection goes on."""
+OK = b'HTTP/1.1 200 OK\r\nETag: "00000000000000000000000000000000"\r\nContent-Length: 0\r\n\r\n'
+
+
+def says_ok_before_the_body(wire: Wire) -> None:
+    wire.line.sendall(OK)
+    time.sleep(0.05)
+
+
+def says_ok_and_drops_the_body(wire: Wire) -> bool:
+    wire.line.sendall(OK)
+    wire.drop()
+    return True
+
+
+def goes_on_with_100(wire: Wire) -> None:
+    while True:
+        wire.line.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
+
+
+def hints_first(wire: Wire) -> bool:
+    wire.line.sendall(b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>\r\n\r\n")
+    answer = wire.answer()
+    time.sleep(0.05)
+    wire.line.sendall(answer)
+    return True
+
+
+def ends_with_103(wire: Wire) -> None:
+    wire.answer()
+    wire.line.sendall(b"HTTP/1.1 103 Early Hints\r\n\r\n")
+
+
+def resets_in_the_body(wire: Wire) -> None:
+    answer = wire.answer()
+    wire.line.sendall(answer[: answer.index(b"\r\n\r\n") + 4 + 100][:-1])
+    time.sleep(0.02)
+    wire.reset()
+
+
+def answers_twice(wire: Wire) -> bool:
+    answer = wire.answer()
+    wire.line.sendall(answer)
+    time.sleep(0.02)
+    wire.line.sendall(answer)
+    return True
+
+
+def says_two_lengths(wire: Wire) -> bool:
+    wire.line.sendall(wire.answer().replace(b"\r\n", b"\r\nContent-Length: 3\r\n", 1))
+    return True
+
+
+def says_length_and_chunks(wire: Wire) -> bool:
+    wire.line.sendall(wire.answer().replace(b"\r\n", b"\r\nTransfer-Encoding: chunked\r\n", 1))
+    return True
+
+
+def says_no_status(wire: Wire) -> None:
+    wire.answer()
+    wire.line.sendall(b"\x16\x03\x01\x02\x00 what\r\n\r\n")
+
+
+def says_an_impossible_status(wire: Wire) -> None:
+    wire.line.sendall(wire.answer().replace(b" 20", b" -20", 1))
+
+
+def has_a_head_without_end(wire: Wire) -> None:
+    wire.line.sendall(b"HTTP/1.1 200 OK\r\n")
+    while True:
+        wire.line.sendall(b"X-More: " + b"x" * 1000 + b"\r\n")
+
+
+@dataclass
 class Front:
     """The proxy. `manner` is done to answers to reads of keys that `match` fits, `times` of them."""
 
@@ -106,6 +203,8 @@ class Front:
     match: str = ""
     whole: bytes = b""
     times: int = 0
+    on_wire: OnWire | None = None
+    method: str = "GET"
     done: int = 0
     connections: set[int] = field(default_factory=set)
     """On how many connections it was done."""
@@ -116,14 +215,21 @@ class Front:
         self.manner, self.match, self.whole, self.times, self.done = manner, match, whole, times, 0
         self.connections.clear()
 
+    def misbehave_on_wire(self, on_wire: OnWire, method: str, match: str, *, times: int = 1 << 30) -> None:
+        """Begin to do that in the place of answers to requests of this method."""
+        self.behave()
+        self.on_wire, self.method, self.match, self.times, self.done = on_wire, method, match, times, 0
+
     def behave(self) -> None:
         """End."""
-        self.manner = None
+        self.manner = self.on_wire = None
+        self.method = "GET"
 
     def takes(self, method: str, target: str, connection: int) -> bool:
         """Whether it is done to this request."""
         with self._lock:
-            wanted = self.manner is not None and method == "GET" and re.search(self.match, unquote(target)) is not None
+            is_on = self.manner is not None or self.on_wire is not None
+            wanted = is_on and method == self.method and re.search(self.match, unquote(target)) is not None
             if not wanted or self.done >= self.times:
                 return False
             self.done += 1
@@ -151,13 +257,30 @@ def _serve(connection: socket.socket, front: Front, number: int) -> None:
             address = f"{front.server[0]}:{front.server[1]}"  # emulators look at the name by which they are asked
             headers = [(name, address if name.lower() == "host" else value) for name, value in _headers(coming)]
             names = {name.lower(): value for name, value in headers}
-            body = coming.read(int(names.get("content-length", 0)))
-            onward.sendall(_head(line.strip(), headers) + body)
+            is_hit = front.takes(method, target, number)
+            size_bytes = int(names.get("content-length", 0))
+
+            def forwarded(
+                head: bytes = _head(line.strip(), headers), size_bytes: int = size_bytes, method: str = method
+            ) -> tuple[str, Headers, bytes]:
+                onward.sendall(head + coming.read(size_bytes))
+                status_line, found = answers.readline().decode().strip(), _headers(answers)
+                is_empty = method == "HEAD" or " 204" in status_line or " 304" in status_line
+                return status_line, found, b"" if is_empty else _body(answers, found)
+
+            if is_hit and (on_wire := front.on_wire) is not None:
+                is_head = method == "HEAD"  # whose length is that of what it has not
+                wire = Wire(
+                    connection,
+                    lambda made=forwarded, keeps=is_head: _whole(*made(), keeps_length=keeps),
+                    lambda size=size_bytes: coming.read(size),
+                )
+                if on_wire(wire):
+                    continue
+                return
             if method == "PUT" and names.get("expect"):
                 return
-            is_hit = front.takes(method, target, number)
-            status_line, found = answers.readline().decode().strip(), _headers(answers)
-            data = b"" if method == "HEAD" or " 204" in status_line or " 304" in status_line else _body(answers, found)
+            status_line, found, data = forwarded()
             if not is_hit or not status_line.split(" ")[1].startswith("2"):
                 plain = [each for each in found if each[0].lower() != "transfer-encoding"]
                 if method != "HEAD" and not any(each[0].lower() == "content-length" for each in plain):
@@ -181,6 +304,13 @@ def _serve(connection: socket.socket, front: Front, number: int) -> None:
             if front.manner is breaks_off:
                 assert length
                 return
+
+
+def _whole(status_line: str, headers: Headers, body: bytes, *, keeps_length: bool) -> bytes:
+    if keeps_length:
+        return _head(status_line, headers)
+    plain = [each for each in headers if each[0].lower() not in ("transfer-encoding", "content-length")]
+    return _head(status_line, [*plain, ("Content-Length", str(len(body)))]) + body
 
 
 def _headers(file: BinaryIO) -> Headers:

@@ -53,7 +53,7 @@ def test_a_save(store: Any, requests_of: Any, tmp_path: Path) -> None:
     assert found["PutObject"] == NUM_FILES + 3, "files, manifest, record, hint"
     assert found["GetObject"] <= 6, "the log is read forward; a few more where the hint is old"
     assert found["ListObjects"] == 1
-    assert found["HeadObject"] == 2, "the newest record that the job knows, and the manifest of its last checkpoint"
+    assert found["HeadObject"] == 3, "the newest record that the job knows, its last manifest, and the new one"
     assert found["DeleteObjects"] == found["DeleteObject"] == 0
 
 
@@ -68,7 +68,7 @@ def test_a_save_with_a_large_file(store: Any, requests_of: Any, tmp_path: Path) 
     assert found["PutObject"] == NUM_FILES + 3
     parts = {name: found[name] for name in ("CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload")}
     assert parts == {"CreateMultipartUpload": 1, "UploadPart": 3, "CompleteMultipartUpload": 1}
-    assert found["HeadObject"] == 2
+    assert found["HeadObject"] == 3
 
 
 def test_finding_and_loading(store: Any, requests_of: Any, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ To take that for the file would call a whole checkpoint damaged. So it is troubl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckptstore.errors import StorageUnavailable
@@ -53,6 +54,15 @@ class AnswerHead:
             raise _wrong(key, f"it begins at byte {self.first}, and {offset} was asked for")
         if version is not None and self.version is not None and self.version.strip('"') != version.strip('"'):
             raise _wrong(key, "it is of another version than was asked for")
+
+
+@contextmanager
+def complete(key: str) -> Iterator[None]:
+    """Raise StorageUnavailable where something is missing in an answer that is taken apart, or is of another kind."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _wrong(key, f"something in it is missing or has another form ({type(error).__name__}: {error})") from None
 
 
 def _wrong(key: str, what: str) -> StorageUnavailable:

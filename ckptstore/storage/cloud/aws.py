@@ -16,7 +16,7 @@ from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageE
 from ckptstore.format import digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import foreign
-from ckptstore.storage.cloud.answers import AnswerHead
+from ckptstore.storage.cloud.answers import AnswerHead, complete
 from ckptstore.storage.cloud.aws_client import AwsConnection
 from ckptstore.storage.cloud.bodies import PIECE_BYTES, Filling, ViewsBody, crc32c_header, part_bytes, total_bytes
 from ckptstore.storage.cloud.lazy_client import CloudFiles
@@ -108,20 +108,24 @@ class S3Files(CloudFiles[AwsConnection]):
 
     def stat(self, key: str) -> StoredFile:
         answer = self.call("head_object", file=key, Key=self.full(key))
-        return StoredFile(key, answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"])
+        with complete(key):
+            return StoredFile(key, answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"])
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
         cut = len(self.full(""))
         token: dict[str, str] = {}
         while True:
             page = self.call("list_objects_v2", file=prefix, Prefix=self.full(prefix), **token)
-            for item in page.get("Contents", ()):
-                if not item["Key"].endswith("/"):  # what some tools leave for a directory
-                    modified = item["LastModified"].timestamp()
-                    yield StoredFile(item["Key"][cut:], item["Size"], modified, item["ETag"])
-            if not page.get("IsTruncated"):
+            with complete(prefix):
+                files = [
+                    StoredFile(item["Key"][cut:], item["Size"], item["LastModified"].timestamp(), item["ETag"])
+                    for item in page.get("Contents", ())
+                    if not item["Key"].endswith("/")  # what some tools leave for a directory
+                ]
+                token = {"ContinuationToken": page["NextContinuationToken"]} if page.get("IsTruncated") else {}
+            yield from files
+            if not token:
                 return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
 
     def delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), _DELETE_KEYS):
@@ -236,7 +240,8 @@ class _Upload:
         self._finishing = False
         options = {"ChecksumAlgorithm": "CRC32C"} if checksum else {}
         answer = files.call("create_multipart_upload", file=key, Key=files.full(key), **options, **files.put_options)
-        self._at = {"Key": files.full(key), "UploadId": answer["UploadId"]}
+        with complete(key):
+            self._at = {"Key": files.full(key), "UploadId": answer["UploadId"]}
 
     def write_part(self, offset: int, views: Sequence[memoryview], crc32c: int | None = None) -> None:
         number = offset // self._part_bytes + 1
@@ -250,7 +255,9 @@ class _Upload:
             ContentLength=total_bytes(views),
             **checksum,
         )
-        self._sent(number, {"ETag": answer["ETag"], **checksum})
+        with complete(self._key):
+            etag = answer["ETag"]
+        self._sent(number, {"ETag": etag, **checksum})
 
     def copy_part(self, number: int, source: dict[str, str], range_header: str) -> None:
         """A part from another file of the bucket."""
@@ -262,7 +269,9 @@ class _Upload:
             CopySource=source,
             CopySourceRange=range_header,
         )
-        self._sent(number, {"ETag": answer["CopyPartResult"]["ETag"]})
+        with complete(self._key):
+            etag = answer["CopyPartResult"]["ETag"]
+        self._sent(number, {"ETag": etag})
 
     def _sent(self, number: int, proof: dict[str, str]) -> None:
         with self._lock:

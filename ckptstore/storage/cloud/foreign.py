@@ -39,8 +39,9 @@ from ckptstore.errors import (
 )
 
 
-class ConditionFailed(Exception):
-    """412: the file is not as a conditional request wants it. Its callers expect it; it never leaves this package."""
+class ConditionFailed(StorageUnavailable):
+    """412: the file is not as a conditional request wants it. Callers of such requests expect it; to any other request
+    it is no answer, and something on the way is out of step."""
 
 
 class ForeignError(Exception):

@@ -21,7 +21,7 @@ from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageU
 from ckptstore.format import digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
-from ckptstore.storage.cloud.answers import AnswerHead
+from ckptstore.storage.cloud.answers import AnswerHead, complete
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, crc32c_header, total_bytes
 from ckptstore.storage.cloud.client_options import (
     GOOGLE,
@@ -195,7 +195,10 @@ class GcsFiles(CloudFiles[GcsConnection]):
         return value
 
     def _check(self, stored: Mapping[str, Any], *, key: str, size_bytes: int, crc32c: int) -> None:
-        if stored.get("crc32c", crc32c_header(crc32c)) != crc32c_header(crc32c) or int(stored["size"]) != size_bytes:
+        with complete(key):
+            is_same = stored.get("crc32c", crc32c_header(crc32c)) == crc32c_header(crc32c)
+            is_same = is_same and int(stored["size"]) == size_bytes
+        if not is_same:
             raise StorageUnavailable("The bytes arrived damaged", file=key)
 
     def read(self, key: str) -> bytes:
@@ -251,12 +254,13 @@ class GcsFiles(CloudFiles[GcsConnection]):
         }
         while True:
             page = self.call("GET", f"{self._bucket}/o", what="list", key=prefix, params=params)
-            for item in page.get("items", ()):
-                if not item["name"].endswith("/"):
-                    yield _stored(item["name"][cut:], item)
-            if not page.get("nextPageToken"):
+            with complete(prefix):
+                items = [item for item in page.get("items", ()) if not item["name"].endswith("/")]
+                params["pageToken"] = page.get("nextPageToken", "")
+            for item in items:
+                yield _stored(item["name"][cut:], item)
+            if not params["pageToken"]:
                 return
-            params["pageToken"] = page["nextPageToken"]
 
     def _delete_one(self, key: str) -> None:
         with suppress(FileMissing):
@@ -370,9 +374,10 @@ def credentials_of(token: Any) -> Callable[[], Any]:
 
 
 def _stored(key: str, item: Mapping[str, Any]) -> StoredFile:
-    modified = datetime.fromisoformat(item["updated"]).timestamp()
-    generation = item.get("generation")
-    return StoredFile(key, int(item["size"]), modified, str(generation) if generation else None)
+    with complete(key):
+        modified = datetime.fromisoformat(item["updated"]).timestamp()
+        generation = item.get("generation")
+        return StoredFile(key, int(item["size"]), modified, str(generation) if generation else None)
 
 
 def _told(key: str, answer: Any) -> AnswerHead:

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +23,8 @@ _HEAD_BYTES = 8 << 10
 _MAX_VIEWS = 512
 """In one call; Linux takes 1,024."""
 _KEPT_CONNECTIONS = 64
+_MOST_INTERIM = 16
+"""Answers of 1xx before the one that counts; no server has a reason to send two."""
 
 
 class PlainHttp:
@@ -130,13 +133,15 @@ class HttpAnswer:
 
     def read(self, size: int | None = None) -> bytes:
         """So many bytes, or the rest of the body."""
-        data = self._response.read(size)
+        with self._ended_by_errors():
+            data = self._response.read(size)
         self._release()
         return data
 
     def readinto(self, view: memoryview) -> int:
         """Fill the view as far as the body goes."""
-        count = self._response.readinto(view)
+        with self._ended_by_errors():
+            count = self._response.readinto(view)
         self._release()
         return count
 
@@ -145,6 +150,15 @@ class HttpAnswer:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.end()
+
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """Whoever reads need not close what has broken."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _release(self) -> None:
         """Keep the connection for the next request, once the body is read to its end."""
@@ -156,9 +170,29 @@ class HttpAnswer:
                 self._home._give_back(self._server, connection)
 
 
+class _Response(http.client.HTTPResponse):
+    """An answer, of which `http.client` by itself would take 103 for the last, 100 without end, and of two lengths the
+    first: what comes behind such an answer would be read as that to the next request."""
+
+    def _read_status(self) -> tuple[str, int, str]:
+        for _ in range(_MOST_INTERIM):
+            version, status, reason = super()._read_status()  # type: ignore[misc]
+            if not 100 <= status < 200:
+                return version, status, reason
+            http.client.parse_headers(self.fp)
+        raise http.client.HTTPException(f"{_MOST_INTERIM} answers of 1xx came, and none that counts")
+
+    def begin(self) -> None:
+        super().begin()
+        lengths = set(self.headers.get_all("content-length") or ())
+        if len(lengths) > 1 or (lengths and self.headers.get("transfer-encoding")):
+            raise http.client.HTTPException("the head of the answer says two lengths of its body")
+
+
 class _Connection(http.client.HTTPConnection):
     """One connection. Its socket blocks, with timeouts that the kernel keeps."""
 
+    response_class = _Response
     _head = b""
 
     def open(self, read_seconds: float | None, *, keepalive: bool) -> None:
@@ -206,6 +240,8 @@ class _Connection(http.client.HTTPConnection):
                 response = None
             if response is None:
                 raise
+            if response.status < 300:
+                raise http.client.HTTPException(f"status {response.status} came before the body was sent") from None
             response.will_close = True
             return response
         return self.getresponse()

@@ -1,0 +1,230 @@
+"""Servers and proxies that break HTTP itself: early and endless answers, wrong frames, resets, redirects. Whatever they
+do, a call returns what is right or fails in time with a StorageError, and the next one is served."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from hostile_front import (
+    Front,
+    OnWire,
+    Wire,
+    answers_twice,
+    ends_with_103,
+    goes_on_with_100,
+    has_a_head_without_end,
+    hints_first,
+    hostile_front,
+    resets_in_the_body,
+    says_an_impossible_status,
+    says_length_and_chunks,
+    says_no_status,
+    says_ok_and_drops_the_body,
+    says_ok_before_the_body,
+    says_two_lengths,
+)
+from loopback import answering
+
+import ckptstore
+from ckptstore.errors import CheckpointDamaged, CkptstoreError, StorageError, StorageUnavailable
+from ckptstore.storage.open import open_storage
+
+SMALL, LARGE = os.urandom(4 << 10), os.urandom(9 << 20)
+OTHER = b"of somebody else"
+LONGEST_SECONDS = 30.0
+MANNERS: list[OnWire] = [
+    goes_on_with_100,
+    hints_first,
+    ends_with_103,
+    resets_in_the_body,
+    says_two_lengths,
+    says_length_and_chunks,
+    says_no_status,
+    says_an_impossible_status,
+    has_a_head_without_end,
+]
+ENGINES = ("obstore", "fsspec")
+
+
+@pytest.fixture(autouse=True)
+def _two_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "2")
+    monkeypatch.setenv("CKPTSTORE_RETRY_WAIT_MAX_SECONDS", "0.01")
+
+
+@pytest.fixture
+def front(fast_s3: Any) -> Iterator[tuple[dict[str, Any], Front]]:
+    """The options that lead to a bucket through a front, and the front."""
+    with hostile_front(fast_s3.endpoint_url) as (url, front):
+        options = {**fast_s3.storage_options, "endpoint_url": url}
+        yield {**options, "config_kwargs": {"read_timeout": 2, "connect_timeout": 2}}, front
+
+
+def calls(storage: Any) -> dict[str, Callable[[], Any]]:
+    """Reads and writes of each size, by the method of HTTP; each returns what is then so of its file."""
+
+    def read(key: str, offset: int, size_bytes: int) -> bytes:
+        view = memoryview(bytearray(size_bytes))
+        storage.read_into(key, offset, [view])
+        return bytes(view)
+
+    def write(key: str, data: bytes) -> bytes:
+        storage.write(key, [memoryview(data)])
+        return data
+
+    return {
+        "GET a small file": lambda: storage.read("small"),
+        "GET a small range": lambda: read("large", 1000, 500),
+        "GET a large range": lambda: read("large", 1000, 6 << 20),
+        "GET a listing": lambda: sorted(file.key for file in storage.list("")),
+        "HEAD a file": lambda: storage.stat("large").size_bytes,
+        "PUT a small file": lambda: write("new", SMALL),
+        "PUT a large file": lambda: write("new", LARGE),
+    }
+
+
+def twice(call: Callable[[], Any]) -> Any:
+    """What a call returns at its second try at the latest: a connection that was kept may be of no use any more."""
+    try:
+        return call()
+    except StorageUnavailable:
+        return call()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("engine", ["fsspec", pytest.param("obstore", marks=pytest.mark.slow)])  # on sockets of our own
+@pytest.mark.parametrize("manner", MANNERS)
+def test_a_call_is_right_or_fails_in_time(front: tuple[dict[str, Any], Front], engine: str, manner: OnWire) -> None:
+    options, place = front
+    with closing(open_storage(f"s3://test/{os.urandom(4).hex()}", storage_options=options, engine=engine)) as storage:
+        storage.write("small", [memoryview(SMALL)])
+        storage.write("large", [memoryview(LARGE)])
+        storage.write("new", [memoryview(OTHER)])
+        found = {name: call() for name, call in calls(storage).items()}
+        for name, call in calls(storage).items():
+            right = found[name]
+            if name.startswith("HEAD") and manner in (says_two_lengths, says_length_and_chunks):
+                continue  # there is no body that they could part from what follows
+            place.misbehave_on_wire(manner, name.partition(" ")[0], "", times=3)
+            began = time.monotonic()
+            try:
+                assert call() == right, name
+            except (StorageError, CheckpointDamaged):
+                """It says that it has failed."""
+            assert place.done, name
+            assert time.monotonic() - began < LONGEST_SECONDS, name
+            place.behave()
+            for other, again in calls(storage).items():
+                if other.startswith(("GET", "HEAD")):
+                    assert twice(again) == found[other], (name, other)
+            assert twice(call) == right, name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("method", ["GET", pytest.param("HEAD", marks=pytest.mark.slow), "PUT"])
+def test_an_answer_too_many_is_not_believed(front: tuple[dict[str, Any], Front], engine: str, method: str) -> None:
+    """The next request on the connection gets it, with every client. No byte of it ends up in a state."""
+    options, place = front
+    uri = f"s3://test/{os.urandom(4).hex()}"
+    state = {"w": torch.randn(600_000), "small": torch.arange(10)}
+    with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
+        store.save(1, state)
+    place.misbehave_on_wire(answers_twice, method, "")
+    for step in (2, 3):
+        with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
+            found = {"w": torch.zeros(600_000), "small": torch.zeros(10, dtype=torch.int64)}
+            try:
+                assert store.resume(found) is not None
+                assert all(torch.equal(found[key], state[key]) for key in state)
+                store.save(step, state)
+            except CkptstoreError:
+                """It says that it has failed."""
+    assert place.done
+    place.behave()
+    with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
+        assert store.resume(state) is not None
+        assert all(checkpoint.verify().ok for checkpoint in store)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("manner", [says_ok_before_the_body, says_ok_and_drops_the_body])
+@pytest.mark.parametrize(
+    "match",
+    [*("distcp", "ckptstore.json"), *(pytest.param(key, marks=pytest.mark.slow) for key in ("tensors.index", "log/"))],
+)
+def test_an_ok_for_what_was_not_stored_is_no_commit(
+    front: tuple[dict[str, Any], Front], engine: str, manner: OnWire, match: str
+) -> None:
+    options, place = front
+    uri = f"s3://test/{os.urandom(4).hex()}"
+    state = {"w": torch.randn(600_000)}
+    with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
+        store.save(1, state)
+        place.misbehave_on_wire(manner, "PUT", match)
+        try:
+            store.save(2, state)
+            claimed = True
+        except CkptstoreError as error:
+            claimed = error.committed is True
+        assert place.done
+        place.behave()
+    with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
+        newest = store.latest()
+        assert newest is not None
+        assert newest.verify().ok
+        assert newest.step == (2 if claimed else 1)
+        store.save(3, state)
+        assert store.latest() is not None
+
+
+def saved_and_verified(store: Any, step: int, state: Any) -> None:
+    store.save(step, state)
+    assert store[step].verify().ok
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "status", [301, pytest.param(302, marks=pytest.mark.slow), 307, pytest.param(308, marks=pytest.mark.slow)]
+)
+def test_who_redirects_learns_no_secret(front: tuple[dict[str, Any], Front], engine: str, status: int) -> None:
+    """obstore follows a redirect, which it cannot be told not to. So another server may get what the first one has sent
+    there, as any gateway could; neither credentials nor a signature, and what it answers has no right digest."""
+    options, place = front
+    asked: list[bytes] = []
+
+    def trap(connection: socket.socket, _number: int) -> None:
+        with connection:
+            asked.append(connection.recv(65536))
+            connection.sendall(b'HTTP/1.1 200 OK\r\nETag: "1"\r\nContent-Length: 4096\r\n\r\n' + bytes(4096))
+
+    uri, state = f"s3://test/{os.urandom(4).hex()}", {"w": torch.randn(600_000)}
+    with answering(trap) as elsewhere:
+
+        def redirects(wire: Wire) -> None:
+            wire.drop()
+            head = f"HTTP/1.1 {status} Moved\r\nLocation: {elsewhere}/x\r\nContent-Length: 0\r\n\r\n"
+            wire.line.sendall(head.encode())
+
+        with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
+            store.save(1, state)
+            for step, method in enumerate(("GET", "HEAD", "PUT"), 2):
+                place.misbehave_on_wire(redirects, method, "step-")
+                with pytest.raises(CkptstoreError):
+                    saved_and_verified(store, step, state)
+                assert place.done, method
+                place.behave()
+    heads = b"".join(asked).lower()
+    assert b"authorization" not in heads
+    assert b"testsecret" not in heads
+    assert engine == "obstore" or not asked
+    with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
+        found = {"w": torch.zeros(600_000)}
+        assert store.resume(found) is not None
+        assert torch.equal(found["w"], state["w"])
