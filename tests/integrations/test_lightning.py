@@ -23,11 +23,11 @@ def call(name: str, *args: Any) -> Any:
     return getattr(lightning_worker, name)(*args)
 
 
-def call_alone(root: str) -> Any:
-    """`other_name_of_lightning`, in a process that has not loaded Lightning by its first name."""
-    from lightning_alone import other_name_of_lightning
+def call_alone(name: str, root: str) -> Any:
+    """A function of `lightning_alone`, in a process that has not loaded Lightning by its first name."""
+    import lightning_alone
 
-    return other_name_of_lightning(root)
+    return getattr(lightning_alone, name)(root)
 
 
 def check_resumed(whole: dict[str, Any], resumed: dict[str, Any], *, steps: tuple[int, ...]) -> None:
@@ -179,7 +179,15 @@ def test_a_trainer_reads_the_best(tmp_path: Path, strategy: str, num_ranks: int)
 
 @pytest.mark.slow
 def test_the_other_name_of_lightning(tmp_path: Path) -> None:
-    ((names, step),) = forked_ranks.run_ranks(1, call_alone, f"{tmp_path}/store")
+    ((names, step),) = forked_ranks.run_ranks(1, call_alone, "other_name_of_lightning", f"{tmp_path}/store")
     assert "pytorch_lightning" in names
     assert "lightning" not in names
     assert step == 4
+
+
+@pytest.mark.slow
+def test_an_epoch_that_has_ended_is_not_gone_on_with(tmp_path: Path) -> None:
+    """With `max_steps` alone Lightning trains a batch once more when it resumes from there."""
+    (found,) = forked_ranks.run_ranks(1, call_alone, "ends_of_epochs", str(tmp_path))
+    assert [name for name, is_same in found if not is_same] == []
+    assert len(found) == 16

@@ -16,8 +16,11 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+from ckpt_chaos.runner import rejudge
 
 JUDGED = Path(__file__).parent / "judged"
 STEP = r"resumed from step (\d+)"
@@ -59,11 +62,13 @@ TARGETS = (
     Target("Lightning: its own", _script("lightning_fit", "--stock"), "{out}/ck-*"),
     Target("Lightning: ckptstore's callback", _script("lightning_fit")),
     Target("Lightning behind ckptstore run", _under_run("lightning_fit", agent=False), "{out}/folder/ck-*"),
-    Target("the same, the agent ended", _under_run("lightning_fit", agent=True), "{out}/folder/ck-*"),
+    Target("Lightning behind it, the agent ended", _under_run("lightning_fit", agent=True), "{out}/folder/ck-*"),
     Target("Hugging Face: its own", _script("hf_trainer", "--stock"), "{out}/folder/checkpoint-*"),
     Target("Hugging Face: ckptstore's callback", _script("hf_trainer")),
     Target("Hugging Face behind ckptstore run", _under_run("hf_trainer", agent=False), "{out}/folder/checkpoint-*"),
-    Target("the same, the agent ended ", _under_run("hf_trainer", agent=True), "{out}/folder/checkpoint-*"),
+    Target(
+        "Hugging Face behind it, the agent ended", _under_run("hf_trainer", agent=True), "{out}/folder/checkpoint-*"
+    ),
 )
 
 
@@ -80,6 +85,11 @@ def judge(target: Target, work: Path, *, most: int, jobs: int) -> str:
     if not list(work.glob("pt_*/result.json")):
         raise RuntimeError(f"{target.name} was not judged:\n{ended.stdout}")
     return ended.stdout
+
+
+def verdicts(work: Path) -> Counter[str]:
+    """How often each verdict was given to the runs in a directory."""
+    return Counter(row.verdict for row in rejudge(work))
 
 
 def table(works: dict[str, Path]) -> str:

@@ -14,7 +14,7 @@ from ckptstore.format.manifest import sha256_of
 from ckptstore.integrations.given_store import GivenStore, StoreGiven
 from ckptstore.integrations.lightning.best import FILE_NAME, mode_in, write_file
 from ckptstore.integrations.lightning.schedule import Schedule
-from ckptstore.integrations.lightning.trainer_parts import check_strategy, metrics_of, state_of
+from ckptstore.integrations.lightning.trainer_parts import check_strategy, leave_finished_epoch, metrics_of, state_of
 from ckptstore.node_cache import NodeCache, copy_key
 
 if find_spec("lightning") is None or ("pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules):
@@ -156,6 +156,8 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         if self._resume and not trainer.ckpt_path and trainer.global_step == 0:
             options = {"strict": pl_module.strict_loading, **self._load_options}
             self.resumed = self.store.resume(state_of(trainer), **options)
+            if self.resumed is not None:
+                leave_finished_epoch(trainer)
         self._schedule.restart(step=trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -44,6 +44,19 @@ def state_of(trainer: Any) -> dict[str, Any]:
     }
 
 
+def leave_finished_epoch(trainer: Any) -> None:
+    """Have a fit that was resumed from the end of an epoch begin the next one.
+
+    With `max_steps` and no `max_epochs`, Lightning takes the epoch for one to go on with, and trains its first batch
+    once more (2.6.6, with its own checkpoints of the ends of epochs too).
+    """
+    loop = trainer.fit_loop
+    epochs = loop.epoch_progress.total
+    if loop.restarting and epochs.ready == epochs.started == epochs.processed == epochs.completed + 1:
+        loop.epoch_progress.increment_completed()
+        loop.epoch_loop.restarting = False
+
+
 def metrics_of(trainer: Any) -> dict[str, float]:
     """The logged metrics that are single numbers."""
     found = {}

@@ -36,24 +36,24 @@ class AnswerHead:
         if status == 206:
             match = _RANGE.fullmatch(headers.get("content-range", ""))
             if match is None:
-                raise _wrong(key, "it does not say which range it is")
+                raise wrong(key, "it does not say which range it is")
             first, last, total = match.groups()
             if length.isdigit() and int(length) != int(last) - int(first) + 1:
-                raise _wrong(key, f"it is said to have {length} bytes, and to be of the range {first}-{last}")
+                raise wrong(key, f"it is said to have {length} bytes, and to be of the range {first}-{last}")
             return AnswerHead(int(first), int(total) if total.isdigit() else None, encoding, version)
         if status == 200:  # of the whole file
             return AnswerHead(0, int(length) if length.isdigit() else None, encoding, version)
-        raise _wrong(key, f"its status is {status}")
+        raise wrong(key, f"its status is {status}")
 
     def check(self, key: str, *, offset: int = 0, version: str | None = None) -> None:
         """Raise StorageUnavailable unless this may be the answer to a request for what begins at `offset`, of that
         version. It may have more or less than was asked for: whoever reads it counts."""
         if (self.encoding or "").strip().lower() not in _PLAIN:
-            raise _wrong(key, f"it is encoded as {self.encoding}")
+            raise wrong(key, f"it is encoded as {self.encoding}")
         if self.first != offset:
-            raise _wrong(key, f"it begins at byte {self.first}, and {offset} was asked for")
+            raise wrong(key, f"it begins at byte {self.first}, and {offset} was asked for")
         if version is not None and self.version is not None and self.version.strip('"') != version.strip('"'):
-            raise _wrong(key, "it is of another version than was asked for")
+            raise wrong(key, "it is of another version than was asked for")
 
 
 @contextmanager
@@ -62,10 +62,11 @@ def complete(key: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _wrong(key, f"something in it is missing or has another form ({type(error).__name__}: {error})") from None
+        raise wrong(key, f"something in it is missing or has another form ({type(error).__name__}: {error})") from None
 
 
-def _wrong(key: str, what: str) -> StorageUnavailable:
+def wrong(key: str, what: str) -> StorageUnavailable:
+    """The error for an answer that is none."""
     return StorageUnavailable(
         f"The answer is not one to the request: {what}",
         file=key,

@@ -21,7 +21,7 @@ from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageU
 from ckptstore.format import digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
-from ckptstore.storage.cloud.answers import AnswerHead, complete
+from ckptstore.storage.cloud.answers import AnswerHead, complete, wrong
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, crc32c_header, total_bytes
 from ckptstore.storage.cloud.client_options import (
     GOOGLE,
@@ -65,6 +65,9 @@ class GcsConnection(LazyClient):
             answer = self.client.request(
                 method, f"{self._endpoint}{path}", timeout=self._timeout, stream=True, **options
             )
+            if answer.status_code < 200:  # an answer that comes before the one that counts, which is on its way
+                with answer:
+                    raise wrong(key, f"its status is {answer.status_code}")
             if answer.status_code >= 300:
                 with answer:
                     raise self._refused(answer, what=what, key=key)
@@ -128,7 +131,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
     def call(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
         """One request, its answer as JSON."""
         with self._stream(method, f"/storage/v1{path}", what=what, key=key, **options) as answer:
-            return _json(answer)
+            return _json(key, answer)
 
     def _stream(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
         self.check_process()
@@ -191,7 +194,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
             data=body,
             headers={"Content-Type": f"multipart/related; boundary={border}"},
         ) as answer:
-            self._check(_json(answer), key=key, size_bytes=total_bytes(views), crc32c=value)
+            self._check(_json(key, answer), key=key, size_bytes=total_bytes(views), crc32c=value)
         return value
 
     def _check(self, stored: Mapping[str, Any], *, key: str, size_bytes: int, crc32c: int) -> None:
@@ -385,5 +388,7 @@ def _told(key: str, answer: Any) -> AnswerHead:
     return AnswerHead.of(key, answer.status_code, headers, version=headers.get("x-goog-generation"))
 
 
-def _json(answer: Any) -> Any:
-    return json.loads(answer.content or b"{}")
+def _json(key: str, answer: Any) -> Any:
+    data = answer.content
+    with complete(key):
+        return {} if answer.status_code == 204 else json.loads(data)
