@@ -10,6 +10,7 @@ from ckptstore.format.changes import Claim, Commit, Remove, Restore
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import (
     CHECKPOINT_PREFIX,
+    HINT_KEY,
     LEASE_PREFIX,
     LOG_PREFIX,
     MANIFEST_NAME,
@@ -293,12 +294,18 @@ class Model:
         self.is_damaging = False
 
     def vanish(self, what: str) -> None:
-        """Something else than ckptstore removes files: those with some prefixes, or the newest record. Where no save is
-        lost by it nothing is done."""
+        """Something else than ckptstore removes files: those with some prefixes, the newest record, or all that a copy
+        of the store from two records ago has not. Where no save is lost by it nothing is done."""
         newest = self.newest
         if newest is None or newest.state.latest is None:
             return
-        gone = (record_key(newest.number),) if what == "newest" else tuple(what.split())
+        gone = tuple(what.split())
+        if what in ("newest", "older"):
+            lost = [newest.number, newest.number - 1][: 1 if what == "newest" else 2]
+            gone = tuple(record_key(number) for number in lost)
+        if what == "older":
+            changes = [self.records[number].change for number in lost if number in self.records]
+            gone += (HINT_KEY, *(change.entry.prefix for change in changes if isinstance(change, Commit)))
         self.is_damaging, self.vanished_at = True, self.now()
         for key in [key for key in self.space.files if key.startswith(gone)]:
             self.space.remove(key)

@@ -60,8 +60,8 @@ class Trouble:
     """Something that goes wrong."""
 
     kind: str
-    """"kill", "stop", "outage", "damage", "power"; "vanish", where files with the prefixes of `what` are lost, or the
-    "newest" record; "away", where no request of anybody is answered; on disks of nodes
+    """"kill", "stop", "outage", "damage", "power"; "vanish", where files with the prefixes of `what` are lost, the
+    "newest" record, or what an "older" copy has not; "away", where no request of anybody is answered; on disks of nodes
     "node kill", "node lost", "node full", "node damage", "node deaf", which nobody reaches, or "node mute", which
     reaches nobody, counted by the requests to those."""
     who: str = ""
@@ -186,7 +186,7 @@ def draw_vanishing(seed: int) -> Plan:
     rng = Random(f"vanishing {seed}")
     storage = rng.choice(["objects", "disk"])
     saves = tuple(Action("directory", step=10 * number, after_seconds=2.0 * rng.random()) for number in range(1, 9))
-    what = rng.choice(["log/ checkpoints/ store.json latest.json", "log/", "checkpoints/", "newest"])
+    what = rng.choice(["log/ checkpoints/ store.json latest.json", "log/", "checkpoints/", "newest", "older"])
     job = Actor("job1", saves, ranks=rng.choice([1, 2, 3]))
     trouble = Trouble("vanish", "job1.0", at_call=rng.randrange(10, 150), what=what)
     board = rng.choice(["storage", "torch"])

@@ -54,11 +54,13 @@ def main() -> None:
     callbacks: list[TrainerCallback] = [Tell()]
     if given.stock:
         newest: Any = get_last_checkpoint(str(folder)) if os.path.isdir(folder) else None
+        done = int(newest.rpartition("-")[2]) if newest else 0
     else:
         callback = CheckpointStoreCallback(given.out / "store")
         newest = callback.resume()
+        done = callback.resumed.step if callback.resumed else 0
         callbacks.append(callback)
-    if newest and int(str(newest).rpartition("-")[2]) >= LAST_STEP:  # Trainer would take one more step
+    if done >= LAST_STEP:  # Trainer would take one more step
         print(f"resumed from step {LAST_STEP}")
         model = GPT2LMHeadModel.from_pretrained(newest)
     else:
