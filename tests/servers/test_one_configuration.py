@@ -5,6 +5,7 @@ Each case is tried with each operation. A server that nobody may ask, and a prox
 
 from __future__ import annotations
 
+import hashlib
 import json
 import select
 import socket
@@ -102,6 +103,39 @@ def credentials_server(key: str) -> Iterator[str]:
         yield f"{url}/credentials"
 
 
+@contextmanager
+def token_service(key: str) -> Iterator[str]:
+    """A service that gives credentials for a role, for the token of a web identity, and for one of single sign-on."""
+    until = "2099-01-01T00:00:00Z"
+    parts = f"<AccessKeyId>{key}</AccessKeyId><SecretAccessKey>s</SecretAccessKey><SessionToken>t</SessionToken>"
+    found = {"accessKeyId": key, "secretAccessKey": "s", "sessionToken": "t", "expiration": 4070908800000}
+
+    def answer(head: bytes, body: bytes) -> str:
+        if b"/federation/credentials" in head:
+            assert b"x-amz-sso_bearer_token: signed-on" in head.lower()
+            return json.dumps({"roleCredentials": found})
+        action = "AssumeRoleWithWebIdentity" if b"WebIdentityToken=somebody" in body else "AssumeRole"
+        assert f"Action={action}&".encode() in body + b"&"
+        credentials = f"<Credentials>{parts}<Expiration>{until}</Expiration></Credentials>"
+        arn = "arn:aws:sts::123456789012:assumed-role/train/x"
+        user = f"<AssumedRoleUser><AssumedRoleId>i:x</AssumedRoleId><Arn>{arn}</Arn></AssumedRoleUser>"
+        space = "https://sts.amazonaws.com/doc/2011-06-15/"
+        return (
+            f'<{action}Response xmlns="{space}"><{action}Result>{credentials}{user}</{action}Result></{action}Response>'
+        )
+
+    def serve(connection: socket.socket, _number: int) -> None:
+        with connection, connection.makefile("rb") as coming:
+            head = b"".join(iter(coming.readline, b"\r\n"))
+            sizes = [line.split(b":")[1] for line in head.splitlines() if line.lower().startswith(b"content-length:")]
+            body = answer(head, coming.read(int(sizes[0])) if sizes else b"").encode()
+            first = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            connection.sendall(first.encode() + body)
+
+    with answering(serve) as url:
+        yield url
+
+
 def every_operation(uri: str, engine: str | None, options: Mapping[str, Any] | None) -> None:
     """All that a store does with its storage: on S3 small and large things go through two clients."""
     with closing(open_storage(uri, storage_options=options, engine=engine)) as storage:
@@ -148,6 +182,8 @@ HERE = {"AWS_ENDPOINT_URL": "{s3}", **KEYS, **REGION}
 HIDDEN = "s3.nowhere.invalid:9000"
 THERE = {**HERE, "AWS_ENDPOINT_URL": f"http://{HIDDEN}"}
 PROFILE = "[profile onprem]\nregion = eu-west-3\naws_access_key_id = right\naws_secret_access_key = s\n"
+
+ROLE = "arn:aws:iam::123456789012:role/train"
 
 CASES: dict[str, Case] = {
     "variables": Case(HERE),
@@ -199,6 +235,25 @@ CASES: dict[str, Case] = {
     "credentials of the container": Case(
         {"AWS_ENDPOINT_URL": "{s3}", **REGION, "AWS_CONTAINER_CREDENTIALS_FULL_URI": "{container}"}
     ),
+    "a role of a profile": Case(
+        {"AWS_ENDPOINT_URL": "{s3}", "AWS_ENDPOINT_URL_STS": "{tokens}", "AWS_PROFILE": "role"},
+        config=f"[profile role]\nregion = eu-west-3\nrole_arn = {ROLE}\nsource_profile = onprem\n"
+        + PROFILE.replace("right", "base"),
+    ),
+    "a web identity": Case(
+        {
+            "AWS_ENDPOINT_URL": "{s3}",
+            "AWS_ENDPOINT_URL_STS": "{tokens}",
+            **REGION,
+            "AWS_ROLE_ARN": ROLE,
+            "AWS_WEB_IDENTITY_TOKEN_FILE": "{identity}",
+        }
+    ),
+    "single sign-on": Case(
+        {"AWS_ENDPOINT_URL": "{s3}", "AWS_ENDPOINT_URL_SSO": "{tokens}", "AWS_PROFILE": "sso"},
+        config="[profile sso]\nregion = eu-west-3\nsso_session = corp\nsso_account_id = 123456789012\n"
+        "sso_role_name = train\n[sso-session corp]\nsso_region = eu-west-3\nsso_start_url = https://corp.invalid/start\n",
+    ),
     "path-style addresses": Case(HERE, {"config_kwargs": {"s3": {"addressing_style": "path"}}}),
     "path-style addresses in the profile": Case(
         {"AWS_PROFILE": "onprem"}, config=f"{PROFILE}endpoint_url = {{s3}}\ns3 =\n  addressing_style = path\n"
@@ -224,11 +279,17 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     found = {"Version": 1, "AccessKeyId": "right", "SecretAccessKey": "s"}
     path = tmp_path_factory.mktemp("process") / "give.py"
     path.write_text(f"print({json.dumps(found)!r})")
+    home = tmp_path_factory.mktemp("home")
+    (home / "identity").write_text("somebody")
+    token = home / ".aws/sso/cache" / f"{hashlib.sha1(b'corp').hexdigest()}.json"
+    token.parent.mkdir(parents=True)
+    token.write_text(json.dumps({"accessToken": "signed-on", "expiresAt": "2099-01-01T00:00:00Z"}))
     with (
         s3_server(buckets=["test"], access_keys=["right"], verify=False) as server,
         counting() as trap,
         counting(forwards=True, hidden={HIDDEN: server.endpoint_url.partition("://")[2]}) as proxy,
         credentials_server("right") as container,
+        token_service("right") as tokens,
     ):
         yield {
             "server": server,
@@ -240,6 +301,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
             "proxies": proxy,
             "process": f"{sys.executable} {path}",
             "container": container,
+            "tokens": tokens,
+            "identity": str(home / "identity"),
+            "home": str(home),
         }
 
 
@@ -258,6 +322,8 @@ def test_every_operation_goes_one_way(
     case, server, trap, proxy = CASES[name], places["server"], places["traps"], places["proxies"]
     for variable, value in case.environ.items():
         monkeypatch.setenv(variable, value.format(**places))
+    for where in ("tokens.SSOTokenProvider", "credentials.SSOProvider"):  # they looked for a home when they were loaded
+        monkeypatch.setattr(f"botocore.{where}._SSO_TOKEN_CACHE_DIR", f"{places['home']}/.aws/sso/cache")
     (tmp_path / "config").write_text(case.config.format(**places))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     options = {key: value.format(**places) if isinstance(value, str) else value for key, value in case.options.items()}
@@ -272,8 +338,12 @@ def test_every_operation_goes_one_way(
 
 
 REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
-    "no such profile": ({**HERE, "AWS_PROFILE": "nobody"}, {}, "AWS_PROFILE names a profile"),
-    "no such profile as an option": (HERE, {"profile": "canary"}, "'profile'. names a profile"),
+    "no such profile": (
+        {**HERE, "AWS_PROFILE": "nobody"},
+        {},
+        "AWS_PROFILE names a profile that is not there: 'nobody'",
+    ),
+    "no such profile as an option": (HERE, {"profile": "canary"}, "'profile'. names a profile that is not there"),
     "no such style": (HERE, {"config_kwargs": {"s3": {"addressing_style": "host"}}}, "InvalidS3AddressingStyle"),
     "a proxy of another kind": ({**HERE, "ALL_PROXY": "socks5://user:canary@h:1"}, {}, "ALL_PROXY names a proxy"),
     "a proxy that is none": ({**HERE, "http_proxy": "http://user:canary@:x"}, {}, "http_proxy names a proxy"),

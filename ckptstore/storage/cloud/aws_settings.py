@@ -340,7 +340,10 @@ def _refused(error: Exception, profile_from: str) -> Any:
 
     files = "AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE, or ~/.aws/config and ~/.aws/credentials"
     if isinstance(error, exceptions.ProfileNotFound):
-        return InvalidInput(f"{profile_from} names a profile that is not there", hint=f"Profiles are those of {files}")
+        name = os.environ.get(profile_from)  # what options say is shown nowhere
+        shown = f": {name!r}" if name else ""
+        what = f"{profile_from} names a profile that is not there{shown}"
+        return InvalidInput(what, hint=f"Profiles are those of {files}")
     if isinstance(error, exceptions.ConfigParseError | UnicodeDecodeError):
         return InvalidInput("The AWS configuration cannot be read", hint=f"It is in {files}")
     return InvalidInput(
