@@ -8,12 +8,12 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
-from ckptstore.agent.notices import FolderRestored
+from ckptstore.agent.notices import FolderNotice, FolderRestored
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput
 from ckptstore.events import BytesMoved, emit, listening
-from ckptstore.folders import Folder, newest_first, restore_folder, whole_in
+from ckptstore.folders import Folder, newest_first, restore_folder, set_aside_unfinished, whole_in
 from ckptstore.folders.snapshot import OWN_NAME
 from ckptstore.group import Beat
 from ckptstore.store import CheckpointStore
@@ -76,7 +76,12 @@ def restore(store: CheckpointStore, folder: Folder, *, shared: bool) -> None:
     job = job_of(store)
     latest = store.resume()
     if latest is None:
+        if not shared or job.is_leader:
+            for moved in set_aside_unfinished(folder):
+                text = "the store has no checkpoint yet, and one that was not finished is moved aside"
+                emit(FolderNotice(text=f"{text}: {moved}"))
         return
+    folder.since_ns()
     is_alone = job.group.world_size == 1
     common = None if is_alone else _newest_of_all(store, folder, latest)
 

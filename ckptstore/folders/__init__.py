@@ -16,6 +16,7 @@ from ckptstore.folders.way_back import RestoreReport as RestoreReport
 from ckptstore.folders.way_back import newest_first as newest_first
 from ckptstore.folders.way_back import restore_folder as restore_folder
 from ckptstore.folders.way_back import same as same
+from ckptstore.folders.way_back import set_aside_unfinished as set_aside_unfinished
 from ckptstore.folders.way_back import whole_in as whole_in
 
 Look = FolderLook

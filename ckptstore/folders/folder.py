@@ -26,6 +26,7 @@ from ckptstore.format.layout import check_user_name
 SHAPES: tuple[Shape, ...] = (patterns, transformers, lightning, deepspeed, tracked, dcp)
 """In the order in which they are asked: what one claims is not offered to the next."""
 _FINISHED_NAME = "finished.json"
+_SINCE_NAME = "since"
 _RESTORED_NAME = "restored.json"
 
 
@@ -145,6 +146,16 @@ class Folder:
     def restored(self) -> dict[str, str]:
         """The fingerprints of what was restored into it, by name."""
         return self._read(_RESTORED_NAME) or {}
+
+    def since_ns(self) -> int | None:
+        """When somebody first worked for a store here, by the clock of the disk; None where that is now."""
+        path = self.own / _SINCE_NAME
+        try:
+            return path.stat().st_mtime_ns
+        except FileNotFoundError:
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+            return None
 
     def remember_restored(self, candidate: Prospect) -> None:
         """Note that a candidate was restored, so that it is finished, and known to be in the store."""

@@ -25,6 +25,8 @@ TRAINER_NAME = re.compile(r"(?:.*/)?checkpoint-(\d+)")
 _TRAINER_FILES = re.compile(
     r"(model|pytorch_model|optimizer|adapter_model|rng_state|scheduler|trainer_state|global_step)"
 )
+_FIRST_FILES = frozenset({"config.json", "generation_config.json"})
+"""What a Trainer may have written, and nothing else yet, when it was ended."""
 _RESUMABLE = re.compile(r"(optimizer|scheduler\.pt|rng_state|global_step\d|pytorch_model_fsdp)")
 _BEFORE_STATE = re.compile(
     r"(config\.json|(model|pytorch_model|adapter_model)[^/]*\.(safetensors|bin)|training_args\.bin|optimizer|scheduler\.pt"
@@ -62,7 +64,7 @@ def transformers(sight: Sight, claimed: frozenset[str]) -> Iterator[Prospect]:
     """
     for name in directories(sight, claimed, TRAINER_NAME):
         files = sight.snapshot.below(name)
-        if not any(_TRAINER_FILES.match(file) for file in files):
+        if not any(_TRAINER_FILES.match(file) for file in files) and not _FIRST_FILES.issuperset(files):
             continue
         step = int(name.rpartition("-")[2])
         numbered = {int(match[1]) for file in files if (match := _NUMBERED_RNG.fullmatch(file))}

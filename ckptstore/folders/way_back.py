@@ -105,6 +105,22 @@ def restore_folder(
     raise NoUsableCheckpoint(f"No checkpoint can be restored into {folder.path}: {'; '.join(skipped)}")
 
 
+def set_aside_unfinished(folder: Folder) -> tuple[str, ...]:
+    """Move aside what a Trainer would take for its newest checkpoint and has not finished, where the store has none to
+    go on from: it would end at it, at each start. Only what was written since an agent first worked here; what a user
+    has laid there before stays. No job may write into the folder meanwhile."""
+    since_ns, done = folder.since_ns(), _Fetched()
+    if since_ns is None:
+        return ()
+    local = candidates_of(folder)
+    newest = max((it.step for it in local if it.step is not None and folder.is_whole(it)), default=-1)
+    for candidate in local:
+        is_next = candidate.shape == "transformers" and candidate.step is not None and candidate.step > newest
+        if is_next and (folder.path / candidate.name).stat().st_mtime_ns >= since_ns:
+            _move_aside(folder, candidate, done)
+    return tuple(done.moved_aside)
+
+
 def newest_first(store: Catalogue, step: int | None = None) -> list[Checkpoint]:
     """The checkpoints of a store, the newest first; or one alone. Raises InvalidInput if the store does not have it."""
     return [store[step]] if step is not None else list(store)[::-1]

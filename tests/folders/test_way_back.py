@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 
 from ckptstore import CheckpointStore, InvalidInput, NoUsableCheckpoint, SourceChanged, open_store
-from ckptstore.folders import Folder, JobSeen, Look, Rules, newest_first, restore_folder, same, save_found
+from ckptstore.folders import (
+    Folder,
+    JobSeen,
+    Look,
+    Rules,
+    newest_first,
+    restore_folder,
+    same,
+    save_found,
+    set_aside_unfinished,
+)
 from tests.folders.test_finished_property import tensors, zipped
 
 ALONE = JobSeen(frozenset([os.getpid()]), frozenset())
@@ -220,6 +230,32 @@ def test_what_is_unfinished_goes_aside(store: CheckpointStore, tmp_path: Path) -
     assert "checkpoint-9 → .ckptstore/aside/" in report.moved_aside[0]
 
 
+@pytest.mark.parametrize("begun", [(), ("config.json",), ("config.json", "generation_config.json")])
+def test_what_has_hardly_begun_goes_aside(store: CheckpointStore, tmp_path: Path, begun: tuple[str, ...]) -> None:
+    """A Trainer takes a directory by its name alone."""
+    out = tmp_path / "out"
+    write(out, trainer(7))
+    save_all(store, Folder(out))
+    (out / "checkpoint-9").mkdir()
+    write(out, {f"checkpoint-9/{name}": b"{" for name in begun})
+    report = restored(store, out)
+    assert "checkpoint-9 → .ckptstore/aside/" in report.moved_aside[0]
+    assert not (out / "checkpoint-9").exists()
+
+
+def test_without_a_checkpoint_in_the_store_what_was_begun_since_goes_aside(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    torn = {name: data for name, data in trainer(3).items() if not name.endswith("trainer_state.json")}
+    write(out, torn)
+    os.utime(out / "checkpoint-3", (1.7e9, 1.7e9))
+    assert set_aside_unfinished(Folder(out)) == (), "nobody has worked here before"
+    (out / "checkpoint-5").mkdir()
+    write(out, {**trainer(4), "custom/checkpoint-6/state.json": b"of another framework"})
+    (moved,) = set_aside_unfinished(Folder(out))
+    assert moved.startswith("checkpoint-5 → ")
+    assert tree_of(out) == {**torn, **trainer(4), "custom/checkpoint-6/state.json": b"of another framework"}
+
+
 def test_a_checkpoint_that_was_written_anew_stays(store: CheckpointStore, tmp_path: Path) -> None:
     out = tmp_path / "out"
     write(out, trainer(7))
@@ -292,7 +328,7 @@ def test_nothing_is_written_behind_a_link(store: CheckpointStore, tmp_path: Path
 KILLED = """
 import os, signal, sys
 from ckptstore import open_store
-from ckptstore.folders import Folder, newest_first, restore_folder
+from ckptstore.folders import Folder, newest_first, restore_folder, set_aside_unfinished
 folder, left = Folder(sys.argv[2]), int(sys.argv[3])
 store = open_store(sys.argv[1], durable=False)
 def hook(event, arguments):
