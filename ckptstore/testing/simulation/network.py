@@ -80,6 +80,8 @@ class Client:
     is_lied_to: bool = False
     """Whether what it reads of checkpoints comes with other bytes, until it goes another way."""
     honest_until_call: int = 0
+    last_read: bytes = b""
+    """What the last file had that it read whole."""
 
 
 class Network:
@@ -198,12 +200,19 @@ class Network:
     def lied(self, key: str, result: Any, views: Sequence[memoryview]) -> Any:
         """What the calling process gets of a file of which `result`, or what is in `views`, was read."""
         client = self.here()
-        if self.is_calm or not key.startswith("checkpoints/"):  # records have no digest of their own
+        is_file = key.startswith("checkpoints/")
+        if self.is_calm or not (is_file or key.startswith("log/")):
             return result
         site = f"{client.process.name}:{client.calls}"
+        other, client.last_read = client.last_read, bytes(result) if isinstance(result, bytes) else client.last_read
         if client.calls >= client.honest_until_call and self.plan.chance(site, "lie") < self.plan.lie_rate:
             client.is_lied_to = True
         if not client.is_lied_to:
+            return result
+        if isinstance(result, bytes) and other and (not is_file or self.plan.chance(site, "other") < 0.5):
+            self.trace(f"{site}: what another file has comes of {key}")
+            return other
+        if not is_file:  # records have no digest of their own
             return result
         self.trace(f"{site}: other bytes come of {key}")
         if isinstance(result, bytes) and result:
