@@ -288,8 +288,8 @@ def _subclasses(cls: type[CkptstoreError]) -> list[type[CkptstoreError]]:
 
 
 def all_errors() -> dict[str, type[CkptstoreError]]:
-    """Every class of the tree by its code."""
-    return {cls.code: cls for cls in _subclasses(CkptstoreError)}
+    """Every class of the tree by its code; one that has that of its parent, as those of storages may, stands for it."""
+    return {cls.code: cls for cls in _subclasses(CkptstoreError) if "code" in vars(cls)}
 
 
 def to_wire(error: BaseException, *, rank: int, step: int | None = None) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_the_slow_rank_is_named_with_its_node(tmp_path: Path) -> None:
     assert (timings.size_bytes, timings.requests, timings.retries) == (60_000, 3, 0)
     assert "stage" not in timings.phases
     assert [rank for rank in range(3) if "commit" in timings.ranks[rank].seconds] == [0]
-    assert timings.seconds == pytest.approx(sum(timings.ranks[0].seconds.values()), abs=1e-3)
+    assert timings.seconds == pytest.approx(sum(timings.ranks[0].seconds.values()), abs=0.1)
     for rank, one in enumerate(found):
         events: list[SavePhase] = one["phases"]
         assert [event.phase for event in events] == ["agree", "upload", "wait", "commit"]

@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from ckptstore import errors
-from ckptstore.errors import CkptstoreError, RankFailed, all_errors, from_wire, to_wire
+from ckptstore.errors import CkptstoreError, RankFailed, StorageUnavailable, all_errors, from_wire, to_wire
 
 CLASSES = sorted(all_errors().values(), key=lambda cls: cls.__name__)
 
@@ -110,3 +110,12 @@ def test_handlers_of_the_standard_classes_catch_them() -> None:
     assert issubclass(errors.FileMissing, FileNotFoundError)
     assert issubclass(errors.AccessDenied, PermissionError)
     assert {cls for cls in CLASSES if cls.retryable} == {errors.StorageUnavailable, errors.StorageThrottled}
+
+
+def test_an_error_of_a_storage_travels_as_its_parent() -> None:
+    class OfMyStorage(StorageUnavailable):
+        """Without a code of its own."""
+
+    assert all_errors()["storage-unavailable"] is StorageUnavailable
+    told = from_wire(to_wire(OfMyStorage("away", file="a"), rank=1))
+    assert (type(told), told.message, told.file) == (StorageUnavailable, "away", "a")
