@@ -60,16 +60,21 @@ class AzureConnection(LazyClient):
         for scheme in ("http://", "https://"):
             adapter = requests.adapters.HTTPAdapter(pool_maxsize=MAX_CONNECTIONS, max_retries=0)
             session.mount(scheme, adapter)
+        # A transport that is given takes nothing of what a client is given.
+        transport = RequestsTransport(
+            session=session,
+            session_owner=True,
+            connection_timeout=names.get("connection_timeout") or CONNECT_TIMEOUT_SECONDS,
+            read_timeout=names.get("read_timeout") or READ_TIMEOUT_SECONDS,
+            connection_verify=self._route.verify,
+        )
         options = {
             "retry_total": 0,  # there is one layer of retries, above
-            "connection_timeout": names.get("connection_timeout") or CONNECT_TIMEOUT_SECONDS,
-            "read_timeout": names.get("read_timeout") or READ_TIMEOUT_SECONDS,
             "max_single_put_size": _MAX_PUT_BYTES,
             "max_single_get_size": _READ_BYTES,
             "max_chunk_get_size": _READ_BYTES,
-            "connection_verify": self._route.verify,
             "proxies": self._route.proxies(azure_url(names)),
-            "transport": RequestsTransport(session=session, session_owner=True),
+            "transport": transport,
         }
         # not from a client of the whole account: that would own the session
         if names.get("connection_string"):

@@ -131,11 +131,17 @@ class GcsFiles(CloudFiles[GcsConnection]):
     def call(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
         """One request, its answer as JSON."""
         with self._stream(method, f"/storage/v1{path}", what=what, key=key, **options) as answer:
-            return _json(key, answer)
+            return self._json(answer, what=what, key=key)
 
     def _stream(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
         self.check_process()
         return self._connection.request(method, path, what=f"{what} {self.uri}", key=key, **options)
+
+    def _json(self, answer: Any, *, what: str, key: str) -> Any:
+        with self._connection.seam(f"{what} {self.uri}", key):
+            data = answer.content
+        with complete(key):
+            return {} if answer.status_code == 204 else json.loads(data)
 
     def rules(self) -> dict[str, str]:
         """See `Bucket`."""
@@ -194,7 +200,7 @@ class GcsFiles(CloudFiles[GcsConnection]):
             data=body,
             headers={"Content-Type": f"multipart/related; boundary={border}"},
         ) as answer:
-            self._check(_json(key, answer), key=key, size_bytes=total_bytes(views), crc32c=value)
+            self._check(self._json(answer, what="write", key=key), key=key, size_bytes=total_bytes(views), crc32c=value)
         return value
 
     def _check(self, stored: Mapping[str, Any], *, key: str, size_bytes: int, crc32c: int) -> None:
@@ -386,9 +392,3 @@ def _stored(key: str, item: Mapping[str, Any]) -> StoredFile:
 def _told(key: str, answer: Any) -> AnswerHead:
     headers = {name.lower(): value for name, value in answer.headers.items()}
     return AnswerHead.of(key, answer.status_code, headers, version=headers.get("x-goog-generation"))
-
-
-def _json(key: str, answer: Any) -> Any:
-    data = answer.content
-    with complete(key):
-        return {} if answer.status_code == 204 else json.loads(data)
