@@ -74,15 +74,14 @@ def restore(store: CheckpointStore, folder: Folder, *, shared: bool) -> None:
     newer than what the store has, all go on from the store.
     """
     job = job_of(store)
-    latest = store.resume()
+    latest, since_ns = store.resume(), folder.first_worked_ns()
+    is_alone = job.group.world_size == 1
     if latest is None:
-        if not shared or job.is_leader:
-            for moved in set_aside_unfinished(folder):
+        if since_ns is not None and (is_alone or (shared and job.is_leader)):
+            for moved in set_aside_unfinished(folder, since_ns=since_ns):
                 text = "the store has no checkpoint yet, and one that was not finished is moved aside"
                 emit(FolderNotice(text=f"{text}: {moved}"))
         return
-    folder.since_ns()
-    is_alone = job.group.world_size == 1
     common = None if is_alone else _newest_of_all(store, folder, latest)
 
     def bring(beat: Beat) -> None:

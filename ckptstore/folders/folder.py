@@ -147,8 +147,8 @@ class Folder:
         """The fingerprints of what was restored into it, by name."""
         return self._read(_RESTORED_NAME) or {}
 
-    def since_ns(self) -> int | None:
-        """When somebody first worked for a store here, by the clock of the disk; None where that is now."""
+    def first_worked_ns(self) -> int | None:
+        """When an agent first worked here, by the clock of the disk; None where that is now, which is noted."""
         path = self.own / _SINCE_NAME
         try:
             return path.stat().st_mtime_ns

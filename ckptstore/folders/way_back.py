@@ -105,18 +105,18 @@ def restore_folder(
     raise NoUsableCheckpoint(f"No checkpoint can be restored into {folder.path}: {'; '.join(skipped)}")
 
 
-def set_aside_unfinished(folder: Folder) -> tuple[str, ...]:
-    """Move aside what a Trainer would take for its newest checkpoint and has not finished, where the store has none to
-    go on from: it would end at it, at each start. Only what was written since an agent first worked here; what a user
-    has laid there before stays. No job may write into the folder meanwhile."""
-    since_ns, done = folder.since_ns(), _Fetched()
-    if since_ns is None:
-        return ()
-    local = candidates_of(folder)
-    newest = max((it.step for it in local if it.step is not None and folder.is_whole(it)), default=-1)
-    for candidate in local:
-        is_next = candidate.shape == "transformers" and candidate.step is not None and candidate.step > newest
-        if is_next and (folder.path / candidate.name).stat().st_mtime_ns >= since_ns:
+def set_aside_unfinished(folder: Folder, *, since_ns: int) -> tuple[str, ...]:
+    """Move aside what a Trainer would take for its newest checkpoint and lacks files, where the store has none to go on
+    from: it would end at it, at each start. Only what was written since then; what a user has laid there before stays.
+
+    For a folder that has the files of all ranks, and into which no job writes meanwhile.
+    """
+    done, local = _Fetched(), [it for it in candidates_of(folder) if it.shape == "transformers" and it.step is not None]
+    torn = [it for it in local if it.lacks is not None and not folder.is_whole(it)]
+    newest = max((it.step or 0 for it in local if it not in torn), default=-1)
+    for candidate in torn:
+        path = folder.path / candidate.name
+        if (candidate.step or 0) > newest and path.stat().st_mtime_ns >= since_ns:
             _move_aside(folder, candidate, done)
     return tuple(done.moved_aside)
 

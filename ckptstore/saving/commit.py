@@ -24,7 +24,7 @@ from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
 from ckptstore.storage.base import CreatesExclusively, Disk, Storage
 from ckptstore.storage.retry import retrying
-from ckptstore.storage.second_look import has_bytes
+from ckptstore.storage.second_look import has_bytes, looked_twice
 
 logger = logging.getLogger("ckptstore")
 
@@ -290,7 +290,9 @@ def _check_kept(storage: Storage, config: StoreConfig, key: str, size_bytes: int
     """Raise StorageError unless a file is there that was just written. A proxy that says yes before it has read a body
     may keep nothing; all other files of a checkpoint were listed."""
     try:
-        found = retrying(config.retry, f"stat {key}", lambda: storage.stat(key).size_bytes)
+        found = retrying(
+            config.retry, f"stat {key}", lambda: looked_twice(storage, key, lambda: storage.stat(key)).size_bytes
+        )
     except FileMissing:
         found = None
     if found != size_bytes:

@@ -248,10 +248,13 @@ def test_without_a_checkpoint_in_the_store_what_was_begun_since_goes_aside(tmp_p
     torn = {name: data for name, data in trainer(3).items() if not name.endswith("trainer_state.json")}
     write(out, torn)
     os.utime(out / "checkpoint-3", (1.7e9, 1.7e9))
-    assert set_aside_unfinished(Folder(out)) == (), "nobody has worked here before"
+    assert Folder(out).first_worked_ns() is None, "nobody has worked here before"
+    since_ns = Folder(out).first_worked_ns()
+    assert since_ns is not None
+    assert set_aside_unfinished(Folder(out), since_ns=since_ns) == (), "a user has laid it there"
     (out / "checkpoint-5").mkdir()
     write(out, {**trainer(4), "custom/checkpoint-6/state.json": b"of another framework"})
-    (moved,) = set_aside_unfinished(Folder(out))
+    (moved,) = set_aside_unfinished(Folder(out), since_ns=since_ns)
     assert moved.startswith("checkpoint-5 → ")
     assert tree_of(out) == {**torn, **trainer(4), "custom/checkpoint-6/state.json": b"of another framework"}
 

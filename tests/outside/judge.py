@@ -24,7 +24,6 @@ from ckpt_chaos.runner import rejudge
 
 JUDGED = Path(__file__).parent / "judged"
 STEP = r"resumed from step (\d+)"
-_AGENT_IS_JUDGED = ("env",)
 _TRAINER_IS_JUDGED = ("env", "CKPT_CHAOS_ARMED=1")
 """ckpt-chaos ends the first process that has not this variable, and sets it for those that it starts."""
 
@@ -48,9 +47,9 @@ def _script(name: str, *more: str) -> tuple[str, ...]:
 
 def _under_run(name: str, *, agent: bool) -> tuple[str, ...]:
     """A stock trainer behind `ckptstore run`."""
-    before, unset = (_AGENT_IS_JUDGED, ()) if agent else (_TRAINER_IS_JUDGED, ("env", "-u", "CKPT_CHAOS_ARMED"))
+    before, unset = ((), ()) if agent else (_TRAINER_IS_JUDGED, ("env", "-u", "CKPT_CHAOS_ARMED"))
     run = (sys.executable, "-m", "ckptstore.cli", "run", "--store", "{out}/store", "--folder", "{out}/folder")
-    return (*before, *run, "--interval", "0.2", "--", *unset, *_script(name, "--stock", "--folder", "{out}/folder"))
+    return (*before, *run, "--interval", "0.2", "--", *unset, *_script(name, "--stock"))
 
 
 _DEMO = ("-m", "ckptstore.demo.train", "--store", "{out}/store", "--width", "4", "--epochs", "2")
@@ -59,7 +58,7 @@ TARGETS = (
     Target("loop: torch's DCP", _script("loop", "--stock"), "{out}/checkpoint-*"),
     Target("loop: ckptstore", _script("loop")),
     Target("demo, two ranks: ckptstore", (sys.executable, *_DEMO), compared=_DIGEST, ranks=2),
-    Target("Lightning: its own", _script("lightning_fit", "--stock"), "{out}/ck-*"),
+    Target("Lightning: its own", _script("lightning_fit", "--stock"), "{out}/folder/ck-*"),
     Target("Lightning: ckptstore's callback", _script("lightning_fit")),
     Target("Lightning behind ckptstore run", _under_run("lightning_fit", agent=False), "{out}/folder/ck-*"),
     Target("Lightning behind it, the agent ended", _under_run("lightning_fit", agent=True), "{out}/folder/ck-*"),

@@ -188,6 +188,19 @@ def says_an_impossible_status(wire: Wire) -> None:
     wire.line.sendall(wire.answer().replace(b" 20", b" -20", 1))
 
 
+def says_nothing_of_the_file(wire: Wire) -> bool:
+    head, _, body = wire.answer().partition(b"\r\n\r\n")
+    kept = [line for line in head.split(b"\r\n") if not line.lower().startswith((b"etag", b"last-modified", b"x-"))]
+    wire.line.sendall(b"\r\n".join(kept) + b"\r\n\r\n" + body)
+    return True
+
+
+def answers_to_a_condition(wire: Wire) -> bool:
+    wire.drop()
+    wire.line.sendall(b"HTTP/1.1 412 Precondition Failed\r\nContent-Length: 0\r\n\r\n")
+    return True
+
+
 def has_a_head_without_end(wire: Wire) -> None:
     wire.line.sendall(b"HTTP/1.1 200 OK\r\n")
     while True:

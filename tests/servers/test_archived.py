@@ -40,3 +40,19 @@ def test_old_records_in_an_archive_keep_nobody_from_the_newest(fast_s3: S3Server
         with pytest.raises(StorageArchived, match="archive class") as caught:
             store[6].load({"step": 0})
         assert "step-0000000006" in str(caught.value.file)
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_a_store_that_is_archived_as_a_whole_is_no_empty_one(fast_s3: S3Server, engine: str) -> None:
+    uri, options = f"s3://test/archived/{uuid.uuid4().hex[:8]}", fast_s3.storage_options
+    with ckptstore.open_store(uri, storage_options=options, engine=engine) as store:
+        store.save(0, {"step": 0})
+        with ckptstore.open_store(uri, storage_options=options, engine=engine) as again:
+            again.resume({"step": -1})  # the newest record is a claim, and can be read
+    fast_s3.faults.add(archived("log/0000000002"))
+    with ckptstore.open_store(uri, storage_options=options, engine=engine) as store:
+        with pytest.raises(StorageArchived, match="archive class"):
+            store.resume({"step": -1})
+        with pytest.raises(StorageArchived):
+            store.latest()
+    fast_s3.faults.clear()

@@ -167,3 +167,16 @@ def test_what_is_wrong_on_every_way_is_damage(two_steps: tuple[str, dict[str, An
             key = next(file.key for file in storage.list("checkpoints/") if file.key.endswith("distcp"))
             with pytest.raises(kind):
                 storage.read_into(key, 0, [memoryview(bytearray(10))])
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_what_is_doubted_again_and_again_uses_up_no_descriptors(request: pytest.FixtureRequest, cloud: str) -> None:
+    server: Any = request.getfixturevalue(CLOUDS[cloud])
+    uri = f"{cloud}://test/doubted/{os.urandom(4).hex()}"
+    with closing(open_storage(uri, storage_options=server.storage_options, engine="fsspec")) as storage:
+        storage.write("file", [memoryview(b"data")])
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(30):
+            assert storage.read("file") == b"data"
+            storage.doubt("file")
+        assert len(os.listdir("/proc/self/fd")) - before < 15

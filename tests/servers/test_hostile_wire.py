@@ -16,6 +16,7 @@ from hostile_front import (
     Front,
     OnWire,
     Wire,
+    answers_to_a_condition,
     answers_twice,
     ends_with_103,
     goes_on_with_100,
@@ -26,6 +27,7 @@ from hostile_front import (
     says_an_impossible_status,
     says_length_and_chunks,
     says_no_status,
+    says_nothing_of_the_file,
     says_ok_and_drops_the_body,
     says_ok_before_the_body,
     says_two_lengths,
@@ -33,7 +35,14 @@ from hostile_front import (
 from loopback import answering
 
 import ckptstore
-from ckptstore.errors import CheckpointDamaged, CkptstoreError, StorageError, StorageUnavailable
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CkptstoreError,
+    FileMissing,
+    StorageError,
+    StorageUnavailable,
+    StoreMissing,
+)
 from ckptstore.storage.open import open_storage
 
 SMALL, LARGE = os.urandom(4 << 10), os.urandom(9 << 20)
@@ -48,6 +57,8 @@ MANNERS: list[OnWire] = [
     says_length_and_chunks,
     says_no_status,
     says_an_impossible_status,
+    says_nothing_of_the_file,
+    answers_to_a_condition,
     has_a_head_without_end,
 ]
 ENGINES = ("obstore", "fsspec")
@@ -260,3 +271,41 @@ def test_who_redirects_learns_no_secret(front: tuple[dict[str, Any], Front], eng
         found = {"w": torch.zeros(600_000)}
         assert store.resume(found) is not None
         assert torch.equal(found["w"], state["w"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_store_that_only_seems_empty_is_not_begun_anew(
+    fast_s3: Any, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of the commit seems missing once, and the claim in its place seems written, as when a connection gives
+    each request the answer to another."""
+    uri, state = f"s3://test/{os.urandom(4).hex()}", {"w": torch.ones(3)}
+    options = fast_s3.storage_options
+    with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
+        store.save(1, state)
+        commit = store.latest()
+    assert commit is not None
+    key = f"log/{commit.number:010}.json"
+    with closing(open_storage(uri, storage_options=options, engine=engine)) as storage:
+        read, create = type(storage).read, type(storage).create
+
+        def misses(self: Any, asked: str) -> bytes:
+            if asked == key and not lied["create"]:
+                raise FileMissing("it is not there", file=asked)
+            return bytes(read(self, asked))
+
+        def pretends(self: Any, asked: str, data: bytes) -> bool:
+            if asked == key:
+                lied["create"] = True
+                return True
+            return bool(create(self, asked, data))
+
+        lied = {"create": False}
+        monkeypatch.setattr(type(storage), "read", misses)
+        monkeypatch.setattr(type(storage), "create", pretends)
+    with (
+        ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store,
+        pytest.raises(StoreMissing, match="another one"),
+    ):
+        store.resume({"w": torch.zeros(3)})
+    assert lied["create"]

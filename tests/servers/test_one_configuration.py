@@ -224,6 +224,10 @@ CASES: dict[str, Case] = {
         {"profile": "onprem"},
         config=f"{PROFILE}endpoint_url = {{s3}}\n",
     ),
+    "the default profile before the other": Case(
+        {"AWS_DEFAULT_PROFILE": "onprem", "AWS_PROFILE": "elsewhere"},
+        config=f"{PROFILE}endpoint_url = {{s3}}\n[profile elsewhere]\nendpoint_url = {{trap}}\n",
+    ),
     "keys of variables before the profile": Case(
         {"AWS_PROFILE": "onprem", **KEYS},
         config=PROFILE.replace("right", "wrong") + "endpoint_url = {s3}\n",
@@ -343,6 +347,10 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         {},
         "AWS_PROFILE names a profile that is not there: 'nobody'",
     ),
+    "no such default profile": (
+        {**HERE, "AWS_DEFAULT_PROFILE": "nobody", "AWS_PROFILE": "default"},
+        *({}, "AWS_DEFAULT_PROFILE names a profile that is not there: 'nobody'"),
+    ),
     "no such profile as an option": (HERE, {"profile": "canary"}, "'profile'. names a profile that is not there"),
     "no such style": (HERE, {"config_kwargs": {"s3": {"addressing_style": "host"}}}, "InvalidS3AddressingStyle"),
     "a proxy of another kind": ({**HERE, "ALL_PROXY": "socks5://user:canary@h:1"}, {}, "ALL_PROXY names a proxy"),
@@ -396,6 +404,42 @@ def test_a_variable_that_only_one_client_knows_moves_the_store(
     choice = choose_engine("s3://test/one")
     assert choice.engine == "fsspec"
     assert "AWS_SERVER_SIDE_ENCRYPTION" in choice.reason
+
+
+OF_AWS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+    "a region": ({}, {}, "test.s3.eu-west-3.amazonaws.com"),
+    "dual stack": ({"AWS_USE_DUALSTACK_ENDPOINT": "true"}, {}, "test.s3.dualstack.eu-west-3.amazonaws.com"),
+    "FIPS": ({"AWS_USE_FIPS_ENDPOINT": "true", "AWS_REGION": "us-east-2"}, {}, "test.s3-fips.us-east-2.amazonaws.com"),
+    "dual stack as an option": (
+        *({}, {"config_kwargs": {"use_dualstack_endpoint": True}}),
+        "test.s3.dualstack.eu-west-3.amazonaws.com",
+    ),
+    "no configured endpoint": (
+        {"AWS_ENDPOINT_URL": "{trap}", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"},
+        *({}, "test.s3.eu-west-3.amazonaws.com"),
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", OF_AWS)
+def test_small_and_large_ask_the_same_host_of_aws(
+    name: str, engine: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy hears which host each request is for, and lets nothing through."""
+    environ, options, host = OF_AWS[name]
+    monkeypatch.setenv("CKPTSTORE_RETRY_ATTEMPTS", "1")
+    with counting() as proxy:
+        for variable, value in {**KEYS, **REGION, "HTTPS_PROXY": proxy.url, **environ}.items():
+            monkeypatch.setenv(variable, value.format(**places))
+        places["traps"].lines.clear()
+        with closing(open_storage("s3://test/one", storage_options=options, engine=engine)) as storage:
+            for act in OPERATIONS.values():
+                proxy.lines.clear()
+                with pytest.raises(StorageError):
+                    act(storage)
+                assert {line.split(" ")[1] for line in proxy.lines} == {f"{host}:443"}
+    assert not places["traps"].lines
 
 
 TRUSTED: dict[str, tuple[str, str]] = {

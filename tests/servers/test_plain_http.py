@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -166,6 +167,17 @@ def test_a_connection_that_the_server_has_closed_is_not_used(http: PlainHttp) ->
             for connection in http._idle[url.removeprefix("http://")]:
                 assert connection.sock is not None
                 connection._line.recv(1, socket.MSG_PEEK)  # until the end of the connection is here
+
+
+def test_an_ok_before_the_body_was_read_is_no_ok(http: PlainHttp) -> None:
+    def agree(connection: socket.socket) -> None:
+        head_of(connection)
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        connection.shutdown(socket.SHUT_RD)
+        connection.recv(1)
+
+    with scripted(agree) as url, pytest.raises(HTTPException, match="before the body"):
+        http.send("PUT", f"{url}/x", {"Content-Length": str(len(DATA))}, [DATA])
 
 
 def test_a_refusal_before_the_body_was_read_is_heard(http: PlainHttp) -> None:

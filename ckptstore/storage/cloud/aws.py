@@ -256,8 +256,7 @@ class _Upload:
             **checksum,
         )
         with complete(self._key):
-            etag = answer["ETag"]
-        self._sent(number, {"ETag": etag, **checksum})
+            self._sent(number, {"ETag": answer["ETag"], **checksum})
 
     def copy_part(self, number: int, source: dict[str, str], range_header: str) -> None:
         """A part from another file of the bucket."""
@@ -270,8 +269,7 @@ class _Upload:
             CopySourceRange=range_header,
         )
         with complete(self._key):
-            etag = answer["CopyPartResult"]["ETag"]
-        self._sent(number, {"ETag": etag})
+            self._sent(number, {"ETag": answer["CopyPartResult"]["ETag"]})
 
     def _sent(self, number: int, proof: dict[str, str]) -> None:
         with self._lock:
@@ -311,7 +309,7 @@ def _head(answer: dict[str, Any]) -> tuple[int, dict[str, str]]:
     return metadata["HTTPStatusCode"], {name.lower(): value for name, value in metadata["HTTPHeaders"].items()}
 
 
-def _refusal(refused: dict[str, Any], *, cut: int) -> CkptstoreError | foreign.ConditionFailed:
+def _refusal(refused: dict[str, Any], *, cut: int) -> CkptstoreError:
     code = str(refused.get("Code", ""))
     status = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503, "ServiceUnavailable": 503}.get(code, 400)
     return foreign.from_status(status, code, key=str(refused.get("Key", ""))[cut:], what="delete")

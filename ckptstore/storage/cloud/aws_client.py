@@ -69,7 +69,7 @@ class AwsConnection(LazyClient):
         if plain is not None:
             plain.close()
 
-    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
         from botocore import exceptions
 
         if isinstance(error, exceptions.ClientError):

@@ -107,7 +107,7 @@ class AzureConnection(LazyClient):
             return chains.AzureSecret(names["tenant_id"], names["client_id"], names["client_secret"])
         return chains.AzureChain()
 
-    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
         from azure.core import exceptions
 
         if isinstance(error, exceptions.ClientAuthenticationError) and error.status_code is None:
@@ -116,7 +116,7 @@ class AzureConnection(LazyClient):
             code = getattr(error, "error_code", None)
             code = str(getattr(code, "value", None) or code or "")
             if code == "BlobAlreadyExists":
-                return foreign.ConditionFailed(f"{what}: {code}")
+                return foreign.ConditionFailed(f"{what}: {code}", file=key)
             return foreign.from_status(error.status_code, code, key=key, what=what)
         is_broken = isinstance(error, exceptions.AzureError | OSError) or type(error).__module__.startswith(
             ("urllib3", "requests")

@@ -49,12 +49,12 @@ class ForeignError(Exception):
 
 
 @contextmanager
-def seam(translate: Callable[[Exception], CkptstoreError | ConditionFailed]) -> Iterator[None]:
+def seam(translate: Callable[[Exception], CkptstoreError]) -> Iterator[None]:
     """Turns foreign errors into ours, and lets nothing else of them out."""
     try:
         yield
         return
-    except (CkptstoreError, ConditionFailed):
+    except CkptstoreError:
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of obstore
@@ -173,9 +173,7 @@ _ARCHIVED_HINT = (
 )
 
 
-def from_status(
-    status: int | None, code: str, *, key: str, what: str, storage_class: str = ""
-) -> CkptstoreError | ConditionFailed:
+def from_status(status: int | None, code: str, *, key: str, what: str, storage_class: str = "") -> CkptstoreError:
     """The error for an HTTP status (None: there was no answer) and the store's own code for it. `storage_class` is that
     of an object that cannot be read, where it was said."""
     shown = " ".join(str(part) for part in (status, code) if part) or "no answer"
@@ -194,7 +192,7 @@ def from_status(
     if status in (401, 403) or code in EXPIRED_CODES:
         return AccessDenied(message, file=key, hint=_hint(status, code))
     if status == 412:
-        return ConditionFailed(message)
+        return ConditionFailed(message, file=key)
     if status == 416:
         return CheckpointDamaged(f"{what}: the file ends before the range begins", file=key)
     is_temporary = status is None or status in (408, 409, 429) or (status >= 500 and status != 501)

@@ -99,7 +99,7 @@ class GcsConnection(LazyClient):
         """See `LazyClient.giver`."""
         return chains.google_giver(self._credentials())
 
-    def _refused(self, answer: Any, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+    def _refused(self, answer: Any, *, what: str, key: str) -> CkptstoreError:
         try:
             reason = str(answer.json()["error"]["errors"][0]["reason"])
         except (ValueError, LookupError, TypeError):
@@ -109,7 +109,7 @@ class GcsConnection(LazyClient):
             return StorageUnavailable(f"{what}: the credentials had expired and were looked up anew", file=key)
         return foreign.from_status(answer.status_code, reason, key=key, what=what)
 
-    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
         import google.auth.exceptions
         import requests
 

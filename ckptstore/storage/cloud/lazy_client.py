@@ -78,7 +78,7 @@ class LazyClient(ABC):
         """Make the client. Called once until it is closed or forgotten."""
 
     @abstractmethod
-    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
         """Our error for one of the SDK."""
 
 

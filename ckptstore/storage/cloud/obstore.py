@@ -299,7 +299,7 @@ class FastStorage(ProcessBound):
             yield
         self._renewal.succeeded()
 
-    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError | foreign.ConditionFailed:
+    def _translated(self, error: Exception, *, what: str, key: str) -> CkptstoreError:
         import obstore.exceptions as foreign_errors
 
         text = str(error)
@@ -315,7 +315,7 @@ class FastStorage(ProcessBound):
         if isinstance(error, FileNotFoundError):
             return foreign.from_status(404, code, key=key, what=what)
         if isinstance(error, foreign_errors.PreconditionError):
-            return foreign.ConditionFailed(f"{what}: {code}")
+            return foreign.ConditionFailed(f"{what}: {code}", file=key)
         if isinstance(error, foreign_errors.PermissionDeniedError | foreign_errors.UnauthenticatedError):
             storage_class = (_CLASS.findall(text) or [""])[0]
             return foreign.from_status(status or 403, code, key=key, what=what, storage_class=storage_class)
@@ -323,7 +323,7 @@ class FastStorage(ProcessBound):
             if self._config.location.kind == "s3" and status == 409:
                 # two creates met, and this one was refused; the other one may have been as well
                 return foreign.from_status(409, code, key=key, what=what)
-            return _Exists(f"{what}: {code}")
+            return _Exists(f"{what}: {code}", file=key)
         if isinstance(error, foreign_errors.GenericError):
             if "source: Header" in text:  # asking again changes nothing
                 return StorageError(

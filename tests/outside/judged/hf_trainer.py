@@ -1,24 +1,22 @@
-"""Hugging Face's Trainer: `hf_trainer.py OUT [--stock] [--folder FOLDER]`. It resumes, saves, and
+"""Hugging Face's Trainer: `hf_trainer.py OUT [--stock]`. It resumes, saves, and
 writes its last weights.
 
-With `--stock` it resumes as its documentation says, from what `get_last_checkpoint` finds in FOLDER.
+With `--stock` it resumes as its documentation says, from what `get_last_checkpoint` finds in OUT/folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import LAST_STEP, SAVE_EVERY_STEPS, arguments
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from ckptstore.integrations.transformers import CheckpointStoreCallback
 
-LAST_STEP, SAVE_EVERY_STEPS = 6, 2
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 
@@ -31,16 +29,11 @@ class Tell(TrainerCallback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--stock", action="store_true")
-    parser.add_argument("--folder", type=Path)
-    given = parser.parse_args()
-    folder = given.folder or given.out / "folder"
+    given = arguments()
     torch.manual_seed(0)
     rows = [{"input_ids": row, "labels": row.clone()} for row in torch.randint(0, 32, (40, 12))]
-    arguments = TrainingArguments(
-        output_dir=str(folder),
+    options = TrainingArguments(
+        output_dir=str(given.folder),
         use_cpu=True,
         per_device_train_batch_size=4,
         max_steps=LAST_STEP,
@@ -53,7 +46,7 @@ def main() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     callbacks: list[TrainerCallback] = [Tell()]
     if given.stock:
-        newest: Any = get_last_checkpoint(str(folder)) if os.path.isdir(folder) else None
+        newest: Any = get_last_checkpoint(str(given.folder)) if os.path.isdir(given.folder) else None
         done = int(newest.rpartition("-")[2]) if newest else 0
     else:
         callback = CheckpointStoreCallback(given.out / "store")
@@ -64,7 +57,7 @@ def main() -> None:
         print(f"resumed from step {LAST_STEP}")
         model = GPT2LMHeadModel.from_pretrained(newest)
     else:
-        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
+        trainer = Trainer(model, options, train_dataset=rows, callbacks=callbacks)
         trainer.train(resume_from_checkpoint=newest)
     torch.save(model.state_dict(), given.out / "final.pt")
 

@@ -1,25 +1,23 @@
-"""Lightning's Trainer: `lightning_fit.py OUT [--stock] [--folder FOLDER]`. It resumes, saves, and
+"""Lightning's Trainer: `lightning_fit.py OUT [--stock]`. It resumes, saves, and
 writes its last weights.
 
-With `--stock` it saves with Lightning's own `ModelCheckpoint(save_last=True)`, into FOLDER where one is given.
+With `--stock` it saves with Lightning's own `ModelCheckpoint(save_last=True)`, into OUT/folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from common import LAST_STEP, SAVE_EVERY_STEPS, arguments
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckptstore.integrations.lightning import CheckpointStoreCallback
 
-LAST_STEP, SAVE_EVERY_STEPS = 6, 2
 warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 torch.set_num_threads(1)
@@ -48,11 +46,7 @@ class Tell(pl.Callback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--stock", action="store_true")
-    parser.add_argument("--folder", type=Path)
-    given = parser.parse_args()
+    given = arguments()
     pl.seed_everything(3, verbose=False)
     inputs = torch.randn(8, 8)  # two steps an epoch, for the place in the data is not in a checkpoint of Lightning
     data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
@@ -60,7 +54,7 @@ def main() -> None:
     tell = Tell()
     if given.stock:
         save = ModelCheckpoint(
-            given.folder or given.out, "ck-{step}", save_last=True, save_top_k=-1, every_n_train_steps=SAVE_EVERY_STEPS
+            given.folder, "ck-{step}", save_last=True, save_top_k=-1, every_n_train_steps=SAVE_EVERY_STEPS
         )
     else:
         save = CheckpointStoreCallback(given.out / "store", every_n_train_steps=SAVE_EVERY_STEPS)

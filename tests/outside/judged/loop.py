@@ -6,18 +6,16 @@ is taken.
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from common import LAST_STEP, SAVE_EVERY_STEPS, arguments
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ckptstore import open_store
-
-LAST_STEP, SAVE_EVERY_STEPS = 6, 2
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -59,10 +57,7 @@ def stored(out: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--stock", action="store_true")
-    given = parser.parse_args()
+    given = arguments()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters())
