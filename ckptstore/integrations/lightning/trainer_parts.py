@@ -48,11 +48,12 @@ def leave_finished_epoch(trainer: Any) -> None:
     """Have a fit that was resumed from the end of an epoch begin the next one.
 
     With `max_steps` and no `max_epochs`, Lightning takes the epoch for one to go on with, and trains its first batch
-    once more (2.6.6, with its own checkpoints of the ends of epochs too).
+    once more (2.6.6, with its own checkpoints of the ends of epochs too). A fit that `max_steps` has ended in the
+    middle of an epoch calls that the end as well, and goes on with it.
     """
     loop = trainer.fit_loop
-    epochs = loop.epoch_progress.total
-    if loop.restarting and epochs.ready == epochs.started == epochs.processed == epochs.completed + 1:
+    epochs, has_ended = loop.epoch_progress.total, loop.epoch_loop.batch_progress.is_last_batch
+    if has_ended and loop.restarting and epochs.ready == epochs.started == epochs.processed == epochs.completed + 1:
         loop.epoch_progress.increment_completed()
         loop.epoch_loop.restarting = False
 
