@@ -539,3 +539,21 @@ def test_every_operation_goes_one_way_elsewhere(
         every_operation(f"{cloud}://test/one-{name.replace(' ', '-')}-{engine}", engine, server.storage_options)
         assert not trap.lines
         assert (len(proxy.lines) >= 4) if through_proxy else not proxy.lines, proxy.lines
+
+
+@pytest.mark.parametrize("variable", ["REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"])
+def test_certificates_on_azure(variable: str, azurite: Any, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    server = azurite.url.partition("://")[2].partition("/")[0]
+    with behind_tls(certificate, f"http://{server}") as url:
+        connection = azurite.storage_options["connection_string"].replace("http;", "https;")
+        options = {"connection_string": connection.replace(f"http://{server}", url.rstrip("/"))}
+        for engine in ENGINES:
+            with closing(open_storage("az://test/tls", storage_options=options, engine=engine)) as storage:
+                for name in ("small", "read"):
+                    with pytest.raises(StorageError, match="certificate of the server is not trusted"):
+                        OPERATIONS[name](storage)
+        monkeypatch.setenv(variable, str(certificate))
+        for engine in (None, "fsspec"):
+            every_operation("az://test/tls", engine, options)

@@ -72,7 +72,8 @@ def chain_of(error: BaseException) -> list[BaseException]:
     """An error and what it came from, as far as it can be found: SDKs keep it in many places."""
     found = [error]
     for item in found:
-        inside = [item.__cause__, item.__context__, getattr(item, "reason", None), *item.args]
+        named = (getattr(item, "reason", None), getattr(item, "inner_exception", None))  # of urllib3, of Azure
+        inside = [item.__cause__, item.__context__, *named, *item.args]
         keywords = getattr(item, "kwargs", None)
         inside += keywords.values() if isinstance(keywords, dict) else ()
         found += [other for other in inside if isinstance(other, BaseException) and other not in found]
