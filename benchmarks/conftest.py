@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from sizes import FULL, ROUNDS
 
-from ckptstore.bench import machine
-from ckptstore.bench.destination import Place
-from ckptstore.bench.figures.floors import FloorVerdict, check, read_floors
-from ckptstore.bench.figures.report import Report, Workload
-from ckptstore.cli.commands.bench import echo_workload
+from ckptstore.tools.bench import machine
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.figures.floors import FloorVerdict, check, read_floors
+from ckptstore.tools.bench.figures.report import Report, Workload
+from ckptstore.tools.cli.commands.bench import echo_workload
 
 STARTED = time.time()
 WORKLOADS = pytest.StashKey[list[Workload]]()

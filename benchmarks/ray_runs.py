@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import ckptstore
-from ckptstore.bench.measure import Meter
-from ckptstore.bench.shapes import State, difference, empty_like, rank_state
+from ckptstore.tools.bench.measure import Meter
+from ckptstore.tools.bench.shapes import State, difference, empty_like, rank_state
 
 
 def new_state(config: dict[str, Any], rank: int) -> State:

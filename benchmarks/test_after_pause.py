@@ -8,15 +8,15 @@ from pathlib import Path
 
 from sizes import FULL, ROUNDS
 
-from ckptstore.bench.case import Case, process_group
-from ckptstore.bench.destination import Place
-from ckptstore.bench.figures.report import Workload, WorkloadOutcome
-from ckptstore.bench.peers.base import Contender
-from ckptstore.bench.peers.dcp import Dcp
-from ckptstore.bench.peers.own import KeptCkptstore
-from ckptstore.bench.peers.torch_checkpointing import TorchCheckpointing
-from ckptstore.bench.turns import Contest
 from ckptstore.testing import run_ranks
+from ckptstore.tools.bench.case import Case, process_group
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.figures.report import Workload, WorkloadOutcome
+from ckptstore.tools.bench.peers.base import Contender
+from ckptstore.tools.bench.peers.dcp import Dcp
+from ckptstore.tools.bench.peers.own import KeptCkptstore
+from ckptstore.tools.bench.peers.torch_checkpointing import TorchCheckpointing
+from ckptstore.tools.bench.turns import Contest
 
 SIZE_BYTES = (1 << 30) if FULL else (8 << 20)
 PAUSE_SECONDS = 4.0 if FULL else 0.0

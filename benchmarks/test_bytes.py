@@ -14,13 +14,13 @@ from sizes import FULL
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptstore import open_store
-from ckptstore.bench.case import Case, process_group
-from ckptstore.bench.destination import Place
-from ckptstore.bench.figures.report import OURS, Sample, Workload, WorkloadOutcome
-from ckptstore.bench.measure import Meter
-from ckptstore.bench.peers.dcp import Dcp
-from ckptstore.bench.shapes import rank_state, size_of
 from ckptstore.testing import CountCalls, run_ranks, with_faults
+from ckptstore.tools.bench.case import Case, process_group
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.figures.report import OURS, Sample, Workload, WorkloadOutcome
+from ckptstore.tools.bench.measure import Meter
+from ckptstore.tools.bench.peers.dcp import Dcp
+from ckptstore.tools.bench.shapes import rank_state, size_of
 
 MIB = 1 << 20
 SMALL_BYTES = 4 << 10

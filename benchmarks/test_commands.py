@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import forked_ranks
 
-from ckptstore.bench.figures.report import Report, Workload
-from ckptstore.cli import main
+from ckptstore.tools.bench.figures.report import Report, Workload
+from ckptstore.tools.cli import main
 
 ROWS = json.loads((Path(__file__).parents[1] / "docs/performance/rows.json").read_text())
 COMMANDS = {row["workload"]: row["command"] for row in [*ROWS["rows"], *(ROWS["beside"] if FULL else [])]}
@@ -32,7 +32,7 @@ SMALL = ["--size", "2MiB", "--repeat", "1"]
 def _torch_is_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """At small sizes, most of the time would be the imports of each rank."""
     if not FULL:
-        monkeypatch.setattr("ckptstore.bench.run.run_ranks", forked_ranks.run_ranks)
+        monkeypatch.setattr("ckptstore.tools.bench.run.run_ranks", forked_ranks.run_ranks)
 
 
 @pytest.mark.parametrize("what", [what for what, command in COMMANDS.items() if command.startswith("ckptstore bench")])

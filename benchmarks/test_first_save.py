@@ -13,15 +13,15 @@ from typing import ClassVar
 
 from sizes import FULL, ROUNDS
 
-from ckptstore.bench.case import Case, process_group
-from ckptstore.bench.destination import Place
-from ckptstore.bench.figures.report import Sample, Workload, WorkloadOutcome
-from ckptstore.bench.gpu.first_saves import FirstDefaultStaged, FirstSave, FirstSaveWarmed, Footprint
-from ckptstore.bench.peers.base import Contender
-from ckptstore.bench.peers.limits import Memcpy
-from ckptstore.bench.peers.own import Ckptstore
-from ckptstore.bench.turns import Contest
 from ckptstore.testing import run_ranks
+from ckptstore.tools.bench.case import Case, process_group
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.figures.report import Sample, Workload, WorkloadOutcome
+from ckptstore.tools.bench.gpu.first_saves import FirstDefaultStaged, FirstSave, FirstSaveWarmed, Footprint
+from ckptstore.tools.bench.peers.base import Contender
+from ckptstore.tools.bench.peers.limits import Memcpy
+from ckptstore.tools.bench.peers.own import Ckptstore
+from ckptstore.tools.bench.turns import Contest
 
 _FIGURE = "blocked_seconds"
 SIZE_BYTES = (1 << 30) if FULL else (8 << 20)

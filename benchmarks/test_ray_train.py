@@ -19,9 +19,9 @@ import ray_runs
 from cluster import fit, ray_cluster
 from sizes import FULL, ROUNDS
 
-from ckptstore.bench.destination import Place, opened_place
-from ckptstore.bench.figures.report import S3_SINK, S3_TEST, Sample, Workload, WorkloadOutcome
 from ckptstore.storage.open import open_storage
+from ckptstore.tools.bench.destination import Place, opened_place
+from ckptstore.tools.bench.figures.report import S3_SINK, S3_TEST, Sample, Workload, WorkloadOutcome
 
 SIZE_BYTES = (1 << 30) if FULL else (4 << 20)
 NUM_STEPS = 10 if FULL else 2

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from sizes import FULL, ROUNDS
 
-from ckptstore.bench.case import Case, process_group
-from ckptstore.bench.destination import Place
-from ckptstore.bench.figures.report import Sample, Workload, WorkloadOutcome
-from ckptstore.bench.measure import Meter
-from ckptstore.bench.peers.base import Contender
-from ckptstore.bench.peers.dcp_async import AsyncDcp, AsyncDcpProcess
-from ckptstore.bench.peers.own import AsyncCkptstore, AsyncCkptstoreProcess
-from ckptstore.bench.turns import Contest
 from ckptstore.testing import run_ranks
+from ckptstore.tools.bench.case import Case, process_group
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.figures.report import Sample, Workload, WorkloadOutcome
+from ckptstore.tools.bench.measure import Meter
+from ckptstore.tools.bench.peers.base import Contender
+from ckptstore.tools.bench.peers.dcp_async import AsyncDcp, AsyncDcpProcess
+from ckptstore.tools.bench.peers.own import AsyncCkptstore, AsyncCkptstoreProcess
+from ckptstore.tools.bench.turns import Contest
 
 SIZE_BYTES = (2 << 30) if FULL else (8 << 20)
 ALONE_SECONDS = 1.0 if FULL else 0.1

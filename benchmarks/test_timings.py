@@ -21,15 +21,15 @@ import pytest
 from sizes import FULL, ROUNDS
 
 from ckptstore import CheckpointStore, KeepLatest, open_store
-from ckptstore.bench.figures.report import OURS, Sample, Workload, WorkloadOutcome
-from ckptstore.bench.measure import Meter
-from ckptstore.bench.shapes import rank_state
 from ckptstore.format.encoding import dump_json
 from ckptstore.format.timings import RankTimings, Timings
 from ckptstore.saving import story
 from ckptstore.saving.phases import SaveClock
 from ckptstore.storage.traffic import Traffic, counting, traffic_here
 from ckptstore.testing.s3_server import s3_server
+from ckptstore.tools.bench.figures.report import OURS, Sample, Workload, WorkloadOutcome
+from ckptstore.tools.bench.measure import Meter
+from ckptstore.tools.bench.shapes import rank_state
 
 SIZE_BYTES = (1 << 30) if FULL else (16 << 20)
 SMALL_BYTES = 1 << 20

@@ -22,11 +22,11 @@ import click
 
 import ckptstore
 from ckptstore import config, events
-from ckptstore.agent import notices
-from ckptstore.cli import COMMANDS, main
 from ckptstore.errors import CkptstoreError, all_errors
 from ckptstore.integrations import mlflow, trackers, wandb
-from ckptstore.report import document
+from ckptstore.tools.cli import COMMANDS, main
+from ckptstore.tools.report import document
+from ckptstore.tools.run import notices
 
 DOCS = Path(__file__).parent
 SCHEMA = json.loads((DOCS / "reference/cli-schema.json").read_text())
@@ -316,7 +316,7 @@ def performance_commands() -> str:
 
 def peer_matrix() -> str:
     """Which peer is in which table, and the reasons of the holes."""
-    from ckptstore.bench import matrix  # which takes torch
+    from ckptstore.tools.bench import matrix  # which takes torch
 
     headers, rows, reasons = matrix.matrix()
     absent = [f"- {name}: {reason}." for name, reason in matrix.ABSENT.items()]
@@ -331,7 +331,7 @@ def peer_matrix() -> str:
 
 def peer_settings() -> str:
     """What is tried of each peer, and what it checks."""
-    from ckptstore.bench import matrix
+    from ckptstore.tools.bench import matrix
 
     return table(["peer", "`--peers`", "settings that are tried", "what it checks"], [*matrix.settings_rows()])
 

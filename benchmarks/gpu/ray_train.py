@@ -19,11 +19,11 @@ from typing import Any
 
 from training import train
 
-from ckptstore.bench import machine
-from ckptstore.bench.destination import Place
-from ckptstore.bench.figures.report import OURS, Report, Sample, Workload, WorkloadOutcome
-from ckptstore.bench.gpu.llama import SHAPES
-from ckptstore.cli.commands.bench import echo_workload
+from ckptstore.tools.bench import machine
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.figures.report import OURS, Report, Sample, Workload, WorkloadOutcome
+from ckptstore.tools.bench.gpu.llama import SHAPES
+from ckptstore.tools.cli.commands.bench import echo_workload
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptstore
-from ckptstore.bench.figures.report import Sample
-from ckptstore.bench.gpu.llama import SHAPES, parallel_model
-from ckptstore.bench.measure import Meter
+from ckptstore.tools.bench.figures.report import Sample
+from ckptstore.tools.bench.gpu.llama import SHAPES, parallel_model
+from ckptstore.tools.bench.measure import Meter
 
 
 def train(config: dict[str, Any]) -> None:

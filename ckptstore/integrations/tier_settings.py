@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptstore.agent.keep import parse_keep
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.tier import FastTier
 from ckptstore.retention import Policy
+from ckptstore.tools.run.keep import parse_keep
 
 
 def tier_of(given: Mapping[str, Any], *, shown: Callable[[str], str] = str) -> FastTier | None:

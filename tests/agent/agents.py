@@ -22,7 +22,7 @@ class Agent:
 
     def __init__(self, words: list[str], *, events: Path, env: dict[str, str] | None = None) -> None:
         self.events_file = events
-        command = [sys.executable, "-m", "ckptstore.cli", *words]
+        command = [sys.executable, "-m", "ckptstore.tools.cli", *words]
         with open(events.with_suffix(".out"), "ab") as out:
             self.process = subprocess.Popen(
                 command, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL, stdout=out, stderr=out

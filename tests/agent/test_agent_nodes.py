@@ -11,12 +11,12 @@ import pytest
 from agents import Start, small
 
 from ckptstore import open_store
-from ckptstore.agent.keep import parse_keep
-from ckptstore.agent.nodes import Nodes, find_nodes
-from ckptstore.agent.rounds import LONELY_SECONDS, NodeOffer, NodeView, choose
 from ckptstore.errors import InvalidInput
-from ckptstore.folders import Folder, JobSeen, Rules
 from ckptstore.retention import KeepAny, KeepBest, KeepEvery, KeepLatest, KeepSince
+from ckptstore.tools.run.folders import Folder, JobSeen, Rules
+from ckptstore.tools.run.keep import parse_keep
+from ckptstore.tools.run.nodes import Nodes, find_nodes
+from ckptstore.tools.run.rounds import LONELY_SECONDS, NodeOffer, NodeView, choose
 
 
 def nodes(start: Start, run_id: str, store: Path, folders: list[Path], *trainers: list[object]) -> list[str]:

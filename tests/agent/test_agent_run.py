@@ -16,8 +16,8 @@ from agents import Start, live, small
 from click.testing import CliRunner
 
 from ckptstore import open_store
-from ckptstore.cli import main
 from ckptstore.testing.s3_server import Fault
+from ckptstore.tools.cli import main
 
 
 def is_alive(pid: int) -> bool:
@@ -54,7 +54,7 @@ def test_the_exit_code_is_the_trainers(start: Start, tmp_path: Path, code: int) 
 
 SLOW_THREAD = """
 import sys, threading, time
-from ckptstore.cli import main
+from ckptstore.tools.cli import main
 run = threading.Thread.run
 threading.Thread.run = lambda thread: (run(thread), time.sleep(0.5))
 main(["watch-folder", sys.argv[1], sys.argv[2], "--once", "--interval", "0.1"], standalone_mode=False)
@@ -303,7 +303,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_trainer_once(tmp_path: Path) -> None:
     words = ["run", "--store", tmp_path / "store", "--folder", tmp_path / "out", "--", sys.executable, "-c", script]
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-m", "ckptstore.cli", *map(str, words)])
+        os.execv(sys.executable, [sys.executable, "-m", "ckptstore.tools.cli", *map(str, words)])
     said = b""
     os.write(terminal, b"world\n")
     while b"hello world" not in said:

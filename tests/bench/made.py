@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptstore.bench.figures.report import Report, Role, Sample, Workload, WorkloadOutcome
+from ckptstore.tools.bench.figures.report import Report, Role, Sample, Workload, WorkloadOutcome
 
 ROLES: Mapping[str, Role] = {"ckptstore": "ckptstore", "DCP FileSystemWriter": "peer", "raw disk": "limit"}
 

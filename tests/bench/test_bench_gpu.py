@@ -17,18 +17,18 @@ import torch
 from click.testing import CliRunner
 from made import report
 
-from ckptstore.bench import machine
-from ckptstore.bench.case import Case
-from ckptstore.bench.destination import Place
-from ckptstore.bench.figures.markdown import markdown
-from ckptstore.bench.gpu.llama import SHAPES
-from ckptstore.bench.gpu.locked import LockedMemory
-from ckptstore.bench.gpu.steps import Steps
-from ckptstore.bench.gpu.training import shape_within
-from ckptstore.bench.peers.base import Contender, Wait
-from ckptstore.bench.turns import Contest
-from ckptstore.cli import main
 from ckptstore.errors import InvalidInput
+from ckptstore.tools.bench import machine
+from ckptstore.tools.bench.case import Case
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.figures.markdown import markdown
+from ckptstore.tools.bench.gpu.llama import SHAPES
+from ckptstore.tools.bench.gpu.locked import LockedMemory
+from ckptstore.tools.bench.gpu.steps import Steps
+from ckptstore.tools.bench.gpu.training import shape_within
+from ckptstore.tools.bench.peers.base import Contender, Wait
+from ckptstore.tools.bench.turns import Contest
+from ckptstore.tools.cli import main
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
 NAMES = ("gpu-stall", "gpu-steps", "gpu-first", "gpu-load")
@@ -45,7 +45,7 @@ def bench(*arguments: object, code: int = 0) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_rehearsal_has_figures_or_a_reason_in_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptstore.bench.run.run_ranks", forked_ranks.run_ranks)  # torch is imported once
+    monkeypatch.setattr("ckptstore.tools.bench.run.run_ranks", forked_ranks.run_ranks)  # torch is imported once
     told, place = tmp_path / "told.json", tmp_path / "place"
     options = ["--device", "cpu", "--size", "16MiB", "--shape", "tensors", "--tensor-size", "1MiB", "--repeat", 1]
     shown = bench("gpu", "--no-durable", *options, "--to", place, "--json", told)

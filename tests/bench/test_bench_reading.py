@@ -12,15 +12,15 @@ import pytest
 from click.testing import CliRunner
 from made import RANKS, report
 
-from ckptstore.bench.figures.charts import Curve, curves
-from ckptstore.bench.figures.compare import compare, rank_sum_p, smallest_p
-from ckptstore.bench.figures.floors import check, read_floors
-from ckptstore.bench.figures.laws import exponent, line
-from ckptstore.bench.figures.page import page
-from ckptstore.bench.figures.report import Report
-from ckptstore.bench.timeline import aligned, straggler
-from ckptstore.cli import main
 from ckptstore.errors import InvalidInput
+from ckptstore.tools.bench.figures.charts import Curve, curves
+from ckptstore.tools.bench.figures.compare import compare, rank_sum_p, smallest_p
+from ckptstore.tools.bench.figures.floors import check, read_floors
+from ckptstore.tools.bench.figures.laws import exponent, line
+from ckptstore.tools.bench.figures.page import page
+from ckptstore.tools.bench.figures.report import Report
+from ckptstore.tools.bench.timeline import aligned, straggler
+from ckptstore.tools.cli import main
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
 OURS, SLOWER = [1.0, 1.1, 1.2, 1.3, 1.4], [2.0, 2.1, 2.2, 2.3, 2.4]

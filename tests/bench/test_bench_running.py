@@ -15,17 +15,17 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from ckptstore.bench.destination import Place, check_room, opened_place
-from ckptstore.bench.figures.report import WORKLOADS, Asked
-from ckptstore.bench.run import contest
-from ckptstore.bench.shapes import PRESETS, asked_bytes, rank_state, shapes_of
-from ckptstore.bench.timeline import straggler
-from ckptstore.bench.work import Task
-from ckptstore.bench.workloads.sharded_ranks import commit_of_sharded
-from ckptstore.bench.workloads.simulated import commit_of
-from ckptstore.cli import main
 from ckptstore.errors import InvalidInput, StorageFull
 from ckptstore.testing import run_ranks
+from ckptstore.tools.bench.destination import Place, check_room, opened_place
+from ckptstore.tools.bench.figures.report import WORKLOADS, Asked
+from ckptstore.tools.bench.run import contest
+from ckptstore.tools.bench.shapes import PRESETS, asked_bytes, rank_state, shapes_of
+from ckptstore.tools.bench.timeline import straggler
+from ckptstore.tools.bench.work import Task
+from ckptstore.tools.bench.workloads.sharded_ranks import commit_of_sharded
+from ckptstore.tools.bench.workloads.simulated import commit_of
+from ckptstore.tools.cli import main
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.json").read_text())
 
@@ -33,7 +33,7 @@ SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/bench-schema.js
 @pytest.fixture(autouse=True)
 def _torch_is_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each workload is measured by processes of its own, which all need torch."""
-    monkeypatch.setattr("ckptstore.bench.run.run_ranks", forked_ranks.run_ranks)
+    monkeypatch.setattr("ckptstore.tools.bench.run.run_ranks", forked_ranks.run_ranks)
 
 
 def bench(*arguments: object, code: int = 0) -> Result:
@@ -231,7 +231,7 @@ def test_unknown_peers_and_sizes_are_refused() -> None:
 
 
 def test_a_secret_is_not_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.cli.called import called
+    from ckptstore.tools.cli.called import called
 
     words = ["ckptstore", "bench", "save", "--to", "s3://me:sesame@bucket/x", "--to=s3://bucket/x?token=sesame"]
     monkeypatch.setattr("sys.argv", words)
@@ -248,9 +248,9 @@ def test_every_workload_runs_on_a_disk(tmp_path: Path, monkeypatch: pytest.Monke
     """With short curves: each point is a contest in as many processes as there are ranks. The fast tier and the other
     peers have tests of their own."""
     without_tier = tuple(name for name in WORKLOADS if name != "tier")
-    monkeypatch.setattr("ckptstore.cli.commands.bench._WORKLOADS", without_tier)
+    monkeypatch.setattr("ckptstore.tools.cli.commands.bench._WORKLOADS", without_tier)
     for name, points in {"REAL_RANKS": (1, 2), "_SIZES": (1,), "_FILE_COUNTS": (10,)}.items():
-        monkeypatch.setattr(f"ckptstore.bench.workloads.scaling.{name}", points)
+        monkeypatch.setattr(f"ckptstore.tools.bench.workloads.scaling.{name}", points)
     told, shown = tmp_path / "told.json", tmp_path / "shown.html"
     options = ["--size", "8MiB", "--repeat", 1, "--max-ranks", 256, "--latency-ms", 1, "--to", tmp_path / "place"]
     options += ["--peers", "dcp,torch,safetensors,ray,cp"]

@@ -12,17 +12,17 @@ from typing import Any
 import forked_ranks
 import pytest
 
-from ckptstore.bench import matrix
-from ckptstore.bench.case import Case, process_group
-from ckptstore.bench.destination import Place, opened_place
-from ckptstore.bench.figures.report import Asked, Workload, WorkloadOutcome
-from ckptstore.bench.figures.told import absent
-from ckptstore.bench.peers.base import Contender
-from ckptstore.bench.peers.registry import CONTENDERS
-from ckptstore.bench.run import contests
-from ckptstore.bench.turns import Contest
-from ckptstore.bench.work import Task
-from ckptstore.bench.workloads.finding import FINDERS
+from ckptstore.tools.bench import matrix
+from ckptstore.tools.bench.case import Case, process_group
+from ckptstore.tools.bench.destination import Place, opened_place
+from ckptstore.tools.bench.figures.report import Asked, Workload, WorkloadOutcome
+from ckptstore.tools.bench.figures.told import absent
+from ckptstore.tools.bench.peers.base import Contender
+from ckptstore.tools.bench.peers.registry import CONTENDERS
+from ckptstore.tools.bench.run import contests
+from ckptstore.tools.bench.turns import Contest
+from ckptstore.tools.bench.work import Task
+from ckptstore.tools.bench.workloads.finding import FINDERS
 
 ASYNC = [kind for kind in CONTENDERS["async"] if kind.role == "peer"]
 READERS = {
@@ -122,7 +122,7 @@ ON_A_DISK |= {"torch.save", "safetensors", "Orbax"}
 
 @pytest.fixture
 def _peers_are_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptstore.bench.run.run_ranks", partial(forked_ranks.run_ranks, modules=PEERS))
+    monkeypatch.setattr("ckptstore.tools.bench.run.run_ranks", partial(forked_ranks.run_ranks, modules=PEERS))
 
 
 def run(tables: Sequence[str], place: Place, *, ranks: int, **of_task: Any) -> dict[str, Workload]:

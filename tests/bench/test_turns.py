@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptstore.bench.case import Case
-from ckptstore.bench.destination import Place
-from ckptstore.bench.peers.base import Contender
-from ckptstore.bench.turns import Contest
+from ckptstore.tools.bench.case import Case
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.peers.base import Contender
+from ckptstore.tools.bench.turns import Contest
 
 NAMES = ("a", "b", "c")
 

@@ -9,7 +9,7 @@ from made import report
 from PIL import Image
 from reading import Reader
 
-from ckptstore.bench.figures.page import page
+from ckptstore.tools.bench.figures.page import page
 
 COLOURS = {
     False: ("#0b6e4f", "#4a6fa5", "#7a7a7a"),  # ckptstore, the peer, the limit

@@ -22,8 +22,8 @@ from documents import document, trained
 from PIL import Image
 from reading import Reader
 
-from ckptstore.demo.launch import run_job
-from ckptstore.report.page import page
+from ckptstore.tools.demo.launch import run_job
+from ckptstore.tools.report.page import page
 
 MOST_BYTES = 150_000
 PICTURES = os.environ.get("PICTURES", "")
@@ -88,7 +88,7 @@ def test_the_page_of_a_job_of_which_a_rank_was_killed(reader: Reader, picture: P
     assert (ended.failed_rank, ended.signal) == (1, signal.SIGKILL)
     assert run_job(2, given, tell=print).failed_rank is None
     html = tmp_path / "demo.html"
-    command = [sys.executable, "-m", "ckptstore.cli", "report", "demo", "--html", str(html), "--json"]
+    command = [sys.executable, "-m", "ckptstore.tools.cli", "report", "demo", "--html", str(html), "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     (found,) = json.loads(done.stdout)["stores"]
 
@@ -122,7 +122,7 @@ def test_the_page_of_a_job_of_which_a_rank_was_killed(reader: Reader, picture: P
 def lost_node(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What the demo with a fast tier has told, and its page. It trains, so both tests share it."""
     html, places = tmp_path_factory.mktemp("lost-node") / "demo.html", tmp_path_factory.mktemp("places")
-    command = [sys.executable, "-m", "ckptstore.cli", "demo", "--fast-tier", "--html", str(html)]
+    command = [sys.executable, "-m", "ckptstore.tools.cli", "demo", "--fast-tier", "--html", str(html)]
     done = subprocess.run(command, env={**os.environ, "TMPDIR": str(places)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(places.glob("ckptstore-demo-*")), "the demo left something behind"

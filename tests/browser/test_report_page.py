@@ -20,7 +20,7 @@ from reading import Reader
 from selenium.webdriver.common.keys import Keys
 
 from ckptstore import open_store
-from ckptstore.report.page import page
+from ckptstore.tools.report.page import page
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/report-schema.json").read_text())
 
@@ -429,7 +429,7 @@ def test_a_store_that_is_served_is_followed(reader: Reader, tmp_path: Path) -> N
     (tmp_path / "weights" / "w").write_bytes(bytes(1000))
     with open_store(tmp_path / "store", group="solo") as saved:
         saved.save_directory(1, tmp_path / "weights", metrics={"loss": 0.5})
-        command = [sys.executable, "-m", "ckptstore.cli", "serve", str(tmp_path / "store")]
+        command = [sys.executable, "-m", "ckptstore.tools.cli", "serve", str(tmp_path / "store")]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None

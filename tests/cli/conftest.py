@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ckptstore import CheckpointStore, KeepLatest, open_store
-from ckptstore.cli import main
+from ckptstore.tools.cli import main
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/cli-schema.json").read_text())
 Run = Callable[..., Result]

@@ -18,10 +18,10 @@ import torch
 from click.testing import CliRunner
 
 from ckptstore import open_store
-from ckptstore.cli import COMMANDS, main
 from ckptstore.errors import CkptstoreError, all_errors
+from ckptstore.tools.cli import COMMANDS, main
 
-COMMAND = [sys.executable, "-m", "ckptstore.cli"]
+COMMAND = [sys.executable, "-m", "ckptstore.tools.cli"]
 
 
 def test_a_place_without_a_store_is_told_and_left_alone(run: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ckptstore import open_store
-from ckptstore.cli.commands.export import parse_size
+from ckptstore.tools.cli.commands.export import parse_size
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_sizes(text: str, size_bytes: int) -> None:
 
 def test_help_needs_no_torch() -> None:
     code = (
-        "import sys; from ckptstore.cli import main\n"
+        "import sys; from ckptstore.tools.cli import main\n"
         "for name in ('export', 'import'): main([name, '--help'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules"
     )

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from ckptstore import Checkpoint, InvalidInput, open_store
-from ckptstore.cli.commands.prune import parse_policy
-from ckptstore.cli.options import parse_storage_options
-from ckptstore.cli.targets import Best, CommandTarget, find_target, parse_target
 from ckptstore.retention import KeepBest, KeepEvery, KeepLatest, KeepSince
 from ckptstore.runtime.shown import show_duration, show_size
+from ckptstore.tools.cli.commands.prune import parse_policy
+from ckptstore.tools.cli.options import parse_storage_options
+from ckptstore.tools.cli.targets import Best, CommandTarget, find_target, parse_target
 
 
 def steps(root: Path) -> list[int]:
@@ -116,7 +116,7 @@ def test_ls_of_a_parent_lists_the_stores_below(
     assert found["is_all"]
     assert "There is no store" in run("ls", tmp_path, "--trash", code=10).stderr
     assert "There is no store" in run("ls", tmp_path / "nowhere", code=10).stderr
-    monkeypatch.setattr("ckptstore.cli.stores_below.MOST_LISTED", 2)
+    monkeypatch.setattr("ckptstore.tools.cli.stores_below.MOST_LISTED", 2)
     cut = run("ls", tmp_path)
     assert len(cut.stdout.splitlines()) < len(lines)
     assert "there may be more" in cut.stderr

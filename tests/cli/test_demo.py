@@ -16,8 +16,8 @@ from ckptstore import open_store
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_tells_its_story(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ckptstore.cli", "demo", "--store", str(tmp_path / "stores"), "--width", "16"]
-    command += ["--html", str(tmp_path / "demo.html")]
+    command = [sys.executable, "-m", "ckptstore.tools.cli", "demo", "--store", str(tmp_path / "stores")]
+    command += ["--width", "16", "--html", str(tmp_path / "demo.html")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("rank 1 died by SIGKILL") == 2

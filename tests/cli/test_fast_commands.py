@@ -17,7 +17,6 @@ from click.testing import CliRunner
 
 from ckptstore import FastTier, KeepEvery, open_store
 from ckptstore.catalogue import job_of
-from ckptstore.cli import main
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate, held_by
 from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.format.changes import Claim, Resumed
@@ -25,6 +24,7 @@ from ckptstore.format.layout import MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.order import SaveOrder
 from ckptstore.log.identity import read_identity
+from ckptstore.tools.cli import main
 from ckptstore.upkeep.node_clear import clear
 from ckptstore.upkeep.node_inventory import take_inventory
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import ckptstore
 from ckptstore import InvalidInput
-from ckptstore.cli import main
+from ckptstore.tools.cli import main
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install ckptstore[ray]")
 

@@ -22,9 +22,9 @@ from forked_ranks import TORCH, run_ranks
 from page_runner import run_blocks
 
 import ckptstore
-from ckptstore.cli import COMMANDS, main
 from ckptstore.integrations.lightning.from_environment import EVERY, KEEP, STORE
 from ckptstore.integrations.tier_settings import FAST_SETTINGS
+from ckptstore.tools.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])

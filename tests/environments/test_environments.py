@@ -117,7 +117,8 @@ def test_a_bare_installation_names_the_extra_for_everything_it_lacks(environment
 def test_torch_without_the_extra_is_told_to_take_the_extra(environment: Any, tmp_path: Path) -> None:
     python = environment("ckptstore", "torch")
     assert to_install(walk(python, tmp_path)) == with_torch_missing()
-    done = subprocess.run([python, "-I", "-m", "ckptstore.cli", "export", "x", "y"], cwd=tmp_path, capture_output=True)
+    command = [python, "-I", "-m", "ckptstore.tools.cli", "export", "x", "y"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True)
     assert done.stderr.count(b"\n") == 1, done.stderr
 
 

@@ -109,7 +109,7 @@ def of_checkpoint(checkpoint: Any) -> dict[str, Callable[[], Any]]:
 
 def command(*words: str) -> dict[str, Any]:
     """How `ckptstore WORDS` ends: its exit code, and what is on stderr; a traceback would be raised here."""
-    from ckptstore.cli import main
+    from ckptstore.tools.cli import main
 
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
@@ -190,7 +190,7 @@ def main(*skipped: str) -> None:
     told["store"] = {name: said(call) for name, call in calls.items()}
     told["not walked"] = [
         *(name for name in dir(ckptstore.CheckpointStore) if not name.startswith("_") and name not in calls),
-        *({*import_module("ckptstore.cli").COMMANDS} - {*COMMANDS}),
+        *({*import_module("ckptstore.tools.cli").COMMANDS} - {*COMMANDS}),
     ]
     print(json.dumps(told))
 

@@ -12,7 +12,7 @@ from threaded_ranks import run_ranks_in_threads
 from torch import nn
 
 from ckptstore import CheckpointStore, InvalidInput, open_store
-from ckptstore.cli import main
+from ckptstore.tools.cli import main
 
 
 @pytest.fixture

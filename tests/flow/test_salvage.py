@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 
 import ckptstore
-from ckptstore.cli import main
 from ckptstore.interchange.salvage import salvage_store
+from ckptstore.tools.cli import main
 from ckptstore.transfer.opened import open_place
 
 STEPS = range(4)

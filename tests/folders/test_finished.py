@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckptstore.folders.candidate import Prospect, fingerprint
-from ckptstore.folders.finished import Finisher
-from ckptstore.folders.snapshot import Sign
+from ckptstore.tools.run.folders.candidate import Prospect, fingerprint
+from ckptstore.tools.run.folders.finished import Finisher
+from ckptstore.tools.run.folders.snapshot import Sign
 
 
 def silent(name: str = "mine_1", size_bytes: int = 5) -> Prospect:

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptstore.folders.candidate import MarkerReader, Rules, Sight, fingerprint
-from ckptstore.folders.finished import Finisher
-from ckptstore.folders.folder import candidates_in
-from ckptstore.folders.job_seen import open_for_writing
-from ckptstore.folders.snapshot import take
+from ckptstore.tools.run.folders.candidate import MarkerReader, Rules, Sight, fingerprint
+from ckptstore.tools.run.folders.finished import Finisher
+from ckptstore.tools.run.folders.folder import candidates_in
+from ckptstore.tools.run.folders.job_seen import open_for_writing
+from ckptstore.tools.run.folders.snapshot import take
 
 QUIET_SECONDS = 10.0
 RULES = Rules(patterns=("mine_*", "quiet_*.bin"), marker=None, quiet_seconds=QUIET_SECONDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ckptstore.folders import Folder, JobSeen, Look
+from ckptstore.tools.run.folders import Folder, JobSeen, Look
 
 PIDS = frozenset([os.getpid()])
 

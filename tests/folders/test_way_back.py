@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckptstore import CheckpointStore, InvalidInput, NoUsableCheckpoint, SourceChanged, open_store
-from ckptstore.folders import (
+from ckptstore.tools.run.folders import (
     Folder,
     JobSeen,
     Look,
@@ -331,7 +331,7 @@ def test_nothing_is_written_behind_a_link(store: CheckpointStore, tmp_path: Path
 KILLED = """
 import os, signal, sys
 from ckptstore import open_store
-from ckptstore.folders import Folder, newest_first, restore_folder, set_aside_unfinished
+from ckptstore.tools.run.folders import Folder, newest_first, restore_folder, set_aside_unfinished
 folder, left = Folder(sys.argv[2]), int(sys.argv[3])
 store = open_store(sys.argv[1], durable=False)
 def hook(event, arguments):

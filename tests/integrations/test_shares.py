@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckptstore.errors import InvalidInput, InvalidSource
-from ckptstore.folders.division import divide
 from ckptstore.integrations.given_store import GivenStore
 from ckptstore.integrations.transformers.shares import Links, seen_in
+from ckptstore.tools.run.folders.division import divide
 
 
 def test_one_rank_has_all() -> None:

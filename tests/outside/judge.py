@@ -48,11 +48,11 @@ def _script(name: str, *more: str) -> tuple[str, ...]:
 def _under_run(name: str, *, agent: bool) -> tuple[str, ...]:
     """A stock trainer behind `ckptstore run`."""
     before, unset = ((), ()) if agent else (_TRAINER_IS_JUDGED, ("env", "-u", "CKPT_CHAOS_ARMED"))
-    run = (sys.executable, "-m", "ckptstore.cli", "run", "--store", "{out}/store", "--folder", "{out}/folder")
+    run = (sys.executable, "-m", "ckptstore.tools.cli", "run", "--store", "{out}/store", "--folder", "{out}/folder")
     return (*before, *run, "--interval", "0.2", "--", *unset, *_script(name, "--stock"))
 
 
-_DEMO = ("-m", "ckptstore.demo.train", "--store", "{out}/store", "--width", "4", "--epochs", "2")
+_DEMO = ("-m", "ckptstore.tools.demo.train", "--store", "{out}/store", "--width", "4", "--epochs", "2")
 _DIGEST = ("--result-cmd", shlex.join([sys.executable, str(JUDGED / "digest.py"), "{out}/store"]))
 TARGETS = (
     Target("loop: torch's DCP", _script("loop", "--stock"), "{out}/checkpoint-*"),

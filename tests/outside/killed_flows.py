@@ -117,7 +117,7 @@ def copy(root: str, target: str) -> None:
 
 def run(root: str, folder: str) -> None:
     """The agent, with a shell script for a trainer."""
-    from ckptstore.cli import main as command
+    from ckptstore.tools.cli import main as command
 
     options = [
         "--store",

@@ -18,7 +18,7 @@ import ckptstore
 def test_the_demo_tells_its_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    picture, command = tmp_path / "demo.png", [sys.executable, "-m", "ckptstore.cli", "demo", "--engine", "ray"]
+    picture, command = tmp_path / "demo.png", [sys.executable, "-m", "ckptstore.tools.cli", "demo", "--engine", "ray"]
     options = ["--store", tmp_path / "runs", "--picture", picture, "--width", "8", "--epochs", "4"]
     done = subprocess.run([*command, *map(str, options)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

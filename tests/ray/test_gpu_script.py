@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cluster import ENVIRONMENT
 
-from ckptstore.bench.figures.report import Report
+from ckptstore.tools.bench.figures.report import Report
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "ray_train.py"
 

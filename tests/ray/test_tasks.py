@@ -19,12 +19,12 @@ from cluster import RayCluster
 
 import ckptstore
 from ckptstore import CheckpointDamaged, InvalidInput, RankFailed
-from ckptstore.cli import main
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.integrations.ray.tasks import RayExecutor, ray_executor
 from ckptstore.runtime.beat import Beat
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import S3Server, s3_server
+from ckptstore.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

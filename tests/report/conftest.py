@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from seeing import checked
 
-from ckptstore.cli import main
+from ckptstore.tools.cli import main
 
 Run = Callable[..., Result]
 

@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 
 from ckptstore import CheckpointStore
-from ckptstore.report.document import Document
-from ckptstore.report.gather import Sighting
+from ckptstore.tools.report.document import Document
+from ckptstore.tools.report.gather import Sighting
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/report-schema.json").read_text())
 

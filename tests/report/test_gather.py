@@ -18,8 +18,8 @@ from seeing import everything, files, look
 from ckptstore import CkptstoreError, KeepLatest, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.errors import AccessDenied, StorageError, StorageUnavailable
-from ckptstore.report.gather import Sighting
 from ckptstore.testing import CountCalls, FailAt, combine, with_faults
+from ckptstore.tools.report.gather import Sighting
 
 Commands = Callable[..., Any]
 

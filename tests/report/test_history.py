@@ -11,7 +11,7 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Noop, Pin, Remove, Restore, Resumed, Unpin
 from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
-from ckptstore.report.history import History
+from ckptstore.tools.report.history import History
 
 KINDS = [
     "claim",

@@ -16,13 +16,13 @@ from click.testing import CliRunner
 from seeing import checked, files, look
 
 from ckptstore import open_store
-from ckptstore.cli import main
-from ckptstore.cli.called import called
 from ckptstore.errors import InvalidInput
-from ckptstore.report.document import Document
-from ckptstore.report.gather import Sighting
-from ckptstore.report.lines import can_be_named
-from ckptstore.report.page import page
+from ckptstore.tools.cli import main
+from ckptstore.tools.cli.called import called
+from ckptstore.tools.report.document import Document
+from ckptstore.tools.report.gather import Sighting
+from ckptstore.tools.report.lines import can_be_named
+from ckptstore.tools.report.page import page
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 NAMES = [EVIL, '"><b>', "<!--", "'; drop", "\u202eevil", "__proto__", "constructor", "a\nb", "\x1b[31mred", "é\u0301"]

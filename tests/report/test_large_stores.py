@@ -14,11 +14,11 @@ import torch
 from seeing import look
 
 from ckptstore import KeepLatest, open_store
-from ckptstore.report.document import Document
-from ckptstore.report.gather import NUM_TIMINGS, Sighting
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import CountCalls, with_faults
 from ckptstore.testing.s3_server import s3_server
+from ckptstore.tools.report.document import Document
+from ckptstore.tools.report.gather import NUM_TIMINGS, Sighting
 
 NUM_CHECKPOINTS = 10_000
 
@@ -103,7 +103,7 @@ def test_ten_thousand_checkpoints_in_a_bucket(s3: Any) -> None:
 
 
 def test_more_files_than_are_listed_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptstore.report.condition.LISTED_FILES", 100)
+    monkeypatch.setattr("ckptstore.tools.report.condition.LISTED_FILES", 100)
     with closing(open_storage(str(tmp_path))) as storage:
         many.fill(storage, 50)
     counted = CountCalls()

@@ -13,8 +13,8 @@ import pytest
 from seeing import files
 
 from ckptstore import open_store
-from ckptstore.cli.commands.report import write_whole
 from ckptstore.errors import StorageError
+from ckptstore.tools.cli.commands.report import write_whole
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_pipe_is_written_to_as_it_is(root: Path) -> None:
-    command = [sys.executable, "-m", "ckptstore.cli", "report", str(root), "--html", "/dev/stdout"]
+    command = [sys.executable, "-m", "ckptstore.tools.cli", "report", str(root), "--html", "/dev/stdout"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("<!doctype html>")
 
@@ -61,7 +61,7 @@ def test_a_pipe_is_written_to_as_it_is(root: Path) -> None:
 def test_a_reader_that_goes_away_ends_it_without_a_traceback(root: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "ckptstore.cli", "report", str(root), "--json"]
+    command = [sys.executable, "-m", "ckptstore.tools.cli", "report", str(root), "--json"]
     with os.fdopen(writing, "wb") as gone:
         done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1

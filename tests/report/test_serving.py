@@ -21,12 +21,12 @@ from click.testing import CliRunner
 from seeing import checked, everything, files
 
 from ckptstore import open_store
-from ckptstore.cli import main
 from ckptstore.errors import StorageError
-from ckptstore.report.gather import Sighting
-from ckptstore.report.overview import Overview
-from ckptstore.report.serving import Served
 from ckptstore.testing import Call, CountCalls, with_faults
+from ckptstore.tools.cli import main
+from ckptstore.tools.report.gather import Sighting
+from ckptstore.tools.report.overview import Overview
+from ckptstore.tools.report.serving import Served
 
 DEADLINE_SECONDS = 120.0
 
@@ -63,7 +63,7 @@ class Server:
 
 @contextmanager
 def serving(*arguments: object) -> Iterator[Server]:
-    command = [sys.executable, "-m", "ckptstore.cli", "serve", *map(str, arguments)]
+    command = [sys.executable, "-m", "ckptstore.tools.cli", "serve", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     try:
         assert process.stdout is not None

@@ -23,7 +23,7 @@ import psutil
 from ckptstore import open_store
 
 TRAINERS = Path(__file__).parent / "trainers"
-CKPTSTORE = (sys.executable, "-m", "ckptstore.cli")
+CKPTSTORE = (sys.executable, "-m", "ckptstore.tools.cli")
 ROOT = Path(__file__).parents[2]
 LOOKS = ("--interval", "0.2")
 """For the agent: tests have no time to wait for its usual looks."""

@@ -8,7 +8,7 @@ import pytest
 
 from ckptstore import open_store
 from ckptstore.errors import SourceChanged
-from ckptstore.folders import Folder, JobSeen, newest_first, restore_folder, save_found
+from ckptstore.tools.run.folders import Folder, JobSeen, newest_first, restore_folder, save_found
 
 OF_RANK = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 

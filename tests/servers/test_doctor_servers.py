@@ -83,7 +83,7 @@ def test_no_server(config: StoreConfig) -> None:
 
 def test_the_command_on_a_server(fast_s3: S3Server, tmp_path: Path) -> None:
     options = [f"--storage-option={name}={fast_s3.storage_options[name]}" for name in ("key", "secret", "endpoint_url")]
-    command = [sys.executable, "-m", "ckptstore.cli", "doctor", "s3://test/command", "--json", *options]
+    command = [sys.executable, "-m", "ckptstore.tools.cli", "doctor", "s3://test/command", "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["ok"] is True

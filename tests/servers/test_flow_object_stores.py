@@ -15,12 +15,12 @@ import pytest
 
 import ckptstore
 from ckptstore import KeepLatest, StorageGroup
-from ckptstore.cli.stores_below import stores_below
 from ckptstore.config import StoreConfig
 from ckptstore.interchange.copying import copy_store
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import RanksFailed, run_ranks
 from ckptstore.testing.s3_server import S3Server
+from ckptstore.tools.cli.stores_below import stores_below
 from ckptstore.transfer.opened import open_place
 
 numbers = itertools.count()

@@ -15,10 +15,10 @@ from click.testing import CliRunner
 
 import ckptstore
 from ckptstore import Checkpoint, InvalidInput
-from ckptstore.cli import main
 from ckptstore.interchange import comparing
 from ckptstore.interchange.comparing import tensor_differences
 from ckptstore.testing import Call, with_faults
+from ckptstore.tools.cli import main
 
 LARGE = 400_000  # floats: more than 1 MiB, so a region of its own
 

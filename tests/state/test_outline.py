@@ -17,11 +17,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
 from ckptstore.errors import CheckpointDamaged, InvalidState
-from ckptstore.report.trees import read_tree
 from ckptstore.saving import state_shard
 from ckptstore.state.index.outline import OUTLINE_NAME, Outline, part_name
 from ckptstore.state.write import outlining
 from ckptstore.testing import Call, with_faults
+from ckptstore.tools.report.trees import read_tree
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import independent_reader

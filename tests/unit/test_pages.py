@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ckptstore.pages.shell import html_page, json_in_html
-from ckptstore.report.page import page
+from ckptstore.tools.pages.shell import html_page, json_in_html
+from ckptstore.tools.report.page import page
 
 NASTY = "</script><!-- <script> & \u2028\u2029 \udc80 \x00 ]]> $body ${document}"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ckptstore.cli import terminal
-from ckptstore.cli.terminal import _Bar, progress
 from ckptstore.events import BytesMoved, FileStored, emit, listeners
+from ckptstore.tools.cli import terminal
+from ckptstore.tools.cli.terminal import _Bar, progress
 
 
 class Bar:

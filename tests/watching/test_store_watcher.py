@@ -21,12 +21,12 @@ from ckptstore.storage.memory import MemoryStorage
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.faults import Call, CountCalls, FailAt, combine, wrap
 from ckptstore.testing.s3_server import s3_server
-from ckptstore.watching import attempt_finder
-from ckptstore.watching.attempt_finder import step_prefixes
-from ckptstore.watching.in_flight import SILENT_SECONDS
-from ckptstore.watching.look import Look
-from ckptstore.watching.store_watcher import MOST_RECORDS, StoreWatcher
-from ckptstore.watching.written import data_bytes
+from ckptstore.tools.watching import attempt_finder
+from ckptstore.tools.watching.attempt_finder import step_prefixes
+from ckptstore.tools.watching.in_flight import SILENT_SECONDS
+from ckptstore.tools.watching.look import Look
+from ckptstore.tools.watching.store_watcher import MOST_RECORDS, StoreWatcher
+from ckptstore.tools.watching.written import data_bytes
 
 MIB = 1 << 20
 READS = {"read", "read_into", "read_steps", "stat", "list", "unfinished", "close"}

@@ -22,9 +22,9 @@ from click.testing import CliRunner
 from watch_process import DEADLINE_SECONDS, watching
 
 from ckptstore import open_store
-from ckptstore.cli import main
 from ckptstore.testing import run_ranks
 from ckptstore.testing.s3_server import s3_server
+from ckptstore.tools.cli import main
 
 MIB = 1 << 20
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/cli-schema.json").read_text())
@@ -157,7 +157,7 @@ def test_a_server_that_goes_away_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_closed_pipe_ends_it_although_nothing_changes(store: Path) -> None:
-    command = f"{sys.executable} -m ckptstore.cli watch --interval 60 {store} | head -1; echo ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m ckptstore.tools.cli watch --interval 60 {store} | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True)
     line, status = done.stdout.splitlines()
     assert "last durable step 20" in line

@@ -21,11 +21,11 @@ from typing import Any, Self
 import pytest
 
 from ckptstore import open_store
-from ckptstore.cli.commands import watch
-from ckptstore.cli.watch_shown import JsonLines, TextLines, picture_lines
 from ckptstore.errors import StorageUnavailable
 from ckptstore.runtime.shown import printable
-from ckptstore.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
+from ckptstore.tools.cli.commands import watch
+from ckptstore.tools.cli.watch_shown import JsonLines, TextLines, picture_lines
+from ckptstore.tools.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
 
 DEADLINE_SECONDS = 120.0
 MIB = 1 << 20
@@ -190,7 +190,7 @@ class Terminal:
         }
         environment |= {"TERM": "xterm-256color", **(env or {})}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ckptstore.cli", "watch", *map(str, arguments)],
+            [sys.executable, "-m", "ckptstore.tools.cli", "watch", *map(str, arguments)],
             stdin=theirs,
             stdout=theirs,
             stderr=subprocess.PIPE,

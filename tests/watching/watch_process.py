@@ -62,7 +62,7 @@ class Watching:
 @contextmanager
 def watching(*arguments: object, env: Mapping[str, str] | None = None) -> Iterator[Watching]:
     """Run the command until the context ends."""
-    command = [sys.executable, "-m", "ckptstore.cli", "watch", *map(str, arguments)]
+    command = [sys.executable, "-m", "ckptstore.tools.cli", "watch", *map(str, arguments)]
     environment = {**os.environ, **(env or {})}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:

@@ -7,11 +7,11 @@ from typing import Any
 from accelerate import PartialState
 from axolotl.integrations.base import BasePlugin
 
-from ckptstore.agent.keep import parse_keep
 from ckptstore.errors import InvalidInput
 from ckptstore.integrations.axolotl.args import PREFIX
 from ckptstore.integrations.tier_settings import FAST_SETTINGS, tier_of
 from ckptstore.integrations.transformers import CheckpointStoreCallback
+from ckptstore.tools.run.keep import parse_keep
 
 
 class CkptstorePlugin(BasePlugin):  # type: ignore[misc] # Axolotl is Any to the type checker

@@ -37,8 +37,8 @@ def callbacks(environ: Mapping[str, str] | None = None) -> list[Any]:
     if steps is not None and not (steps.isdecimal() and int(steps) > 0):
         raise InvalidInput(f"{EVERY}={steps!r} is no number above 0")
 
-    from ckptstore.agent.keep import parse_keep
     from ckptstore.integrations.lightning import CheckpointStoreCallback
+    from ckptstore.tools.run.keep import parse_keep
 
     keep = parse_keep([rule.strip() for rule in given.get(KEEP, "").split(",") if rule.strip()], seconds=float)
     tier = tier_of({name: given.get(_variable(name)) for name in FAST_SETTINGS}, shown=_variable)

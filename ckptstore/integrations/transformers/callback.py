@@ -11,11 +11,11 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_wire, to_wire
-from ckptstore.folders.division import Seen, divide
 from ckptstore.integrations.given_store import GivenStore, StoreGiven
 from ckptstore.integrations.transformers.shares import Links, seen_in
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.store import CheckpointStore, settle_saves, start_shard
+from ckptstore.tools.run.folders.division import Seen, divide
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint import Checkpoint

@@ -24,7 +24,7 @@ from typing import Any
 from ckptstore.testing.simulation.virtual import clocks, primitives
 from ckptstore.testing.simulation.virtual.scheduler import Process, running
 
-_LEFT_OUT = ("ckptstore.testing", "ckptstore.bench", "ckptstore.demo", "ckptstore.cli")
+_LEFT_OUT = ("ckptstore.testing", "ckptstore.tools.bench", "ckptstore.tools.demo", "ckptstore.tools.cli")
 _PATCHED = ("ckptstore", "tenacity")
 _CONTAINERS = (dict, list, set, Counter, defaultdict, deque)
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Event, threading.Condition, threading.Semaphore)

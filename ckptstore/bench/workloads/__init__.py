@@ -1,4 +1,0 @@
-"""Workloads that are measured without a peer: listings, growth with ranks and files, simulated ranks.
-
-It may know places and measures. It gives `ckptstore.bench.run` what to run.
-"""

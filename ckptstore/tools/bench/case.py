@@ -1,0 +1,125 @@
+"""What all contenders of one process share: who this rank is, what is saved, where."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.shapes import TENSOR_BYTES, State, empty_like, rank_state, size_of
+
+T = TypeVar("T")
+
+_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass(kw_only=True)
+class Case:
+    """One process of a benchmark."""
+
+    place: Place
+    rank: int
+    world_size: int
+    durable: bool
+    drop_caches: bool = False
+    device: str = "cpu"
+    """Where the tensors are: "cpu", or the GPU of this rank."""
+    size_bytes: int = 0
+    """Of the whole state, as it was asked for."""
+    bucket: Place | None = None
+    """Where checkpoints come to behind the training, in the workload that has a place for that."""
+    shape: str = "tensors"
+    local: State = field(default_factory=dict)
+    """This rank's own tensors."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """The same as the job sees them: rows of DTensors, where there are several ranks."""
+    local_target: State = field(default_factory=dict)
+    target: Mapping[str, Any] = field(default_factory=dict)
+    files: Path = Path()
+    """The directory that is saved, in the workloads that save one."""
+    rank_bytes: int = 0
+    """What this rank brings."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.world_size == 1
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the tensors are on a GPU."""
+        return self.device != "cpu"
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched on the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def enter_thread(self) -> None:
+        """Have this thread work on the device. A new one begins on the first GPU, which may be another rank's."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.device)
+
+    def make_state(self, shape: str, size_bytes: int, tensor_bytes: int = TENSOR_BYTES) -> None:
+        """The state of this rank, its share of `size_bytes`."""
+        self.shape = shape
+        found = rank_state(shape, size_bytes // self.world_size, rank=self.rank, tensor_bytes=tensor_bytes)
+        self.local = {name: tensor.to(self.device) for name, tensor in found.items()}
+        self.state = self._seen(self.local)
+        self.rank_bytes = size_of(self.local)
+
+    def make_target(self) -> None:
+        """Tensors to load into."""
+        self.local_target = empty_like(self.local)
+        self.target = self._seen(self.local_target)
+
+    def _seen(self, local: State) -> Mapping[str, Any]:
+        if self.alone:
+            return local
+        mesh = init_device_mesh("cuda" if self.is_cuda else "cpu", (self.world_size,))
+        return {name: DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False) for name, tensor in local.items()}
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks; a barrier too. Collective."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def uri(self, *parts: str) -> str:
+        """A place below the run's."""
+        return "/".join((self.place.uri, *parts))
+
+
+@contextmanager
+def process_group(device: str = "cpu") -> Iterator[tuple[int, int]]:
+    """gloo over all ranks, which is what peers for the CPU use, and NCCL for tensors on GPUs of their own; yields rank
+    and world size."""
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
+    try:
+        if device == "cuda":
+            torch.cuda.set_device(dist.get_rank())
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def use_threads(world_size: int, num_cores: int) -> None:
+    """Each rank computes with its share of the cores."""
+    torch.set_num_threads(max(1, num_cores // world_size))
+
+
+def first(errors: Sequence[str | None]) -> str | None:
+    """The first error with the rank that had it."""
+    return next((f"rank {rank}: {error}" for rank, error in enumerate(errors) if error), None)

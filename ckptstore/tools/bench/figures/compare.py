@@ -1,0 +1,174 @@
+"""Two reports side by side: what changed, and whether the spread of the samples lets one say so.
+
+The test is Wilcoxon's rank sum (Mann and Whitney's U) on the raw samples, exact for small numbers of them: of all ways
+to divide the samples among the two runs, the share that differ at least as much. It assumes nothing of their
+distribution; what it cannot see is a machine that was slower during all of one run, so a change of ratios to the limit
+of the same run is told too.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any, Literal
+
+from ckptstore.tools.bench.figures.report import Report, Workload
+
+ALPHA = 0.05
+_MOST_DIVISIONS = 200_000
+
+Verdict = Literal["faster", "slower", "no change shown", "too few samples"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One contender in one workload of both runs."""
+
+    workload: str
+    contender: str
+    before_seconds: float
+    after_seconds: float
+    speedup: float
+    """The median before over the median after: above 1, it got faster."""
+    p_value: float
+    verdict: Verdict
+    limit_before: float | None
+    """The limit's median over its own, in the first run; None where there is no limit."""
+    limit_after: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All of them, and what makes the runs hard to compare."""
+
+    changes: tuple[Change, ...]
+    differences: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the schema."""
+        return {
+            "version": 1,
+            "kind": "ckptstore-bench-comparison",
+            "alpha": ALPHA,
+            "changes": [asdict(change) for change in self.changes],
+            "differences": list(self.differences),
+        }
+
+
+def compare(before: Report, after: Report) -> Comparison:
+    """What both reports have measured: workloads by name, size and ranks, contenders by name."""
+    changes = []
+    earlier = {_key(workload): workload for workload in before.workloads}
+    for workload in after.workloads:
+        old = earlier.get(_key(workload))
+        if old is None:
+            continue
+        for one in workload.outcomes:
+            was = old.measured(one.name)
+            if was is not None and one.status == "measured":
+                first, second = old.figures(was), workload.figures(one)
+                changes.append(
+                    _change(workload, one.name, first, second, _of_limit(old, first), _of_limit(workload, second))
+                )
+    return Comparison(changes=tuple(changes), differences=tuple(_differences(before, after)))
+
+
+def _key(workload: Workload) -> tuple[Any, ...]:
+    return workload.name, workload.size_bytes, workload.ranks, workload.title
+
+
+def _of_limit(workload: Workload, figures: Sequence[float]) -> float | None:
+    limit = workload.best("limit")
+    return statistics.median(workload.figures(limit)) / statistics.median(figures) if limit else None
+
+
+def _change(
+    workload: Workload,
+    contender: str,
+    before: Sequence[float],
+    after: Sequence[float],
+    limit_before: float | None,
+    limit_after: float | None,
+) -> Change:
+    p_value = rank_sum_p(before, after)
+    was, now = statistics.median(before), statistics.median(after)
+    if smallest_p(len(before), len(after)) > ALPHA:
+        verdict: Verdict = "too few samples"
+    elif p_value > ALPHA:
+        verdict = "no change shown"
+    else:
+        verdict = "faster" if now < was else "slower"
+    return Change(
+        workload=workload.title,
+        contender=contender,
+        before_seconds=was,
+        after_seconds=now,
+        speedup=was / max(1e-9, now),
+        p_value=p_value,
+        verdict=verdict,
+        limit_before=limit_before,
+        limit_after=limit_after,
+    )
+
+
+def _differences(before: Report, after: Report) -> list[str]:
+    found: list[str] = []
+    for what, first, second in (
+        ("machine", before.machine, after.machine),
+        ("version of", before.versions, after.versions),
+        ("setting", before.asked, after.asked),
+    ):
+        found += [
+            f"{what} {name}: {first.get(name)} before, {second.get(name)} after"
+            for name in sorted({*first, *second} - {"load_average"})
+            if first.get(name) != second.get(name)
+        ]
+    return found
+
+
+def rank_sum_p(first: Sequence[float], second: Sequence[float]) -> float:
+    """The two-sided p-value that both samples come from one distribution; equal values share their ranks.
+
+    Exact up to some hundred thousand divisions, beyond that by the normal distribution with a correction for ties.
+    """
+    ranks = _ranks([*first, *second])
+    size, total = len(first), len(ranks)
+    middle = size * (total + 1) / 2
+    seen = abs(sum(ranks[:size]) - middle)
+    if math.comb(total, size) > _MOST_DIVISIONS:
+        return _normal_p(seen, ranks, size)
+    extreme = sum(abs(sum(chosen) - middle) >= seen - 1e-9 for chosen in combinations(ranks, size))
+    return extreme / math.comb(total, size)
+
+
+def smallest_p(size: int, other: int) -> float:
+    """The smallest p-value that so many samples can give."""
+    return min(1.0, 2 / math.comb(size + other, size))
+
+
+def _normal_p(seen: float, ranks: Sequence[float], size: int) -> float:
+    total, other = len(ranks), len(ranks) - size
+    groups: Mapping[float, int] = {rank: list(ranks).count(rank) for rank in set(ranks)}
+    ties = sum(count**3 - count for count in groups.values()) / (total * (total - 1))
+    variance = size * other / 12 * (total + 1 - ties)
+    if variance <= 0:
+        return 1.0
+    return math.erfc(max(0.0, seen - 0.5) / math.sqrt(2 * variance))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """The rank of each value, from 1; equal values share the mean of theirs."""
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    ranks = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
+            end += 1
+        for index in order[start : end + 1]:
+            ranks[index] = (start + end) / 2 + 1
+        start = end + 1
+    return ranks

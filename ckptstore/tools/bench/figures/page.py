@@ -1,0 +1,165 @@
+"""A report as one HTML file that needs no network: tables, bar charts, curves and the timelines of saves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from string import Template
+from typing import Any
+
+from ckptstore.tools.bench.figures import told
+from ckptstore.tools.bench.figures.charts import Bar, Curve, bars, curves
+from ckptstore.tools.bench.figures.report import Report, Workload
+from ckptstore.tools.pages.shell import html_page
+
+_BODY = Template("""<header>
+<div class="bar-top"><h1>ckptstore bench</h1><button id="theme" type="button"></button></div>
+<p class="small">$created &middot; <code>$command</code></p></header>
+<main>$facts
+<p class="small">$legend Bars are medians, whiskers go from the fastest to the slowest turn.</p>
+$body</main>""")
+_STYLE = """
+tr.ckptstore td { font-weight: 600; color: var(--accent); }
+tr.limit td { color: var(--dim); }
+"""
+_SCRIPT = """
+themeSwitch(document.getElementById("theme"));
+const saves = readDocument().saves;
+const hosts = [...document.querySelectorAll("[data-save]")];
+const draw = () => hosts.forEach((host) => {
+  host.replaceChildren(timeline(saves[Number(host.dataset.save)], Math.max(320, host.clientWidth)));
+});
+draw();
+addEventListener("resize", draw);
+drawn();
+"""
+
+
+def page(report: Report) -> str:
+    """The whole page."""
+    created = datetime.fromtimestamp(report.created_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    saves: list[list[dict[str, Any]]] = []
+    sections = [_section(workload, saves) for workload in report.workloads if workload.name != "ls"]
+    finding = [workload for workload in report.workloads if workload.name == "ls"]
+    if finding:
+        sections.append(_finding(finding))
+    if report.scaling:
+        sections.append(_growth(report.scaling))
+    body = _BODY.substitute(
+        created=created,
+        command=escape(report.command),
+        facts="".join(f'<p class="small">{escape(line)}</p>' for line in told.report_lines(report)),
+        legend=escape(told.LEGEND),
+        body="\n".join(sections),
+    )
+    return html_page(title="ckptstore bench", body=body, document={"saves": saves}, styles=[_STYLE], scripts=[_SCRIPT])
+
+
+def _section(workload: Workload, saves: list[list[dict[str, Any]]]) -> str:
+    """A workload; the ranks of its timeline, where it has one, are added to `saves`, for the page to draw."""
+    measured = [one for one in workload.outcomes if one.status == "measured"]
+    limit = workload.best("limit")
+    rows = []
+    for one in measured:
+        figures, ratio = workload.figures(one), workload.ratio(one)
+        note = f", ratio {ratio:.2f}" if ratio is not None and one.role != "ckptstore" else ""
+        rows.append(
+            Bar(
+                label=told.label(one),
+                role=one.role,
+                median=statistics.median(figures),
+                low=min(figures),
+                high=max(figures),
+                note=note,
+            )
+        )
+    at = statistics.median(workload.figures(limit)) if limit else None
+    parts = [f"<h2>{escape(told.heading(workload))}</h2>"]
+    if rows:
+        parts += [bars(rows, unit="s", limit=at), _table(workload)]
+    absent = told.absent(workload)
+    if absent:
+        parts.append('<p class="absent">' + "<br>".join(map(escape, absent)) + "</p>")
+    if workload.timeline:
+        late = workload.facts.get("straggler")
+        said = (
+            f"rank {late['rank']} had stored its files {late['seconds']:.3f} s after the median rank." if late else ""
+        )
+        parts.append(f"<h3>One save, rank by rank</h3><p class='small'>A lane for each thread. {escape(said)}</p>")
+        parts.append(f'<div data-save="{len(saves)}"></div>')
+        saves.append(
+            [_drawn(rank, is_late=late is not None and rank["rank"] == late["rank"]) for rank in workload.timeline]
+        )
+    return "\n".join(parts)
+
+
+def _drawn(rank: Mapping[str, Any], *, is_late: bool) -> dict[str, Any]:
+    """A rank as the timeline takes it."""
+    return {"label": f"rank {rank['rank']}", "late": is_late, "spans": rank["spans"]}
+
+
+def _table(workload: Workload) -> str:
+    measured = [one for one in workload.outcomes if one.status == "measured"]
+    head = "".join(f"<th>{escape(name)}</th>" for name in told.HEADERS)
+    body = "".join(
+        f'<tr class="{one.role}">' + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        for one, row in zip(measured, told.rows(workload), strict=True)
+    )
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _finding(workloads: Sequence[Workload]) -> str:
+    names = [one.name for one in workloads[0].outcomes]
+    lines = []
+    for name in names:
+        points = []
+        for workload in workloads:
+            one = workload.measured(name)
+            if one is not None:
+                points.append((float(workload.facts["checkpoints"]), statistics.median(workload.figures(one))))
+        lines.append(Curve(label=name, points=points))
+    chart = curves(lines, x_title="checkpoints in the store", y_title="seconds")
+    tables = "".join(f"<h3>{escape(workload.title)}</h3>{_table(workload)}" for workload in workloads)
+    return f"<h2>Finding checkpoints as a store grows</h2>{chart}{tables}"
+
+
+def _growth(scaling: Mapping[str, Any]) -> str:
+    parts = ["<h2>Growth</h2>"]
+    titles = {"ranks": "real processes, the same bytes in all", "bytes": "bytes of the state", "files": "files"}
+    for name, points in scaling.get("real", {}).items():
+        contenders = dict.fromkeys(who for point in points for who in point["seconds"])
+        lines = [
+            Curve(
+                label=who,
+                points=[(point["at"], point["seconds"][who]["median"]) for point in points if who in point["seconds"]],
+            )
+            for who in contenders
+        ]
+        parts.append(f"<h3>Seconds over {escape(titles.get(name, name))}</h3>")
+        parts.append(curves(lines, x_title=titles.get(name, name), y_title="seconds"))
+        absent = dict.fromkeys(line for point in points for line in point["absent"])
+        parts += [f'<p class="absent">{escape(line)}</p>' for line in absent]
+    simulated = scaling.get("simulated", {})
+    points = simulated.get("points", ())
+    if points:
+        latency = simulated["latency_seconds"] * 1000
+        parts.append(f"<h3>A commit through the storage alone, {latency:g} ms for each request</h3>")
+        for figure, title in (("seconds", "seconds to the commit"), ("requests", "requests of the leader")):
+            lines = [Curve(label="measured", points=[(point["ranks"], point[figure]) for point in points])]
+            law = simulated["laws"].get(figure)
+            if law:
+                fitted = [(point["ranks"], law["base"] + law["slope"] * point["ranks"]) for point in points]
+                lines.append(Curve(label=f"n^{law['exponent']:.2f} at the end", points=fitted, dashed=True))
+            parts.append(curves(lines, x_title="simulated ranks", y_title=title))
+    sharded = scaling.get("sharded", {})
+    if sharded.get("points"):
+        parts.append(f"<h3>A commit of {sharded['tensors']} tensors, each divided over all ranks</h3>")
+        points = [(point["ranks"], point["seconds"]) for point in sharded["points"]]
+        parts.append(
+            curves([Curve(label="measured", points=points)], x_title="simulated ranks", y_title="seconds to the commit")
+        )
+    told_of = {"simulated": simulated, "sharded": sharded}
+    parts += [f'<p class="small">{escape(line)}</p>' for line in told.scaling_lines(told_of)]
+    return "\n".join(parts)

@@ -1,0 +1,143 @@
+"""A report as rows for people."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptstore.tools.bench.figures.report import Report, Workload, WorkloadOutcome, summary
+
+HEADERS = ("contender", "seconds", "min - max", "GB/s", "CPU s/GiB", "peak MiB", "requests", "ratio", "of limit")
+LEGEND = (
+    "Seconds are medians. A ratio above 1 means that ckptstore is faster; 'of limit' is the limit's time over its own."
+)
+
+
+def heading(workload: Workload) -> str:
+    """What was measured."""
+    figure = "" if workload.figure == "total_seconds" else ", seconds until the call returned"
+    size = f", {workload.size_bytes / (1 << 20):.1f} MiB" if workload.size_bytes else ""
+    ranks = f"{workload.ranks} rank" + ("s" if workload.ranks > 1 else "")
+    return f"{workload.title} ({workload.name}): {ranks}{size}{figure}"
+
+
+def rows(workload: Workload) -> list[list[str]]:
+    """One row for each contender that was measured."""
+    limit = workload.best("limit")
+    limit_seconds = statistics.median(workload.figures(limit)) if limit else None
+    return [_row(workload, one, limit_seconds) for one in workload.outcomes if one.status == "measured"]
+
+
+def _row(workload: Workload, one: WorkloadOutcome, limit_seconds: float | None) -> list[str]:
+    figures = workload.figures(one)
+    median = statistics.median(figures)
+    told = summary(one, workload.size_bytes) or {}
+    ratio = workload.ratio(one)
+    speed = workload.size_bytes / 1e9 / median if workload.size_bytes and median else None
+    return [
+        label(one),
+        f"{median:.4f}",
+        f"{min(figures):.4f} - {max(figures):.4f}",
+        _number(speed, "{:.2f}"),
+        _number(told["cpu_seconds_per_gib"], "{:.2f}"),
+        _number(told["peak_bytes"] and told["peak_bytes"]["median"] / (1 << 20), "{:.1f}"),
+        _number(told["requests"] and told["requests"]["median"], "{:.0f}"),
+        _number(ratio, "{:.2f}"),
+        _number(limit_seconds and limit_seconds / median, "{:.2f}"),
+    ]
+
+
+def label(one: WorkloadOutcome) -> str:
+    """Its name with its settings."""
+    settings = settings_text(one.settings)
+    return f"{one.name} ({settings})" if settings else one.name
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings in words."""
+    tried = {name: value for name, value in settings.items() if name not in ("seconds", "failed")}
+    return ", ".join(text for name, value in tried.items() if (text := _setting(name, value)))
+
+
+def _setting(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name.replace("_", " ") if value else ""
+    if name.endswith("bytes"):
+        return f"{value / (1 << 20):g} MiB"
+    if "thread" in name:
+        return f"{value} threads" if value > 1 else "1 thread"
+    return value if isinstance(value, str) else f"{name.replace('_', ' ')} {value}"
+
+
+def facts(workload: Workload) -> list[str]:
+    """What is known of it besides its contenders, one line each."""
+    return [f"{name}: {value}" for name, value in workload.facts.items() if value is not None]
+
+
+def absent(workload: Workload) -> list[str]:
+    """Who was skipped or failed, and why, and with which settings one failed that was measured with others. A limit of
+    another medium is not worth a line."""
+    return [
+        f"{one.status}: {one.name}: {one.reason}"
+        for one in workload.outcomes
+        if one.status == "failed" or (one.status == "skipped" and one.role != "limit")
+    ] + [
+        f"failed: {one.name} with {settings_text(tried)}: {tried['failed']}"
+        for one in workload.outcomes
+        if one.status == "measured"
+        for tried in one.sweep
+        if "failed" in tried
+    ]
+
+
+def scaling_lines(scaling: Mapping[str, Any]) -> list[str]:
+    """The laws of growth, and the points that they come from."""
+    lines: list[str] = []
+    for name, points in scaling.get("real", {}).items():
+        for point in points:
+            seconds = ", ".join(f"{who} {told['median']:.4f} s" for who, told in point["seconds"].items())
+            lines.append(f"{name} = {point['at']}: {seconds}")
+        lines += dict.fromkeys(f"{name}: {line}" for point in points for line in point["absent"])
+    simulated = scaling.get("simulated", {})
+    for point in simulated.get("points", ()):
+        peak = f"{point['peak_bytes'] / (1 << 20):.0f} MiB" if point["peak_bytes"] is not None else "?"
+        lines.append(
+            f"{point['ranks']} simulated ranks: commit {point['seconds']:.2f} s, {point['requests']} requests, leader "
+            f"{point['cpu_seconds']:.2f} s of CPU, {peak}"
+        )
+    lines += _law_lines(simulated)
+    sharded = scaling.get("sharded", {})
+    lines += [_sharded_line(point) for point in sharded.get("points", ())]
+    return lines + _law_lines(sharded)
+
+
+def _sharded_line(point: Mapping[str, Any]) -> str:
+    peak = f"{point['peak_bytes'] / (1 << 20):.0f} MiB"
+    heard, agreed = point["told_bytes"] / (1 << 20), point["agree_bytes"] / (1 << 20)
+    return (
+        f"{point['ranks']} simulated ranks, {point['tensors']} tensors over all of them: {point['seconds']:.2f} s from "
+        f"the last answer to the commit, {point['cpu_seconds']:.2f} s of CPU, {peak}; agreed in "
+        f"{point['agree_seconds']:.2f} s from {agreed:.1f} MiB; heard {heard:.1f} MiB; outline "
+        f"{point['outline_bytes'] / 1000:.0f} kB, manifest {point['manifest_bytes'] / 1000:.0f} kB; opened as saved in "
+        f"{point['open_own_seconds']:.2f} s from {point['open_own_bytes'] / 1000:.0f} kB, by a quarter of the ranks in "
+        f"{point['open_quarter_seconds']:.2f} s"
+    )
+
+
+def _law_lines(growth: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} over ranks n: {law['text']}; between the two largest it grows by n^{law['exponent']:.2f}"
+        for name, law in growth.get("laws", {}).items()
+    ]
+
+
+def report_lines(report: Report) -> Sequence[str]:
+    """The machine and the versions, one line each."""
+    machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
+    found = ", ".join(f"{name} {value}" for name, value in report.versions.items())
+    return [f"machine: {machine}", f"versions: {found}"]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

@@ -1,0 +1,214 @@
+"""Who else saves from a GPU and loads into it: DCP with a pinned stager, safetensors, fastsafetensors, the bus."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+
+from ckptstore.tools.bench.case import Case
+from ckptstore.tools.bench.figures.report import Role
+from ckptstore.tools.bench.peers.base import Contender, Wait
+from ckptstore.tools.bench.peers.dcp import Dcp
+from ckptstore.tools.bench.peers.files import Safetensors
+from ckptstore.tools.bench.peers.limits import RawDiskLoad
+from ckptstore.tools.bench.raw import MIB
+
+_BLOCK_BYTES = 16 * MIB
+
+
+class DefaultStaged(Dcp):
+    """`dcp.async_save` with torch's DefaultStager, which is kept from save to save.
+
+    `pinned` memory is filled by copies that do not block, on a stream of their own when they are made `behind` the
+    training. Then the state may change only when they have ended. Without both it is what `async_save` makes itself.
+    """
+
+    name = "dcp.async_save, thread"
+    kind: ClassVar[AsyncCheckpointerType] = AsyncCheckpointerType.THREAD
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        self._group = dist.new_group(backend="gloo")  # the training uses the other one at the same time
+        self.stager = self.new_stager()
+        self._staging: Future[None] | None = None
+        self._is_warm = False
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return [{"pinned": True, "behind": True}, {"pinned": True, "behind": False}, {"pinned": False, "behind": False}]
+
+    def new_stager(self) -> DefaultStager:
+        """One without any memory yet. Pinned memory, and copies that do not block, take CUDA."""
+        is_pinned = self.settings["pinned"] and self.case.is_cuda
+        return DefaultStager(
+            StagingOptions(
+                use_pinned_memory=is_pinned,
+                use_shared_memory=self.kind is AsyncCheckpointerType.PROCESS,
+                use_async_staging=self.settings["behind"],
+                use_non_blocking_copy=is_pinned,
+            )
+        )
+
+    def prepare(self, place: str) -> None:
+        """Its memory is there before the clock runs, as `warm_up` makes that of ckptstore."""
+        if not self._is_warm:
+            staged = self.stager.stage(dict(self.case.state))
+            if isinstance(staged, Future):
+                staged.result()
+            self._is_warm = True
+
+    def save(self, place: str) -> Wait | None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = async_save(
+                dict(self.case.state),
+                storage_writer=self.writer(place),
+                async_stager=self.stager,
+                async_checkpointer_type=self.kind,
+                process_group=self._group,
+            )
+        if isinstance(found, AsyncSaveResponse):
+            self._staging = found.staging_completion
+            return found.upload_completion.result
+        return found.result
+
+    def staged(self) -> None:
+        if self._staging is not None:
+            self._staging.result()
+
+    def close(self) -> None:
+        self.stager.close()
+        dist.destroy_process_group(self._group)
+
+
+class DefaultStagedProcess(DefaultStaged):
+    """The same from a process of its own, through shared memory, as torchtitan's `async_with_pinned_mem` has it."""
+
+    name = "dcp.async_save, process"
+    kind = AsyncCheckpointerType.PROCESS
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return [{"pinned": True, "behind": True}]
+
+
+class SafetensorsToDevice(Safetensors):
+    """`load_file` onto the device, with both of its backends."""
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return [{"backend": "mmap"}, {"backend": "pread"}]
+
+    def read(self, path: Any) -> Mapping[str, torch.Tensor]:
+        from safetensors.torch import load_file
+
+        found: Mapping[str, torch.Tensor] = load_file(path, device=self.case.device, backend=self.settings["backend"])
+        return found
+
+
+class FastSafetensors(Safetensors):
+    """fastsafetensors' file loader, by threads that read into pinned memory."""
+
+    name, family = "fastsafetensors", "fastsafetensors"
+    modules = packages = ("fastsafetensors",)
+    without_gds: ClassVar[bool] = True
+
+    def load(self, place: str) -> None:
+        from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+        loader = SafeTensorsFileLoader(SingleGroup(), self.case.device, nogds=self.without_gds)
+        try:
+            loader.add_filenames({0: [str(self.path(place))]})
+            buffers = loader.copy_files_to_device()
+            try:
+                for name, tensor in self.case.local_target.items():
+                    tensor.copy_(buffers.get_tensor(name))
+                self.case.synchronize()
+            finally:
+                buffers.close()
+        finally:
+            loader.close()
+
+
+class FastSafetensorsDirect(FastSafetensors):
+    """The same with GPUDirect Storage."""
+
+    name = "fastsafetensors, GDS"
+    without_gds = False
+
+    @classmethod
+    def objection(cls, case: Case) -> str | None:
+        return super().objection(case) or (None if case.is_cuda else "GPUDirect Storage needs CUDA")
+
+
+class PinnedCopy(Contender):
+    """One copy of the state from the device to pinned memory that is there: no stall can be shorter. `one_buffer` is a
+    single copy of as many bytes."""
+
+    name, family = "pinned copy", "limit"
+    role: ClassVar[Role] = "limit"
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return [{"one_buffer": True}, {"one_buffer": False}]
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        self._tensors = list(case.local.values())
+        if settings["one_buffer"]:
+            self._tensors = [torch.ones(case.rank_bytes, dtype=torch.uint8, device=case.device)]
+        self._hosts = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=case.is_cuda).zero_() for tensor in self._tensors
+        ]
+
+    def save(self, place: str) -> Wait | None:
+        for host, tensor in zip(self._hosts, self._tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        self.case.synchronize()
+        return None
+
+    def close(self) -> None:
+        self._tensors, self._hosts = [], []
+
+
+class RawToDevice(RawDiskLoad):
+    """`preadv` into pinned memory, and a copy of each block to the device as soon as it is read; nothing is checked."""
+
+    name = "raw disk to device"
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return [{"threads": count} for count in (1, 2, 4, 8) if count <= max(2, os.cpu_count() or 1)]
+
+    def prepare(self, place: str) -> None:
+        super().prepare(place)
+        self._host = torch.empty(self.size_bytes, dtype=torch.uint8, pin_memory=self.case.is_cuda).zero_()
+        self._device = torch.zeros(self.size_bytes, dtype=torch.uint8, device=self.case.device)
+
+    def load(self, place: str) -> None:
+        host: Any = self._host.numpy()
+        view, start, blocks = memoryview(host), 0, []
+        for path in sorted((Path(place) / f"rank-{self.case.rank}").iterdir()):
+            size_bytes = path.stat().st_size
+            blocks += [(path, offset, start + offset, size_bytes) for offset in range(0, size_bytes, _BLOCK_BYTES)]
+            start += size_bytes
+
+        def read(path: Path, offset: int, begin: int, size_bytes: int) -> None:
+            end = begin + min(_BLOCK_BYTES, size_bytes - offset)
+            with path.open("rb", buffering=0) as file:
+                if os.preadv(file.fileno(), [view[begin:end]], offset) != end - begin:
+                    raise OSError(f"{path} is shorter than {size_bytes} bytes")
+            self._device[begin:end].copy_(self._host[begin:end], non_blocking=True)
+
+        with ThreadPoolExecutor(self.settings["threads"], initializer=self.case.enter_thread) as pool:
+            list(pool.map(lambda block: read(*block), blocks))
+        self.case.synchronize()

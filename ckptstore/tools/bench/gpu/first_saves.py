@@ -1,0 +1,106 @@
+"""The first `save_async` of a store, and the memory that it takes and gives back: nothing is kept from turn to turn."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+from ckptstore.tools.bench.gpu.device_peers import DefaultStaged
+from ckptstore.tools.bench.gpu.locked import locked_memory
+from ckptstore.tools.bench.measure import status_bytes
+from ckptstore.tools.bench.peers.base import Contender, Wait
+from ckptstore.tools.bench.peers.own import Ckptstore
+
+_RESUMED, _SAVED = 0, 1
+_STILL_SECONDS, _MOST_SECONDS = 0.3, 600.0
+
+
+class Footprint:
+    """What a turn adds to the memory of this process; locked memory is part of what is resident."""
+
+    def __init__(self, contender: Contender) -> None:
+        self._contender = contender
+        self._before = self._now()
+
+    def note(self, when: str = "") -> None:
+        """Tell how much has been added by now."""
+        for name, size_bytes in self._now().items():
+            self._contender.note(f"{name}_bytes{when}", size_bytes - self._before[name])
+
+    def _now(self) -> dict[str, int]:
+        gc.collect()
+        found = {"resident": resident_bytes()}
+        if self._contender.case.is_cuda:
+            found["locked"] = locked_memory().size_bytes
+        return found
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 where the system does not tell."""
+    try:
+        return status_bytes("VmRSS")
+    except (OSError, KeyError):
+        return 0
+
+
+class FirstSave(Ckptstore):
+    """A store that is new and has its claim, and nothing made ahead."""
+
+    def prepare(self, place: str) -> None:
+        self._footprint = Footprint(self)
+        super().prepare(place)
+
+    def save(self, place: str) -> Wait | None:
+        assert self.store is not None
+        return self.store.save_async(_SAVED, self.case.state).result
+
+    def after(self, place: str) -> None:
+        self._footprint.note()
+        self.close()
+        self._footprint.note("_after_close")
+
+
+class FirstSaveWarmed(FirstSave):
+    """`warm_up` before it."""
+
+    name = "ckptstore, after warm_up"
+
+    def prepare(self, place: str) -> None:
+        super().prepare(place)
+        assert self.store is not None
+        self.store.warm_up(self.case.state)
+
+
+class FirstSaveResumed(FirstSave):
+    """By a job that resumed, when it has made its memory in the background."""
+
+    name = "ckptstore, after resume"
+
+    def prepare(self, place: str) -> None:
+        with self.opened(place) as store:
+            store.save(_RESUMED, self.case.state)
+        self._footprint = Footprint(self)
+        self.store = self.opened(place)
+        self.store.resume(self.case.state)
+        _wait_until_still()
+
+
+def _wait_until_still() -> None:
+    """Until this process takes no more memory."""
+    end, before = time.monotonic() + _MOST_SECONDS, -1
+    while (now := resident_bytes()) != before and time.monotonic() < end:
+        before = now
+        time.sleep(_STILL_SECONDS)
+
+
+class FirstDefaultStaged(DefaultStaged):
+    """`dcp.async_save` with a stager that is new."""
+
+    def prepare(self, place: str) -> None:
+        self._footprint = Footprint(self)
+
+    def after(self, place: str) -> None:
+        self._footprint.note()
+        self.stager.close()
+        self.stager = self.new_stager()  # the old one holds its last copy as long as it is there
+        self._footprint.note("_after_close")

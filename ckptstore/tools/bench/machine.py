@@ -1,0 +1,75 @@
+"""What a figure depends on besides the code: the machine, and the versions of everything that takes part."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ckptstore.storage.uri import parse_uri
+from ckptstore.tools.bench.destination import Place
+
+_PACKAGES = ("ckptstore", "torch", "numpy", "awscrt", "fsspec", "obstore")
+
+
+def describe(place: Place) -> dict[str, Any]:
+    """The machine, without its name."""
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "cores": os.cpu_count() or 1,
+        "memory_bytes": psutil.virtual_memory().total,
+        "storage": _file_system(place.path) if place.is_local else parse_uri(place.uri).scheme,
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def gpus() -> dict[str, Any]:
+    """The GPUs of this machine and their driver, by what `nvidia-smi` says; without it, by what torch says."""
+    fields = ("name", "driver_version", "memory.total", "pcie.link.gen.max", "pcie.link.width.max")
+    asked = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        found = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return {"gpus": found, "driver": f"unknown: {error}", "cuda": torch.version.cuda}
+    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.strip()]
+    return {
+        "gpus": [f"{name}, {memory}, PCIe {generation} x{width}" for name, _, memory, generation, width in rows],
+        "driver": ", ".join(dict.fromkeys(row[1] for row in rows)),
+        "cuda": torch.version.cuda,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what ckptstore itself works with."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system that a path is on."""
+    found = [item for item in psutil.disk_partitions(all=True) if path.is_relative_to(item.mountpoint)]
+    return max(found, key=lambda item: len(item.mountpoint)).fstype if found else "a disk"

@@ -1,0 +1,127 @@
+"""Which peer stands in which table, and why one does not. The page on method has it from here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckptstore.tools.bench.case import Case
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.figures.told import settings_text
+from ckptstore.tools.bench.peers.base import Contender
+from ckptstore.tools.bench.peers.registry import CONTENDERS, FAMILIES
+from ckptstore.tools.bench.work import LOADS
+from ckptstore.tools.bench.workloads.finding import FINDERS
+
+DISK, S3 = Place(uri="/disk/bench"), Place(uri="s3://bucket/bench")
+_BOTH, _DISK_ALONE = {"disk": DISK, "S3": S3}, {"disk": DISK}
+TABLES: Mapping[str, Mapping[str, Place]] = {
+    **{name: _DISK_ALONE if name.startswith("tier-") else _BOTH for name in CONTENDERS if not name.startswith("gpu-")},
+    "ls": _BOTH,
+}
+"""Every table, and where it can be measured; those of a GPU apart, which have the peers that load or stage for one."""
+
+_STANDING = {kind.family for name, kinds in CONTENDERS.items() if name in TABLES for kind in kinds}
+_STANDING |= {one.family for one in FINDERS}
+NAMES_OF_PEERS = tuple(name for name in FAMILIES if name in _STANDING)
+"""What `--peers` calls those who stand in any of them."""
+
+_MANY = 2
+_COPIES = ("cp", "pyarrow", "fsspec")
+_SAVERS = ("dcp", "s3torchconnector", "torch_checkpointing", "torch", "safetensors", "lightning", "orbax")
+
+_STATE_TABLE = {
+    **dict.fromkeys(_COPIES, "it copies files, and what is saved or loaded here are tensors in memory"),
+    "transformers": "its Trainer saves with torch.save and safetensors, so their rows are its rows",
+}
+_FILE_TABLE = {
+    **dict.fromkeys(_SAVERS, "it saves tensors, and here files are given"),
+    "transformers": "it copies no directories",
+}
+_BACKGROUND_TABLE = {
+    **dict.fromkeys(_COPIES, _STATE_TABLE["cp"]),
+    **dict.fromkeys(("torch", "safetensors", "transformers"), "it has no background"),
+    "s3torchconnector": "`dcp.async_save` has its writer on S3, so the row of dcp is its row",
+}
+
+HOLES: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("save", "load", "ranks", "tier-resume"), _STATE_TABLE),
+    **dict.fromkeys(("async", "tier-save"), _BACKGROUND_TABLE),
+    "directory": _FILE_TABLE,
+    "node-cache": {**_FILE_TABLE, "cp": "it reads paths, and here the files come from a storage"},
+    "tier-steps": {
+        **_BACKGROUND_TABLE,
+        **dict.fromkeys(("torch_checkpointing", "orbax"), "it does not write to S3"),
+    },
+    "ls": {
+        **dict.fromkeys((*_COPIES, *_SAVERS[:-1]), "it has no list of checkpoints"),
+        "lightning": "it looks for the newest of the file names in a directory when it starts, not as a function",
+        "ray": "its controller keeps the list in memory, and in a file that is read when the run is restored",
+    },
+}
+"""By table and by what `--peers` calls a peer: why none of its contenders is in that table."""
+
+ABSENT: Mapping[str, str] = {
+    "NVRx": "its saves in the background, its state dict and its reads from another rank call CUDA (0.4.1); on CPUs "
+    "only a save in the foreground would run",
+    "ML Flashpoint": "it needs Python 3.12, and keeps checkpoints in the memory of pairs of nodes: nothing is durable",
+    "TorchSnapshot": "its last release is of 2022",
+    "Run:ai Model Streamer, fastsafetensors": "they load files of safetensors, and save nothing; not tried yet",
+}
+"""Others that one would compare with, which are in no table, and why."""
+
+
+def case_of(place: Place, ranks: int) -> Case:
+    """A case without tensors, as contenders are asked about."""
+    return Case(place=place, rank=0, world_size=ranks, durable=True, bucket=S3)
+
+
+def hole(table: str, place: Place, family: str) -> str | None:
+    """Why no contender of a family takes part in a table there; None when one does."""
+    if table == "ls":
+        if any(one.family == family for one in FINDERS):
+            return None if place.is_local else "it reads directories"
+        return HOLES[table][family]
+    kinds = [kind for kind in CONTENDERS[table] if kind.role == "peer" and kind.family == family]
+    reasons = [kind.unfit(case_of(place, _MANY)) for kind in kinds]
+    if None in reasons:
+        return None
+    return "; ".join(dict.fromkeys(filter(None, reasons))) or HOLES[table][family]
+
+
+def matrix() -> tuple[list[str], list[list[str]], list[str]]:
+    """Headers, a row for each of the peers, and the reasons by the letters that stand in the holes."""
+    columns = [(table, name, place) for table, places in TABLES.items() for name, place in places.items()]
+    headers = ["`--peers`", *(f"{table}, {name}" for table, name, _ in columns)]
+    letters: dict[str, str] = {}
+    rows = []
+    for family in NAMES_OF_PEERS:
+        row = [family]
+        for table, _, place in columns:
+            reason = hole(table, place, family)
+            row.append(letters.setdefault(reason, chr(ord("a") + len(letters))) if reason else "yes")
+        rows.append(row)
+    return headers, rows, [f"{letter}: {reason}." for reason, letter in letters.items()]
+
+
+def settings_rows() -> Iterator[list[str]]:
+    """Of each peer its name, what `--peers` calls it, the settings that are tried, and what it checks. Those of the
+    fast tier are the same ones in other places."""
+    kinds: dict[type[Contender], list[str]] = {}
+    for table, found in CONTENDERS.items():
+        for kind in found:
+            if kind.role == "peer" and table in TABLES and not table.startswith("tier-"):
+                kinds.setdefault(kind, []).append("load" if table in LOADS else "save")
+    for kind, actions in kinds.items():
+        tried = [each for action in sorted({*actions}, reverse=True) for each in _tried(kind, action)]
+        yield [kind.name, kind.family, "; ".join(dict.fromkeys(tried)) or "none", kind.checks]
+
+
+def _tried(kind: type[Contender], action: str) -> Sequence[str]:
+    found: list[dict[str, Any]] = []
+    for place in _BOTH.values():
+        for ranks in (1, _MANY):
+            case = case_of(place, ranks)
+            if kind.unfit(case) is None:
+                found += kind.sweep(case, action)
+    return [text for each in found if (text := settings_text(each))]

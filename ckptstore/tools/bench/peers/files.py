@@ -1,0 +1,247 @@
+"""One file for each rank: torch.save, safetensors, Lightning's checkpoint I/O, s3torchconnector's S3Checkpoint.
+
+Where there are no paths, what knows nothing else goes through fsspec, as its users have it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from ckptstore.storage.uri import parse_uri
+from ckptstore.tools.bench.case import Case
+from ckptstore.tools.bench.peers.base import BY_FSSPEC, ZIPPED, Contender, Wait, make_durable
+from ckptstore.tools.bench.peers.dcp import client_config, region_of
+from ckptstore.tools.bench.raw import MIB
+
+
+class OneFile(Contender):
+    """Writes this rank's tensors to a file, and makes it durable where the run is: none of these does so itself."""
+
+    suffix: ClassVar[str] = ""
+
+    @classmethod
+    def unfit(cls, case: Case) -> str | None:
+        return None if case.place.is_local else "it writes to paths"
+
+    def path(self, place: str) -> str:
+        """This rank's file."""
+        return f"{place}/rank-{self.case.rank}{self.suffix}"
+
+    def prepare(self, place: str) -> None:
+        if self.case.place.is_local:
+            Path(place).mkdir(parents=True, exist_ok=True)
+
+    def save(self, place: str) -> Wait | None:
+        self.write(self.path(place))
+        self.persist(place)
+        return None
+
+    def persist(self, place: str) -> None:
+        """Make it durable, where it is not and is to be."""
+        if self.case.durable and self.case.place.is_local:
+            make_durable(Path(self.path(place)))
+
+    def write(self, path: str) -> None:
+        """Write the file."""
+        raise NotImplementedError
+
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+        """What is in it."""
+        raise NotImplementedError
+
+    def load(self, place: str) -> None:
+        found = self.read(self.path(place))
+        for name, tensor in self.case.local_target.items():
+            tensor.copy_(found[name])
+
+
+class TorchSave(OneFile):
+    """`torch.save` and `torch.load`, with and without mmap."""
+
+    name, family, suffix, packages = "torch.save", "torch", ".pt", ("torch",)
+    checks = ZIPPED
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return [{}] if action == "save" else [{"mmap": False}, {"mmap": True}]
+
+    def write(self, path: str) -> None:
+        torch.save(self.case.local, path)
+
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+        found: Mapping[str, torch.Tensor] = torch.load(path, mmap=self.settings.get("mmap", False), weights_only=True)
+        return found
+
+
+class Safetensors(OneFile):
+    """`save_file` and `load_file`."""
+
+    name, family, suffix = "safetensors", "safetensors", ".safetensors"
+    modules = packages = ("safetensors",)
+
+    def write(self, path: str) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self.case.local, path)
+
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+        from safetensors.torch import load_file
+
+        found: Mapping[str, torch.Tensor] = load_file(path)
+        return found
+
+
+class ThroughFsspec(OneFile):
+    """An object for each rank, of bytes that are made in memory first: fsspec sends these in parts at a time."""
+
+    @classmethod
+    def unfit(cls, case: Case) -> str | None:
+        return "there is a disk" if case.place.is_local else None
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        from fsspec.core import url_to_fs
+
+        self.fs: Any = url_to_fs(case.place.uri, **case.place.storage_options)[0]
+
+
+class TorchSaveFsspec(ThroughFsspec):
+    """`torch.save` and `torch.load`."""
+
+    name, family, suffix = "torch.save through fsspec", "torch", ".pt"
+    modules, packages = ("fsspec",), ("torch", "fsspec", "s3fs", "gcsfs", "adlfs")
+    checks = f"{ZIPPED}; {BY_FSSPEC}"
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return [{"as_stream": False}, {"as_stream": True}]
+
+    def write(self, path: str) -> None:
+        if self.settings.get("as_stream"):
+            with self.fs.open(path, "wb") as file:
+                torch.save(self.case.local, file)
+            return
+        made = io.BytesIO()
+        torch.save(self.case.local, made)
+        self.fs.pipe_file(path, made.getvalue())
+
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+        if self.settings.get("as_stream"):
+            with self.fs.open(path, "rb") as file:
+                streamed: Mapping[str, torch.Tensor] = torch.load(file, weights_only=True)
+                return streamed
+        found: Mapping[str, torch.Tensor] = torch.load(io.BytesIO(self.fs.cat_file(path)), weights_only=True)
+        return found
+
+
+class SafetensorsFsspec(ThroughFsspec):
+    """`safetensors.torch.save` and `load`, which make and take bytes."""
+
+    name, family, suffix = "safetensors through fsspec", "safetensors", ".safetensors"
+    modules, packages = ("safetensors", "fsspec"), ("safetensors", "fsspec", "s3fs", "gcsfs", "adlfs")
+    checks = BY_FSSPEC
+
+    def write(self, path: str) -> None:
+        from safetensors.torch import save
+
+        self.fs.pipe_file(path, save(self.case.local))
+
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+        from safetensors.torch import load
+
+        found: Mapping[str, torch.Tensor] = load(self.fs.cat_file(path))
+        return found
+
+
+class S3Checkpoint(OneFile):
+    """`torch.save` and `torch.load` with the streams of s3torchconnector's S3Checkpoint. Its plugin for Lightning does
+    the same."""
+
+    name, family, suffix = "s3torchconnector S3Checkpoint", "s3torchconnector", ".pt"
+    modules, packages = ("s3torchconnector",), ("torch", "s3torchconnector")
+    checks = ZIPPED
+
+    @classmethod
+    def unfit(cls, case: Case) -> str | None:
+        return None if case.place.is_s3 else "it knows S3 alone"
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+        return [{"part_bytes": size} for size in (8 * MIB, 32 * MIB)]
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        import s3torchconnector
+
+        self._objects: Any = s3torchconnector.S3Checkpoint(
+            region_of(case),
+            endpoint=case.place.storage_options.get("endpoint_url"),
+            s3client_config=client_config(case, settings),
+        )
+
+    def write(self, path: str) -> None:
+        with self._objects.writer(path) as file:
+            torch.save(self.case.local, file)
+
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+        with self._objects.reader(path) as file:
+            found: Mapping[str, torch.Tensor] = torch.load(file, weights_only=True)
+        return found
+
+
+class Lightning(OneFile):
+    """`TorchCheckpointIO`, by which its Trainer and Fabric save: to paths, and through fsspec."""
+
+    name, family, suffix = "Lightning TorchCheckpointIO", "lightning", ".ckpt"
+    modules, packages = ("lightning",), ("lightning", "fsspec", "s3fs", "gcsfs", "adlfs")
+    checks = f"{ZIPPED}; {BY_FSSPEC}"
+
+    @classmethod
+    def unfit(cls, case: Case) -> str | None:
+        return None
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        from fsspec.config import conf
+        from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+        self.io: Any = TorchCheckpointIO()
+        self._before = dict(conf)
+        if case.place.storage_options:  # it takes none, and fsspec's configuration is where its users put them
+            conf[parse_uri(case.place.uri).scheme] = dict(case.place.storage_options)
+
+    def write(self, path: str) -> None:
+        self.io.save_checkpoint(self.case.local, path)
+
+    def read(self, path: str) -> Mapping[str, torch.Tensor]:
+        found: Mapping[str, torch.Tensor] = self.io.load_checkpoint(path, weights_only=True)
+        return found
+
+    def close(self) -> None:
+        from fsspec.config import conf
+
+        conf.clear()
+        conf.update(self._before)
+
+
+class AsyncLightning(Lightning):
+    """The same from the thread of its `AsyncCheckpointIO`, which copies the tensors first."""
+
+    name = "Lightning AsyncCheckpointIO"
+
+    def save(self, place: str) -> Wait | None:
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+        background = AsyncCheckpointIO(self.io)
+        background.save_checkpoint(self.case.local, self.path(place))
+
+        def wait() -> None:
+            background.teardown()  # waits, and raises what went wrong
+            self.persist(place)
+
+        return wait

@@ -1,0 +1,192 @@
+"""Several processes of one node open the same checkpoint directory: one download, or one for each."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.config import CacheConfig, StoreConfig
+from ckptstore.loading.story import CheckpointFiles
+from ckptstore.storage.base import Storage
+from ckptstore.storage.open import open_storage
+from ckptstore.tools.bench.case import Case
+from ckptstore.tools.bench.figures.report import Role
+from ckptstore.tools.bench.no_paths import NoPaths
+from ckptstore.tools.bench.peers.base import Contender, Wait
+from ckptstore.tools.bench.peers.directories import FsspecCopy, PyarrowCopy, RayPersist, arrow_filesystem, arrow_path
+from ckptstore.tools.bench.peers.own import Ckptstore
+from ckptstore.tools.bench.raw import read_into
+from ckptstore.transfer import Transfer
+
+_STEP = 1
+
+
+class OneDownload(Ckptstore):
+    """`as_directory` with a node cache that is empty at first."""
+
+    def prepare(self, place: str) -> None:
+        self.store = self.opened(place)
+        self.store.resume()
+
+    def save(self, place: str) -> Wait | None:
+        assert self.store is not None
+        self._uri = self.store.save_directory(_STEP, self.case.files if self.case.rank == 0 else None).uri
+        return None
+
+    def load(self, place: str) -> None:
+        self._cache = Path(f"{self.case.files}-cache")
+        config = StoreConfig(cache=CacheConfig(cache_dir=self._cache))
+        storage: Any = (
+            NoPaths(self._uri)
+            if self.case.place.is_local
+            else open_storage(self._uri, storage_options=self.case.place.storage_options)
+        )
+        transfer = Transfer(storage, config=config.transfer, retry=config.retry)
+        checkpoint = Checkpoint(
+            CheckpointFiles(storage=storage, transfer=transfer, config=config, prefix="", record=None)
+        )
+        with checkpoint.as_directory() as path:
+            self._found = {file.name: file.stat().st_size for file in Path(path).rglob("*") if file.is_file()}
+        transfer.close()
+        storage.close()
+
+    def wrong(self) -> str | None:
+        error = _missing(self._found, self.case)
+        self.case.gather(None)
+        if self.case.rank == 0:
+            shutil.rmtree(self._cache, ignore_errors=True)
+        return error
+
+
+class RayAsDirectory(RayPersist):
+    """`ray.train.Checkpoint.as_directory`, one object handed to all processes as Ray's controller does."""
+
+    name = "Ray Train as_directory"
+    _checkpoint: Any = None
+
+    def save(self, place: str) -> Wait | None:
+        if self.case.rank == 0:
+            super().save(place)
+        return None
+
+    def prepare(self, place: str) -> None:
+        if self.case.rank == 0:
+            super().prepare(place)
+
+    def _filesystem(self) -> Any:
+        from pyarrow import fs
+
+        found = arrow_filesystem(self.case.place)
+        return fs.SubTreeFileSystem("/", found) if self.case.place.is_local else found
+
+    def load(self, place: str) -> None:
+        with self._shared(place).as_directory() as path:
+            self._found = {file.name: file.stat().st_size for file in Path(path).rglob("*") if file.is_file()}
+
+    def _shared(self, place: str) -> Any:
+        """The checkpoint, the same object in all processes as if it had been pickled; made once."""
+        from ray.train import Checkpoint as RayCheckpoint
+
+        if self._checkpoint is None:
+            path = f"{arrow_path(place)}/checkpoint_000000"
+            self._checkpoint = RayCheckpoint(path, self._filesystem())
+            self._checkpoint._uuid = self.case.gather(self._checkpoint._uuid)[0]
+        return self._checkpoint
+
+    def wrong(self) -> str | None:
+        return _missing(self._found, self.case)
+
+
+class PyarrowDownload(PyarrowCopy):
+    """`pyarrow.fs.copy_files` to the local disk by one process; the others wait for it."""
+
+    name = "pyarrow copy_files, one process"
+
+    def save(self, place: str) -> Wait | None:
+        if self.case.rank == 0:
+            self.copy(place)
+        return None
+
+    def load(self, place: str) -> None:
+        self._target = Path(f"{self.case.files}-copied")
+        if self.case.rank == 0:
+            self._target.mkdir()
+            self.fetch(place, str(self._target))
+        self.case.gather(None)
+        self._found = {file.name: file.stat().st_size for file in self._target.rglob("*") if file.is_file()}
+
+    def fetch(self, place: str, target: str) -> None:
+        """All that is there, to a directory that is there."""
+        from pyarrow import fs
+
+        fs.copy_files(arrow_path(place), target, source_filesystem=self.filesystem, chunk_size=self.chunk_size)
+
+    def wrong(self) -> str | None:
+        error = _missing(self._found, self.case)
+        self.case.gather(None)
+        if self.case.rank == 0:
+            shutil.rmtree(self._target)
+        return error
+
+
+class FsspecDownload(FsspecCopy, PyarrowDownload):
+    """fsspec's `get` of a whole directory by one process; the others wait for it."""
+
+    name = "fsspec get, one process"
+
+    def fetch(self, place: str, target: str) -> None:
+        self.filesystem.get(f"{place}/", target, recursive=True, **self.settings)
+
+
+class RawDownload(Contender):
+    """One process copies the files to the local disk, with four threads; the others wait for it."""
+
+    name, family = "one raw copy", "limit"
+    role: ClassVar[Role] = "limit"
+
+    def prepare(self, place: str) -> None:
+        self._storage: Storage = open_storage(place, storage_options=self.case.place.storage_options)
+
+    def save(self, place: str) -> Wait | None:
+        if self.case.rank == 0:
+            for path in _files(self.case):
+                self._storage.write(path.name, [memoryview(path.read_bytes())])
+        return None
+
+    def load(self, place: str) -> None:
+        if self.case.rank == 0:
+            with tempfile.TemporaryDirectory(dir=self.case.files.parent) as target, ExitStack() as stack:
+                pool = stack.enter_context(ThreadPoolExecutor(4))
+                list(pool.map(self._copier(Path(target)), _files(self.case)))
+        self.case.gather(None)
+
+    def _copier(self, target: Path) -> Callable[[Path], None]:
+        def copy(path: Path) -> None:
+            view = memoryview(bytearray(path.stat().st_size))
+            if self.case.place.is_local:
+                read_into(view, [Path(self._storage.local_path(path.name))], num_threads=1)  # type: ignore[attr-defined]
+            else:
+                self._storage.read_into(path.name, 0, [view])
+            (target / path.name).write_bytes(view)
+
+        return copy
+
+    def wrong(self) -> str | None:
+        return None
+
+    def close(self) -> None:
+        self._storage.close()
+
+
+def _files(case: Case) -> list[Path]:
+    return sorted(path for path in case.files.rglob("*") if path.is_file())
+
+
+def _missing(found: dict[str, int], case: Case) -> str | None:
+    return next((path.name for path in _files(case) if found.get(path.name) != path.stat().st_size), None)

@@ -1,0 +1,156 @@
+"""ckptstore itself."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from ckptstore.catalogue import job_of
+from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
+from ckptstore.opening import open_store
+from ckptstore.saving.background import UploaderKind
+from ckptstore.store import CheckpointStore
+from ckptstore.tools.bench.case import Case
+from ckptstore.tools.bench.figures.report import OURS, Role
+from ckptstore.tools.bench.peers.base import Contender, Wait
+
+_STEP = 1
+
+
+def drop_files(store: CheckpointStore) -> None:
+    """Remove the files of all checkpoints. Log and manifests stay: without them a job takes its store for lost."""
+    storage = job_of(store).storage
+    for checkpoint in store:
+        files = storage.list(f"{CHECKPOINT_PREFIX}{checkpoint.uri.rpartition('/')[2]}/")
+        storage.delete([file.key for file in files if not file.key.endswith(f"/{MANIFEST_NAME}")])
+
+
+class Ckptstore(Contender):
+    """`save` and `load` of a store. A job opens its store and claims it once, so that is not timed."""
+
+    name, family, packages = OURS, OURS, ("ckptstore", "torch", "awscrt", "obstore")
+    role: ClassVar[Role] = "ckptstore"
+    wrap: Callable[[CheckpointStore], CheckpointStore] = staticmethod(lambda store: store)
+    """What stands between the store and its storage."""
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        self.store: CheckpointStore | None = None
+
+    def opened(self, place: str) -> CheckpointStore:
+        """A store whose job has begun."""
+        options = self.case.place.storage_options
+        return self.wrap(open_store(place, durable=self.case.durable, storage_options=options))
+
+    def prepare(self, place: str) -> None:
+        self.store = self.opened(place)
+        self.store.save(0, {"epoch": 0})
+
+    def save(self, place: str) -> Wait | None:
+        assert self.store is not None
+        self.store.save(_STEP, self.case.state)
+        return None
+
+    def after(self, place: str) -> None:
+        self.close()
+
+    def load(self, place: str) -> None:
+        if self.store is None:
+            self.store = self.opened(place)
+        self.store.load(self.case.target)
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+
+class FirstSaveCkptstore(Ckptstore):
+    """The first save of a state, with nothing kept from one before."""
+
+    name = "ckptstore, first save"
+
+
+class KeptCkptstore(Ckptstore):
+    """`save` by a store that stays open from save to save, as in a job: what it has found out is used again."""
+
+    warmed: ClassVar[Sequence[str]] = ("save",)
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        self._step = 0
+        self._token = case.gather(uuid.uuid4().hex[:8])[0]
+
+    def prepare(self, place: str) -> None:
+        if self.store is None:
+            self.store = self.begun()
+
+    def begun(self) -> CheckpointStore:
+        """The store of all turns."""
+        store = self.opened(self.case.uri(f"kept-{self._token}"))
+        store.save(0, {"epoch": 0})
+        return store
+
+    def save(self, place: str) -> Wait | None:
+        assert self.store is not None
+        self._step += 1
+        self.store.save(self._step, self.case.state)
+        return None
+
+    def after(self, place: str) -> None:
+        """No turn finds a fuller disk than another."""
+        assert self.store is not None
+        if self.case.rank == 0:
+            drop_files(self.store)
+
+
+class AsyncCkptstore(KeptCkptstore):
+    """`save_async`, warmed up: its memory is used again."""
+
+    warmed = ()
+    uploader: ClassVar[UploaderKind] = "thread"
+
+    def begun(self) -> CheckpointStore:
+        store = super().begun()
+        store.warm_up(self.case.state, uploader=self.uploader)
+        return store
+
+    def save(self, place: str) -> Wait | None:
+        assert self.store is not None
+        self._step += 1
+        pending = self.store.save_async(self._step, self.case.state, uploader=self.uploader)
+        return pending.result
+
+
+class AsyncCkptstoreProcess(AsyncCkptstore):
+    """The upload runs in a process of its own."""
+
+    name = "ckptstore, process"
+    uploader: ClassVar[UploaderKind] = "process"
+
+
+class DirectoryCkptstore(Ckptstore):
+    """`save_directory` of the case's files."""
+
+    link: ClassVar[bool] = False
+
+    def prepare(self, place: str) -> None:
+        self.store = self.opened(place)
+        self.store.resume()
+
+    def save(self, place: str) -> Wait | None:
+        assert self.store is not None
+        self.store.save_directory(_STEP, self.case.files, link=self.link)
+        return None
+
+
+class LinkedCkptstore(DirectoryCkptstore):
+    """`save_directory(link=True)`: files that will not change any more become links where that is possible."""
+
+    name = "ckptstore, linked"
+    link = True
+
+    @classmethod
+    def unfit(cls, case: Case) -> str | None:
+        return None if case.place.is_local else "there is nothing to link to"

@@ -1,0 +1,261 @@
+"""ckptstore with a fast tier, and without one beside it. The disk of each node is a directory of the place."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from ckptstore.fast.tier import FastTier
+from ckptstore.opening import open_store
+from ckptstore.retention import KeepEvery
+from ckptstore.store import CheckpointStore
+from ckptstore.tools.bench.case import Case
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.figures.report import OURS, Role
+from ckptstore.tools.bench.peers.base import Contender, Wait
+from ckptstore.tools.bench.peers.own import AsyncCkptstore, Ckptstore, drop_files
+
+NUM_NODES = 2
+_NEVER_DUE = KeepEvery(steps=1 << 40)
+"""The first one is due, which has next to no bytes, and none after it."""
+_STEP = 1
+_LOOK_SECONDS = 0.01
+_TRIED_STEPS = 50
+_LEAST_SECONDS, _MOST_SECONDS, _BYTES_PER_SECOND = 0.1, 1.5, 100e6
+"""How long the steps take: as long as the bytes of a rank at that speed, within bounds."""
+_DRAINS_LONGER = 3
+"""How much longer the drain takes, so that it goes on when a busy machine makes the steps slower."""
+
+
+def node_of(case: Case) -> int:
+    """The number of the simulated node that a rank is on: each has equally many."""
+    return case.rank * NUM_NODES // case.world_size
+
+
+def bucket_of(case: Case) -> Place:
+    """The bucket of the run."""
+    assert case.bucket is not None  # no workload without one has these contenders
+    return case.bucket
+
+
+def in_bucket(case: Case, place: str) -> str:
+    """Where in the bucket that is, which has this place on the disk."""
+    return f"{bucket_of(case).uri}/{place.rpartition('/')[2]}"
+
+
+def open_tiered(case: Case, place: str, *, copies: Literal[1, 2], **options: Any) -> CheckpointStore:
+    """A store in the bucket, with a fast tier below that place on the disk."""
+    node, bucket = f"node-{node_of(case)}", bucket_of(case)
+    Path(place).mkdir(parents=True, exist_ok=True)
+    tier = FastTier(Path(place) / node, copies=copies, keep=1, node=node, **options)
+    uri = in_bucket(case, place)
+    return open_store(uri, durable=case.durable, storage_options=bucket.storage_options, fast=tier)
+
+
+class OneCopy(AsyncCkptstore):
+    """`save_async` with a fast tier: seconds until the checkpoint is complete on the disks of the nodes.
+
+    Nothing is brought into the bucket meanwhile. Each save supersedes the one before, as in a job.
+    """
+
+    copies: ClassVar[Literal[1, 2]] = 1
+
+    @property
+    def _name(self) -> str:
+        return f"copies-{self.copies}-{self._token}"
+
+    def prepare(self, place: str) -> None:
+        if self.store is None:
+            place = self.case.uri(self._name)
+            self.store = open_tiered(self.case, place, copies=self.copies, drain=_NEVER_DUE)
+            self.store.save(0, {"epoch": 0})
+            self.store.drain()
+            self.store.warm_up(self.case.state)
+
+    def after(self, place: str) -> None:
+        """What this save supersedes is deleted before others take their turn: it goes on when the save is over."""
+        node = Path(self.case.uri(self._name)) / f"node-{node_of(self.case)}"
+        while len([*node.glob("*/checkpoints/*")]) > 1:
+            time.sleep(_LOOK_SECONDS)
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.save(self._step + 1, {"epoch": 1})  # closing it brings the newest one into the bucket
+        super().close()
+        self.case.gather(None)
+        if self.case.rank == 0:
+            shutil.rmtree(self.case.uri(self._name), ignore_errors=True)
+
+
+class TwoCopies(OneCopy):
+    """The same, and each node has the files of the other one too."""
+
+    name = "ckptstore, two copies"
+    copies = 2
+
+
+class NoTier(AsyncCkptstore):
+    """`save_async` straight to the bucket."""
+
+    name = "ckptstore, no tier"
+
+    def opened(self, place: str) -> CheckpointStore:
+        options = bucket_of(self.case).storage_options
+        return self.wrap(open_store(in_bucket(self.case, place), storage_options=options))
+
+    def after(self, place: str) -> None:
+        """The files take memory of the server."""
+        assert self.store is not None
+        if self.case.rank == 0:
+            drop_files(self.store)
+
+
+class ToDisk(Ckptstore):
+    """A plain save to a store on the same disk, which the training waits for."""
+
+    name = "ckptstore, save to the disk"
+
+
+class FromDisk(Ckptstore):
+    """`resume` from a store on the disk, by a job that starts."""
+
+    name = "ckptstore, no tier, from the disk"
+
+    def load(self, place: str) -> None:
+        self.store = self.opened(place)
+        found = self.store.resume(self.case.target)
+        assert found is not None
+        assert found.step == _STEP
+
+    def wrong(self) -> str | None:
+        """What differs. The target is emptied, so that nobody profits from what was loaded before."""
+        found = super().wrong()
+        for tensor in self.case.local_target.values():
+            tensor.zero_()
+        self.close()
+        return found
+
+
+class FromBucket(FromDisk):
+    """The same from the bucket."""
+
+    name = "ckptstore, no tier, from the bucket"
+
+    def opened(self, place: str) -> CheckpointStore:
+        options = bucket_of(self.case).storage_options
+        return self.wrap(open_store(in_bucket(self.case, place), storage_options=options))
+
+
+class FromOwnNode(FromDisk):
+    """`resume` with a fast tier of two copies, by a job that starts on the same nodes."""
+
+    name = "ckptstore, from the own disk"
+    lost: ClassVar[tuple[int, ...]] = ()
+    """The nodes that come back with an empty disk."""
+
+    def opened(self, place: str) -> CheckpointStore:
+        return open_tiered(self.case, place, copies=2)
+
+    def after(self, place: str) -> None:
+        self.close()  # which brings it into the bucket
+        self.case.gather(None)
+        if self.case.rank == 0:
+            for number in self.lost:
+                shutil.rmtree(Path(place) / f"node-{number}")
+        self.case.gather(None)
+
+
+class FromPartner(FromOwnNode):
+    """The disk of one node is empty."""
+
+    name = "ckptstore, from the partner"
+    lost = (1,)
+
+
+class FromEmptyNodes(FromOwnNode):
+    """The disks of all nodes are empty."""
+
+    name = "ckptstore, from the bucket"
+    lost = (0, 1)
+
+
+class CappedDrain(Contender):
+    """Steps of a training while a checkpoint comes into the bucket no faster than is allowed.
+
+    A step is a forward and a backward pass of a small network, and of its optimizer. All turns take equally many.
+    """
+
+    name, family = OURS, OURS
+    role: ClassVar[Role] = "ckptstore"
+    _known_steps: ClassVar[dict[float, int]] = {}
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        super().__init__(case, **settings)
+        torch.set_num_threads(1)
+        torch.manual_seed(case.rank)
+        self._model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
+        self._optimizer = torch.optim.AdamW(self._model.parameters())
+        self._batch = torch.randn(64, 256)
+        wanted_seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, case.rank_bytes / _BYTES_PER_SECOND))
+        self._num_steps = self._num_steps_of(wanted_seconds)
+        rate = case.rank_bytes * case.world_size / NUM_NODES / (_DRAINS_LONGER * wanted_seconds)
+        self._rate = case.gather(rate)[0]
+        self._store: CheckpointStore | None = None
+        self._step = 0
+
+    def _num_steps_of(self, seconds: float) -> int:
+        """How many take about so long: measured once, so that all contenders take equally many."""
+        if seconds not in self._known_steps:
+            began = time.perf_counter()
+            self._train(_TRIED_STEPS)
+            each = (time.perf_counter() - began) / _TRIED_STEPS
+            self._known_steps[seconds] = max(1, min(self.case.gather(int(seconds / each))))
+        return self._known_steps[seconds]
+
+    def _train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._optimizer.zero_grad()
+            loss = (self._model(self._batch) - self._batch).square().mean()
+            loss.backward()
+            self._optimizer.step()
+
+    def prepare(self, place: str) -> None:
+        """A checkpoint is on its way before the steps begin."""
+        if self._store is None:
+            place = self.case.uri("drained")
+            self._store = open_tiered(self.case, place, copies=1, drain_bytes_per_second=self._rate)
+            self._store.resume()
+        self._step += 1
+        self._store.save(self._step, self.case.state)
+
+    def save(self, place: str) -> Wait | None:
+        self._train(self._num_steps)
+        return None
+
+    def after(self, place: str) -> None:
+        assert self._store is not None
+        self._store.drain()
+        if self.case.rank == 0:
+            drop_files(self._store)
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+class NoDrain(CappedDrain):
+    """The same steps, and nothing beside them."""
+
+    name, family = "no drain", "limit"
+    role: ClassVar[Role] = "limit"
+
+    def prepare(self, place: str) -> None:
+        """Nothing goes on."""
+
+    def after(self, place: str) -> None:
+        """Nothing went on."""

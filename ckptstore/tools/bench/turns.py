@@ -1,0 +1,244 @@
+"""Contenders in turn, round by round, so that what changes on the machine hits all alike. Each round has an order of
+its own: what one leaves behind, such as pages to be written back, is not always met by the same other one."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+from ckptstore.tools.bench.case import Case, first
+from ckptstore.tools.bench.destination import drop_caches, read_through
+from ckptstore.tools.bench.figures.report import Sample, WorkloadOutcome
+from ckptstore.tools.bench.measure import Meter
+from ckptstore.tools.bench.peers.base import Contender
+from ckptstore.tools.bench.raw import settle
+
+T = TypeVar("T")
+
+Tell = Callable[[str, int], None]
+"""Called before each turn with what it is, and how many turns there will be in all."""
+_SHOWN_CHARACTERS = 500
+
+
+class TurnFailed(Exception):
+    """Some rank failed; the text is the same on all ranks."""
+
+
+@dataclass(kw_only=True)
+class Entrant:
+    """One contender, from the choice of its settings to its last turn."""
+
+    kind: type[Contender]
+    contender: Contender | None = None
+    status: str = "measured"
+    reason: str | None = None
+    sweep: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    def outcome(self) -> WorkloadOutcome:
+        """What is to be reported of it, by this rank."""
+        return WorkloadOutcome(
+            name=self.kind.name,
+            family=self.kind.family,
+            role=self.kind.role,
+            status=self.status,  # type: ignore[arg-type]
+            reason=self.reason,
+            settings=dict(self.contender.settings) if self.contender else {},
+            sweep=tuple(self.sweep),
+            samples=tuple(self.samples) if self.status == "measured" else (),
+            facts=self._facts(),
+        )
+
+    def _facts(self) -> dict[str, float]:
+        if self.contender is None or self.status != "measured":
+            return {}
+        return {name: statistics.median(values) for name, values in self.contender.noted.items()}
+
+    def fail(self, error: BaseException) -> None:
+        """It takes part no more."""
+        self.status, self.reason = "failed", str(error)[:_SHOWN_CHARACTERS]
+
+
+class Contest:
+    """One workload's turns. All ranks make the same calls in the same order."""
+
+    def __init__(self, case: Case, action: str, *, figure: str, tell: Tell) -> None:
+        self.case, self.action, self.figure, self.tell = case, action, figure, tell
+        self._number = 0
+        self._total = 0
+
+    def run(self, kinds: list[type[Contender]], *, repeat: int) -> list[WorkloadOutcome]:
+        """Choose each contender's settings, then let all take `repeat` turns."""
+        entrants = [Entrant(kind=kind) for kind in kinds]
+        able = [kind for kind in kinds if kind.objection(self.case) is None]
+        self._total = sum(len(kind.sweep(self.case, self.action)) * self._tries(kind) + repeat for kind in able)
+        for entrant in entrants:
+            self._enter(entrant)
+            if entrant.contender is not None:
+                entrant.contender.noted.clear()  # only what is timed is reported
+        for number in range(repeat):
+            for entrant in Random(number).sample(entrants, len(entrants)):  # the same order on all ranks
+                if entrant.contender is not None and entrant.status == "measured":
+                    try:
+                        entrant.samples.append(self.turn(entrant.contender))
+                    except TurnFailed as error:
+                        entrant.fail(error)
+        for entrant in entrants:
+            if entrant.contender is not None:
+                self._quietly(entrant.contender.close)
+        return [entrant.outcome() for entrant in entrants]
+
+    def _enter(self, entrant: Entrant) -> None:
+        """Every setting takes a turn, and one more before it where that warms up; the fastest one stays."""
+        kind = entrant.kind
+        objection = first(self.case.gather(kind.objection(self.case)))
+        if objection:
+            entrant.status, entrant.reason = "skipped", objection.partition(": ")[2]
+            return
+        best_seconds, failure = math.inf, TurnFailed("it has no settings")
+        for settings in kind.sweep(self.case, self.action):
+            try:
+                seconds, contender = self._tried(kind, settings)
+            except TurnFailed as error:  # the others may work
+                failure = error
+                entrant.sweep.append({**settings, "failed": str(error)[:_SHOWN_CHARACTERS]})
+                continue
+            entrant.sweep.append({**settings, "seconds": round(seconds, 6)})
+            loser: Contender | None = contender
+            if seconds < best_seconds:
+                best_seconds, entrant.contender, loser = seconds, contender, entrant.contender
+            if loser is not None:
+                self._dismiss(loser)
+        if entrant.contender is None:
+            entrant.fail(failure)
+
+    def _dismiss(self, contender: Contender) -> None:
+        """Give back what it holds, and what was stored for it."""
+        self._quietly(contender.close)
+        if self.action == "load":
+            self._quietly(lambda: contender.discard(self._kept(contender)) if self.case.rank == 0 else None)
+
+    def _tries(self, kind: type[Contender]) -> int:
+        """How many turns are taken to judge a setting: the last one counts."""
+        return 2 if self.action in kind.warmed else 1
+
+    def _tried(self, kind: type[Contender], settings: dict[str, Any]) -> tuple[float, Contender]:
+        contender = self._together(lambda: kind(self.case, **settings))
+        try:
+            if self.action == "load":
+                self._store(contender)
+            for _ in range(self._tries(kind)):
+                sample = self.turn(contender)
+        except TurnFailed:
+            self._dismiss(contender)
+            raise
+        return max(self.case.gather(getattr(sample, self.figure))), contender
+
+    def _store(self, contender: Contender) -> None:
+        """What will be loaded."""
+        place = self._kept(contender)
+
+        def store() -> None:
+            wait = contender.save(place)
+            if wait is not None:
+                wait()
+
+        self._together(lambda: contender.prepare(place))
+        self._together(store)
+        self._together(lambda: contender.after(place))
+
+    def turn(self, contender: Contender) -> Sample:
+        """One timed turn of all ranks. Raises TurnFailed on all of them when it fails on one."""
+        self.tell(contender.name, self._total)
+        return self._load(contender) if self.action == "load" else self._save(contender)
+
+    def _save(self, contender: Contender) -> Sample:
+        self._number += 1
+        place = self.case.uri(f"turn-{self._number}")
+        try:
+            self._together(lambda: contender.prepare(place))
+            sample = self.timed(contender, lambda: contender.save(place))
+            self._together(lambda: contender.after(place))
+        finally:
+            self._together(lambda: self._remove(place))
+        return sample
+
+    def _load(self, contender: Contender) -> Sample:
+        place = self._kept(contender)
+        self._together(lambda: self._even_caches(place))
+        sample = self.timed(contender, lambda: contender.load(place))
+        wrong = first(self.case.gather(self._together(contender.wrong)))
+        if wrong:
+            raise TurnFailed(f"what was loaded differs: {wrong}")
+        return sample
+
+    def timed(self, contender: Contender, call: Callable[[], Any]) -> Sample:
+        """One call of all ranks, and the wait for what it began."""
+        case, is_first = self.case, self.case.rank == 0
+        server = case.bucket or case.place
+        before = server.counts() if is_first else (0, 0, 0)
+        case.synchronize()
+        case.gather(None)
+
+        def measured() -> Meter:
+            with Meter() as meter:
+                wait = call()
+                contender.staged()
+                meter.returned()
+                if wait is not None:
+                    wait()
+                case.synchronize()
+            return meter
+
+        meter = self._together(measured)
+        sample = meter.sample()
+        if is_first and server.endpoint_url is not None:
+            requests, sent, received = (now - then for now, then in zip(server.counts(), before, strict=True))
+            sample = meter.sample(requests=requests, sent_bytes=sent, received_bytes=received)
+        return sample if contender.role == "ckptstore" else replace(sample, retries=None)
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """The result of a call that all ranks make. Raises TurnFailed on all when it raises on one."""
+        result, error = None, None
+        try:
+            result = call()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as failure:  # torch's CheckpointException is none of Exception
+            error = f"{type(failure).__name__}: {failure}"
+        found = first(self.case.gather(error))
+        if found:
+            raise TurnFailed(found)
+        return result  # type: ignore[return-value]
+
+    def _quietly(self, call: Callable[[], None]) -> None:
+        """What fails at the end of a contender says nothing of its turns."""
+        try:
+            self._together(call)
+        except TurnFailed as error:
+            self.tell(str(error), self._total)
+
+    def _kept(self, contender: Contender) -> str:
+        settings = "-".join(f"{name}-{value}" for name, value in contender.settings.items())
+        return self.case.uri("kept-" + re.sub(r"\W+", "-", f"{contender.name} {settings}").strip("-").lower())
+
+    def _remove(self, place: str) -> None:
+        if self.case.rank == 0:
+            self.case.place.remove(place)
+            if self.case.place.is_local:
+                settle(self.case.place.path)
+
+    def _even_caches(self, place: str) -> None:
+        """All files that will be read are in the page cache, or none."""
+        if self.case.rank != 0 or not self.case.place.is_local:
+            return
+        if self.case.drop_caches:
+            drop_caches()
+        else:
+            read_through(Path(place))

@@ -1,0 +1,153 @@
+"""What the process of each rank does."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptstore.events import listening
+from ckptstore.store import CheckpointStore
+from ckptstore.testing import with_faults
+from ckptstore.testing.hooked import Call
+from ckptstore.tools.bench.case import Case, process_group, use_threads
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.figures.report import Asked, WorkloadOutcome
+from ckptstore.tools.bench.gpu.steps import Steps
+from ckptstore.tools.bench.peers.base import Contender
+from ckptstore.tools.bench.peers.own import AsyncCkptstore, Ckptstore
+from ckptstore.tools.bench.peers.registry import CONTENDERS
+from ckptstore.tools.bench.shapes import TENSOR_BYTES
+from ckptstore.tools.bench.timeline import Recorder
+from ckptstore.tools.bench.turns import Contest, Tell
+
+FIGURES = {"async": "blocked_seconds", "gpu-stall": "blocked_seconds", "gpu-first": "blocked_seconds"}
+"""What the ratios of a workload are taken of; total seconds where nothing else is said."""
+LOADS = ("load", "node-cache", "tier-resume", "gpu-load")
+"""The contests in which loads are timed."""
+_CONTESTS: dict[str, type[Contest]] = {"gpu-steps": Steps}
+"""The contests that time something else than one call."""
+_WATCHED: dict[str, type[Ckptstore]] = {"save": Ckptstore, "async": AsyncCkptstore}
+"""The workloads of which a timeline is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One workload, for all ranks."""
+
+    name: str
+    asked: Asked
+    place: Place
+    size_bytes: int
+    bucket: Place | None = None
+    """Of a fast tier."""
+    files: str = ""
+    """The directory that is saved: `rank-N` of it, or all of it in "node-cache"."""
+    told: str = ""
+    """The file to which the first rank writes what it does, a line for each turn."""
+    late_rank: int = -1
+    late_seconds: float = 0.0
+    """Each part that this rank writes in the timeline is so much slower: for looking at a straggler."""
+
+
+def figure_of(name: str) -> str:
+    """The figure of a workload."""
+    return FIGURES.get(name, "total_seconds")
+
+
+def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """All turns of some workloads, one after another. Returns for each this rank's outcomes, and what it did in one
+    save that was only watched."""
+    warnings.simplefilter("ignore")
+    with process_group(tasks[0].asked.device or "cpu") as (rank, world_size):
+        use_threads(world_size, os.cpu_count() or 1)
+        found = []
+        for task in tasks:
+            case = _case(task, rank, world_size)
+            found.append(_turns(case, task))
+            case.gather(None)
+            if len(tasks) > 1 and rank == 0:  # the next one gets the same room
+                for place in (case.place, *filter(None, [case.bucket])):
+                    place.remove(place.uri)
+        return found
+
+
+def _turns(case: Case, task: Task) -> dict[str, Any]:
+    tell = _teller(task, case.rank)
+    kinds = [kind for kind in CONTENDERS[task.name] if kind.role != "peer" or task.asked.wants(kind.family)]
+    action = "load" if task.name in LOADS else "save"
+    contest = _CONTESTS.get(task.name, Contest)(case, action, figure=figure_of(task.name), tell=tell)
+    outcomes: list[WorkloadOutcome] = contest.run(kinds, repeat=task.asked.repeat)
+    watched: dict[str, Any] = {}
+    if task.name in _WATCHED and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
+        tell("timeline", 0)
+        watched = watch(case, _WATCHED[task.name], task)
+    return {"outcomes": outcomes, "watched": watched, "rank_bytes": case.rank_bytes}
+
+
+def _case(task: Task, rank: int, world_size: int) -> Case:
+    case = Case(
+        place=task.place,
+        rank=rank,
+        world_size=world_size,
+        durable=task.asked.durable,
+        drop_caches=task.asked.drop_caches,
+        device=f"cuda:{rank}" if task.asked.device == "cuda" else "cpu",
+        size_bytes=task.size_bytes,
+        bucket=task.bucket,
+    )
+    if task.files:
+        case.files = Path(task.files) / f"rank-{rank}" if task.name == "directory" else Path(task.files)
+        case.rank_bytes = sum(path.stat().st_size for path in case.files.rglob("*") if path.is_file())
+    elif task.name not in _CONTESTS:  # these have a state of their own
+        case.make_state(task.asked.shape, task.size_bytes, task.asked.tensor_bytes or TENSOR_BYTES)
+        if task.name in LOADS:
+            case.make_target()
+    return case
+
+
+def _teller(task: Task, rank: int) -> Tell:
+    def tell(text: str, total: int) -> None:
+        if rank == 0 and task.told:
+            with open(task.told, "a") as file:
+                file.write(json.dumps({"turn": text, "total": total}) + "\n")
+
+    return tell
+
+
+def watch(case: Case, kind: type[Ckptstore], task: Task) -> dict[str, Any]:
+    """One more save, of which every call is noted; it is in no sample, for noting takes time."""
+    recorder = Recorder(rank=case.rank)
+
+    def hook(call: Call) -> None:
+        recorder(call)
+        if case.rank == task.late_rank and call.verb == "write_part" and call.phase == "before":
+            time.sleep(task.late_seconds)
+
+    def wrap(store: CheckpointStore) -> CheckpointStore:
+        return with_faults(store, hook)
+
+    contender: Contender = kind(case)
+    contender.wrap = wrap  # type: ignore[attr-defined]
+    place = case.uri("watched")
+    contender.prepare(place)
+    case.gather(None)
+    with listening(recorder.hear):
+        recorder.started = time.monotonic()
+        wait = contender.save(place)
+        if wait is not None:
+            wait()
+        recorder.ended = time.monotonic()
+    case.gather(None)
+    found = {"calls": recorder.counts(), "phases": recorder.phases()}
+    contender.after(place)
+    contender.close()
+    case.gather(None)
+    if case.rank == 0:
+        case.place.remove(place)
+    return found

@@ -1,0 +1,42 @@
+"""The directories of files that are saved."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.figures.report import Asked
+
+_LARGE_FILES = 4
+_SMALL_BYTES = 10 << 10
+
+
+@contextmanager
+def files_of(
+    asked: Asked, name: str, size_bytes: int, place: Place, *, num_files: int | None = None
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The directories that are saved: for each rank one, or for "node-cache" one for all, with large files or, for the
+    shape "files", with many of 10 KiB, or with `num_files` in all."""
+    shares = 1 if name == "node-cache" else asked.ranks
+    if num_files is None:
+        num_files = max(1, size_bytes // _SMALL_BYTES) if asked.shape == "files" else _LARGE_FILES * shares
+    each = max(1, num_files // shares)
+    file_bytes = max(1, size_bytes // (each * shares))
+    above = place.path if place.is_local else Path(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(prefix="ckptstore-bench-files-", dir=above) as directory:
+        pattern = os.urandom(min(1 << 20, file_bytes))
+        for rank in range(shares):
+            target = Path(directory) / "source" / (f"rank-{rank}" if name == "directory" else "")
+            for number in range(each):
+                path = target / f"d{number // 1000}" / f"shard-{rank}-{number}.bin"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    for start in range(0, file_bytes, len(pattern)):
+                        file.write(pattern[: file_bytes - start])
+        os.sync()
+        yield Path(directory) / "source", {"files": each * shares, "file_bytes": file_bytes}

@@ -1,0 +1,125 @@
+"""How a save grows with ranks, bytes and files, and how a commit grows with ranks that only the storage connects."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckptstore.testing import run_ranks
+from ckptstore.tools.bench.destination import Place
+from ckptstore.tools.bench.figures.laws import exponent, line
+from ckptstore.tools.bench.figures.report import Asked, Workload
+from ckptstore.tools.bench.figures.told import absent
+from ckptstore.tools.bench.work import Task
+from ckptstore.tools.bench.workloads.files import files_of
+from ckptstore.tools.bench.workloads.sharded_ranks import NUM_TENSORS, commit_of_sharded
+from ckptstore.tools.bench.workloads.simulated import commit_of
+
+REAL_RANKS = (1, 2, 4, 8)
+SIMULATED_RANKS = (64, 256, 1024, 4096, 16_384)
+_SIZES = (16, 4, 1)
+"""Parts of the whole size."""
+_FILE_COUNTS = (10, 100, 1000)
+_FILES_BYTES = 256 << 20
+_TIMEOUT_SECONDS = 1800.0
+_LATENCY_SECONDS = 0.005
+_FIGURES = ("seconds", "requests", "cpu_seconds", "peak_bytes")
+_SHARDED_FIGURES = ("seconds", "cpu_seconds", "peak_bytes", "told_bytes", "agree_bytes", "outline_bytes")
+
+Contest = Callable[[Task, int], Workload]
+Show = Callable[[str, int, int], None]
+
+
+def scaling(place: Place, asked: Asked, size_bytes: int, contest: Contest, show: Show) -> dict[str, Any]:
+    """Curves of real processes, and of simulated ranks with the law of their growth."""
+    latency_seconds = _LATENCY_SECONDS if asked.latency_seconds is None else asked.latency_seconds
+    task = Task(name="ranks", asked=asked, place=place, size_bytes=size_bytes)
+    ranks = [(count, contest(task, count)) for count in REAL_RANKS if count <= max(8, asked.ranks)]
+    sizes = []
+    for part in _SIZES:
+        smaller = replace(task, size_bytes=max(1 << 20, size_bytes // part))
+        sizes.append((smaller.size_bytes, contest(smaller, asked.ranks)))
+    return {
+        "real": {"ranks": _curve(ranks), "bytes": _curve(sizes), "files": _curve(_over_files(task, contest))},
+        "simulated": simulate(place, max_ranks=asked.max_ranks, latency_seconds=latency_seconds, show=show),
+        "sharded": simulate_sharded(place, max_ranks=asked.max_ranks, show=show),
+    }
+
+
+def _over_files(task: Task, contest: Contest) -> list[tuple[int, Workload]]:
+    """The same bytes in more and more files of a directory."""
+    size_bytes, found = min(task.size_bytes, _FILES_BYTES), []
+    for count in _FILE_COUNTS:
+        with files_of(task.asked, "directory", size_bytes, task.place, num_files=count) as (files, facts):
+            smaller = replace(task, name="directory", size_bytes=size_bytes, files=str(files))
+            found.append((facts["files"], contest(smaller, task.asked.ranks)))
+    return found
+
+
+def _curve(points: Sequence[tuple[int, Workload]]) -> list[dict[str, Any]]:
+    """Of each contender that was measured at a point, the median and all samples of its seconds; who is not there, and
+    why."""
+    return [
+        {
+            "at": at,
+            "size_bytes": workload.size_bytes,
+            "seconds": {
+                one.name: {"median": statistics.median(workload.figures(one)), "samples": workload.figures(one)}
+                for one in workload.outcomes
+                if one.status == "measured"
+            },
+            "absent": absent(workload),
+        }
+        for at, workload in points
+    ]
+
+
+def simulate(place: Place, *, max_ranks: int, latency_seconds: float, show: Show) -> dict[str, Any]:
+    """Commits of a real leader with so many simulated ranks, and the laws that fit. On a local disk, whose latency is
+    injected."""
+    points = _points(place, max_ranks, "commit", commit_of, latency_seconds, show=show)
+    return {"latency_seconds": latency_seconds, "points": points, "laws": laws(points, _FIGURES)}
+
+
+def simulate_sharded(place: Place, *, max_ranks: int, show: Show) -> dict[str, Any]:
+    """The same of a state of many tensors, each divided over all ranks, which torch.distributed connects. Without
+    latency."""
+    points = _points(place, max_ranks, "fully sharded state", commit_of_sharded, NUM_TENSORS, show=show)
+    return {"tensors": NUM_TENSORS, "points": points, "laws": laws(points, _SHARDED_FIGURES)}
+
+
+def _points(
+    place: Place, max_ranks: int, what: str, commit: Callable[..., dict[str, Any]], *more: Any, show: Show
+) -> list[dict[str, Any]]:
+    """What `commit` of a directory, a number of ranks and more measures, each time in a process of its own."""
+    above = place.path if place.is_local else None
+    points: list[dict[str, Any]] = []
+    for count in [count for count in SIMULATED_RANKS if count <= max_ranks]:
+        show(f"ranks: {what} of {count} simulated ranks", len(points), len(SIMULATED_RANKS))
+        with tempfile.TemporaryDirectory(prefix="ckptstore-bench-ranks-", dir=above) as directory:
+            points += run_ranks(1, commit, f"{directory}/run", count, *more, timeout_seconds=_TIMEOUT_SECONDS)
+    return points
+
+
+def laws(points: Sequence[Mapping[str, Any]], figures: Sequence[str]) -> dict[str, Any]:
+    """For each figure the line that fits, and by which power of the ranks it grows between the two largest."""
+    found: dict[str, Any] = {}
+    if len(points) < 2:
+        return found
+    numbers = [float(point["ranks"]) for point in points]
+    for name in figures:
+        values = [point[name] for point in points]
+        if any(value is None for value in values):
+            continue
+        fitted = line(numbers, values)
+        found[name] = {
+            "base": fitted.base,
+            "slope": fitted.slope,
+            "error": round(fitted.error, 4),
+            "exponent": round(exponent(numbers[-2:], values[-2:]), 3),
+            "text": str(fitted),
+        }
+    return found

@@ -1,0 +1,225 @@
+"""What the leader of a fully sharded state has to do for many ranks: agree, join what they tell, commit.
+
+The leader is real. Every other rank is simulated by what it would have told and stored. The ranks are connected by
+torch.distributed, so what it takes them to be heard is not measured here.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckptstore.catalogue import job_of
+from ckptstore.errors import InvalidInput
+from ckptstore.format.digest import crc32c
+from ckptstore.format.layout import Attempt
+from ckptstore.format.manifest import Receipt
+from ckptstore.job import Job
+from ckptstore.loading.index_read import PartReader
+from ckptstore.loading.story import CheckpointFiles, files_of
+from ckptstore.opening import open_store
+from ckptstore.saving.commit import commit
+from ckptstore.saving.request import Request
+from ckptstore.saving.state_shard import StateShard
+from ckptstore.state.index.items import DIGEST_BYTES, Item, Mode
+from ckptstore.state.index.outline import OUTLINE_NAME, Outline, part_name
+from ckptstore.state.index.part import PartBuilder
+from ckptstore.state.live.flatten import FlatState
+from ckptstore.state.tensors.boxes import Box
+from ckptstore.state.tensors.cuts import Cut
+from ckptstore.state.tensors.layouts import Mesh, MeshLayout
+from ckptstore.state.write.agree import FULL_POST_HEAD, Agreement, Negotiator
+from ckptstore.state.write.memo import SaveMemo
+from ckptstore.tools.bench.measure import Meter
+from ckptstore.transfer import RangeRead
+
+NUM_TENSORS = 4548
+"""Of a Llama 3 405B with its optimizer."""
+_ROWS, _COLUMNS = 64, 1024
+_CHUNK_BYTES = _ROWS * _COLUMNS * 4
+_FRAME_BYTES = _CHUNK_BYTES + 1408
+_BLOCK_BYTES = 1 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class _Case:
+    """Each rank has the n-th rows of every tensor."""
+
+    def __init__(self, num_ranks: int, num_tensors: int) -> None:
+        self.num_ranks, self.num_tensors = num_ranks, num_tensors
+        self.layout = MeshLayout(Mesh((num_ranks,), tuple(range(num_ranks))), (Cut(0),))
+        self.shape = (num_ranks * _ROWS, _COLUMNS)
+        self.keys = sorted(f"model.layers.{number}.weight" for number in range(num_tensors))
+        self.file_bytes = num_tensors * _FRAME_BYTES
+
+    def box(self, rank: int, num_ranks: int = 1) -> Box:
+        """The rows of some ranks."""
+        return Box((rank * _ROWS, 0), (num_ranks * _ROWS, _COLUMNS))
+
+    def agree(self, leader: Negotiator) -> tuple[Agreement, int]:
+        """What the leader of a first save hears from all ranks, in bytes, and agrees on."""
+        boxes = (self.box(0),)
+        leader.begin(
+            [Item(key, Mode.SHARD, "float32", self.shape, boxes, layout=self.layout, member=0) for key in self.keys], 0
+        )
+        roughly = [leader.describe()] * self.num_ranks
+        leader.hear(leader.join(roughly, may_outline=True))
+        identity = roughly[0][:DIGEST_BYTES]
+        full = [leader.describe(), *(identity + FULL_POST_HEAD.pack(rank, 0, 0) for rank in range(1, self.num_ranks))]
+        agreement = leader.hear(leader.join(full, may_outline=True))
+        if agreement is None or not agreement.is_outlined:
+            raise InvalidInput(f"{self.num_ranks} ranks with {self.num_tensors} tensors are too few for an outline")
+        return agreement, sum(map(len, [*roughly, *full]))
+
+    def part(self, rank: int) -> bytes:
+        """A rank's part of the index."""
+        builder = PartBuilder(rank)
+        builder.add_file(_file_name(rank), [os.urandom(4 * -(-self.file_bytes // _BLOCK_BYTES))])
+        builder.add_slab(0, self.file_bytes)
+        for number, key in enumerate(self.keys):
+            row = builder.add_tensor(key, "float32", self.shape)
+            builder.add_chunk(row, number * _FRAME_BYTES + 1024, self.box(rank))
+        return builder.encode()
+
+    def told(self, rank: int, part_bytes: int, part_crc32c: int) -> bytes:
+        """What a rank tells the leader when it has stored."""
+        receipts = [
+            Receipt(_file_name(rank), self.file_bytes, rank, rank),
+            Receipt(part_name(rank, 1), part_bytes, part_crc32c, rank),
+        ]
+        head = {
+            "told": [self.num_tensors * _CHUNK_BYTES, 0, 0, [], [part_bytes, part_crc32c]],
+            "receipts": [receipt.to_json() for receipt in receipts],
+        }
+        packed = zlib.compress(json.dumps(head).encode(), 1)
+        return _LENGTH.pack(len(packed)) + packed
+
+
+def _file_name(rank: int) -> str:
+    return f"state-rank={rank:05d}-00.distcp"
+
+
+def commit_of_sharded(directory: str, num_ranks: int, num_tensors: int) -> dict[str, Any]:
+    """A commit by the leader, and what a rank does to open the checkpoint. For a process of its own, on a disk; the
+    directory is removed."""
+    case, leader = _Case(num_ranks, num_tensors), Negotiator()
+    with _timed() as agree:
+        agreement, agreed_bytes = case.agree(leader)
+    parts = {rank: case.part(rank) for rank in range(num_ranks - 4, num_ranks)}  # which are read below
+    digests = {rank: crc32c(part) for rank, part in parts.items()}
+    some_bytes = len(parts[num_ranks - 1])
+    told = [
+        case.told(rank, some_bytes, digests.get(rank) or int.from_bytes(os.urandom(4), "little"))
+        for rank in range(num_ranks)
+    ]
+    try:
+        with open_store(directory) as store:
+            job = job_of(store)
+            job.claim(None)
+            attempt = job.new_attempt(1)
+            _leave_files(Path(directory) / attempt.prefix, case, parts, some_bytes)
+            shard = StateShard(
+                FlatState,
+                rank=0,
+                world_size=num_ranks,
+                memo=SaveMemo(negotiator=leader),
+                storage=job.storage,
+                upload=job.transfer.upload,
+            )
+            shard.hear(agreement.encode())
+            used, found = time.process_time(), _committed(job, shard, attempt, told, num_ranks)
+            cpu_seconds = time.process_time() - used
+            opened = _opened(files_of(job, found.pop("record")), case)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return {
+        "ranks": num_ranks,
+        "tensors": num_tensors,
+        "agree_seconds": agree.seconds,
+        "agree_bytes": agreed_bytes,
+        "told_bytes": sum(map(len, told)),
+        "cpu_seconds": cpu_seconds,
+        **found,
+        **opened,
+    }
+
+
+def _leave_files(place: Path, case: _Case, parts: dict[int, bytes], part_bytes: int) -> None:
+    """What all ranks would have stored; files that nobody reads take no room."""
+    place.mkdir(parents=True)
+    for rank in range(case.num_ranks):
+        with open(place / _file_name(rank), "wb") as file:
+            file.truncate(case.file_bytes)
+        with open(place / part_name(rank, 1), "wb") as file:
+            file.write(parts[rank]) if rank in parts else file.truncate(part_bytes)
+
+
+def _committed(job: Job, shard: StateShard, attempt: Attempt, told: Sequence[bytes], num_ranks: int) -> dict[str, Any]:
+    """From the last answer to the commit."""
+    request = Request.of(step=1, kind="state", metrics=None, metadata=None, exists="replace")
+    gc.collect()
+    with Meter() as meter:
+        contents = shard.join(attempt, told, lambda: None)
+        meter.returned()
+        record = commit(job, request, attempt, contents, lambda: None, world_size=num_ranks)
+    return {
+        "seconds": meter.total_seconds,
+        "join_seconds": meter.blocked_seconds,
+        "peak_bytes": (meter.peak_bytes or 0) + sum(map(len, told)),
+        "record": record,
+    }
+
+
+def _opened(files: CheckpointFiles, case: _Case) -> dict[str, Any]:
+    """What opening takes for a rank that has what it had in the save, and for one of a quarter of the ranks."""
+    gc.collect()  # what the leader has left, and a rank that loads has not
+    read_bytes, last = 0, case.num_ranks - 1
+
+    def read(ranges: Sequence[RangeRead]) -> None:
+        nonlocal read_bytes
+        read_bytes += sum(len(view) for item in ranges for view in item.views)
+        files.read(ranges)
+
+    with _timed() as for_manifest:
+        manifest = files.read_manifest()[0]
+    receipt = manifest.by_name[OUTLINE_NAME]
+    with _timed() as for_own:
+        reader = PartReader(Outline.decode(files.read_file(receipt)), read, files.prefix)
+        index = reader.opened(rank=last)
+        lacking = {rank for key in case.keys for rank in index.lacking(key, last, case.box(last))}
+    own_bytes = receipt.size_bytes + read_bytes
+    assert not lacking
+    with _timed() as for_quarter:
+        wide = case.box(last - 3, 4)
+        lacking = {rank for key in case.keys for rank in index.lacking(key, 0, wide)}
+        index = reader.with_parts(lacking)
+    assert lacking == {last - 3, last - 2, last - 1}
+    assert index.num_chunks == 4 * case.num_tensors
+    return {
+        "manifest_bytes": len(manifest.encode()),
+        "open_manifest_seconds": for_manifest.seconds,
+        "outline_bytes": receipt.size_bytes,
+        "open_own_seconds": for_own.seconds,
+        "open_own_bytes": own_bytes,
+        "open_quarter_seconds": for_own.seconds + for_quarter.seconds,
+    }
+
+
+class _Timed:
+    seconds = 0.0
+
+
+@contextmanager
+def _timed() -> Iterator[_Timed]:
+    found, started = _Timed(), time.perf_counter()
+    yield found
+    found.seconds = time.perf_counter() - started

@@ -1,0 +1,169 @@
+"""The command line. A command is a module of this package, loaded when it is called; every error has its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import keyword
+import os
+import re
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from ckptstore import __version__
+from ckptstore.errors import CkptstoreError
+from ckptstore.runtime.extras import not_installed
+
+COMMANDS = (
+    "run",
+    "watch-folder",
+    "ls",
+    "show",
+    "watch",
+    "latest",
+    "best",
+    "verify",
+    "diff",
+    "report",
+    "serve",
+    "cp",
+    "export",
+    "import",
+    "pin",
+    "unpin",
+    "rollback",
+    "restore",
+    "restore-folder",
+    "prune",
+    "gc",
+    "doctor",
+    "fast",
+    "plan",
+    "bench",
+    "demo",
+    "s3-test",
+)
+"""In the order of the help. The module of a command has its name, with an underscore behind words of Python and for
+a hyphen, and `command` in it."""
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""What a write to stdout fails with when it is a file on a full or broken disk."""
+
+
+class Commands(click.Group):
+    """Loads a command when it is asked for, and turns errors into messages and exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """One command, None if there is none of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"ckptstore.tools.cli.commands.{_module_name(cmd_name)}").command
+        return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Remember whether errors are to be JSON, those of the words themselves included."""
+        as_json = ctx.ensure_object(dict)["as_json"] = "--json" in itertools.takewhile(lambda word: word != "--", args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if as_json:
+                _echo_error({"code": "usage", "message": error.format_message()})
+            raise
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run from the words of the command line. Output that finds no space is one error, not a traceback; a pipe that
+        nobody reads is none."""
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.errno not in UNWRITABLE or error.filename is not None or isinstance(error, CkptstoreError):
+                raise
+            _discard_stdout()
+            click.echo(f"error: The output could not be written: {error.strerror}", err=True)
+            sys.exit(CkptstoreError.exit_code)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was asked for."""
+        as_json = ctx.ensure_object(dict).get("as_json")
+        try:
+            return super().invoke(ctx)
+        except (CkptstoreError, ModuleNotFoundError) as raised:
+            error = raised if isinstance(raised, CkptstoreError) else not_installed(raised)
+            if error is None:
+                raise
+            error = _with_flags(error, self.get_command(ctx, ctx.invoked_subcommand or ""))
+            if as_json:
+                _echo_error(error.to_wire())
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except click.UsageError as error:  # click says it on stderr, with the usage
+            if as_json:
+                _echo_error({"code": "usage", "message": error.format_message()})
+            raise
+        except KeyboardInterrupt:
+            if as_json:
+                _echo_error({"code": "interrupted", "message": "interrupted", "committed": None})
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+
+
+def _discard_stdout() -> None:
+    """What is still buffered goes nowhere: Python writes it at exit, and would fail again, with a code of its own."""
+    with contextlib.suppress(OSError, ValueError):  # it is no file of the system
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
+
+
+def _echo_error(error: dict[str, Any]) -> None:
+    click.echo(json.dumps({"version": 1, "error": {"committed": False, **error}}, indent=2))
+
+
+_FLAGS = {
+    r"exists=['\"]replace['\"]": "--replace",
+    r"\ballow_pickle=True(?: \(--allow-pickle\))?": "--allow-pickle",
+    r"\bstorage_options\b": "--storage-option",
+    r"\bgrace_seconds\b": "--grace",
+    r"\bshard_size_bytes\b": "--shard-size",
+    r"\brename\b(?!=)": "--rename",
+    r"\binclude\b(?!=)": "--include",
+    r"\boverwrite it\b": "give --overwrite",
+}
+"""What errors call an argument in Python, and its flag."""
+
+
+def _with_flags(error: CkptstoreError, command: click.Command | None) -> CkptstoreError:
+    """The error with flags in place of arguments, as far as the command has them."""
+    inner = command.commands.values() if isinstance(command, click.Group) else ()
+    known = {flag for item in (command, *inner) if item is not None for param in item.params for flag in param.opts}
+    for pattern, words in _FLAGS.items():
+        if known & set(words.split()):
+            error.message = re.sub(pattern, words, error.message)
+            error.hint = error.hint and re.sub(pattern, words, error.hint)
+    return error
+
+
+def _module_name(command: str) -> str:
+    return f"{command}_" if keyword.iskeyword(command) else command.replace("-", "_")
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="ckptstore")
+def main() -> None:
+    """Look at stores of checkpoints, and take care of them.
+
+    STORE is the root of a training run: a path, s3://, gs://, az:// or any fsspec URL. TARGET is STORE@12000 for the
+    checkpoint of a step, STORE@latest, STORE@best:METRIC, or the URI of a checkpoint directory that lies on its own.
+    """

@@ -1,0 +1,161 @@
+"""What the commands of the agent share: their options, and how they tell what happens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import click
+
+from ckptstore.errors import InvalidInput
+from ckptstore.events import Event, RequestRetried, ResumeForgotten
+from ckptstore.format.encoding import dump_json
+from ckptstore.runtime.shown import printable
+from ckptstore.tools.cli.kinds import DURATION
+from ckptstore.tools.cli.options import storage_option
+from ckptstore.tools.run.folders import Rules
+from ckptstore.tools.run.keep import parse_keep
+from ckptstore.tools.run.nodes import find_nodes
+from ckptstore.tools.run.story import AgentPlan
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SHORTEST_SECONDS = 0.1
+_QUIET_SECONDS = 60.0
+"""How long a request that is tried again is not told of once more: a storage that is away fails many."""
+
+_OPTIONS = (
+    click.option(
+        "--keep",
+        multiple=True,
+        metavar="RULE",
+        help="latest=N, best=N:METRIC[:min|max], every=STEPS or since=TIME; they add up [default: all].",
+    ),
+    click.option(
+        "--pattern", "patterns", multiple=True, metavar="GLOB", help="Names of checkpoints of a shape of your own."
+    ),
+    click.option("--marker", metavar="NAME", help="With --pattern: the file of a checkpoint that is written last."),
+    click.option(
+        "--quiet",
+        "quiet_seconds",
+        type=DURATION,
+        metavar="TIME",
+        help="Where nothing tells that a checkpoint is finished: unchanged for so long [default: 30s].",
+    ),
+    click.option("--metrics", "metrics_file", metavar="NAME", help="A JSON file of numbers in each checkpoint."),
+    click.option("--interval", type=DURATION, default="5s", show_default=True, help="Between two looks."),
+    click.option(
+        "--grace", type=DURATION, metavar="TIME", help="For the last commits after the end [default: until they end]."
+    ),
+    click.option(
+        "--delete-local", is_flag=True, help="Delete what is committed from the folder, but for the newest 2."
+    ),
+    click.option(
+        "--require-commit", is_flag=True, help="Fail when a finished checkpoint is not in the store at the end."
+    ),
+    click.option(
+        "--nodes", type=int, metavar="N", help="Agents of this job, one a node [default: of the launcher, or 1]."
+    ),
+    click.option("--node-rank", type=int, metavar="R", help="This node, from 0."),
+    click.option("--run-id", metavar="ID", help="The same on all nodes, new for each start of the job."),
+    storage_option,
+    click.option("--json", "as_json", is_flag=True, help="Tell events as JSON on stderr, one a line."),
+    click.option("--events", "events_file", metavar="FILE", help="Write events as JSON to the end of FILE as well."),
+)
+
+
+def agent_options(function: F) -> F:
+    """The options of both commands."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def plan_of(store: str, folder: str, asked: Mapping[str, Any]) -> AgentPlan:
+    """What the options say. Raises InvalidInput."""
+    if asked["interval"] < _SHORTEST_SECONDS:
+        raise InvalidInput(f"--interval is {asked['interval']:g} s, it must be at least {_SHORTEST_SECONDS:g} s")
+    if asked["grace"] is not None and asked["grace"] < 0:
+        raise InvalidInput(f"--grace is {asked['grace']:g} s, it must be at least 0")
+    if asked["marker"] is not None and not asked["patterns"]:
+        raise InvalidInput("--marker means nothing without --pattern", hint="Known shapes have their own rules")
+    quiet = {} if asked["quiet_seconds"] is None else {"quiet_seconds": asked["quiet_seconds"]}
+    rules = Rules(patterns=asked["patterns"], marker=asked["marker"], metrics_file=asked["metrics_file"], **quiet)
+    return AgentPlan(
+        store=store,
+        folder=Path(folder),
+        rules=rules,
+        retention=parse_keep(asked["keep"], seconds=lambda text: DURATION.convert(text, None, None)),
+        nodes=find_nodes(asked["nodes"], asked["node_rank"], asked["run_id"]),
+        interval_seconds=asked["interval"],
+        grace_seconds=asked["grace"],
+        delete_local=asked["delete_local"],
+        require_commit=asked["require_commit"],
+        storage_options=asked["storage_options"],
+    )
+
+
+@contextmanager
+def told(*, as_json: bool, events_file: str | None) -> Iterator[None]:
+    """Write what happens to stderr, and to a file where one is given: lines for people, or JSON."""
+    logger = logging.getLogger("ckptstore")
+    handlers: list[logging.Handler] = [_Lines(sys.stderr, as_json=as_json)]
+    file = None
+    if events_file is not None:
+        try:
+            file = open(events_file, "a", encoding="utf-8")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise InvalidInput(f"--events {events_file} cannot be written: {error.strerror}") from error
+        handlers.append(_Lines(file, as_json=True))
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+        if file is not None:
+            file.close()
+
+
+class _Lines(logging.Handler):
+    """The log as lines; those of requests that are tried again now and then."""
+
+    def __init__(self, stream: TextIO, *, as_json: bool) -> None:
+        super().__init__()
+        self._stream, self._as_json = stream, as_json
+        self._retry_told_at = -_QUIET_SECONDS
+
+    def emit(self, record: logging.LogRecord) -> None:
+        event = getattr(record, "event", None)
+        if isinstance(event, ResumeForgotten):
+            return  # the agent has compared the folder with the store itself
+        if isinstance(event, RequestRetried):
+            if time.monotonic() - self._retry_told_at < _QUIET_SECONDS:
+                return
+            self._retry_told_at = time.monotonic()
+        text = self._json(record, event) if self._as_json else f"ckptstore: {printable(record.getMessage())}"
+        try:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # nobody reads; the training goes on
+            self.handleError = lambda record: None  # type: ignore[method-assign]
+
+    def _json(self, record: logging.LogRecord, event: Any) -> str:
+        fields = asdict(event) if isinstance(event, Event) else {}
+        name = type(event).__name__ if isinstance(event, Event) else "Log"
+        line = {"event": name, "level": record.levelname.lower(), "time": record.created, **fields}
+        return json.dumps(
+            json.loads(dump_json({"version": 1, **line, "message": record.getMessage()}, what="an event"))
+        )

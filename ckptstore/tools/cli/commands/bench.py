@@ -1,0 +1,221 @@
+"""`ckptstore bench`: ckptstore beside its peers and the limits of this machine or bucket."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.errors import InvalidInput
+from ckptstore.tools.cli.called import called
+from ckptstore.tools.cli.options import storage_option
+from ckptstore.tools.cli.output import echo_table
+from ckptstore.tools.cli.terminal import counting
+
+if TYPE_CHECKING:
+    from ckptstore.tools.bench.figures.report import Report, Workload
+
+_WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks", "ls", "gpu")
+_SHAPES = ("tensors", "llama-1b", "llama-8b", "llama-70b", "llama-405b", "files")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_BELOW_FLOOR = 1
+
+
+def _parse_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no size such as 2GiB or 512MiB")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+@click.command()
+@click.argument("what", type=click.Choice([*_WORKLOADS, "all", "compare"]), default="all")
+@click.argument("files", nargs=-1, type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--to", help="A path, a URI, or s3-test or s3-sink: S3 in memory.  [temporary directory]")
+@click.option("--size", default="2GiB", show_default=True, callback=_parse_size, help="Of the state over all ranks.")
+@click.option("--scale", type=click.FloatRange(0, 1, min_open=True), help="A share of a Llama, in place of --size.")
+@click.option(
+    "--ranks", type=click.IntRange(1, 256), default=1, show_default=True, help="Real processes; with tier on each node."
+)
+@click.option("--shape", type=click.Choice(_SHAPES), default="llama-8b", show_default=True, help="What is saved.")
+@click.option("--tensor-size", callback=_parse_size, help="Of the shape tensors.  [16MiB]")
+@click.option("--peers", default="all", show_default=True, help="all, none, or names such as dcp,ray,torch.")
+@click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Timed turns of each contender.")
+@click.option("--durable/--no-durable", default=True, show_default=True, help="fsync by all of them, or by none.")
+@click.option("--drop-caches", is_flag=True, help="Load from the disk, not from the page cache; needs root.")
+@click.option("--max-ranks", type=click.IntRange(64), default=16_384, show_default=True, help="Most simulated ranks.")
+@click.option(
+    "--latency-ms", type=click.FloatRange(0), help="Of S3 test requests [0; tier: 30], and in simulations [5]."
+)
+@click.option(
+    "--bandwidth-mb", type=click.FloatRange(0, min_open=True), help="Each way, of the S3 test server [tier: 200]."
+)
+@click.option("--json", "json_path", metavar="FILE", help="Write the report there; - for the standard output.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="Of gpu; cpu is a rehearsal.  [cuda]")
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a page with charts."
+)
+@click.option(
+    "--floors", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="Fail below."
+)
+@storage_option
+def command(what: str, files: tuple[Path, ...], json_path: str | None, **given: Any) -> None:
+    """Measure ckptstore, its peers and the raw limit in turns, or compare two reports.
+
+    WHAT is a workload, all of them, or "compare" with two FILES that --json wrote. Nothing that exists is touched: what
+    is written lies below a new prefix, and is removed. Needs the extra "bench". The exit code is 1 when a ratio is
+    below its floor.
+    """
+    if what == "compare":
+        _compare(files, json_path)
+        return
+    if files:
+        raise click.UsageError("FILES go with compare alone")
+    html, floors = given.pop("html"), given.pop("floors")
+    report = _measure(what, given)
+    if json_path != "-":
+        _echo(report)
+    _write(report, json_path, html)
+    if floors is not None:
+        _check(report, floors, quiet=json_path == "-")
+
+
+def _measure(what: str, given: dict[str, Any]) -> Report:
+    try:
+        from ckptstore.tools.bench.destination import is_disk
+        from ckptstore.tools.bench.figures.report import Asked
+        from ckptstore.tools.bench.peers.registry import FAMILIES
+        from ckptstore.tools.bench.run import run
+    except ImportError as error:
+        raise InvalidInput(f"the benchmark needs {error.name}", hint='pip install "ckptstore[bench]"') from error
+    peers = tuple(given["peers"].split(","))
+    unknown = sorted({*peers} - {*FAMILIES, "all", "none"})
+    if unknown:
+        raise InvalidInput(f"--peers does not know {', '.join(unknown)}", hint=f"all, none, or {', '.join(FAMILIES)}")
+
+    def possible(name: str) -> bool:
+        return name != "gpu" and (name != "tier" or is_disk(given["to"]))
+
+    asked = Asked(
+        workloads=tuple(name for name in _WORKLOADS if what == name or (what == "all" and possible(name))),
+        to=given["to"],
+        size_bytes=given["size"],
+        scale=given["scale"],
+        ranks=given["ranks"],
+        shape=given["shape"],
+        tensor_bytes=given["tensor_size"],
+        peers=peers,
+        repeat=given["repeat"],
+        durable=given["durable"],
+        drop_caches=given["drop_caches"],
+        max_ranks=given["max_ranks"],
+        device="cuda" if given["device"] is None and what == "gpu" else given["device"],
+        latency_seconds=None if given["latency_ms"] is None else given["latency_ms"] / 1000,
+        bytes_per_second=None if given["bandwidth_mb"] is None else given["bandwidth_mb"] * 1e6,
+    )
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed then too
+    try:
+        with counting() as show:
+            return run(asked, storage_options=given["storage_options"], command=called(), show=show)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _echo(report: Report) -> None:
+    from ckptstore.tools.bench.figures import told
+    from ckptstore.tools.bench.figures.markdown import markdown
+
+    if report.asked.get("device"):
+        click.echo(markdown(report), nl=False)
+        return
+    for line in told.report_lines(report):
+        click.echo(line)
+    for workload in report.workloads:
+        echo_workload(workload)
+    lines = told.scaling_lines(report.scaling)
+    if lines:
+        click.echo("\nGrowth")
+    for line in lines:
+        click.echo(f"  {line}")
+    click.echo(f"\n{told.LEGEND}")
+
+
+def echo_workload(workload: Workload) -> None:
+    """Its table, its facts, and who is not in it."""
+    from ckptstore.tools.bench.figures import told
+
+    click.echo(f"\n{told.heading(workload)}")
+    found = told.rows(workload)
+    if found:
+        echo_table(told.HEADERS, found)
+    for line in [*told.facts(workload), *told.absent(workload)]:
+        click.echo(f"  {line}")
+
+
+def _write(report: Report, json_path: str | None, html: Path | None) -> None:
+    if json_path is not None:
+        _write_json(report.to_json(), json_path)
+    if html is not None:
+        from ckptstore.tools.bench.figures.page import page
+
+        html.write_text(page(report))
+
+
+def _write_json(value: dict[str, Any], path: str) -> None:
+    text = json.dumps(value, indent=1)
+    if path == "-":
+        click.echo(text)
+    else:
+        Path(path).write_text(text + "\n")
+
+
+def _check(report: Report, floors: Path, *, quiet: bool) -> None:
+    from ckptstore.tools.bench.figures.floors import check, read_floors
+
+    verdicts = check(report, read_floors(floors))
+    for verdict in verdicts:
+        if not quiet or not verdict.holds:
+            click.echo(str(verdict), err=not verdict.holds)
+    if not all(verdict.holds for verdict in verdicts):
+        raise SystemExit(_BELOW_FLOOR)
+
+
+def _compare(files: tuple[Path, ...], json_path: str | None) -> None:
+    from ckptstore.tools.bench.figures.compare import compare
+    from ckptstore.tools.bench.figures.report import Report
+
+    if len(files) != 2:
+        raise click.UsageError("compare takes two files")
+    try:
+        before, after = (Report.from_json(json.loads(path.read_text())) for path in files)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InvalidInput(f"that is no report of ckptstore bench: {error}") from error
+    found = compare(before, after)
+    if json_path is not None:
+        _write_json(found.to_json(), json_path)
+        if json_path == "-":
+            return
+    for line in found.differences:
+        click.echo(f"differs: {line}")
+    shown = [
+        [
+            change.workload,
+            change.contender,
+            f"{change.before_seconds:.4f}",
+            f"{change.after_seconds:.4f}",
+            f"{change.speedup:.2f}",
+            f"{change.p_value:.3f}",
+            change.verdict,
+        ]
+        for change in found.changes
+    ]
+    if shown:
+        echo_table(("workload", "contender", "before", "after", "speed-up", "p", "verdict"), shown)
+    else:
+        click.echo("the reports have no workload in common, of the same size and ranks")

@@ -1,0 +1,191 @@
+"""`ckptstore diff`: how two checkpoints differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.runtime.extras import not_installed
+from ckptstore.runtime.shown import show_size
+from ckptstore.tools.cli.kinds import TARGET
+from ckptstore.tools.cli.options import as_json, storage_option
+from ckptstore.tools.cli.output import checkpoint_json, echo_table, print_json
+from ckptstore.tools.cli.targets import opened_checkpoint
+
+if TYPE_CHECKING:
+    from ckptstore.interchange.comparing import TensorDifference
+    from ckptstore.loading.tensor_view import StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that is not the same in both; None where it is missing."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileDifference:
+    """One file that is not the same in both."""
+
+    name: str
+    change: str
+    a_bytes: int | None
+    b_bytes: int | None
+
+
+@click.command()
+@click.argument("a", type=TARGET)
+@click.argument("b", type=TARGET)
+@click.option("--values", is_flag=True, help="Read tensors, and say by how much they differ.")
+@storage_option
+@as_json
+def command(a: str, b: str, values: bool, storage_options: dict[str, Any], as_json: bool) -> None:
+    """Compare two checkpoints: files, tensors, metrics, metadata. A and B are TARGETs, of one store or of two.
+
+    Files and tensors are compared by size and CRC32C. Tensors below 1 MiB share their digests with others, so they may
+    be read. Without --values a larger tensor without digests, or that was divided otherwise, is "unknown".
+    """
+    with opened_checkpoint(a, storage_options) as first, opened_checkpoint(b, storage_options) as second:
+        files = file_differences(first, second)
+        metrics = differences(first.metrics, second.metrics)
+        metadata = differences(flat(first.metadata), flat(second.metadata))
+        num_equal = len(first.files) - sum(item.a_bytes is not None for item in files)
+        tensors, num_equal_tensors, not_compared = compared_tensors(first, second, values=values)
+        if as_json:
+            print_json(
+                a=checkpoint_json(first),
+                b=checkpoint_json(second),
+                num_equal_files=num_equal,
+                files=[
+                    {"name": item.name, "change": item.change, "a_bytes": item.a_bytes, "b_bytes": item.b_bytes}
+                    for item in files
+                ],
+                tensors=None if not_compared else [_tensor_json(item) for item in tensors],
+                num_equal_tensors=num_equal_tensors,
+                metrics=[{"name": item.name, "a": item.a, "b": item.b} for item in metrics],
+                metadata=[{"name": item.name, "a": item.a, "b": item.b} for item in metadata],
+            )
+            return
+        click.echo(f"a: step {first.step}, {show_size(first.size_bytes)}, {first.uri}")
+        click.echo(f"b: step {second.step}, {show_size(second.size_bytes)}, {second.uri}")
+        _echo("file", [(item.name, item.change, _size(item.a_bytes), _size(item.b_bytes)) for item in files])
+        click.echo(f"equal files: {num_equal}")
+        _echo_tensors(tensors, num_equal_tensors, not_compared, values=values)
+        _echo("metric", [(item.name, "", _text(item.a), _text(item.b)) for item in metrics])
+        _echo("metadata", [(item.name, "", _text(item.a), _text(item.b)) for item in metadata])
+
+
+def file_differences(first: Checkpoint, second: Checkpoint) -> list[FileDifference]:
+    """What is in one only, or differs in size or digest; by name."""
+    ours, theirs = ({file.name: file for file in checkpoint.files} for checkpoint in (first, second))
+    found = []
+    for name in sorted(ours.keys() | theirs.keys()):
+        one, other = ours.get(name), theirs.get(name)
+        if one and other and (one.size_bytes, one.crc32c) == (other.size_bytes, other.crc32c):
+            continue
+        change = "added" if one is None else "removed" if other is None else "changed"
+        found.append(
+            FileDifference(
+                name=name,
+                change=change,
+                a_bytes=one.size_bytes if one else None,
+                b_bytes=other.size_bytes if other else None,
+            )
+        )
+    return found
+
+
+def compared_tensors(first: Checkpoint, second: Checkpoint, *, values: bool) -> tuple[list[TensorDifference], int, str]:
+    """The tensors that differ, how many are equal, and why they are not compared; "" when they are."""
+    for name, checkpoint in (("a", first), ("b", second)):
+        if checkpoint.kind != "state":
+            return [], 0, f"{name} is a directory of files"
+    try:
+        from ckptstore.interchange.comparing import tensor_differences
+
+        return *tensor_differences(first, second, values=values), ""
+    except ModuleNotFoundError as error:
+        missing = not_installed(error)
+        if missing is None or values:
+            raise
+        return [], 0, str(missing)
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
+    """What the two mappings do not share; two NaN are equal."""
+    names = sorted(first.keys() | second.keys())
+    pairs = [Difference(name, first.get(name), second.get(name)) for name in names]
+    return [item for item in pairs if repr(item.a) != repr(item.b)]
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping with paths for keys: {"a": {"b": 1}} is {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for name, item in value.items():
+        if isinstance(item, Mapping) and item:
+            found |= flat(item, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = item
+    return found
+
+
+def _echo(what: str, rows: list[tuple[str, str, str, str]]) -> None:
+    if rows:
+        echo_table((what, "", "a", "b"), rows)
+
+
+def _echo_tensors(found: Sequence[TensorDifference], num_equal: int, not_compared: str, *, values: bool) -> None:
+    if not_compared:
+        click.echo(f"tensors are not compared: {not_compared}")
+        return
+    if found:
+        headers = ("tensor", "", "a", "b", *(("largest difference",) if values else ()))
+        rows = [
+            (
+                item.key,
+                item.change,
+                _shape(item.a),
+                _shape(item.b),
+                *(("" if item.largest is None else f"{item.largest:.6g}",) if values else ()),
+            )
+            for item in found
+        ]
+        echo_table(headers, rows)
+    counts = Counter(item.change for item in found)
+    told = [f"{counts[change]} {change}" for change in counts]
+    click.echo(f"tensors: {', '.join([*told, f'{num_equal} equal'])}")
+    if counts["unknown"]:
+        click.echo("--values reads the unknown ones")
+
+
+def _shape(tensor: StoredTensor | None) -> str:
+    return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}" if tensor else ""
+
+
+def _tensor_json(item: TensorDifference) -> dict[str, Any]:
+    return {
+        "key": item.key,
+        "change": item.change,
+        "a_dtype": item.a and item.a.dtype,
+        "a_shape": item.a and list(item.a.shape),
+        "b_dtype": item.b and item.b.dtype,
+        "b_shape": item.b and list(item.b.shape),
+        "largest_difference": item.largest,
+    }
+
+
+def _size(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else show_size(size_bytes)
+
+
+def _text(value: Any) -> str:
+    text = "" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,102 @@
+"""`ckptstore export`: a checkpoint as files of other tools."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import click
+
+from ckptstore.errors import InvalidInput
+from ckptstore.runtime.extras import needs
+from ckptstore.runtime.shown import show_size
+from ckptstore.tools.cli.kinds import TARGET
+from ckptstore.tools.cli.options import as_json, engine_option, opened_executor, options_by_place, storage_option
+from ckptstore.tools.cli.output import checkpoint_json, print_json
+from ckptstore.tools.cli.targets import opened_checkpoint, parse_target
+from ckptstore.tools.cli.terminal import progress
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?")
+
+
+@click.command()
+@click.argument("target", type=TARGET)
+@click.argument("directory")
+@click.option(
+    "--to", type=click.Choice(["safetensors", "torch", "dcp"]), default="safetensors", show_default=True, help="Format."
+)
+@click.option("--include", multiple=True, metavar="PATTERN", help='Only keys that fit, such as "model.*"; repeatable.')
+@click.option("--strip-prefix", default="", metavar="PREFIX", help='Removed from the front of keys, such as "model.".')
+@click.option("--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Limit of a safetensors file.")
+@click.option(
+    "--with", "beside", metavar="DIR", help="Copy what is in DIR besides weights: a model's config and tokenizer."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export in DIRECTORY.")
+@engine_option
+@storage_option
+@as_json
+def command(
+    target: str,
+    directory: str,
+    to: Literal["safetensors", "torch", "dcp"],
+    include: tuple[str, ...],
+    strip_prefix: str,
+    shard_size: str,
+    beside: str | None,
+    overwrite: bool,
+    engine: str,
+    storage_options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Write the state checkpoint TARGET to DIRECTORY in a format of other tools; every byte is checked.
+
+    DIRECTORY is a path or a URI. "safetensors" is for Hugging Face libraries, "torch" for
+    torch.load(weights_only=True), "dcp" for torch's DCP. It takes at most 128 MiB of memory. An export to "safetensors"
+    that was killed goes on where it ended when it is run again.
+    """
+    needs("torch")
+    from ckptstore.interchange.exporting import export
+
+    shard_size_bytes = parse_size(shard_size)
+    of_target, of_directory = options_by_place(storage_options, parse_target(target).uri, directory)
+    shown = False if as_json else None
+    with opened_executor(engine) as executor, opened_checkpoint(target, of_target) as checkpoint:
+        total_bytes = None if include else 2 * checkpoint.size_bytes  # read and written
+        with progress("export", total_bytes=total_bytes, shown=shown):
+            report = export(
+                checkpoint,
+                directory,
+                to=to,
+                include=include or None,
+                strip_prefix=strip_prefix,
+                shard_size_bytes=shard_size_bytes,
+                overwrite=overwrite,
+                beside=beside,
+                storage_options=of_directory,
+                executor=executor,
+            )
+    if as_json:
+        print_json(
+            checkpoint=checkpoint_json(checkpoint),
+            directory=report.uri,
+            format=report.kind,
+            files=report.files,
+            num_tensors=report.num_tensors,
+            size_bytes=report.size_bytes,
+            notices=report.notices,
+        )
+        return
+    click.echo(f"{report.num_tensors} tensors, {show_size(report.size_bytes)}, in {len(report.files)} files:")
+    for name in report.files:
+        click.echo(f"  {report.uri}/{name}")
+    for notice in report.notices:
+        click.echo(f"note: {notice}")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB", "500MiB" or a plain number. Raises InvalidInput."""
+    match = _SIZE.fullmatch(text.strip().upper())
+    if match is None or float(match[1]) <= 0:
+        raise InvalidInput(f"{text!r} is no size", hint="Write 5GB or 500MiB")
+    return int(float(match[1]) * _UNITS[match[2]])

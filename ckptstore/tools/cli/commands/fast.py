@@ -1,0 +1,268 @@
+"""`ckptstore fast`: the fast checkpoints on the disk of this node, looked at and deleted from outside of a job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckptstore.catalogue import job_of
+from ckptstore.errors import InvalidInput
+from ckptstore.group.base import spoken
+from ckptstore.log.identity import read_identity
+from ckptstore.runtime.shown import printable, show_duration, show_size
+from ckptstore.tools.cli.options import as_json, dry_run, storage_option
+from ckptstore.tools.cli.output import echo_table, print_json
+from ckptstore.tools.cli.targets import opened_store
+from ckptstore.upkeep.node_clear import Cleared, Judged, LogView, judge, read_log, sweepable
+from ckptstore.upkeep.node_clear import clear as clear_node
+from ckptstore.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory, take_inventory
+
+_LOSE = "--yes-lose-what-is-not-durable"
+_SHOWN = {
+    "durable": "durable",
+    "superseded": "superseded",
+    "void": "void",
+    "only-here": "only on nodes",
+    "unfinished": "unfinished",
+    "damaged": "damaged",
+    "foreign": "foreign",
+    "unknown": "",
+}
+
+directory = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+stores = click.option("--store", "uris", multiple=True, metavar="STORE", help="Ask this store too; repeat for more.")
+
+
+@click.group()
+def command() -> None:
+    """Look at fast checkpoints on the disk of this node, and delete them.
+
+    DIR is what jobs are given as the path of their fast tier. It may hold those of several stores.
+    """
+
+
+@command.command("ls")
+@directory
+@stores
+@click.option("--keep", type=click.IntRange(1), default=2, show_default=True, help="Of the job, for what it deletes.")
+@storage_option
+@as_json
+def ls(directory: Path, uris: tuple[str, ...], keep: int, storage_options: dict[str, Any], as_json: bool) -> None:
+    """List what is below DIR, of all stores, on this node alone.
+
+    Names, sizes and certificates are looked at; no digest is compared. With --store also: which ones are durable, which
+    are void, and which ones the job that owns the store would delete, once it has resumed. Nothing is changed.
+    """
+    inventory = take_inventory(directory)
+    with _views(inventory, uris, storage_options) as views:
+        told = [_told(store, views.get(store.store_id), keep=keep) for store in inventory.stores]
+    if as_json:
+        print_json(
+            directory=inventory.directory,
+            privacy_fault=inventory.privacy_fault,
+            stores=told,
+            others=_others(inventory),
+        )
+        return
+    if inventory.privacy_fault:
+        click.echo(f"warning: {printable(inventory.privacy_fault)}: no job of this user uses it", err=True)
+    for item in told:
+        _echo_store(item)
+    for name, what in inventory.others.items():
+        click.echo(f"no fast checkpoint: {printable(name)}: {what}")
+    if not inventory.stores:
+        click.echo("no fast checkpoints")
+
+
+@command.command("clear")
+@directory
+@click.option("--store-id", "store_ids", multiple=True, metavar="ID", help="Only those of this store; see fast ls.")
+@stores
+@click.option(_LOSE, "lose", is_flag=True, help="Delete also what is in no store, and may be the only copy.")
+@dry_run
+@storage_option
+@as_json
+def clear(
+    directory: Path,
+    store_ids: tuple[str, ...],
+    uris: tuple[str, ...],
+    lose: bool,
+    dry_run: bool,
+    storage_options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Delete what is below DIR and no job needs.
+
+    These are fast checkpoints that their stores have, those for which they have a newer one, and those that nobody may
+    resume from. Only a store that --store names can say so: without it, nothing is known to be durable. The exit code
+    is 2 if anything was left. Links, and whatever is no fast checkpoint, are never touched.
+
+    End the job first: it is not asked. If it goes on, it may lose a save, or a fast checkpoint that was complete. It
+    never loads a damaged one.
+    """
+    inventory = take_inventory(directory)
+    if inventory.privacy_fault:
+        raise InvalidInput(
+            f"{inventory.privacy_fault}, so what is below it may be somebody else's",
+            hint="Nothing was deleted. Clear it as its owner, with mode 700",
+        )
+    chosen = _chosen(inventory, store_ids)
+    with _views(inventory, uris, storage_options) as views:
+        found = clear_node(inventory, chosen, views, lose=lose, dry_run=dry_run)
+    broken = {store.store_id: why for store in chosen if (why := store.fault or store.privacy_fault)}
+    if as_json:
+        print_json(
+            directory=inventory.directory,
+            dry_run=dry_run,
+            deleted=[_cleared(each) for each in found if not each.left],
+            left=[{**_cleared(each), "reason": each.left} for each in found if each.left],
+            refused=[{"store_id": store_id, "reason": why} for store_id, why in broken.items()],
+            others=_others(inventory),
+        )
+    else:
+        _echo_cleared(found, broken, dry_run=dry_run)
+    if broken or any(each.left for each in found):
+        raise click.exceptions.Exit(InvalidInput.exit_code)
+
+
+@contextmanager
+def _views(inventory: Inventory, uris: Sequence[str], options: Mapping[str, Any]) -> Iterator[dict[str, LogView]]:
+    """What the logs of these stores say, by the ids of the stores. The stores are open while the context lasts."""
+    with ExitStack() as opened:
+        views: dict[str, LogView] = {}
+        for uri in uris:
+            job = job_of(opened.enter_context(opened_store(uri, options)))
+            store_id = read_identity(job.storage) or ""
+            found = [attempt for store in inventory.stores if store.store_id == store_id for attempt in store.attempts]
+            if store_id in views:
+                raise InvalidInput(
+                    f"{views[store_id].uri} and {job.storage.uri} are one store, or copies", hint="Give one"
+                )
+            views[store_id] = read_log(job.log, job.storage, store_id, found, newest=job.log.checked_newest())
+        yield views
+
+
+def _chosen(inventory: Inventory, store_ids: Sequence[str]) -> list[HeldStore]:
+    there = {store.store_id: store for store in inventory.stores}
+    for store_id in store_ids:
+        if store_id not in there:
+            raise InvalidInput(
+                f"{inventory.directory} has no fast checkpoints of a store with the id {store_id!r}",
+                hint=f"There are those of {', '.join(there) or 'none'}",
+            )
+    return [store for store in inventory.stores if not store_ids or store.store_id in store_ids]
+
+
+def _told(store: HeldStore, view: LogView | None, *, keep: int) -> dict[str, Any]:
+    swept = sweepable(store.attempts, view, keep=keep) if view else {}
+    return {
+        "store_id": store.store_id,
+        "uri": view.uri if view else None,
+        "privacy_fault": store.privacy_fault,
+        "fault": store.fault,
+        "size_bytes": sum(found.size_bytes for found in store.attempts),
+        "checkpoints": [_checkpoint(found, judge(found, view), swept) for found in store.attempts],
+    }
+
+
+def _checkpoint(found: HeldAttempt, judged: Judged, swept: Mapping[str, str]) -> dict[str, Any]:
+    certificate, name = found.certificate, str(found.attempt)
+    return {
+        "attempt": name,
+        "step": found.attempt.step,
+        "epoch": found.attempt.epoch,
+        "save_number": certificate.save_number if certificate else None,
+        "world_size": certificate.manifest.world_size if certificate else None,
+        "size_bytes": found.size_bytes,
+        "age_seconds": None if found.changed_seconds is None else max(0.0, time.time() - found.changed_seconds),
+        "is_certified": certificate is not None,
+        "fault": found.fault,
+        "ranks": list(found.ranks),
+        "missing": list(found.missing),
+        "standing": judged.standing,
+        "reason": judged.reason,
+        "swept_because": swept.get(name),
+    }
+
+
+def _others(inventory: Inventory) -> list[dict[str, str]]:
+    return [{"name": name, "what": what} for name, what in inventory.others.items()]
+
+
+def _cleared(each: Cleared) -> dict[str, Any]:
+    return {
+        "store_id": each.store_id,
+        "attempt": str(each.found.attempt),
+        "size_bytes": each.found.size_bytes,
+        "standing": each.judged.standing,
+    }
+
+
+def _echo_store(told: Mapping[str, Any]) -> None:
+    where = f" of {printable(told['uri'])}" if told["uri"] else ""
+    size = show_size(told["size_bytes"])
+    click.echo(f"store {told['store_id']}{where}: {len(told['checkpoints'])} directories, {size}")
+    for fault in filter(None, (told["privacy_fault"], told["fault"])):
+        click.echo(f"  {printable(fault)}")
+    if not told["checkpoints"]:
+        return
+    rows = [
+        [
+            str(each["step"]),
+            str(each["epoch"]),
+            str(each["save_number"] or ""),
+            show_size(each["size_bytes"]),
+            _ranks(each["ranks"]),
+            "" if each["age_seconds"] is None else show_duration(each["age_seconds"]),
+            ", ".join(filter(None, (_certified(each), _SHOWN[each["standing"]]))),
+        ]
+        for each in told["checkpoints"]
+    ]
+    echo_table(["step", "epoch", "save", "size", "ranks", "age", "state"], rows)
+    for each in told["checkpoints"]:
+        for line in _lines(each):
+            click.echo(f"  step {each['step']}: {printable(line)}")
+
+
+def _certified(each: Mapping[str, Any]) -> str:
+    if each["fault"]:
+        return "certificate damaged"
+    told = "certified" if each["is_certified"] else "no certificate"
+    return f"{told}, {len(each['missing'])} files missing" if each["missing"] else told
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return spoken(ranks).partition(" ")[2].replace(" and ", ", ") if ranks else ""
+
+
+def _lines(each: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with it, what the store says, what a sweep would do."""
+    if each["fault"]:
+        yield each["fault"]
+    if each["missing"]:
+        more = f" and {len(each['missing']) - 1} more" if len(each["missing"]) > 1 else ""
+        yield f"not here with its size: {each['missing'][0]}{more}"
+    if each["standing"] in ("void", "foreign"):
+        yield each["reason"]
+    if each["swept_because"]:
+        yield f"the job would delete it: {each['swept_because']}"
+
+
+def _echo_cleared(found: Sequence[Cleared], broken: Mapping[str, str], *, dry_run: bool) -> None:
+    verb = "would be deleted" if dry_run else "deleted"
+    for each in found:
+        what = f"{each.store_id}/{each.found.attempt}, {show_size(each.found.size_bytes)}"
+        click.echo(f"left: {what}: {printable(each.left)}" if each.left else f"{verb}: {what}")
+    for store_id, why in broken.items():
+        click.echo(f"left: {store_id}: {printable(why)}")
+    if any(each.left and each.judged.standing == "unknown" for each in found):
+        click.echo("Give --store, to know what is durable", err=True)
+    elif any(each.left and each.judged.record is None and each.judged.standing != "void" for each in found):
+        click.echo(f"Give {_LOSE} to delete the only copies too", err=True)
+    if not found and not broken:
+        click.echo("nothing to delete")

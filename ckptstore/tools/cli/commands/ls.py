@@ -1,0 +1,220 @@
+"""`ckptstore ls`: the checkpoints of a store. Reads the log alone, no manifest."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from ckptstore.catalogue import Entry, job_of
+from ckptstore.errors import InvalidMetric, StoreMissing
+from ckptstore.format.record import Record
+from ckptstore.log import Log
+from ckptstore.log.identity import KEPT_BY_CKPTSTORE
+from ckptstore.runtime.near import meant, nearest, shown
+from ckptstore.runtime.shown import show_duration, show_size
+from ckptstore.tools.cli.kinds import STORE
+from ckptstore.tools.cli.options import as_json, fast_option, storage_option, tier_at
+from ckptstore.tools.cli.output import checkpoint_json, echo_table, print_json, show_metrics, show_where, told_skipped
+from ckptstore.tools.cli.stores_below import MOST_LISTED, MOST_STORES, StoreBelow, stores_below
+from ckptstore.tools.cli.targets import opened_store
+
+METRICS_WIDTH = 24
+"""How much of a line metrics may take that nobody asked for by name."""
+
+
+@click.command()
+@click.argument("store", type=STORE)
+@click.option("--metric", "metrics", multiple=True, metavar="NAME", help="A column for this metric; repeat for more.")
+@click.option("--sort", metavar="NAME", help="By number, step, size or a metric, lowest first; =-NAME for highest.")
+@click.option("-n", "limit", type=click.IntRange(min=1), help="Only the N newest, or the first N of --sort.")
+@click.option("--trash", "with_trash", is_flag=True, help="List what is in the trash too.")
+@fast_option
+@storage_option
+@as_json
+def command(
+    store: str,
+    metrics: tuple[str, ...],
+    sort: str | None,
+    limit: int | None,
+    with_trash: bool,
+    fast_path: str | None,
+    storage_options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """List the checkpoints of STORE, in the order of their commits.
+
+    Marks: "latest", "pinned", and "resumed from" for the one that the running job started from. What retention dropped
+    is counted below, until its grace period is over. Where STORE is no store, the stores below it are listed.
+
+    With --fast the column "where" tells what is in the store, and what on this node. What no job can resume from is
+    left out, with the reason on stderr.
+    """
+    try:
+        with told_skipped():
+            _list_store(store, metrics, sort, limit, with_trash, fast_path, storage_options, as_json)
+    except StoreMissing as missing:
+        if metrics or sort or limit or with_trash or fast_path:
+            raise
+        _list_below(store, storage_options, missing, as_json=as_json)
+
+
+def _list_below(parent: str, storage_options: dict[str, Any], missing: StoreMissing, *, as_json: bool) -> None:
+    """The stores below what is no store itself. Raises what is missing where there is none."""
+    found, is_all = stores_below(parent, storage_options)
+    if not found:
+        raise missing
+    if as_json:
+        trash = {"count": 0, "size_bytes": 0, "grace_seconds": 0.0}
+        stores = [asdict(item) for item in found]
+        print_json(uri=parent, checkpoints=[], trash=trash, stores=stores, is_all=is_all)
+        return
+    echo_table(("store", "checkpoints", "latest", "created"), [_store_row(item) for item in found])
+    if not is_all:
+        click.echo(
+            f"there may be more: at most {MOST_LISTED} files or directories and {MOST_STORES} stores are looked at, and"
+            " not every directory may be readable; list a narrower prefix",
+            err=True,
+        )
+
+
+def _store_row(item: StoreBelow) -> tuple[str, str, str, str]:
+    if item.error or item.kept_by != KEPT_BY_CKPTSTORE:
+        return (item.uri, item.error or f"kept by {item.kept_by}", "", "")
+    step = "" if item.latest_step is None else str(item.latest_step)
+    return (item.uri, str(item.num_checkpoints), step, _age(item.latest_created_at))
+
+
+def _age(created_at: float | None) -> str:
+    return "" if created_at is None else f"{show_duration(max(0.0, time.time() - created_at))} ago"
+
+
+def _list_store(
+    store: str,
+    metrics: tuple[str, ...],
+    sort: str | None,
+    limit: int | None,
+    with_trash: bool,
+    fast_path: str | None,
+    storage_options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    is_fast = fast_path is not None
+    with opened_store(store, storage_options, fast=tier_at(fast_path)) as opened:
+        every, trashed = opened.entries(fast=is_fast), removed_at(job_of(opened).log)
+        grace_seconds = job_of(opened).config.grace_seconds
+        entries = chosen(every, metrics=metrics, sort=sort, limit=limit)
+        trash_bytes = sum(record.entry.size_bytes for record, _ in trashed)
+        if as_json:
+            trash: dict[str, Any] = {"count": len(trashed), "size_bytes": trash_bytes, "grace_seconds": grace_seconds}
+            if with_trash:
+                trash["checkpoints"] = [_trashed_json(record, at) for record, at in trashed]
+            print_json(uri=opened.uri, checkpoints=[_to_json(entry) for entry in entries], trash=trash)
+            return
+    if entries:
+        where = ("where",) if is_fast else ()
+        headers = ("number", "step", "created", "ranks", "size", *where, *(metrics or ("metrics",)), "marks")
+        echo_table(headers, [_row(entry, metrics, with_where=is_fast) for entry in entries])
+    else:
+        click.echo("no checkpoints")
+    if len(entries) < len(every):
+        click.echo(f"{len(every) - len(entries)} more are {'there' if is_fast else 'live'}")
+    if trashed:
+        _echo_trash(trashed, grace_seconds=grace_seconds, is_listed=with_trash)
+
+
+def chosen(entries: Sequence[Entry], *, metrics: Collection[str], sort: str | None, limit: int | None) -> list[Entry]:
+    """The checkpoints to list, in their order; those without the metric last, equal ones by commit.
+
+    Raises InvalidMetric, with those that exist, for a metric that no checkpoint has.
+    """
+    names = {name for entry in entries for name in entry.checkpoint.metrics}
+    key = (sort or "number").removeprefix("-")
+    for name in metrics if key in ("number", "step", "size") else (*metrics, key):
+        if entries and name not in names:
+            raise InvalidMetric(
+                f"No live checkpoint has the metric {name!r}{meant(nearest(name, names))} They have {shown(names)}"
+            )
+    if sort is None:
+        return list(entries[-limit:] if limit else entries)
+    sign = -1 if sort.startswith("-") else 1
+
+    def place(entry: Entry) -> tuple[bool, float]:
+        checkpoint = entry.checkpoint
+        fixed = {"number": checkpoint.number or math.nan, "step": checkpoint.step, "size": checkpoint.size_bytes}
+        value = fixed[key] if key in fixed else checkpoint.metrics.get(key, math.nan)
+        return (math.isnan(value), 0.0 if math.isnan(value) else sign * value)
+
+    return sorted(entries, key=place)[:limit]
+
+
+def removed_at(log: Log) -> list[tuple[Record, float]]:
+    """What is in the trash, each with when it got there by the clock of whoever removed it.
+
+    `store.trash()` knows it by the clock of the storage, but has to write for that.
+    """
+    newest = log.newest()
+    state = newest.state.trash if newest else {}
+    times = {record.number: record.created_at for record in log.records(sorted(set(state.values())))}
+    return [(record, times[state[record.number]]) for record in log.records(sorted(state))]
+
+
+def _echo_trash(trashed: Sequence[tuple[Record, float]], *, grace_seconds: float, is_listed: bool) -> None:
+    size = show_size(sum(record.entry.size_bytes for record, _ in trashed))
+    left = [max(0.0, at + grace_seconds - time.time()) for _, at in trashed]
+    click.echo(f"{len(trashed)} more in the trash, {size}; `ckptstore restore STORE@STEP` brings one back")
+    free = left.count(0.0)
+    when = "all now" if free == len(left) else f"{free} now, all in about {show_duration(max(left))}"
+    click.echo(f"`ckptstore prune` frees what is there for {show_duration(grace_seconds)}: {when}")
+    for (record, _), seconds in zip(trashed, left, strict=True) if is_listed else ():
+        entry = record.entry
+        due = f"may be freed in about {show_duration(seconds)}" if seconds else "may be freed now"
+        click.echo(f"  step {entry.step}, number {record.number}, {show_size(entry.size_bytes)}, {due}")
+
+
+def _trashed_json(record: Record, at: float) -> dict[str, Any]:
+    entry = record.entry
+    return {"number": record.number, "step": entry.step, "size_bytes": entry.size_bytes, "removed_at": at}
+
+
+def _to_json(entry: Entry) -> dict[str, Any]:
+    return {
+        **checkpoint_json(entry.checkpoint),
+        "is_latest": entry.is_latest,
+        "is_pinned": entry.is_pinned,
+        "is_resume_source": entry.is_resume_source,
+        "is_durable": entry.is_durable,
+        "is_fast": entry.is_fast,
+    }
+
+
+def _row(entry: Entry, metrics: Sequence[str], *, with_where: bool) -> tuple[str, ...]:
+    marks = {"latest": entry.is_latest, "pinned": entry.is_pinned, "resumed from": entry.is_resume_source}
+    checkpoint = entry.checkpoint
+    known = checkpoint.metrics
+    return (
+        str(checkpoint.number or ""),
+        str(checkpoint.step),
+        _age(checkpoint.created_at),
+        str(checkpoint.world_size),
+        show_size(checkpoint.size_bytes),
+        *([show_where(is_durable=entry.is_durable, is_fast=entry.is_fast)] if with_where else []),
+        *([f"{known[name]:.6g}" if name in known else "" for name in metrics] if metrics else [_some(known)]),
+        ", ".join(mark for mark, is_set in marks.items() if is_set),
+    )
+
+
+def _some(metrics: dict[str, float]) -> str:
+    """As many metrics as a line has room for, and how many more there are."""
+    names = list(metrics)
+    for count in range(len(names), 1, -1):
+        text = show_metrics({name: metrics[name] for name in names[:count]})
+        if len(text) <= METRICS_WIDTH:
+            break
+    else:
+        count, text = min(1, len(names)), show_metrics({name: metrics[name] for name in names[:1]})
+    return f"{text} +{len(names) - count}" if count < len(names) else text

@@ -1,0 +1,29 @@
+"""`ckptstore run`: a trainer, and beside it an agent that commits what it writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckptstore.tools.cli.agent_options import agent_options, plan_of, told
+from ckptstore.tools.cli.kinds import STORE
+from ckptstore.tools.run.story import run
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--store", required=True, type=STORE, help="Where checkpoints go; the first run creates it.")
+@click.option("--folder", required=True, metavar="DIR", help="Where the trainer writes its checkpoints.")
+@agent_options
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
+def command(
+    store: str, folder: str, words: tuple[str, ...], as_json: bool, events_file: str | None, **asked: Any
+) -> None:
+    """Run COMMAND, a trainer that writes checkpoints to the folder, and commit each finished one to the store.
+
+    First the newest checkpoint that verifies is restored into the folder, unless the folder has finished a newer one
+    itself. What the folder has and the store lacks is told while it lasts. Signals are handed on, and the exit code is
+    that of COMMAND. A storage that is away never holds up the training. On several nodes start one agent a node.
+    """
+    with told(as_json=as_json, events_file=events_file):
+        click.get_current_context().exit(run(plan_of(store, folder, asked), words))

@@ -1,0 +1,96 @@
+"""`ckptstore verify`: what is stored against what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import CheckpointDamaged
+from ckptstore.loading.verify import VerifyReport, parse_sample
+from ckptstore.runtime.shown import show_size
+from ckptstore.tools.cli.kinds import TARGET
+from ckptstore.tools.cli.options import as_json, engine_option, opened_executor, storage_option
+from ckptstore.tools.cli.output import print_json
+from ckptstore.tools.cli.targets import opened_checkpoint, opened_store
+from ckptstore.tools.cli.terminal import progress
+
+
+@click.command()
+@click.argument("target", type=TARGET)
+@click.option("--sample", metavar="SHARE", help="Read a random share of the files, such as 5%; check the sizes of all.")
+@click.option("--all", "every", is_flag=True, help="Verify every checkpoint of a store, not its latest alone.")
+@engine_option
+@storage_option
+@as_json
+def command(
+    target: str, sample: str | None, every: bool, engine: str, storage_options: dict[str, Any], as_json: bool
+) -> None:
+    """Check every byte of TARGET against its digests. For a store, that is its latest checkpoint.
+
+    Missing, truncated, flipped, swapped and extra files are named, and the exit code is that of checkpoint-damaged.
+    With --sample, presence and size are still checked of every file. With --all, the log of the store is checked too.
+    """
+    parse_sample(sample)
+    reports = []
+    with opened_executor(engine) as executor, _chosen(target, every, storage_options) as (checkpoints, log_problems):
+        for checkpoint in checkpoints:
+            total = checkpoint.size_bytes if sample is None else None
+            with progress(f"step {checkpoint.step}", total_bytes=total, shown=False if as_json else None):
+                report = checkpoint.verify(sample=sample, executor=executor)
+            reports.append((checkpoint, report))
+            if not as_json:
+                _echo(checkpoint, report)
+    is_ok = not log_problems and all(report.ok for _, report in reports)
+    if as_json:
+        whole = [_to_json(checkpoint, report) for checkpoint, report in reports]
+        print_json(ok=is_ok, reports=whole, log_problems=log_problems)
+    else:
+        for problem in log_problems:
+            click.echo(f"log: {problem}")
+    if not is_ok:
+        raise click.exceptions.Exit(CheckpointDamaged.exit_code)
+
+
+@contextmanager
+def _chosen(target: str, every: bool, storage_options: dict[str, Any]) -> Iterator[tuple[list[Checkpoint], list[str]]]:
+    """The checkpoints to verify, and what is wrong with the log where that is asked for too."""
+    if every:
+        with opened_store(target, storage_options) as store:
+            yield list(store), store.verify_log()
+    else:
+        with opened_checkpoint(target, storage_options) as checkpoint:
+            yield [checkpoint], []
+
+
+def _echo(checkpoint: Checkpoint, report: VerifyReport) -> None:
+    read = f"{report.num_read} of {report.num_files} files read, {show_size(report.read_bytes)}"
+    linked = f", {report.num_without_digest} linked without a digest" if report.num_without_digest else ""
+    click.echo(f"step {checkpoint.step}: {'ok' if report.ok else 'DAMAGED'}, {read}{linked}")
+    for problem in report.problems:
+        click.echo(f"  {problem}")
+
+
+def _to_json(checkpoint: Checkpoint, report: VerifyReport) -> dict[str, Any]:
+    return {
+        "step": report.step,
+        "uri": checkpoint.uri,
+        "ok": report.ok,
+        "num_files": report.num_files,
+        "num_read": report.num_read,
+        "read_bytes": report.read_bytes,
+        "num_without_digest": report.num_without_digest,
+        "problems": [
+            {
+                "file": problem.file,
+                "fault": problem.fault,
+                "rank": problem.rank,
+                "expected": problem.expected,
+                "found": problem.found,
+            }
+            for problem in report.problems
+        ],
+    }

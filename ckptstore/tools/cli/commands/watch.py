@@ -1,0 +1,162 @@
+"""`ckptstore watch`: a store while it is written to. Reads only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from ckptstore.errors import CkptstoreError, InvalidInput
+from ckptstore.storage.base import Disk
+from ckptstore.tools.cli import INTERRUPTED
+from ckptstore.tools.cli.kinds import DURATION, STORE
+from ckptstore.tools.cli.options import fast_option, storage_option, tier_at
+from ckptstore.tools.cli.terminal import Redrawn
+from ckptstore.tools.cli.watch_shown import JsonLines, OnePicture, Picture, TextLines, WatchForm
+from ckptstore.tools.watching.look import Look
+from ckptstore.tools.watching.store_watcher import StoreWatcher
+
+_DISK_SECONDS, _SERVER_SECONDS = 2.0, 5.0
+_SHORTEST_SECONDS = 0.1
+_TICK_SECONDS = 0.25
+"""How soon it is seen that nobody reads any more."""
+_PATIENCE_SECONDS = 2.0
+"""How long the end waits for a look that goes on."""
+
+
+@click.command()
+@click.argument("store", type=STORE)
+@click.option("--interval", type=DURATION, help="Between two looks; 2s on a disk, 5s elsewhere.")
+@click.option("--once", is_flag=True, help="Look once, and end.")
+@fast_option
+@storage_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each look, a line each.")
+def command(
+    store: str,
+    interval: float | None,
+    once: bool,
+    fast_path: str | None,
+    storage_options: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Watch what is saved into STORE: attempts in flight, their rate and the time left, the last commits.
+
+    On a terminal the picture is drawn again in its place. In a pipe there is a line for each change. What is left is a
+    guess: by the rate so far, and by the size of the checkpoint before. Nothing is written to the store, and no job
+    notices. With --fast also: the newest checkpoint on this node, and since when the store lacks what this node has.
+    """
+    if interval is not None and once:
+        raise InvalidInput("--interval means nothing with --once", hint="Leave one of them out")
+    if interval is not None and interval < _SHORTEST_SECONDS:
+        raise InvalidInput(f"--interval is {interval:g} s, it must be at least {_SHORTEST_SECONDS:g} s")
+    tier = tier_at(fast_path)
+    watcher = StoreWatcher.at(store, storage_options, fast_directory="" if tier is None else os.fspath(tier.path))
+    seconds = interval or (_DISK_SECONDS if isinstance(watcher.storage, Disk) else _SERVER_SECONDS)
+    try:
+        with _ended_by_sigterm(), _Looks(watcher, seconds) as looks:
+            _show_all(looks, _form(as_json=as_json, once=once, interval_seconds=seconds), once=once)
+    except KeyboardInterrupt:  # how one ends it; nothing was interrupted
+        click.get_current_context().exit(INTERRUPTED)
+
+
+def _form(*, as_json: bool, once: bool, interval_seconds: float) -> WatchForm:
+    if as_json:
+        return JsonLines()
+    if once:
+        return OnePicture()
+    return Picture(interval_seconds=interval_seconds) if Redrawn.can(sys.stdout) else TextLines()
+
+
+def _show_all(looks: _Looks, shown: WatchForm, *, once: bool) -> None:
+    """Show every look. Raises what the first one raises; later ones are shown."""
+    is_first = True
+    while True:
+        _check_read()
+        result = looks.next(_TICK_SECONDS)
+        if result is None:
+            shown.tick()
+        elif isinstance(result, Look):
+            shown.show(result)
+            is_first = False
+        elif is_first or not isinstance(result, CkptstoreError):
+            raise result
+        else:
+            shown.show_trouble(result)
+        if once and result is not None:
+            return
+
+
+def _check_read() -> None:
+    """Raise BrokenPipeError when nobody reads stdout any more: else the next change would find it out."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError, AttributeError):  # it is no file of the system
+        return
+    if any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+        raise BrokenPipeError(errno.EPIPE, "nobody reads any more")
+
+
+class _Looks:
+    """Looks on a thread of their own: a storage that does not answer holds up neither the picture nor Ctrl-C."""
+
+    def __init__(self, watcher: StoreWatcher, interval_seconds: float) -> None:
+        self._watcher = watcher
+        self._interval_seconds = interval_seconds
+        self._results: queue.Queue[Look | Exception] = queue.Queue(maxsize=1)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ckptstore-watch", daemon=True)
+
+    def __enter__(self) -> _Looks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(_PATIENCE_SECONDS)
+        if not self._thread.is_alive():
+            self._watcher.close()
+
+    def next(self, timeout_seconds: float) -> Look | Exception | None:
+        """The next result, None when there is none in time."""
+        try:
+            return self._results.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                result: Look | Exception = self._watcher.look()
+            except Exception as error:  # whoever waits for the look raises it
+                result = error
+            while not self._ended.is_set():
+                try:
+                    self._results.put(result, timeout=_TICK_SECONDS)
+                    break
+                except queue.Full:
+                    continue
+            self._ended.wait(self._interval_seconds)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds, so that connections are given back; the exit code is what shells show for it."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,64 @@
+"""How the demo speaks, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from ckptstore import InvalidInput
+from ckptstore.storage.open import open_storage
+from ckptstore.tools.demo.launch import Ended
+
+
+class DemoFailed(Exception):
+    """Something in the demo was not as it has to be."""
+
+
+def require_empty(root: str) -> None:
+    """Raise InvalidInput where something is already."""
+    storage = open_storage(root)
+    first = next(iter(storage.list("")), None)
+    storage.close()
+    if first is not None:
+        raise InvalidInput(f"{root} is not empty: it holds {first.key}", hint="Give the demo a place of its own")
+
+
+def require_success(ended: Ended) -> None:
+    """Raise DemoFailed where a job ended otherwise."""
+    if ended.failed_rank is not None:
+        how = "failed" if ended.signal is None else f"died by {ended.signal.name}"
+        raise DemoFailed(f"rank {ended.failed_rank} {how}; what it printed is above")
+
+
+def command(*arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    """Run a command of ckptstore as a user would."""
+    say(f"$ ckptstore {shlex.join(arguments)}")
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptstore.tools.cli", *arguments],
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    for line in done.stdout.splitlines():
+        say(line)
+    if done.returncode:
+        raise DemoFailed(f"ckptstore {arguments[0]} failed with exit code {done.returncode}")
+
+
+def head(text: str) -> None:
+    """Begin a part of a scene."""
+    shout(f"\n {text}")
+
+
+def say(text: str) -> None:
+    """One line of a part."""
+    print(f"   {text}", flush=True)
+
+
+def shout(text: str) -> None:
+    """A line that stands out."""
+    print(f"\033[1m{text}\033[0m" if sys.stdout.isatty() else text, flush=True)

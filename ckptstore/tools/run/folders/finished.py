@@ -1,0 +1,108 @@
+"""Which candidates are finished: a state machine over looks. Pure.
+
+A candidate is finished when its shape says that nothing is missing, no process has a file of it open for writing, and
+it looks as it did at the look before. Where the shape does not tell the end, it must have stayed so for the quiet
+time, and its job must have lived on meanwhile: what a job left behind when it died may be half of something. What is
+finished stays so until it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckptstore.tools.run.folders.candidate import Prospect, fingerprint
+from ckptstore.tools.run.folders.snapshot import Sign
+
+
+@dataclass(slots=True)
+class _Seen:
+    files: Mapping[str, Sign]
+    since_seconds: float
+    is_left_over: bool
+    """Its job ended before it was known to be finished."""
+    was_finished: bool = False
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """What a look has shown."""
+
+    finished: list[Prospect] = field(default_factory=list)
+    unfinished: dict[str, str] = field(default_factory=dict)
+    """Why each of the others is not finished."""
+    uncertain: list[Prospect] = field(default_factory=list)
+    """Those of them that lack nothing, stand still and are not open, but nothing here tells their end."""
+
+
+class Finisher:
+    """Remembers what the last look saw."""
+
+    def __init__(self, quiet_seconds: float, known: Mapping[str, str] | None = None) -> None:
+        """`known` has the fingerprints of what was finished before this process began, None when nobody knows."""
+        self._quiet_seconds = quiet_seconds
+        self._known = known
+        self._seen: dict[str, _Seen] = {}
+        self._is_first = True
+
+    def judge(
+        self,
+        candidates: Iterable[Prospect],
+        *,
+        open_files: Collection[str],
+        job_lives: bool,
+        now_seconds: float,
+        ended_well: bool = False,
+        began_after: bool = True,
+    ) -> Verdicts:
+        """Judge all candidates of a look. A job that `ended_well` left nothing half-written. One that `began_after` the
+        first look did not write what was there then."""
+        told = Verdicts()
+        seen: dict[str, _Seen] = {}
+        for candidate in candidates:
+            before = self._seen.get(candidate.name)
+            if before is None or dict(before.files) != dict(candidate.files):
+                now = _Seen(candidate.files, now_seconds, is_left_over=began_after and self._is_left_over(candidate))
+                why = "it is seen for the first time" if before is None else "it has changed since the last look"
+            else:
+                now, why = before, ""
+            seen[candidate.name] = now
+            why = self._open(candidate, open_files) or candidate.lacks or why
+            if not why and not self._is_sure(candidate, now, ended_well):
+                why = self._uncertain(now, now_seconds, job_lives)
+                if why:
+                    told.uncertain.append(candidate)
+            now.is_left_over = now.is_left_over or bool(why and not job_lives and not ended_well)
+            now.was_finished = not why
+            if why:
+                told.unfinished[candidate.name] = why
+            else:
+                told.finished.append(candidate)
+        self._seen, self._is_first = seen, False
+        return told
+
+    def _is_left_over(self, candidate: Prospect) -> bool:
+        return self._is_first and self._known is not None and not self._is_known(candidate)
+
+    def _is_known(self, candidate: Prospect) -> bool:
+        return self._known is not None and self._known.get(candidate.name) == fingerprint(candidate)
+
+    @staticmethod
+    def _open(candidate: Prospect, open_files: Collection[str]) -> str:
+        opened = sorted(file for file in candidate.files if candidate.path_of(file) in open_files)
+        return f"{opened[0]} is open for writing" if opened else ""
+
+    def _is_sure(self, candidate: Prospect, seen: _Seen, ended_well: bool) -> bool:
+        if candidate.is_certain or seen.was_finished or self._is_known(candidate):
+            return True
+        return ended_well and not seen.is_left_over
+
+    def _uncertain(self, seen: _Seen, now_seconds: float, job_lives: bool) -> str:
+        if seen.is_left_over:
+            return "a job that has ended left it, and nothing in it tells whether it is whole"
+        if not job_lives:
+            return "its job ended before it had been quiet for long enough, and nothing in it tells whether it is whole"
+        quiet_seconds = now_seconds - seen.since_seconds
+        if quiet_seconds >= self._quiet_seconds:
+            return ""
+        return f"it has been quiet for {quiet_seconds:.0f} of {self._quiet_seconds:.0f} seconds"

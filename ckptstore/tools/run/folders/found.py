@@ -1,0 +1,160 @@
+"""A finished checkpoint of a folder, and what a store keeps of where it lay."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore.errors import CheckpointDamaged
+from ckptstore.format.layout import check_user_name
+from ckptstore.tools.run.folders.candidate import Beside, MarkerReader, Prospect, fingerprint
+from ckptstore.tools.run.folders.known_shapes import TRAINER_STATE
+from ckptstore.tools.run.folders.snapshot import OWN_NAME, Sign
+
+METADATA_KEY = "folder"
+_NAMED_NUMBER = re.compile(r"([A-Za-z][\w./]*)=(-?\d+(?:\.\d+)?(?:e-?\d+)?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A finished checkpoint of a folder."""
+
+    name: str
+    """Relative to the folder, "/" between the parts."""
+    step: int
+    shape: str
+    is_directory: bool
+    files: Mapping[str, Sign]
+    """Of a directory relative to it, of files relative to their parent."""
+    beside: Mapping[str, Beside]
+    """The small files next to it that lead to it, relative to the parent."""
+    metrics: Mapping[str, float]
+    fingerprint: str
+    """The same text for as long as nothing of it changes."""
+    tells_all: bool = False
+    """Whether it is finished on the other nodes too, where nothing may tell that."""
+
+    @property
+    def parent(self) -> str:
+        """Where it lies, "" for the folder itself."""
+        return self.name.rpartition("/")[0]
+
+    def path_of(self, file: str) -> str:
+        """A file of it, relative to the folder."""
+        above = self.name if self.is_directory else self.parent
+        return f"{above}/{file}" if above else file
+
+    def metadata(self) -> dict[str, Any]:
+        """What a restore wants to know, for `save_directory(metadata=...)`."""
+        beside = {
+            name: {"link": it.link} if it.link is not None else {"text": it.text} for name, it in self.beside.items()
+        }
+        told = {"name": self.name, "shape": self.shape, "is_directory": self.is_directory, "beside": beside}
+        return {METADATA_KEY: {**told, "fingerprint": self.fingerprint}}
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a checkpoint of a store lay in its folder."""
+
+    name: str
+    shape: str
+    is_directory: bool
+    beside: Mapping[str, Beside]
+    fingerprint: str
+
+    @property
+    def parent(self) -> str:
+        """Where it lay, "" for the folder itself."""
+        return self.name.rpartition("/")[0]
+
+
+def found_of(candidate: Prospect, contents: MarkerReader, metrics_file: str | None) -> Found:
+    """A candidate that is finished."""
+    assert candidate.step is not None  # one without a step lacks it
+    return Found(
+        candidate.name,
+        candidate.step,
+        candidate.shape,
+        candidate.is_directory,
+        candidate.files,
+        candidate.beside,
+        _metrics(candidate, contents, metrics_file),
+        fingerprint(candidate),
+        candidate.tells_all,
+    )
+
+
+def home_of(metadata: Mapping[str, Any], *, step: int) -> Home | None:
+    """What the metadata of a checkpoint tells; None for one that came from no folder. Raises CheckpointDamaged."""
+    told = metadata.get(METADATA_KEY)
+    if told is None:
+        return None
+    try:
+        beside = {check_user_name(name): Beside(it.get("text"), it.get("link")) for name, it in told["beside"].items()}
+        name, is_directory = check_user_name(told["name"]), told["is_directory"] is True
+        home = Home(name, told["shape"], is_directory, beside, told["fingerprint"])
+        texts = [home.shape, home.fingerprint, *(text for it in beside.values() for text in (it.text, it.link) if text)]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError
+        for it in beside.values():
+            if it.link is not None:
+                check_user_name(it.link)
+        if name.partition("/")[0] == OWN_NAME or any("/" in it for it in beside):
+            raise ValueError
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointDamaged(
+            f"The metadata of step {step} do not tell where it lay in its folder", step=step, hint="See `show`"
+        ) from error
+    return home
+
+
+def _metrics(candidate: Prospect, contents: MarkerReader, metrics_file: str | None) -> dict[str, float]:
+    """Those of the file that the caller names, else what the framework has written down."""
+    if metrics_file is not None:
+        return _numbers(_loaded(candidate, contents, metrics_file))
+    if candidate.shape == "transformers":
+        return _logged(_loaded(candidate, contents, TRAINER_STATE), candidate.step)
+    if candidate.shape == "lightning":
+        named = _NAMED_NUMBER.findall(candidate.name.rpartition("/")[2].removesuffix(".ckpt"))
+        return {name: float(number) for name, number in named if name not in ("epoch", "step")}
+    return {}
+
+
+def _loaded(candidate: Prospect, contents: MarkerReader, file: str) -> Any:
+    sign = candidate.files.get(file)
+    text = None if sign is None else contents.text(candidate.path_of(file), sign)
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return None
+
+
+def _logged(state: Any, step: int | None) -> dict[str, float]:
+    """The metrics that Trainer logged at this step; the last word on each counts."""
+    metrics: dict[str, float] = {}
+    history = state.get("log_history") if isinstance(state, dict) else None
+    for entry in history if isinstance(history, list) else ():
+        if isinstance(entry, dict) and entry.get("step") == step:
+            metrics |= _numbers(entry)
+    return {name: value for name, value in metrics.items() if name != "step"}
+
+
+def _numbers(told: Any) -> dict[str, float]:
+    items = told.items() if isinstance(told, dict) else ()
+    return {
+        name: float(value)
+        for name, value in items
+        if isinstance(name, str) and isinstance(value, int | float) and not isinstance(value, bool) and _is_float(value)
+    }
+
+
+def _is_float(value: float) -> bool:
+    try:
+        float(value)
+    except OverflowError:  # JSON has integers of any length
+        return False
+    return True

@@ -1,0 +1,56 @@
+"""Saving a finished checkpoint of a folder into a store, as the checkpoint of a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.format.layout import Attempt
+from ckptstore.group import Beat
+from ckptstore.saving.directory_shard import directory_of
+from ckptstore.saving.shard import Contents, Decision, Shard
+from ckptstore.store import CheckpointStore, save_shard
+from ckptstore.tools.run.folders.folder import Held
+from ckptstore.tools.run.folders.found import Found
+
+
+def save_found(store: CheckpointStore, found: Found, held: Held, **asked: Any) -> Checkpoint:
+    """Save what `held` has of `found`. Collective over the agents of a job; the keywords are `save_directory`'s.
+
+    The files are looked at once more after the last of them is stored and before anything is committed: what was
+    rewritten in place meanwhile raises SourceChanged on all nodes, and is never committed. No two nodes may hold the
+    same name. Raises what `save_directory` raises.
+    """
+    options = {"metrics": found.metrics, "metadata": found.metadata(), "suffix": "never", **asked}
+
+    def make(job: Any) -> tuple[Any, Shard]:
+        request, shard = directory_of(job, found.step, held.path if held.names else None, **options)
+        return request, _Looked(shard, held.check)
+
+    return save_shard(store, make)
+
+
+class _Looked:
+    """A shard whose files are looked at again when they are stored."""
+
+    def __init__(self, shard: Shard, check: Callable[[], None]) -> None:
+        self._shard = shard
+        self._check = check
+
+    def describe(self) -> bytes:
+        return self._shard.describe()
+
+    def decide(self, descriptions: Sequence[bytes]) -> Decision:
+        return self._shard.decide(descriptions)
+
+    def hear(self, told: bytes) -> None:
+        self._shard.hear(told)
+
+    def store(self, attempt: Attempt, beat: Beat) -> bytes:
+        receipts = self._shard.store(attempt, beat)
+        self._check()
+        return receipts
+
+    def join(self, attempt: Attempt, stored: Sequence[bytes], beat: Beat) -> Contents:
+        return self._shard.join(attempt, stored, beat)

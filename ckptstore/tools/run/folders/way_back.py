@@ -1,0 +1,346 @@
+"""A committed checkpoint goes back to where it lay in a folder, in the form that its framework looks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckptstore.catalogue import Catalogue
+from ckptstore.checkpoint import Checkpoint, files_behind
+from ckptstore.errors import (
+    CheckpointDamaged,
+    CheckpointGone,
+    CkptstoreError,
+    FileMissing,
+    NoUsableCheckpoint,
+    StorageError,
+    StorageFull,
+)
+from ckptstore.format.digest import crc32c
+from ckptstore.format.manifest import Receipt
+from ckptstore.loading.story import download_files
+from ckptstore.tools.run.folders.candidate import Beside, Prospect, fingerprint
+from ckptstore.tools.run.folders.folder import Folder, candidates_of, refuse_links
+from ckptstore.tools.run.folders.found import Found, Home, home_of
+from ckptstore.tools.run.folders.known_shapes import TRAINER_NAME, TRAINER_STATE
+
+_READ_BYTES = 4 << 20
+_OF_A_RANK = re.compile(r"(?:rng_state|(?:bf16_)?zero_pp_rank)_(\d+)(?:\.pth|_.*optim_states\.pt)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What a restore did."""
+
+    step: int
+    name: str
+    """Relative to the folder."""
+    uri: str
+    is_restored: bool
+    """Whether the checkpoint lies in the folder now, as the store has it."""
+    why_not: str | None = None
+    fetched_bytes: int = 0
+    kept_bytes: int = 0
+    """Of files that were there already, with the right digests."""
+    moved_aside: tuple[str, ...] = ()
+    """What a framework would have taken for newer: it lies in .ckptstore/aside now."""
+    skipped: tuple[str, ...] = ()
+    """Newer checkpoints of the store that are damaged or did not come from a folder, in words."""
+    best: str | None = None
+    """The name of the checkpoint that the restored one calls the best, if that lies in the folder now too."""
+
+
+@dataclass(slots=True)
+class _Fetched:
+    fetched_bytes: int = 0
+    kept_bytes: int = 0
+    moved_aside: list[str] = field(default_factory=list)
+
+
+def restore_folder(
+    folder: Folder, checkpoints: Sequence[Checkpoint], *, keeps_newer: bool = True, only_newer: str | None = None
+) -> RestoreReport | None:
+    """Put the first of these checkpoints that is whole where it lay in the folder; None if there are none.
+
+    A framework sees all of it or nothing. Files that are there already are not fetched again, if their digests are
+    right. Where a Trainer's checkpoint names the best one, that comes too: Trainer may load it at the end.
+
+    What the folder has finished of its own at a later step stays, and nothing is restored, unless `keeps_newer` is
+    False. What is unfinished there at the same or a later step would be taken for the newest: it is moved to
+    `.ckptstore/aside`, or replaced if it has the same name. No job may write into the folder meanwhile.
+
+    Args:
+        folder: on this node.
+        checkpoints: in the order in which they are tried, the newest first as a rule.
+        keeps_newer: False where several nodes restore, which must all come to the same step.
+        only_newer: the name of the only one that may stay, where several nodes have agreed on it.
+
+    Raises NoUsableCheckpoint when none of them can be used, InvalidSource for a link on the way, StorageFull and
+    StorageError where the folder cannot be written to.
+    """
+    shutil.rmtree(folder.own / "restoring", ignore_errors=True)  # of a restore that was killed
+    skipped: list[str] = []
+    for checkpoint in checkpoints:
+        try:
+            home = _home(checkpoint)
+            if home is None:
+                skipped.append(f"step {checkpoint.step} did not come from a folder")
+                continue
+            report = _restore(folder, checkpoint, home, (keeps_newer, only_newer), tuple(skipped))
+            return _with_best(folder, checkpoints, home, report) if report.is_restored else report
+        except CkptstoreError as error:
+            if not isinstance(error, CheckpointDamaged | CheckpointGone | FileMissing):
+                raise
+            skipped.append(f"step {checkpoint.step}: {error}")
+        except OSError as error:
+            raise StorageError(f"{folder.path} could not be written: {error}", step=checkpoint.step) from error
+    if not checkpoints:
+        return None
+    raise NoUsableCheckpoint(f"No checkpoint can be restored into {folder.path}: {'; '.join(skipped)}")
+
+
+def set_aside_unfinished(folder: Folder, *, since_ns: int) -> tuple[str, ...]:
+    """Move aside what a Trainer would take for its newest checkpoint and lacks files, where the store has none to go on
+    from: it would end at it, at each start. Only what was written since then; what a user has laid there before stays.
+
+    For a folder that has the files of all ranks, and into which no job writes meanwhile.
+    """
+    done, local = _Fetched(), [it for it in candidates_of(folder) if it.shape == "transformers" and it.step is not None]
+    torn = [it for it in local if it.lacks is not None and not folder.is_whole(it)]
+    newest = max((it.step or 0 for it in local if it not in torn), default=-1)
+    for candidate in torn:
+        path = folder.path / candidate.name
+        if (candidate.step or 0) > newest and path.stat().st_mtime_ns >= since_ns:
+            _move_aside(folder, candidate, done)
+    return tuple(done.moved_aside)
+
+
+def newest_first(store: Catalogue, step: int | None = None) -> list[Checkpoint]:
+    """The checkpoints of a store, the newest first; or one alone. Raises InvalidInput if the store does not have it."""
+    return [store[step]] if step is not None else list(store)[::-1]
+
+
+def whole_in(folder: Folder, like: Checkpoint) -> list[tuple[int, str]]:
+    """Step and name of everything that a folder has finished, where no job writes to it. `like` is a checkpoint of the
+    same training."""
+    local = candidates_of(folder, _ranks_of(like))
+    return [(it.step, it.name) for it in local if it.step is not None and folder.is_whole(it)]
+
+
+def same(folder: Folder, found: Found, checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint of the store is this one of the folder: by fingerprint, else by the bytes of every file."""
+    home = _home(checkpoint)
+    if home is None or home.name != found.name or checkpoint.step != found.step:
+        return False
+    if found.fingerprint in (home.fingerprint, folder.restored().get(found.name)):
+        return True
+    receipts = {receipt.name: receipt for receipt in checkpoint.files}
+    return set(receipts) >= set(found.files) and all(
+        _has(folder.path / found.path_of(file), receipts[file]) for file in found.files
+    )
+
+
+def _home(checkpoint: Checkpoint) -> Home | None:
+    """By what was committed: the user's metadata may be another now."""
+    return home_of(files_behind(checkpoint).read_manifest()[0].metadata, step=checkpoint.step)
+
+
+def _restore(
+    folder: Folder, checkpoint: Checkpoint, home: Home, keeps: tuple[bool, str | None], skipped: tuple[str, ...]
+) -> RestoreReport:
+    refuse_links(folder.path, home.name)
+    told: dict[str, Any] = {"step": checkpoint.step, "name": home.name, "uri": checkpoint.uri, "skipped": skipped}
+    done = _Fetched()
+    local = candidates_of(folder, _ranks_of(checkpoint))
+    keeps_newer, only_newer = keeps
+    may_stay = [it for it in local if keeps_newer and only_newer in (None, it.name)]
+    stays, why_not = _staying(folder, may_stay, checkpoint, home)
+    if stays is None:
+        _bring(folder, checkpoint, home, done)
+    step, name = (stays.step or 0, stays.name) if stays else (checkpoint.step, home.name)
+    for candidate in local:
+        if candidate.name != name and _is_preferred(folder, candidate, step):
+            _move_aside(folder, candidate, done)
+    parent, beside = (stays.parent, stays.beside) if stays else (home.parent, home.beside)
+    for other, it in beside.items():
+        _point(folder, folder.path / parent / other, it)
+    return RestoreReport(
+        is_restored=stays is None,
+        why_not=why_not,
+        fetched_bytes=done.fetched_bytes,
+        kept_bytes=done.kept_bytes,
+        moved_aside=tuple(done.moved_aside),
+        **told,
+    )
+
+
+def _with_best(folder: Folder, checkpoints: Sequence[Checkpoint], home: Home, report: RestoreReport) -> RestoreReport:
+    """Bring what the state of a Trainer calls its best model, if the store still has it and it is whole."""
+    name = _best_in(folder, home)
+    if name is None or name == home.name:
+        return report
+    done = _Fetched(report.fetched_bytes, report.kept_bytes, list(report.moved_aside))
+    for checkpoint in checkpoints:
+        try:
+            lay = _home(checkpoint)
+            if lay is None or lay.name != name:
+                continue
+            _bring(folder, checkpoint, lay, done)
+        except (CheckpointDamaged, CheckpointGone, FileMissing) as error:
+            return replace(report, skipped=(*report.skipped, f"the best one, step {checkpoint.step}: {error}"))
+        return replace(report, best=name, fetched_bytes=done.fetched_bytes, kept_bytes=done.kept_bytes)
+    return replace(report, skipped=(*report.skipped, f"{name}, the best one, is not in the store any more"))
+
+
+def _best_in(folder: Folder, home: Home) -> str | None:
+    if home.shape != "transformers":
+        return None
+    try:
+        told = json.loads((folder.path / home.name / TRAINER_STATE).read_text(encoding="utf-8"))
+        name = told.get("best_model_checkpoint")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not isinstance(name, str) or TRAINER_NAME.fullmatch(own := name.rstrip("/").rpartition("/")[2]) is None:
+        return None
+    return f"{home.parent}/{own}" if home.parent else own
+
+
+def _staying(
+    folder: Folder, local: Sequence[Prospect], checkpoint: Checkpoint, home: Home
+) -> tuple[Prospect | None, str | None]:
+    """What of the folder the job is to go on from in place of the checkpoint, and why."""
+    newer = [it for it in local if it.step is not None and it.step > checkpoint.step and folder.is_whole(it)]
+    if newer:
+        newest = max(newer, key=lambda it: it.step or 0)
+        return newest, f"{newest.name} in the folder is newer"
+    own = next((it for it in local if it.name == home.name), None)
+    if own is not None and _is_rewritten(folder, own, checkpoint, home):
+        return own, f"{home.name} was written anew after it was saved"
+    return None, None
+
+
+def _is_preferred(folder: Folder, candidate: Prospect, step: int) -> bool:
+    """Whether a framework would take a candidate rather than another one of this step, or might."""
+    if candidate.step is None or candidate.step < step:
+        return False
+    return candidate.step > step or not folder.is_whole(candidate)
+
+
+def _ranks_of(checkpoint: Checkpoint) -> frozenset[int]:
+    """The ranks that have written a file of their own, as Trainer and DeepSpeed name them; none for one process."""
+    found = (_OF_A_RANK.match(receipt.name) for receipt in checkpoint.files)
+    return frozenset(int(match[1]) for match in found if match)
+
+
+def _is_rewritten(folder: Folder, own: Prospect, checkpoint: Checkpoint, home: Home) -> bool:
+    """Whether a whole checkpoint of this name has other contents by intent, and not because it was damaged."""
+    if not folder.is_whole(own) or fingerprint(own) in (home.fingerprint, folder.restored().get(own.name)):
+        return False
+    receipts = {receipt.name: receipt for receipt in checkpoint.files}
+    return not all(file in receipts and _has(folder.path / own.path_of(file), receipts[file]) for file in own.files)
+
+
+def _bring(folder: Folder, checkpoint: Checkpoint, home: Home, done: _Fetched) -> None:
+    """Make it whole in our directory of the folder, then put it in its place by a rename for each name."""
+    partial = folder.new("restoring")
+    partial.mkdir()
+    above = folder.path / home.name if home.is_directory else folder.path / home.parent
+    try:
+        _fill(partial, above, checkpoint, done)
+        for path in (partial, *partial.rglob("*")):  # older than what the trainer will write: some delete by age
+            os.utime(path, (checkpoint.created_at, checkpoint.created_at), follow_symlinks=False)
+        if home.is_directory:
+            _replace(folder, partial, above)
+        else:
+            above.mkdir(parents=True, exist_ok=True)
+            own = home.name.rpartition("/")[2]
+            for file in sorted(checkpoint.files, key=lambda it: it.name == own):
+                if (above / file.name).is_dir():
+                    aside = folder.new("aside")
+                    aside.mkdir(parents=True)
+                    (above / file.name).rename(aside / file.name)
+                    done.moved_aside.append(f"{file.name} → {aside.relative_to(folder.path)}")
+                (partial / file.name).replace(above / file.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    placed = next((it for it in candidates_of(folder) if it.name == home.name), None)
+    if placed is not None:
+        folder.remember_restored(placed)
+
+
+def _fill(partial: Path, above: Path, checkpoint: Checkpoint, done: _Fetched) -> None:
+    files, missing = files_behind(checkpoint), []
+    manifest = files.read_manifest()[0]
+    files.check_complete(manifest)
+    for receipt in checkpoint.files:
+        there, target = above / receipt.name, partial / receipt.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.realpath(there) == str(there) and _has(there, receipt):
+            _copied_or_linked(there, target)
+            done.kept_bytes += receipt.size_bytes
+        else:
+            missing.append(receipt)
+            done.fetched_bytes += receipt.size_bytes
+    free_bytes = shutil.disk_usage(partial).free
+    if done.fetched_bytes > free_bytes:
+        raise StorageFull(f"{partial} needs {done.fetched_bytes:,} bytes, and {free_bytes:,} bytes are free")
+    with files.held():
+        download_files(files, manifest, missing, partial)
+
+
+def _copied_or_linked(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a disk without hard links
+        shutil.copyfile(source, target)
+
+
+def _has(path: Path, receipt: Receipt) -> bool:
+    """Whether a file has the bytes of a receipt: its size and its digest."""
+    if receipt.crc32c is None or path.is_symlink() or not path.is_file() or path.stat().st_size != receipt.size_bytes:
+        return False
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            found = crc32c(block, found)
+    return found == receipt.crc32c
+
+
+def _replace(folder: Folder, partial: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        removed = folder.new("removed")
+        removed.mkdir()
+        target.rename(removed / target.name)
+        partial.rename(target)
+        shutil.rmtree(removed)
+    else:
+        partial.rename(target)
+
+
+def _move_aside(folder: Folder, candidate: Prospect, done: _Fetched) -> None:
+    refuse_links(folder.path, candidate.parent)
+    aside = folder.new("aside")
+    (aside / candidate.parent).mkdir(parents=True)
+    if candidate.is_directory:
+        (folder.path / candidate.name).rename(aside / candidate.name)
+    else:
+        for file in candidate.files:
+            (folder.path / candidate.path_of(file)).rename(aside / candidate.path_of(file))
+    done.moved_aside.append(f"{candidate.name} → {aside.relative_to(folder.path)}")
+
+
+def _point(folder: Folder, path: Path, beside: Beside) -> None:
+    """Write a tracker, or make a link, at once."""
+    partial = folder.new("restoring")
+    if beside.link is not None:
+        partial.symlink_to(beside.link)
+    else:
+        partial.write_text(beside.text or "", encoding="utf-8")
+    partial.replace(path)

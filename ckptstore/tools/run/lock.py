@@ -1,0 +1,77 @@
+"""One agent a folder on a node: a lock that the system gives back when its holders are gone, however they ended."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptstore.errors import InvalidInput
+from ckptstore.tools.run.folders.snapshot import OWN_NAME
+from ckptstore.tools.run.trainer import ORPHAN_SECONDS
+
+_PATIENCE_SECONDS = ORPHAN_SECONDS + 10
+_LOOK_SECONDS = 0.2
+
+
+@contextmanager
+def locked(folder: Path, *, node_rank: int, waits: Callable[[str], object]) -> Iterator[int]:
+    """Hold the folder against other agents of this node; gives the descriptor that holds it.
+
+    The lock has the names of the host and of the node: the agents of several nodes may share a folder. The trainer of
+    an agent that was killed is waited for, and `waits` is told. A file system without locks is taken as it is.
+
+    Raises InvalidInput when another agent is at work there.
+    """
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+    path = folder / OWN_NAME / f"agent-{host}-{node_rank}.lock"
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        _acquire(descriptor, folder, waits)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, folder: Path, waits: Callable[[str], object]) -> None:
+    until, is_told = time.monotonic() + _PATIENCE_SECONDS, False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = os.pread(descriptor, 20, 0).decode(errors="replace")
+        except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                return
+            raise
+        if _is_alive(holder) or time.monotonic() > until:
+            raise InvalidInput(
+                f"Another agent works on {folder}, process {holder or 'unknown'}",
+                hint="One agent a folder: end that one, or give another --folder",
+            )
+        if not is_told:
+            waits(f"the trainer of an agent that was killed still runs; waiting up to {_PATIENCE_SECONDS:.0f} s for it")
+            is_told = True
+        time.sleep(_LOOK_SECONDS)
+
+
+def _is_alive(holder: str) -> bool:
+    if not holder.isdecimal():
+        return False
+    try:
+        os.kill(int(holder), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,104 @@
+"""What the agents of several nodes find out together before the trainers start. One node is alone in each meeting."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from dataclasses import fields
+from pathlib import Path
+
+from ckptstore.catalogue import job_of
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import InvalidInput
+from ckptstore.events import BytesMoved, emit, listening
+from ckptstore.group import Beat
+from ckptstore.store import CheckpointStore
+from ckptstore.tools.run.folders import Folder, newest_first, restore_folder, set_aside_unfinished, whole_in
+from ckptstore.tools.run.folders.snapshot import OWN_NAME
+from ckptstore.tools.run.notices import FolderNotice, FolderRestored
+
+_SEEN_LATE_SECONDS = 3.0
+"""A network file system may show a new file a moment later."""
+
+
+def is_shared(store: CheckpointStore, folder: Path) -> bool:
+    """Whether all nodes see one and the same folder. Collective; False for one node.
+
+    Raises InvalidInput where some do and others do not.
+    """
+    job = job_of(store)
+    if job.group.world_size == 1:
+        return False
+    token = folder / OWN_NAME / f"shared-{secrets.token_hex(8)}"
+
+    def leave(_beat: object) -> str:
+        if not job.is_leader:
+            return ""
+        token.parent.mkdir(exist_ok=True)
+        token.touch()
+        return token.name
+
+    name = job.exchange("folder", leave, lambda told, _beat: told[0])
+    try:
+        seen = job.exchange(
+            "shared", lambda _beat: _sees(folder / OWN_NAME / name), lambda told, _beat: [bool(item) for item in told]
+        )
+    finally:
+        if job.is_leader:
+            with contextlib.suppress(OSError):
+                token.unlink()
+    if any(seen[1:]) and not all(seen):
+        blind = [rank for rank, sees in enumerate(seen) if not sees]
+        raise InvalidInput(
+            f"The folder {folder} is shared by some nodes, and not by {blind}",
+            hint="Give a folder that all nodes share, or one on a disk of each node",
+        )
+    return all(seen)
+
+
+def _sees(path: Path) -> bool:
+    until = time.monotonic() + _SEEN_LATE_SECONDS
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def restore(store: CheckpointStore, folder: Folder, *, shared: bool) -> None:
+    """Claim the store, and bring the newest checkpoint into the folder of each node. Collective.
+
+    From here on an agent that claimed the store before is fenced. The folder is a fast tier: what it has finished and
+    the store has not is newer, and stays. Of several nodes the newest counts that all have finished; where that is not
+    newer than what the store has, all go on from the store.
+    """
+    job = job_of(store)
+    latest, since_ns = store.resume(), folder.first_worked_ns()
+    is_alone = job.group.world_size == 1
+    if latest is None:
+        if since_ns is not None and (is_alone or (shared and job.is_leader)):
+            for moved in set_aside_unfinished(folder, since_ns=since_ns):
+                text = "the store has no checkpoint yet, and one that was not finished is moved aside"
+                emit(FolderNotice(text=f"{text}: {moved}"))
+        return
+    common = None if is_alone else _newest_of_all(store, folder, latest)
+
+    def bring(beat: Beat) -> None:
+        if shared and not job.is_leader:
+            return
+        with listening(lambda _event: beat(), BytesMoved):  # a long download is no death
+            report = restore_folder(
+                folder, newest_first(store), keeps_newer=is_alone or common is not None, only_newer=common
+            )
+        if report is not None:
+            emit(FolderRestored(**{item.name: getattr(report, item.name) for item in fields(FolderRestored)}))
+
+    job.exchange("restore", bring, lambda _told, _beat: None)
+
+
+def _newest_of_all(store: CheckpointStore, folder: Folder, latest: Checkpoint) -> str | None:
+    """The name of the newest checkpoint that every node has finished; None where there is none. Collective."""
+    told = job_of(store).exchange("newest", lambda _beat: whole_in(folder, latest), lambda told, _beat: told)
+    common = set.intersection(*({(step, name) for step, name in whole} for whole in told))
+    return max(common)[1] if common else None
