@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import secrets
@@ -31,12 +30,12 @@ from ckptstore.fast.tier import FastTier
 from ckptstore.format.changes import Claim, StoreState
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt, check_step
 from ckptstore.format.record import Record
-from ckptstore.group import Beat, Group, check_shared, find_group
+from ckptstore.group import Group, check_shared, find_group
 from ckptstore.group.base import GroupOfParent
 from ckptstore.log import SALVAGE_HINT, Log
 from ckptstore.log.identity import read_or_create_identity
 from ckptstore.retention import Candidate, Policy
-from ckptstore.runtime.beat import no_beat
+from ckptstore.runtime.beat import Beat, beat, no_beat
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.retry import retrying
@@ -241,21 +240,23 @@ class Job:
         if self.fast is not None:
             return self.fast
 
-        def join(parts: list[Any], beat: Beat) -> Any:
-            nodes = arrival.agree(parts)
+        def agree() -> Any:
+            nodes = arrival.agree(offers)
             if self.epoch is None:
                 self.claim(None, beat) if step is None else self.claim_to_save(step, beat)
             return {
                 **self.claimed(),
                 "store_id": self.store_id(),
                 "nodes": nodes,
-                "is_one_machine": len({part["machine"] for part in parts}) == 1,
+                "is_one_machine": len({offer["machine"] for offer in offers}) == 1,
                 "job": secrets.token_hex(16),
-                "keys": [part["key"] for part in parts],
+                "keys": [offer["key"] for offer in offers],
             }
 
         keys = NodeKeys()
-        told = self.exchange("fast tier", lambda _beat: arrival.asked(tier, self.group, keys), join)
+        with self.group.meeting("fast tier") as meeting:
+            offers = meeting.gather(arrival.offer(tier, self.group, keys))
+            told = meeting.tell(agree)
         self.join_claim(told)
         assert self.epoch is not None  # claimed above
         assert self._claim is not None
@@ -269,11 +270,9 @@ class Job:
             keys=keys,
         )
         try:
-            addresses = self.exchange(
-                "node disks",
-                lambda _beat: coming.come(),
-                lambda parts, _beat: arrival.join_arrivals(parts, coming.members),
-            )
+            with self.group.meeting("node disks") as meeting:
+                arrivals = meeting.gather(coming.come())
+                addresses = meeting.tell(lambda: arrival.join_arrivals(arrivals, coming.members))
         except BaseException:
             coming.leave()
             raise
@@ -281,27 +280,12 @@ class Job:
         self._at_close.callback(self.fast.close)
         return self.fast
 
-    def exchange(
-        self,
-        tag: str,
-        work: Callable[[Beat], Any],
-        join: Callable[[list[Any], Beat], Any],
-    ) -> Any:
-        """`Group.exchange` with JSON values in place of bytes."""
-
-        def encoded_join(parts: list[bytes], beat: Beat) -> bytes:
-            return json.dumps(join([json.loads(part) for part in parts], beat)).encode()
-
-        return json.loads(self.group.exchange(tag, lambda beat: json.dumps(work(beat)).encode(), encoded_join))
-
     def raise_on_all(self, error: CkptstoreError) -> NoReturn:
         """Raise it here, and on ranks that do not know of it in the call that they make now: no rank waits in vain."""
 
-        def work(_beat: Beat) -> bytes:
-            raise error
-
         try:
-            self.group.exchange("fail", work, lambda _answers, _beat: b"")
+            with self.group.meeting("fail"):
+                raise error
         except CkptstoreError:
             """What became of the meeting says less."""
         raise error

@@ -57,7 +57,7 @@ INNER_ROOMS = {
 }
 """The same between the folders of a room."""
 
-BOTTOM = {"storage": "storage.base", "group": "group.base"}
+BOTTOM = {"storage": "storage.base", "group": "group.meeting"}
 """In these packages one module is the contract: it imports no sibling."""
 
 TOP = {"storage": "storage.open"}

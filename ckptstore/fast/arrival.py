@@ -19,8 +19,8 @@ from ckptstore.group import Group
 from ckptstore.transfer import Transfer
 
 
-def asked(tier: FastTier, group: Group, keys: NodeKeys) -> dict[str, Any]:
-    """What a rank tells the leader of the tier that it was given, and its public key. As JSON."""
+def offer(tier: FastTier, group: Group, keys: NodeKeys) -> dict[str, Any]:
+    """Describe the tier of this rank to the leader, with its public key. As JSON."""
     same = {"copies": tier.copies, "keep": tier.keep, "drain": repr(tier.drain), "rate": tier.drain_bytes_per_second}
     return {"node": clean_node(tier.node or group.node), "machine": group.node, "same": same, "key": keys.public}
 

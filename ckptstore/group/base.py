@@ -6,15 +6,13 @@ import hashlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ckptstore.errors import InvalidInput
-from ckptstore.runtime.beat import Beat, no_beat
-
-Work = Callable[[Beat], bytes]
-Join = Callable[[list[bytes], Beat], bytes]
+from ckptstore.group.meeting import Alone, Meeting
 
 LEADER = 0
 
@@ -39,23 +37,23 @@ class Group(Protocol):
     def start_token(self) -> str:
         """Equal on all ranks, new for every start of the job."""
 
-    def exchange(self, tag: str, work: Work, join: Join, *, step: int | None = None) -> bytes:
-        """The one collective: all ranks call it in the same order, each with the same `tag`.
+    def meeting(self, tag: str, *, step: int | None = None) -> AbstractContextManager[Meeting, None]:
+        """Meet all ranks, which call this in the same order, each with the same `tag`. The one collective.
 
-        Every rank runs `work`. When the answers of all ranks are there, the leader runs `join` on them, in rank order,
-        and every rank returns what `join` returned. If any `work` or `join` raises, every rank raises an error of
-        the same class: that of the lowest rank that failed; its `rank` and `ranks` say who did. An error that is not
-        a CkptstoreError is a RankFailed everywhere, and the cause of it where it happened.
+        Inside, a rank brings a value with `gather`, and hears the leader with `tell`; where it calls neither it brings
+        None, and the leader answers None at the end. If the block of any rank raises before `tell` has ended, every
+        rank raises an error of the same class: that of the lowest rank that failed; its `rank` and `ranks` say who did.
+        An error that is not a CkptstoreError is a RankFailed everywhere, and the cause of it where it happened.
 
-        `committed` of an error is what the leader says: False when `join` did not run, else what `join` raised. It is
-        None on a rank that did not hear the leader, whatever kept it from that: what `join` did is unknown there.
+        `committed` of an error is what the leader says: False when its `work` did not run, else what `work` raised. It
+        is None on a rank that did not hear the leader, whatever kept it from that: what `work` did is unknown there.
 
         Raises RankTimeout when a rank gives no sign of life for `rank_timeout_seconds`. Signs go out with each call of
-        the `beat` that `work` and `join` are given, and by themselves while these run, until no beat has come for
-        `rank_timeout_seconds`: one step without a beat may take that long, and a rank that hangs is found out after
-        twice that time. A process that ended or was stopped is found out after once that time.
+        `runtime.beat.beat` inside, and by themselves until none has come for `rank_timeout_seconds`: one step without
+        a beat may take that long, and a rank that hangs is found out after twice that time. A process that ended or was
+        stopped is found out after once that time.
 
-        Raises InvalidInput when the ranks do not call the same thing. A rank that did not hear the result meets the
+        Raises InvalidInput when the ranks do not call the same thing. A rank that did not hear the leader meets the
         others again with its next call; what the others began without it fails on them, and names it.
 
         Ranks whose calls have failed and are for different steps meet again by `step`, the step that a call is for:
@@ -84,9 +82,9 @@ class SoloGroup:
         self.start_token = start_token or new_start_token()
         self.node = node or this_node()
 
-    def exchange(self, tag: str, work: Work, join: Join, *, step: int | None = None) -> bytes:
-        """Join the only answer."""
-        return join([work(no_beat)], no_beat)
+    def meeting(self, tag: str, *, step: int | None = None) -> AbstractContextManager[Meeting, None]:
+        """See `Group.meeting`."""
+        return nullcontext(Alone())
 
     def lane(self, name: str) -> SoloGroup:
         """The group itself: there is nobody to keep an order with."""

@@ -18,17 +18,12 @@ class Board(Protocol):
     """What to look at when a rank is not heard of."""
     shortest_poll_seconds: float
     longest_poll_seconds: float
-    fan_in: int | None
-    """How many answers one rank should read, where each is a request; None where many are fetched in one."""
 
     def post(self, key: str, data: bytes) -> bytes | None:
         """Create the key. Returns None when it now holds `data`, else the bytes that were there, unchanged."""
 
     def fetch(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Those of the keys that are there. Does not wait."""
-
-    def hasty(self) -> Board:
-        """The same board without retries, for what may fail. Not to be closed."""
 
     def remove(self, keys: Sequence[str]) -> None:
         """Take keys away, soon. Best effort, never raises."""

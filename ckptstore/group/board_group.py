@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.group.base import LEADER, Join, Work
+from ckptstore.group.base import LEADER, Group
 from ckptstore.group.board import Board, Seat, Seated
+from ckptstore.group.follower import FollowerLane
 from ckptstore.group.lane import Lane
+from ckptstore.group.leader import LeaderLane
+from ckptstore.group.meeting import Meeting
 
 logger = logging.getLogger("ckptstore.group")
 
@@ -42,42 +46,41 @@ class BoardGroup(Seated):
         self._closed: dict[str, Lane] = {}
         """Leader: closed here, and perhaps not everywhere."""
         self._lock = threading.Lock()
-        self._main = Lane(
-            self._seat,
-            "",
-            open_lane=self.lane,
-            close_lane=self._close_lane,
-            open_names=self._open_names,
-            all_met=self._clear_lanes,
-        )
+        self._main = self._new_lane("")
         self._givers: dict[str, Lane] = {}
         """By the key of its signs of life, a lane besides the main one: many lanes give them under the same."""
 
-    def exchange(self, tag: str, work: Work, join: Join, *, step: int | None = None) -> bytes:
-        """See `Group.exchange`; in the main lane."""
-        return self._main.exchange(tag, work, join, step=step)
+    def meeting(self, tag: str, *, step: int | None = None) -> AbstractContextManager[Meeting, None]:
+        """See `Group.meeting`; in the main lane."""
+        return self._main.meeting(tag, step=step)
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str) -> Group:
         """See `Group.lane`."""
         with self._lock:
             if name not in self._lanes:
-                self._lanes[name] = Lane(self._seat, name, open_lane=self.lane, close_lane=self._close_lane)
+                self._lanes[name] = self._new_lane(name)
             lane = self._lanes[name]
             self._givers[lane.life_key] = lane
             return lane
 
-    def _open_names(self) -> list[str]:
+    def _new_lane(self, name: str) -> Lane:
+        kind = LeaderLane if self.rank == LEADER else FollowerLane
+        return kind(self._seat, name, self)
+
+    def open_names(self) -> list[str]:
+        """See `Lanes.open_names`."""
         with self._lock:
             return sorted(self._lanes)
 
-    def _close_lane(self, name: str) -> None:
+    def close_lane(self, name: str) -> None:
+        """See `Lanes.close_lane`."""
         with self._lock:
             lane = self._lanes.pop(name, None)
             if lane is not None and self.rank == LEADER:
                 self._closed[name] = lane
 
-    def _clear_lanes(self, open_names: Collection[str]) -> None:
-        """Leader: take away what was posted in lanes that no rank has open any more."""
+    def clear_lanes(self, open_names: Collection[str]) -> None:
+        """See `Lanes.clear_lanes`."""
         with self._lock:
             done = [self._closed.pop(name) for name in sorted(self._closed.keys() - open_names)]
         self._seat.board.remove([key for lane in done for key in lane.call_keys()])

@@ -13,7 +13,6 @@ from ckptstore.errors import CkptstoreError, FileMissing, GroupMissing, InvalidI
 from ckptstore.format.layout import PROBE_PREFIX
 from ckptstore.group.base import LEADER, Group, SoloGroup, spoken
 from ckptstore.group.storage_board import StorageGroup
-from ckptstore.runtime.beat import Beat
 from ckptstore.storage.base import Storage
 from ckptstore.storage.retry import retrying
 
@@ -57,7 +56,7 @@ def _group_for(given: object, *, storage: Storage, config: StoreConfig) -> Group
         return _torch_group(None, config) if torch is not None else _alone()
     if torch is not None and isinstance(given, torch.distributed.ProcessGroup):
         return _torch_group(given, config)
-    if callable(getattr(given, "exchange", None)):
+    if callable(getattr(given, "meeting", None)):
         return cast(Group, given)
     raise InvalidInput(
         f"group is a {type(given).__name__}, it must be a StorageGroup, a ProcessGroup of torch or 'solo'",
@@ -99,26 +98,22 @@ def check_shared(group: Group, storage: Storage, *, config: StoreConfig | None =
     if group.world_size == 1:
         return
     retry = (config or StoreConfig()).retry
-    written = [""]
+    nonce = secrets.token_hex(16)
+    key = f"{PROBE_PREFIX}{nonce}"
 
-    def write(beat: Beat) -> bytes:
-        if group.rank != LEADER:
-            return b""
-        nonce = secrets.token_hex(16)
-        written[0] = f"{PROBE_PREFIX}{nonce}"
-        view = memoryview(nonce.encode())
-        retrying(retry, f"write {written[0]}", lambda: storage.write(written[0], [view]))
-        return written[0].encode()
-
-    def look(beat: Beat) -> bytes:
-        return b"" if _sees(key, storage, config=retry) else group.node.encode()
+    def write() -> str:
+        retrying(retry, f"write {key}", lambda: storage.write(key, [memoryview(nonce.encode())]))
+        return key
 
     try:
-        key = group.exchange("probe the root", write, lambda answers, beat: answers[LEADER]).decode()
-        group.exchange("read the probe", look, lambda answers, beat: _judge(answers, group, storage))
+        with group.meeting("probe the root") as meeting:
+            probe = meeting.tell(write)
+        with group.meeting("read the probe") as meeting:
+            nodes = meeting.gather(None if _sees(probe, storage, config=retry) else group.node)
+            meeting.tell(lambda: _judge(nodes, group, storage))
     finally:
-        if written[0]:
-            _forget(written[0], storage)
+        if group.rank == LEADER:
+            _forget(key, storage)
 
 
 def _sees(key: str, storage: Storage, *, config: Any) -> bool:
@@ -132,10 +127,10 @@ def _sees(key: str, storage: Storage, *, config: Any) -> bool:
             time.sleep(0.1)
 
 
-def _judge(answers: list[bytes], group: Group, storage: Storage) -> bytes:
-    blind = {rank: node.decode() for rank, node in enumerate(answers) if node}
+def _judge(answers: list[str | None], group: Group, storage: Storage) -> None:
+    blind = {rank: node for rank, node in enumerate(answers) if node is not None}
     if not blind:
-        return b""
+        return
     nodes = sorted(set(blind.values()))
     shown = ", ".join(nodes[:20]) + (f" and {len(nodes) - 20} more" if len(nodes) > 20 else "")
     raise StoreNotShared(

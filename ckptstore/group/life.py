@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from ckptstore.errors import CkptstoreError
-from ckptstore.runtime.beat import heard
+from ckptstore.runtime.beat import awaited
 
 logger = logging.getLogger("ckptstore.group")
 
@@ -72,7 +72,7 @@ class Beater:
         helper = threading.Thread(target=self._help, args=(ended,), name="ckptstore-signs", daemon=True)
         helper.start()
         try:
-            with heard(self):
+            with awaited(self):
                 yield
         finally:
             ended.set()

@@ -1,8 +1,7 @@
 """A board that is a few small objects in the store itself, for ranks that have nothing else in common.
 
     group/<start token>/member.00003          who holds rank 3
-    group/<start token>/00000012.00003        what rank 3 answered in exchange 12
-    group/<start token>/00000012.bundle.00000 the answers of a block of ranks, where there are many (see `tree`)
+    group/<start token>/00000012.00003        what rank 3 brought to meeting 12
     group/<start token>/00000012.result       what the leader made of it
     group/<start token>/life.00003            rank 3's sign of life: a new size each time
 
@@ -16,10 +15,9 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, StorageError
@@ -36,8 +34,8 @@ T = TypeVar("T")
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _NUM_THREADS = 32
-_FAN_IN = 100
-"""So many keys share all but the last two digits of their rank: one listing finds a block."""
+MOST_RANKS = 128
+"""The leader reads an answer of each with a request of its own."""
 _SIGN_SIZES = 61
 _LAST_SIGN_BYTES = 64
 """Larger than any other sign, so that one that is seen half-written is not taken for it."""
@@ -56,11 +54,15 @@ class StorageGroup:
     world_size: int
     start_token: str
     node: str | None = None
-    _fan_in: ClassVar[int] = _FAN_IN
 
     def __post_init__(self) -> None:
         if type(self.world_size) is not int or self.world_size < 1:
             raise InvalidInput(f"world_size is {self.world_size!r}, it must be an integer above 0")
+        if self.world_size > MOST_RANKS:
+            raise InvalidInput(
+                f"world_size is {self.world_size}, and at most {MOST_RANKS} ranks meet through the store alone",
+                hint="Call torch.distributed.init_process_group (gloo or NCCL) first, and give no group",
+            )
         if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
             raise InvalidInput(f"rank is {self.rank!r}, it must be an integer from 0 to {self.world_size - 1}")
         if type(self.start_token) is not str or not _TOKEN.fullmatch(self.start_token):
@@ -70,15 +72,9 @@ class StorageGroup:
             )
 
     def open(self, storage: Storage, *, rank_timeout_seconds: float, retry: RetryConfig) -> BoardGroup:
-        """The group, at work in this storage. Nothing is read or written before its first exchange."""
+        """The group, at work in this storage. Nothing is read or written before its first meeting."""
         return BoardGroup(
-            StorageBoard(
-                storage,
-                start_token=self.start_token,
-                world_size=self.world_size,
-                retry=retry,
-                fan_in=self._fan_in,
-            ),
+            StorageBoard(storage, start_token=self.start_token, world_size=self.world_size, retry=retry),
             rank=self.rank,
             world_size=self.world_size,
             rank_timeout_seconds=rank_timeout_seconds,
@@ -92,10 +88,7 @@ class StorageBoard:
 
     shortest_poll_seconds = 0.005
 
-    def __init__(
-        self, storage: Storage, *, start_token: str, world_size: int, retry: RetryConfig, fan_in: int = _FAN_IN
-    ) -> None:
-        self.fan_in: int | None = fan_in
+    def __init__(self, storage: Storage, *, start_token: str, world_size: int, retry: RetryConfig) -> None:
         self._storage = storage
         self._prefix = f"{GROUP_PREFIX}{start_token}/"
         self._retry = retry
@@ -176,13 +169,7 @@ class StorageBoard:
         try:
             self._request("remove messages", lambda: self._storage.delete(keys))
         except CkptstoreError as error:
-            logger.warning("messages of a finished exchange could not be removed: %s", error)
-
-    def hasty(self) -> StorageBoard:
-        """See `Board.hasty`."""
-        board = copy(self)
-        board._retry = replace(self._retry, retry_attempts=1)
-        return board
+            logger.warning("messages of a finished meeting could not be removed: %s", error)
 
     def close(self, *, emptied: bool) -> None:
         """See `Board.close`. The storage is not closed."""

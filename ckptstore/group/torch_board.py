@@ -72,9 +72,8 @@ def open_torch_group(process_group: Any = None, *, rank_timeout_seconds: float, 
         )
     group = _meet(process_group, store, rank_timeout_seconds=rank_timeout_seconds, node=node)
     try:
-        group.start_token = group.exchange(
-            "open the group", lambda beat: b"", lambda answers, beat: new_start_token().encode()
-        ).decode()
+        with group.meeting("open the group") as meeting:
+            group.start_token = meeting.tell(new_start_token)
         group.process_group = _gloo_group(group, process_group)
     except BaseException:
         group.close()
@@ -105,32 +104,21 @@ def _meet(process_group: Any, store: Any, *, rank_timeout_seconds: float, node: 
 
 
 def _gloo_group(group: TorchGroup, process_group: Any) -> Any:
-    """A gloo group for the same ranks; an error on one of them is an error on all."""
-    made: list[Any] = []
-    fault: Exception | None = None
-    try:
-        made.append(
-            dist.new_group(
+    """Make a gloo group for the same ranks; an error on one of them is an error on all."""
+    with group.meeting("make a gloo group"):
+        try:
+            return dist.new_group(
                 dist.get_process_group_ranks(process_group),
                 timeout=timedelta(seconds=max(group.rank_timeout_seconds, _LEAST_GLOO_SECONDS)),
                 backend="gloo",
-                use_local_synchronization=process_group is not None,  # the others are not asked
+                use_local_synchronization=process_group is not None,  # the others do not call this
             )
-        )
-    except Exception as error:
-        fault = error
-
-    def report(beat: Callable[[], None]) -> bytes:
-        if fault is not None:
+        except Exception as error:
             raise GroupMissing(
-                f"No gloo group could be made on {group.node}: {type(fault).__name__}: {fault}",
+                f"No gloo group could be made on {group.node}: {type(error).__name__}: {error}",
                 hint="GLOO_SOCKET_IFNAME names the network interface; or give group=StorageGroup(rank, world_size, "
                 "start_token)",
-            ) from fault
-        return b""
-
-    group.exchange("make a gloo group", report, lambda answers, beat: b"")
-    return made[0]
+            ) from error
 
 
 class TorchBoard:
@@ -138,7 +126,6 @@ class TorchBoard:
 
     hint = "Look for its process and its log"
     shortest_poll_seconds = 0.001
-    fan_in: int | None = None
 
     def __init__(
         self,
@@ -230,10 +217,6 @@ class TorchBoard:
         """See `Board.signs`."""
         counts = self._request(lambda: {key: self._store.add(key, 0) for key in keys})
         return {key: LEFT if count >= _LAST_SIGN else count for key, count in counts.items() if count}
-
-    def hasty(self) -> TorchBoard:
-        """See `Board.hasty`. Nothing is tried twice here."""
-        return self
 
     def remove(self, keys: Sequence[str]) -> None:
         """See `Board.remove`."""

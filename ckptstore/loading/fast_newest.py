@@ -22,27 +22,43 @@ from ckptstore.format.changes import Resumed
 from ckptstore.format.layout import Attempt
 from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
-from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.loading.story import CheckpointFiles, fast_files_of, files_of
+from ckptstore.runtime.beat import beat
 from ckptstore.transfer import Transfer
 
 logger = logging.getLogger("ckptstore")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class LeaderView:
+    """The fast checkpoints of all nodes beside the log, as the leader sees them."""
+
+    sightings: tuple[NodeSighting, ...]
+    certificates: Mapping[str, Certificate]
+    claims: Mapping[int, Record]
+    committed: Sequence[Record]
+    merged: Merged
+    refused: Sequence[str]
+
+    def to_json(self, order: Callable[[Sequence[FastCandidate]], Sequence[FastCandidate]] | None) -> dict[str, Any]:
+        """Return the candidates in the order to try them, and what is refused."""
+        by_attempt = {record.entry.attempt: record for record in self.committed}
+        tried = self.merged.candidates if order is None else order(self.merged.candidates)
+        packed = [_packed(one, by_attempt.get(one.attempt), self.sightings) for one in tried]
+        return {"tried": packed, "refused": list(self.refused)}
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
-    """What the leader has found, kept until the job has resumed; only its own part on other ranks."""
+    """The candidates of a resume with a fast tier, kept until the job has resumed."""
 
     place: FastPlace
     candidates: list[CheckpointFiles]
     """In the order in which they are tried."""
-    sightings: tuple[NodeSighting, ...] = ()
-    certificates: Mapping[str, Certificate] | None = None
-    claims: Mapping[int, Record] | None = None
-    merged: Merged | None = None
-    passed_over: tuple[str, ...] = ()
-    """On all ranks: what nodes have of newer checkpoints that cannot be used, and why."""
+    passed_over: tuple[str, ...]
+    """What nodes have of newer checkpoints that cannot be used, and why."""
+    on_leader: LeaderView | None
 
 
 def look(
@@ -59,58 +75,43 @@ def look(
     """
     place = job.open_fast()
     place.settle()
-    kept: list[Any] = []
-
     known: dict[str, Certificate] = {}
+    on_leader: LeaderView | None = None
+    with job.group.meeting("look") as meeting:
+        mine: list[Any] = []
+        if place.members.is_reporter:
+            own, known = place.disk.look()
+            mine = [sighting.to_json() for sighting in own]
+        parts = meeting.gather(mine)
+        if job.is_leader:
+            sightings = tuple(NodeSighting.from_json(one) for part in parts for one in part)
+            on_leader = _leader_view(job, place, sightings, known)
+        answer = meeting.tell(lambda: on_leader and on_leader.to_json(order))
+    with job.group.meeting("open fast"):  # certificates are large, and most nodes have those that matter
+        candidates = [
+            files for one in answer["tried"] for files in _opened(job, place, one, known, is_loaded=is_loaded)
+        ]
+    return Findings(place, candidates, tuple(answer["refused"]), on_leader)
 
-    def seen(_beat: Beat) -> Any:
-        if not place.members.is_reporter:
-            return None
-        sightings, found = place.disk.look()
-        known.update(found)
-        return [sighting.to_json() for sighting in sightings]
 
-    def join(parts: list[Any], beat: Beat) -> Any:
-        sightings = tuple(NodeSighting.from_json(one) for part in parts if part is not None for one in part)
-        for sighting in sightings:
-            if sighting.sha256 and sighting.sha256 not in known:
-                known[sighting.sha256] = place.certificate_of(sighting.place)
-                beat()
-        certificates = dict(known)
-        newest = job.claim(job.log.checked_newest(), beat)
-        beat()
-        committed = job.log.records([*newest.state.live, *newest.state.trash])
-        claims = _claims(job, newest, certificates.values())
-        merged = merge(sightings, certificates, newest, committed, claims, store_id=job.store_id())
-        refused = _tell_refused(merged)
-        if not merged.candidates:
-            job.log.confirm()
-        kept.append((sightings, certificates, claims, merged))
-        by_attempt = {record.entry.attempt: record for record in committed}
-        tried = merged.candidates if order is None else order(merged.candidates)
-        packed = [_packed(one, by_attempt.get(one.attempt), sightings) for one in tried]
-        return {"tried": packed, "refused": refused}
-
-    answer = job.exchange("look", seen, join)
-    told, passed_over = answer["tried"], tuple(answer["refused"])
-    candidates: list[CheckpointFiles] = []
-
-    def open_all(_beat: Beat) -> None:  # certificates are large, and most nodes have those that matter
-        candidates.extend(files for one in told for files in _opened(job, place, one, known, is_loaded=is_loaded))
-
-    job.exchange("open fast", open_all, lambda _parts, _beat: None)
-    if not kept:
-        return Findings(place=place, candidates=candidates, passed_over=passed_over)
-    sightings, certificates, claims, merged = kept[0]
-    return Findings(
-        place=place,
-        candidates=candidates,
-        sightings=sightings,
-        certificates=certificates,
-        claims=claims,
-        merged=merged,
-        passed_over=passed_over,
-    )
+def _leader_view(
+    job: Job, place: FastPlace, sightings: tuple[NodeSighting, ...], known: dict[str, Certificate]
+) -> LeaderView:
+    """Claim the store, and merge what the nodes have with the log. Certificates that are read are added to `known`."""
+    for sighting in sightings:
+        if sighting.sha256 and sighting.sha256 not in known:
+            known[sighting.sha256] = place.certificate_of(sighting.place)
+            beat()
+    certificates = dict(known)
+    newest = job.claim(job.log.checked_newest(), beat)
+    beat()
+    committed = job.log.records([*newest.state.live, *newest.state.trash])
+    claims = _claims(job, newest, certificates.values())
+    merged = merge(sightings, certificates, newest, committed, claims, store_id=job.store_id())
+    refused = _tell_refused(merged)
+    if not merged.candidates:
+        job.log.confirm()
+    return LeaderView(sightings, certificates, claims, committed, merged, refused)
 
 
 def resumed(job: Job, seen: Findings, files: CheckpointFiles | None) -> None:
@@ -122,7 +123,7 @@ def resumed(job: Job, seen: Findings, files: CheckpointFiles | None) -> None:
     certificate = None if files is None else files.certificate
     record = None if files is None else files.record
 
-    def join(_parts: list[Any], beat: Beat) -> Any:
+    def decide(view: LeaderView) -> Any:
         source = certificate.order if certificate else record.entry.order if record else None
         attempt = str(certificate.attempt) if certificate else record.entry.attempt if record else ""
 
@@ -135,9 +136,10 @@ def resumed(job: Job, seen: Findings, files: CheckpointFiles | None) -> None:
         newest = job.log.append(change)
         assert newest is not None  # a change is always written
         beat()
-        return _sweeps(job, seen, newest, source)
+        return _sweeps(job, place, view, newest, source)
 
-    told = job.exchange("resumed", lambda _beat: None, join)
+    with job.group.meeting("resumed") as meeting:
+        told = meeting.tell(lambda: seen.on_leader and decide(seen.on_leader))
     if not place.members.is_reporter:
         return
     mine = told[place.members.node]
@@ -235,16 +237,13 @@ def _held(
     )
 
 
-def _sweeps(job: Job, seen: Findings, newest: Record, source: SaveOrder | None) -> dict[str, Any]:
+def _sweeps(job: Job, place: FastPlace, seen: LeaderView, newest: Record, source: SaveOrder | None) -> dict[str, Any]:
     """Leader: by node which attempts stay, the first to go first, and which are deleted and why.
 
     What is newer than the source was found damaged: it goes, or is the first to go where the log has it.
     """
-    assert seen.merged is not None  # this is the leader
-    assert seen.certificates is not None
-    assert seen.claims is not None
     assert job.epoch is not None
-    keep = seen.place.tier.keep
+    keep = place.tier.keep
     certified = [one for one in reversed(seen.merged.candidates) if one.certificate is not None]
     usable = [one.attempt for one in certified if source is not None and one.order <= source]
     damaged = [one.attempt for one in certified if one.attempt not in usable]
@@ -258,7 +257,7 @@ def _sweeps(job: Job, seen: Findings, newest: Record, source: SaveOrder | None) 
         kept=frozenset(usable[-keep:]),
     )
     told: dict[str, Any] = {}
-    for node in seen.place.members.all_nodes:
+    for node in place.members.all_nodes:
         found = {
             attempt: seen.certificates.get(sighting.sha256)
             for sighting in seen.sightings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from ckptstore.errors import (
 from ckptstore.format.layout import DCP_METADATA_NAME
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
-from ckptstore.group import Beat, Group
+from ckptstore.group import Group
 from ckptstore.job import Job
 from ckptstore.loading import fast_newest
 from ckptstore.loading.index_read import PartReader, read_own_parts
@@ -26,7 +25,7 @@ from ckptstore.loading.load_watch import LoadWatch, watched
 from ckptstore.loading.newest import FastOrder, Order, first_usable, newest_first, told_resumed
 from ckptstore.loading.story import CheckpointFiles, NodeCopies, files_of
 from ckptstore.log.identity import read_identity
-from ckptstore.runtime.beat import no_beat
+from ckptstore.runtime.beat import beat, no_beat
 from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.state.index.outline import OUTLINE_NAME, Outline
 from ckptstore.state.index.tensor_index import TensorIndex
@@ -46,7 +45,6 @@ logger = logging.getLogger("ckptstore")
 
 _SPARE_BYTES = 1 << 20
 """By how much the files of a rank may grow from save to save: plain values, names."""
-_MORE = b"more"
 """What a rank says that needs more of the index than it has read."""
 
 
@@ -123,7 +121,7 @@ def _likely_sizes_bytes(manifest: Manifest, group: Group) -> tuple[int, ...]:
 def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list[CheckpointFiles]:
     """The live checkpoints, in the order to try them, as the leader sees them."""
 
-    def join(_parts: list[Any], beat: Beat) -> Any:
+    def find() -> Any:
         newest = job.claim(job.log.newest() if job.epoch is not None else None, beat) if claim else job.log.newest()
         if newest is None and read_identity(job.storage) is None:
             raise StoreMissing(
@@ -134,14 +132,15 @@ def _candidates(job: Job, load: LoadWatch, *, claim: bool, order: Order) -> list
         if claim and not (newest and newest.state.live):
             job.log.confirm()
         claimed = job.claimed() if claim else None
-        found = [[record.number, record.encode().decode()] for record in records]
+        found = [[record.number, record.encode()] for record in records]
         return {"claimed": claimed, "records": found, **load.told()}
 
-    told = job.exchange("find", lambda _beat: None, join)
+    with job.group.meeting("find") as meeting:
+        told = meeting.tell(find)
     load.hear(told)
     if told["claimed"] is not None:
         job.join_claim(told["claimed"])
-    return [files_of(job, Record.decode(text.encode(), number)) for number, text in told["records"]]
+    return [files_of(job, Record.decode(encoded, number)) for number, encoded in told["records"]]
 
 
 def load_state(group: Group, files: CheckpointFiles, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:
@@ -166,12 +165,14 @@ def _load(
             if options.read_once == "job":
                 stored.fill(loading.targets, run=SharedSteps(group))
             else:
-                _together(group, "read", lambda: stored.fill(loading.targets), reader)
+                with group.meeting("read"):
+                    stored.fill(loading.targets)
         except BaseException:
             loading.abandon()
             raise
         load.enter("apply")
-        _together(group, "finish the load", loading.finish, reader)
+        with group.meeting("finish the load"):
+            loading.finish()
     made = loading.materialised()
     report = LoadReport(
         missing=tuple(sorted(mismatch.missing)),
@@ -217,7 +218,6 @@ class _Reader:
         """Of an index that has an outline."""
         self.has_own_parts = False
         """Whether the index that was opened last is made of the parts that this rank needs for what it has saved."""
-        self.beat: Beat = no_beat
 
     def hold(self) -> None:
         """Keep a prune away until the load is over; see `CheckpointFiles.held`."""
@@ -277,12 +277,12 @@ class _Reader:
         if not self._is_near or copies is None or local is None:
             if self._elsewhere:
                 ranges = [replace(item, key=self._elsewhere.get(item.key, item.key)) for item in ranges]
-            self._files.read(ranges, beat=self.beat)
+            self._files.read(ranges, beat=beat)
             return
         names = {item.key: copies.path(item.key.removeprefix(self._files.prefix)) for item in ranges}
         keys = {key: path.relative_to(copies.root).as_posix() for key, path in names.items()}
         with copies.lost_is_told(), counting():  # what was downloaded is counted, and this is no storage
-            local.read([replace(item, key=keys[item.key]) for item in ranges], beat=self.beat)
+            local.read([replace(item, key=keys[item.key]) for item in ranges], beat=beat)
 
 
 def has_state(manifest: Manifest) -> bool:
@@ -319,42 +319,39 @@ def _open(
     whole: bool,
 ) -> tuple[StoredState | StockState, Saved, Manifest]:
     """The stored state, as this rank sees it, and what it has besides tensors."""
-    held: list[tuple[StoredState | StockState, Saved, Manifest]] = []
     included = Matching(Saved({}, {}), include=options.include).includes
     names = {str(name) for name in state}
 
     def asked(key: str) -> bool:
         return included(key) and any(key == name or key.startswith(f"{name}.") for name in names)
 
-    def work(beat: Beat) -> bytes:
-        reader.beat = beat
+    stored: StoredState | StockState
+    with group.meeting("open") as meeting:
         if group.rank == 0:  # one lease for all ranks: this one leaves last
             reader.hold()
         manifest, _ = files.read_manifest()
         load.found(manifest.step, files.record)
         if is_stock(manifest):
-            stock = _open_stock(files, reader, manifest, options)
-            held.append((stock, stock.saved(included), manifest))
-            return b""
-        share = group.world_size > 1 or options.read_once == "node"
-        is_same_size = 1 < group.world_size == manifest.world_size
-        stored = StoredState(
-            reader.open(manifest, share=share, rank=group.rank if is_same_size and not whole else None),
-            reader.read,
-            files.prefix,
-            rank=group.rank,
-            world_size=group.world_size,
-            per_rank=options.per_rank,
-            allow_pickle=options.allow_pickle,
-            buffer_bytes=files.config.transfer.memory_budget_bytes // 2,
-            asked=asked,
-            more=reader.more,
-        )
-        held.append((stored, stored.saved(), manifest))
-        return b""
-
-    load.hear(group.exchange("open", work, lambda _parts, _beat: load.told_bytes()))
-    return held[0]
+            stored = _open_stock(files, reader, manifest, options)
+            saved = stored.saved(included)
+        else:
+            share = group.world_size > 1 or options.read_once == "node"
+            is_same_size = 1 < group.world_size == manifest.world_size
+            stored = StoredState(
+                reader.open(manifest, share=share, rank=group.rank if is_same_size and not whole else None),
+                reader.read,
+                files.prefix,
+                rank=group.rank,
+                world_size=group.world_size,
+                per_rank=options.per_rank,
+                allow_pickle=options.allow_pickle,
+                buffer_bytes=files.config.transfer.memory_budget_bytes // 2,
+                asked=asked,
+                more=reader.more,
+            )
+            saved = stored.saved()
+        load.hear(meeting.tell(load.told))
+    return stored, saved, manifest
 
 
 def _match(
@@ -372,53 +369,46 @@ def _match(
     are not enough for some rank.
     """
     own_parts = stored if isinstance(stored, StoredState) and reader.has_own_parts else None
-    held: list[Loading] = []
+    with ExitStack() as undo:
+        with group.meeting("match") as meeting:
+            try:
+                loading = begin_load(
+                    state, saved, include=options.include, device=options.device, casts=options.dtype == "state"
+                )
+                undo.callback(loading.abandon)
+                loading.mismatch.differing.update(unsettled(loading.conflicts, stored.fill_boxes))
+                mismatch = _mismatch(own_parts, loading)
+            except CheckpointDamaged:
+                if own_parts is None:
+                    raise
+                mismatch = None
+            mismatches = meeting.gather(mismatch)
+            joined = meeting.tell(lambda: _judged(mismatches, options, whole=own_parts is None))
+        if joined is None:
+            return None
+        undo.pop_all()
+    return loading, Mismatch.from_json(joined)
 
-    def work(beat: Beat) -> bytes:
-        reader.beat = beat
-        try:
-            loading = begin_load(
-                state, saved, include=options.include, device=options.device, casts=options.dtype == "state"
-            )
-            held.append(loading)
-            loading.mismatch.differing.update(unsettled(loading.conflicts, stored.fill_boxes))
-        except CheckpointDamaged:
-            if own_parts is None:
-                raise
-            return _MORE
-        if own_parts is None:
-            return json.dumps(loading.mismatch.to_json()).encode()
-        if not _has_all(own_parts, loading):
-            return _MORE
-        return json.dumps(Mismatch(unused=loading.mismatch.unused).to_json()).encode()
 
-    def abandon() -> None:
-        for loading in held:
-            loading.abandon()
+def _mismatch(own_parts: StoredState | None, loading: Loading) -> dict[str, Any] | None:
+    """Return what does not fit on this rank, as JSON; None where more of the index is needed to know."""
+    if own_parts is None:
+        return loading.mismatch.to_json()
+    return Mismatch(unused=loading.mismatch.unused).to_json() if _has_all(own_parts, loading) else None
 
-    try:
-        told = group.exchange("match", work, lambda parts, _beat: _judged(parts, options, whole=own_parts is None))
-    except BaseException:
-        abandon()
-        raise
-    if told == _MORE:
-        abandon()
+
+def _judged(parts: list[Any], options: LoadOptions, *, whole: bool) -> dict[str, Any] | None:
+    """Return what does not fit, over all ranks; None when the whole index is needed to know. Warn of names of the state
+    that are left out, and raise what `Mismatch.check` does."""
+    if None in parts:
         return None
-    return held[0], Mismatch.from_json(json.loads(told))
-
-
-def _judged(parts: list[bytes], options: LoadOptions, *, whole: bool) -> bytes:
-    """Leader: what does not fit, over all ranks; or that the whole index is needed to know. Warns of names of the state
-    that are left out, and raises what `Mismatch.check` does."""
-    if _MORE in parts:
-        return _MORE
-    joined = Mismatch.joined(Mismatch.from_json(json.loads(part)) for part in parts)
+    joined = Mismatch.joined(map(Mismatch.from_json, parts))
     if joined.unused and not whole:
-        return _MORE
+        return None
     joined.check(strict=options.strict)
     for name in sorted(joined.absent):
         logger.warning("the load leaves %r of the state as it is: %s", name, joined.absence(name))
-    return json.dumps(joined.to_json()).encode()
+    return joined.to_json()
 
 
 def _warn_of_loaders(stored: StoredState, state: Mapping[str, Any], options: LoadOptions) -> None:
@@ -447,15 +437,6 @@ def _has_all(stored: StoredState, loading: Loading) -> bool:
     if mismatch.missing or mismatch.differing:
         return False
     return stored.has_all(loading.targets, mismatch.unexpected)
-
-
-def _together(group: Group, tag: str, action: Callable[[], object], reader: _Reader) -> None:
-    def work(beat: Beat) -> bytes:
-        reader.beat = beat
-        action()
-        return b""
-
-    group.exchange(tag, work, lambda _parts, _beat: b"")
 
 
 def values_of_ranks(files: CheckpointFiles, key: str) -> list[Any]:

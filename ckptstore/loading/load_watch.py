@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,17 +42,11 @@ class LoadWatch:
         """Leader: what the other ranks have to hear of it, to be added to a message; nothing if nobody traces."""
         return {} if self._has_heard else told(self._operation)
 
-    def told_bytes(self) -> bytes:
-        """The same as a message of its own; empty if nobody traces."""
-        message = self.told()
-        return json.dumps(message).encode() if message else b""
-
-    def hear(self, message: Mapping[str, Any] | bytes) -> None:
+    def hear(self, message: Mapping[str, Any]) -> None:
         """Any rank: what the leader has told. Only the first time counts."""
         if not self._has_heard:
             self._has_heard = True
-            given = message if isinstance(message, Mapping) else json.loads(message) if message else {}
-            hear(given, self._operation)
+            hear(message, self._operation)
 
     def end(self, error: BaseException | None, traffic: Traffic) -> None:
         """It has ended, with this error or well, and has asked so much of the storage."""

@@ -9,11 +9,11 @@ from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidName, NoU
 from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
 from ckptstore.fast.candidates import FastCandidate
 from ckptstore.format.record import Record
-from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.loading import fast_newest
 from ckptstore.loading.load_watch import watched
 from ckptstore.loading.story import CheckpointFiles, files_of
+from ckptstore.runtime.beat import Beat, beat
 
 T = TypeVar("T")
 
@@ -44,19 +44,20 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
 
     with watched(job.group.rank, job.storage.uri) as load:
 
-        def join(_parts: list[Any], beat: Beat) -> Any:
+        def find() -> Any:
             newest = job.claim(job.log.newest() if job.epoch is not None else None, beat)
             record = first_whole(job, order(list(newest.state.live)), beat)
-            found = None if record is None else [record.number, record.encode().decode()]
+            found = None if record is None else [record.number, record.encode()]
             return {**job.claimed(), "record": found, **load.told()}
 
-        told = job.exchange("resume", lambda _beat: None, join)
+        with job.group.meeting("resume") as meeting:
+            told = meeting.tell(find)
         load.hear(told)
         job.join_claim(told)
         if told["record"] is None:
             return None
-        number, text = told["record"]
-        record = Record.decode(text.encode(), number)
+        number, encoded = told["record"]
+        record = Record.decode(encoded, number)
         load.found(record.entry.step, record)
     files = files_of(job, record)
     told_resumed(job, files)
@@ -68,13 +69,15 @@ def _resume_fast(job: Job) -> CheckpointFiles | None:
     with watched(job.group.rank, job.storage.uri) as load:
         seen = fast_newest.look(job, is_loaded=False)
 
-        def check(_beat: Beat) -> Any:
-            found = first_usable(
-                seen.candidates, lambda files: files.check_complete(files.read_manifest()[0]), _beat, []
-            )
+        def choose() -> int | None:
+            def check(files: CheckpointFiles) -> None:
+                files.check_complete(files.read_manifest()[0])
+
+            found = first_usable(seen.candidates, check, beat, [])
             return None if found is None else seen.candidates.index(found[0])
 
-        chosen = job.exchange("choose", lambda beat: check(beat) if job.is_leader else None, lambda parts, _: parts[0])
+        with job.group.meeting("choose") as meeting:
+            chosen = meeting.tell(choose)
         files = None if chosen is None else seen.candidates[chosen]
         if files is not None:
             load.found(files.step, files.record)

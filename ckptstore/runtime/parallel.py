@@ -8,6 +8,7 @@ interpreter that ends, has no thread to give. Here the caller does what no threa
 from __future__ import annotations
 
 import atexit
+import contextvars
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -84,10 +85,14 @@ def mapped(
 
 
 def started(works: Sequence[Callable[[], object]], *, name: str) -> list[threading.Thread]:
-    """Start a thread for each of these, as far as there are threads to be had; they do not keep the process alive."""
+    """Start a thread for each of these, as far as there are threads to be had; they do not keep the process alive.
+
+    They see the context variables of the caller, `beat` among them.
+    """
     threads = []
     for number, work in enumerate(works):
-        thread = threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
+        inside = contextvars.copy_context().run
+        thread = threading.Thread(target=inside, args=(work,), name=f"{name}-{number}", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # "can't start new thread", "at interpreter shutdown"

@@ -18,7 +18,6 @@ from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, SaveBusy
 from ckptstore.format.layout import known_step
-from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.runtime.parallel import at_exit, is_ending
@@ -135,13 +134,12 @@ class Background:
         if on_busy == "wait":
             return True
 
-        def is_busy(_beat: Beat) -> bytes:
-            return b"1" if self.pending is not None else b"0"
-
-        answer = job.group.exchange("busy", is_busy, lambda answers, _beat: max(answers), step=known_step(step))
-        if answer == b"1" and on_busy == "error":
+        with job.group.meeting("busy", step=known_step(step)) as meeting:
+            busy = meeting.gather(self.pending is not None)
+            is_busy = meeting.tell(lambda: any(busy))
+        if is_busy and on_busy == "error":
             raise SaveBusy(f"The save before that of step {step} is still in flight", hint="Save less often, or wait")
-        return answer == b"0"
+        return not is_busy
 
     def failure(self, *, max_failures: int = 0) -> CkptstoreError | None:
         """What the last save failed with, once, when more than `max_failures` have failed in a row."""

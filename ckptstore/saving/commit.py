@@ -17,9 +17,9 @@ from ckptstore.format.layout import MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of, sorted_receipts
 from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.format.record import Record
-from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.retention import Candidate, decide
+from ckptstore.runtime.beat import Beat
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
 from ckptstore.storage.base import CreatesExclusively, Disk, Storage

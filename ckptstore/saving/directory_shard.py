@@ -11,8 +11,8 @@ from ckptstore.events import SaveStarted, emit
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import Naming, Offer, agree
-from ckptstore.group import Beat
 from ckptstore.job import Job
+from ckptstore.runtime.beat import Beat
 from ckptstore.saving.directories import Directory, scan, sha256_of_files
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision

@@ -5,7 +5,6 @@ The first certificate that is written is the commit. No request to the store is 
 
 from __future__ import annotations
 
-import json
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,10 @@ from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.fast_place import FastPlace
 from ckptstore.fast.partner import copy_to_partner
 from ckptstore.format.layout import Attempt
-from ckptstore.group import Beat, Group
+from ckptstore.group import Group
 from ckptstore.job import Job
 from ckptstore.retention import check_required
+from ckptstore.runtime.beat import Beat
 from ckptstore.saving.commit import manifest_of
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
@@ -101,33 +101,35 @@ class FastKeeper:
         members, data = self._place.members, zlib.decompress(published)
         certificate = Certificate.decode(data)
 
-        def certify(_beat: Beat) -> bytes:
-            if not members.is_reporter:
-                return b"null"
-            try:
-                for name in certificate.manifest.directories:
-                    self._place.disk.storage.make_directory(attempt.key(name))
-                self._place.disk.certify(data, ranks=self._place.held_ranks())
-            except CkptstoreError as error:
-                return json.dumps(f"{members.node}: {error.message}").encode()
-            finally:
-                self._place.has_saved(attempt)
-            return b'""'
-
-        def judge(answers: list[bytes], _beat: Beat) -> bytes:
-            failures = [text for answer in answers if (text := json.loads(answer))]
+        def judge() -> list[str]:
+            failures = [failure for failure in found if failure]
             if len(failures) == len(members.all_nodes):
                 raise StorageError(f"No node could certify the checkpoint: {'; '.join(failures)}", step=attempt.step)
-            return json.dumps(failures).encode()
+            return failures
 
         try:
-            failures = json.loads(lane.exchange("certify", certify, judge))
+            with lane.meeting("certify") as meeting:
+                found = meeting.gather(self._certify(data, certificate, attempt) if members.is_reporter else None)
+                failures = meeting.tell(judge)
         except CkptstoreError as error:
             error.committed = None
             raise
         for text in failures:
             logger.warning("step %d has no certificate on a node: %s", attempt.step, text)
         return certificate
+
+    def _certify(self, data: bytes, certificate: Certificate, attempt: Attempt) -> str | None:
+        """Write the certificate on the disk of this node. Return what keeps it from that."""
+        disk = self._place.disk
+        try:
+            for name in certificate.manifest.directories:
+                disk.storage.make_directory(attempt.key(name))
+            disk.certify(data, ranks=self._place.held_ranks())
+        except CkptstoreError as error:
+            return f"{self._place.members.node}: {error.message}"
+        finally:
+            self._place.has_saved(attempt)
+        return None
 
     def find(self, attempt: Attempt) -> Certificate | None:
         """See `Keeper.find`: on the disk of this node."""

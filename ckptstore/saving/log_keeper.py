@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 from ckptstore.errors import StepExists, StorageFull
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
-from ckptstore.group import Beat, Group
+from ckptstore.group import Group
 from ckptstore.job import Job
 from ckptstore.retention import check_required
-from ckptstore.runtime.beat import no_beat
+from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.saving.commit import commit, tell
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
@@ -79,15 +78,15 @@ class LogKeeper:
         """See `Keeper.lane`."""
         return str(attempt)
 
-    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
+    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> Any:
         """See `Keeper.publish`."""
         record = commit(self.job, request, attempt, contents, beat)
-        return json.dumps({"number": record.number}).encode() + b"\n" + record.encode()
+        return record.number, record.encode()
 
-    def outcome(self, lane: Group, attempt: Attempt, published: bytes) -> Record:
+    def outcome(self, lane: Group, attempt: Attempt, published: Any) -> Record:
         """See `Keeper.outcome`."""
-        head, _, data = published.partition(b"\n")
-        return Record.decode(data, json.loads(head)["number"])
+        number, data = published
+        return Record.decode(data, number)
 
     def find(self, attempt: Attempt) -> Record | None:
         """See `Keeper.find`."""

@@ -28,9 +28,9 @@ from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.partner import DoubledUpload
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
-from ckptstore.group import Beat
 from ckptstore.job import Job
 from ckptstore.retention import Candidate
+from ckptstore.runtime.beat import Beat
 from ckptstore.saving import story
 from ckptstore.saving.background import Background, PendingSave
 from ckptstore.saving.directory_shard import DirectoryShard

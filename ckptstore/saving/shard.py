@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.timings import Timings
-from ckptstore.group import Beat
+from ckptstore.runtime.beat import Beat
 
 
 class Decision(NamedTuple):

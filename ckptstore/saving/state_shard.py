@@ -15,7 +15,7 @@ from ckptstore.events import SaveStarted, emit
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import CHECKPOINT_PREFIX, DCP_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Receipt
-from ckptstore.group import Beat
+from ckptstore.runtime.beat import Beat
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.saving.shard import Contents, Decision
 from ckptstore.state.index.index_file import INDEX_NAME, join_parts

@@ -5,7 +5,6 @@ what each rank has → the leader decides → each rank stores → the leader pu
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from ckptstore.errors import CkptstoreError, InvalidInput, InvalidStep
 from ckptstore.events import SaveFailed, emit
 from ckptstore.format.layout import Attempt, known_step
 from ckptstore.format.manifest import Kind
-from ckptstore.group import Beat, Group
+from ckptstore.group import Group
 from ckptstore.runtime import tracing
+from ckptstore.runtime.beat import Beat, beat
 from ckptstore.saving.phases import SaveClock, longest_seconds
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision, Shard
@@ -58,10 +58,10 @@ class Keeper(Protocol[Kept]):
     def lane(self, attempt: Attempt) -> str:
         """The name of the lane in which the ranks of this attempt meet. No other attempt has it."""
 
-    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
+    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> Any:
         """Leader: make the checkpoint visible, whole. An error says by `committed` whether it is."""
 
-    def outcome(self, lane: Group, attempt: Attempt, published: bytes) -> Kept:
+    def outcome(self, lane: Group, attempt: Attempt, published: Any) -> Kept:
         """Any rank: what `publish` returned, read. All ranks that heard of it call this, and may meet in the lane."""
 
     def find(self, attempt: Attempt) -> Kept | None:
@@ -93,11 +93,8 @@ def begin_elsewhere(begun: Begun, keeper: Keeper[Any]) -> Begun:
     request = begun.request
     lane = begun.lane.lane(f"{begun.attempt} elsewhere")
     try:
-
-        def agree(_answers: list[bytes], beat: Beat) -> bytes:
-            return json.dumps(dict(keeper.begin(request, Decision(b"", 0), beat))).encode()
-
-        told = json.loads(lane.exchange("save", lambda _beat: b"", agree, step=request.step))
+        with lane.meeting("save", step=request.step) as meeting:
+            told = meeting.tell(lambda: dict(keeper.begin(request, Decision(b"", 0), beat)))
     finally:
         lane.close()
     attempt = keeper.attempt(request, told)
@@ -145,22 +142,21 @@ def finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
 def _finish(keeper: Keeper[Kept], shard: Shard, begun: Begun) -> Kept:
     request, attempt, lane, clock = begun.request, begun.attempt, begun.lane, begun.clock
 
-    def store(beat: Beat) -> bytes:
-        with counted_twice() as traffic:
-            stored = shard.store(attempt, beat)
-        clock.ended("upload")
-        return _packed(clock.report(traffic, node=lane.node), stored)
-
-    def publish(answers: list[bytes], beat: Beat) -> bytes:
-        reports, stored = zip(*map(_unpacked, answers), strict=True)
+    def publish() -> Any:
+        reports, stored = zip(*answers, strict=True)
         contents = shard.join(attempt, stored, beat)._replace(timings=lambda: clock.timings(reports))
         published = keeper.publish(request, attempt, contents, beat)
         uploads = [report["seconds"]["upload"] for report in reports]
-        return _packed({"slowest": _slowest(uploads), "longest_seconds": longest_seconds(reports)}, published)
+        return {"slowest": _slowest(uploads), "longest_seconds": longest_seconds(reports)}, published
 
     told: Mapping[str, Any] = {}
     try:
-        told, published = _unpacked(lane.exchange("receipts", store, publish))
+        with lane.meeting("receipts") as meeting:
+            with counted_twice() as traffic:
+                stored = shard.store(attempt, beat)
+            clock.ended("upload")
+            answers = meeting.gather((clock.report(traffic, node=lane.node), stored))
+            told, published = meeting.tell(publish)
         kept = keeper.outcome(lane, attempt, published)
     except CkptstoreError as error:
         with hurried():  # ranks that have raised it may wait for this one
@@ -187,23 +183,23 @@ def meet(
     request: Request,
     agree: Callable[[Decision, Beat], Mapping[str, Any]],
 ) -> Mapping[str, Any]:
-    """Who has what, and who writes what: one exchange, more when the leader has to know more. Collective.
+    """Who has what, and who writes what: one meeting, more when the leader has to know more. Collective.
 
     The leader calls `agree` with what the shards have decided; all ranks get what it returns.
     """
 
-    def describe(_beat: Beat) -> bytes:
-        return _packed({"step": request.step, "options": dict(request.options)}, shard.describe())
-
-    def decide(parts: list[bytes], beat: Beat) -> bytes:
-        heads, descriptions = zip(*(_unpacked(part) for part in parts), strict=True)
+    def decide(offers: Sequence[Any]) -> Any:
+        heads, descriptions = zip(*offers, strict=True)
         _check_same_request(heads)
         decision = shard.decide(descriptions)
-        return _packed(None if decision.size_bytes is None else dict(agree(decision, beat)), decision.told)
+        return None if decision.size_bytes is None else dict(agree(decision, beat)), decision.told
 
     while True:
         try:
-            agreed, told = _unpacked(group.exchange(tag, describe, decide, step=request.step))
+            with group.meeting(tag, step=request.step) as meeting:
+                asked = {"step": request.step, "options": dict(request.options)}
+                offers = meeting.gather((asked, shard.describe()))
+                agreed, told = meeting.tell(lambda: decide(offers))  # noqa: B023 - called at once
         except CkptstoreError as error:
             error.at(step=request.step)
             raise
@@ -216,14 +212,9 @@ def checked(group: Group, *, kind: Kind, step: Any, **asked: Any) -> Request:
     """What the caller of a save asks for, checked. Raises what is wrong with it, on all ranks. Collective where so."""
     try:
         return Request.of(kind=kind, step=step, **asked)
-    except Exception as error:
-        wrong = error
-
-    def fail(_beat: Beat) -> bytes:
-        raise wrong
-
-    group.exchange("save", fail, lambda _parts, _beat: b"", step=known_step(step))
-    raise wrong
+    except Exception:
+        with group.meeting("save", step=known_step(step)):
+            raise
 
 
 def _check_same_request(heads: Sequence[Mapping[str, Any]]) -> None:
@@ -254,12 +245,3 @@ def remove_files(storage: Storage, attempt: Attempt) -> None:
             storage.remove_directories(attempt.prefix.rstrip("/"))
     except CkptstoreError as error:
         logger.warning("what step %d left could not be removed: %s", attempt.step, error)
-
-
-def _packed(head: Any, body: bytes) -> bytes:
-    return json.dumps(head).encode() + b"\n" + body
-
-
-def _unpacked(data: bytes) -> tuple[Any, bytes]:
-    head, _, body = data.partition(b"\n")
-    return json.loads(head), body

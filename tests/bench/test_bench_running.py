@@ -130,9 +130,9 @@ def test_finding_checkpoints_takes_two_requests_at_any_size(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "told.json"]
 
 
-def test_a_commit_of_simulated_ranks_asks_for_a_number_of_requests_that_grows_with_them(tmp_path: Path) -> None:
-    few, many = (run_ranks(1, commit_of, str(tmp_path / str(n)), n, 0.0)[0] for n in (8, 64))
-    assert 3 * 56 <= many["requests"] - few["requests"] <= 5 * 56
+def test_a_commit_of_simulated_ranks_asks_the_storage_no_more_for_more_of_them(tmp_path: Path) -> None:
+    few, many = (run_ranks(1, commit_of, str(tmp_path / str(n)), n, 0.0)[0] for n in (8, 300))
+    assert few["requests"] == many["requests"] < 50
 
 
 def test_what_grows_with_ranks_does_not_grow_with_tensors(tmp_path: Path) -> None:
@@ -143,13 +143,6 @@ def test_what_grows_with_ranks_does_not_grow_with_tensors(tmp_path: Path) -> Non
     assert many["outline_bytes"] < 1024 * 60 + 1024 * 40
     assert many["open_own_bytes"] < 1 << 20
     assert not (tmp_path / "s").exists()
-
-
-def test_a_commit_of_many_simulated_ranks_goes_through_a_tree(tmp_path: Path) -> None:
-    one, many = (run_ranks(1, commit_of, str(tmp_path / str(n)), n, 0.0)[0] for n in (101, 301))
-    assert one["requests"] < 50
-    assert many["requests"] - one["requests"] <= 4 * 2 + 2  # two bundles more in each exchange
-    assert 4 * 100 <= many["head_requests"] <= 4 * 105
 
 
 def test_a_disk_is_not_filled(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.node_server import NodeClient
 from ckptstore.format.changes import Noop
 from ckptstore.format.layout import record_key
-from ckptstore.job import Job
+from ckptstore.group.message import Message
 from ckptstore.testing import FailAt, with_faults
 from ckptstore.testing.hooked import Call, wrap
 from ckptstore.testing.s3_server import s3_server
@@ -123,19 +123,18 @@ def test_a_certificate_goes_only_to_nodes_that_do_not_have_it(jobs: Jobs, monkey
     shutil.rmtree(jobs.disk("a"))
     heard: list[str] = []
     sent: list[str] = []
-    exchange, read_into = Job.exchange, NodeClient.read_into
+    decode, read_into = Message.decode, NodeClient.read_into
 
-    def listen(job: Job, tag: str, part: Any, join: Any) -> Any:
-        told = exchange(job, tag, part, lambda parts, beat: (heard.append(repr(parts)), join(parts, beat))[1])
-        heard.append(repr(told))
-        return told
+    def listen(data: bytes) -> Message | None:
+        heard.append(repr(data))
+        return decode(data)
 
     def read(client: NodeClient, attempt: Any, name: str, *args: Any) -> None:
         if name == "fast.json":
             sent.append(str(attempt))
         read_into(client, attempt, name, *args)
 
-    monkeypatch.setattr(Job, "exchange", listen)
+    monkeypatch.setattr(Message, "decode", listen)
     monkeypatch.setattr(NodeClient, "read_into", read)
     assert jobs.run("abc", resume, copies=2) == of(2, 0, 1, 2)
     assert heard

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import forked_ranks
+from exchanging import exchange
 
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageFull
@@ -57,14 +58,14 @@ def scenes(group: Group) -> dict[str, Any]:
         raise ValueError("the join fails")
 
     seen["token"] = group.start_token
-    seen["answers"] = [group.exchange(f"call {n}", lambda beat: b"%d" % rank, joined) for n in range(10)]
-    seen["one fails"] = error_of(lambda: group.exchange("one fails", failing(2), joined))
-    seen["three fail"] = error_of(lambda: group.exchange("three fail", failing(1, 2, 3), joined))
-    seen["join fails"] = error_of(lambda: group.exchange("join fails", nothing, refuse))
-    seen["mismatch"] = error_of(lambda: group.exchange("save" if rank < 3 else "load", nothing, joined))
-    big = group.exchange("big", lambda beat: bytes([rank]) * BIG_BYTES, lambda answers, beat: b"".join(answers[1:3]))
+    seen["answers"] = [exchange(group, f"call {n}", lambda beat: b"%d" % rank, joined) for n in range(10)]
+    seen["one fails"] = error_of(lambda: exchange(group, "one fails", failing(2), joined))
+    seen["three fail"] = error_of(lambda: exchange(group, "three fail", failing(1, 2, 3), joined))
+    seen["join fails"] = error_of(lambda: exchange(group, "join fails", nothing, refuse))
+    seen["mismatch"] = error_of(lambda: exchange(group, "save" if rank < 3 else "load", nothing, joined))
+    big = exchange(group, "big", lambda beat: bytes([rank]) * BIG_BYTES, lambda answers, beat: b"".join(answers[1:3]))
     seen["big"] = hashlib.sha256(big).hexdigest()
-    seen["lane"] = group.lane("background").exchange("lane", lambda beat: b"%d" % rank, joined)
+    seen["lane"] = exchange(group.lane("background"), "lane", lambda beat: b"%d" % rank, joined)
     return seen
 
 
@@ -113,11 +114,11 @@ def deaths(group: Group, root: Path) -> list[Any]:
         return all((root / f"rank {rank} knows").exists() for rank in (1, 3))
 
     ends = [
-        error_of(lambda: group.exchange("slow", slow, joined)),
-        error_of(lambda: group.exchange("rank 2 dies", die(2, after=lambda: True), joined)),
+        error_of(lambda: exchange(group, "slow", slow, joined)),
+        error_of(lambda: exchange(group, "rank 2 dies", die(2, after=lambda: True), joined)),
     ]
     (root / f"rank {group.rank} knows").touch()
-    return [*ends, error_of(lambda: group.exchange("the leader dies", die(0, after=others_know), joined))]
+    return [*ends, error_of(lambda: exchange(group, "the leader dies", die(0, after=others_know), joined))]
 
 
 def check_deaths(seen: list[Any]) -> None:
@@ -216,7 +217,7 @@ def beside_training(group: Group) -> list[bytes]:
         return b"%d" % group.rank
 
     def run() -> None:
-        results.extend(group.exchange(f"background {n}", work, joined) for n in range(20))
+        results.extend(exchange(group, f"background {n}", work, joined) for n in range(20))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -237,7 +238,7 @@ def in_a_pair(storage: LocalStorage, config: StoreConfig) -> Any:
     if dist.get_rank() not in (1, 3):
         return error_of(lambda: find_group(pair, storage=storage, config=config))[0]
     group = find_group(pair, storage=storage, config=config)
-    told = group.exchange("pair", lambda beat: b"%d" % dist.get_rank(), joined)
+    told = exchange(group, "pair", lambda beat: b"%d" % dist.get_rank(), joined)
     result = group.rank, group.world_size, told, summed(1, over=group.process_group)
     group.close()
     return result

@@ -321,16 +321,17 @@ def test_the_ranks_of_a_job_are_in_one_trace(tmp_path: Path, rank_traces: bool) 
 
 def test_nothing_is_told_when_nobody_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages between the ranks are what they were, byte for byte; with a tracer they have one field more."""
-    from ckptstore.group.base import SoloGroup
+    from ckptstore.group.meeting import Alone, pack
 
     told: list[bytes] = []
-    exchange = SoloGroup.exchange
+    tell = Alone.tell
 
-    def heard(self: SoloGroup, *args: Any, **keywords: Any) -> bytes:
-        told.append(exchange(self, *args, **keywords))
-        return told[-1]
+    def heard(self: Alone, work: Any) -> Any:
+        value = tell(self, work)
+        told.append(pack(value))
+        return value
 
-    monkeypatch.setattr(SoloGroup, "exchange", heard)
+    monkeypatch.setattr(Alone, "tell", heard)
     (tmp_path / "a").write_bytes(b"a")
 
     def save(name: str) -> bytes:

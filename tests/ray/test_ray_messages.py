@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
-import pytest
 import telling
 from checking import s3_path
 from cluster import RayCluster, fit
 from keeping import notes
 
-from ckptstore import RankTimeout
-from ckptstore.group.life import LEFT
-from ckptstore.integrations.ray.ray_board import RayBoard
 from ckptstore.testing.s3_server import s3_server
 
 
@@ -50,31 +45,3 @@ def test_a_missing_metric_is_the_worst_and_a_rank_alone_is_told(cluster: RayClus
     text = " ".join(timeout)
     assert text.startswith("Rank 1 gave no sign of life for 1 s in 'report'")
     assert "Every worker calls ckptstore.ray.report" in text
-
-
-def test_a_board_in_an_actor_is_one_for_all_and_its_end_is_an_error(cluster: RayCluster) -> None:
-    import ray
-
-    mine, theirs, other = (RayBoard("start", prefix=name, world_size=2, timeout_seconds=60) for name in "aab")
-    assert mine.post("1.00001", b"first") is None
-    assert mine.post("1.00001", b"first") is None, "a lost reply"
-    assert theirs.post("1.00001", b"second") == b"first"
-    assert theirs.fetch(["1.00001", "1.00002"]) == {"1.00001": b"first"}
-    assert other.fetch(["1.00001"]) == {}
-    mine.give_sign("life.00001")
-    before = theirs.signs(["life.00000", "life.00001"])
-    mine.give_sign("life.00001")
-    assert theirs.signs(["life.00001"]) != before
-    mine.give_sign("life.00001", last=True)
-    assert theirs.signs(["life.00000", "life.00001"]) == {"life.00001": LEFT}
-    mine.remove(["1.00001", "1.00003"])
-    assert mine.fetch(["1.00001"]) == {}
-    ray.kill(mine._actor)
-
-    def ask_until_it_has_ended() -> None:
-        while theirs.fetch(["1.00001"]) == {}:
-            time.sleep(0.01)
-
-    with pytest.raises(RankTimeout, match="the messages of the workers is not reached") as caught:
-        ask_until_it_has_ended()
-    assert caught.value.committed is None

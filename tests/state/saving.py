@@ -1,8 +1,7 @@
 """Saving and loading flat states without the stories above: one shard for each rank, in one directory."""
 
-import json
-
 import torch
+from exchanging import exchange
 
 from ckptstore.config import RetryConfig, TransferConfig
 from ckptstore.format.layout import Attempt
@@ -55,9 +54,8 @@ def save_flat(root, flat, *, group=None, memo=None, attempt=ATTEMPT, transfer=No
 
     def join(stored, beat):
         receipts.extend(shard.join(attempt, stored, beat).receipts)
-        return json.dumps([receipt.name for receipt in receipts]).encode()
 
-    group.exchange("store", lambda beat: shard.store(attempt, beat), join)
+    exchange(group, "store", lambda beat: shard.store(attempt, beat), join)
     if transfer is None:
         moved.close()
     return receipts

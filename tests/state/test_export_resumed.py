@@ -144,7 +144,7 @@ def test_one_file_is_not_shared_by_ranks(checkpoint: Checkpoint, tmp_path: Path)
 
         rank, world_size = 0, 2
 
-        def exchange(self, *_: Any) -> bytes:
+        def meeting(self, *_: Any) -> None:
             raise AssertionError("nothing is begun")
 
     with pytest.raises(InvalidInput, match="is one file"):

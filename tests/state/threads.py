@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import ckptstore
+from ckptstore.group.meeting import pack, unpack
 from ckptstore.state.write import outlining
 
 _names = itertools.count()
@@ -41,22 +42,18 @@ class ThreadGroup:
         self._meetings = meetings
         self._meeting = meetings.setdefault(name, _Meeting(world_size))
 
-    def exchange(self, tag: str, work: Any, join: Any, *, step: int | None = None) -> bytes:
-        meeting = self._meeting
+    @contextmanager
+    def meeting(self, tag: str, *, step: int | None = None) -> Iterator[_Attended]:
+        attended = _Attended(self._meeting, self.rank)
         try:
-            answer: Any = work(_no_beat)
+            yield attended
         except Exception as error:
-            answer = error
-        meeting.answers[self.rank] = answer
-        meeting.barrier.wait(60)
-        if self.rank == 0:
-            meeting.result = _joined(meeting.answers, join)
-        meeting.barrier.wait(60)
-        result = meeting.result
-        meeting.barrier.wait(60)
-        if isinstance(result, Exception):
-            raise result
-        return bytes(result)
+            if not attended.has_ended:
+                attended.value = error
+                attended.tell(lambda: None)
+            raise
+        if not attended.has_ended:
+            attended.tell(lambda: None)
 
     def lane(self, name: str) -> ThreadGroup:
         return ThreadGroup(self.rank, self.world_size, self.start_token, self._meetings, name)
@@ -65,18 +62,43 @@ class ThreadGroup:
         """Nothing is held."""
 
 
-def _joined(answers: Sequence[Any], join: Any) -> Any:
-    failed = [answer for answer in answers if isinstance(answer, Exception)]
-    if failed:
-        return failed[0]
-    try:
-        return join(list(answers), _no_beat)
-    except Exception as error:
-        return error
+class _Attended:
+    """A meeting as one of the threads sees it: answers are compared with no network between."""
 
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+        self.value: Any = None
+        self.has_ended = self._has_met = False
 
-def _no_beat() -> None:
-    """Threads of one process do not die on their own."""
+    def gather(self, value: Any = None) -> list[Any]:
+        self.value = unpack(pack(value))
+        if self._rank:
+            return []
+        self._meet()
+        failed = [answer for answer in self._meeting.answers if isinstance(answer, Exception)]
+        return [] if failed else list(self._meeting.answers)
+
+    def _meet(self) -> None:
+        if not self._has_met:
+            self._meeting.answers[self._rank] = self.value
+            self._meeting.barrier.wait(60)
+            self._has_met = True
+
+    def tell(self, work: Callable[[], Any]) -> Any:
+        meeting, self.has_ended = self._meeting, True
+        self._meet()
+        if self._rank == 0:
+            failed = [answer for answer in meeting.answers if isinstance(answer, Exception)]
+            try:
+                meeting.result = failed[0] if failed else unpack(pack(work()))
+            except Exception as error:
+                meeting.result = error
+        meeting.barrier.wait(60)
+        result = meeting.result
+        meeting.barrier.wait(60)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 def run_threads(world_size: int, uri: str, flow: Callable[[ckptstore.CheckpointStore, int], Any]) -> list[Any]:

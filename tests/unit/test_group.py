@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exchanging import exchange
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ from ckptstore.errors import (
 )
 from ckptstore.group import DRAIN_LANE, BoardGroup, SoloGroup, StorageGroup, check_shared, find_group, leftover_prefixes
 from ckptstore.group.base import spoken, this_node
+from ckptstore.group.meeting import pack, unpack
 from ckptstore.group.message import Message, first_error
 from ckptstore.runtime.beat import Beat
 from ckptstore.storage.base import CreatesExclusively, Storage
@@ -114,8 +116,8 @@ def memory(tmp_path: Path) -> MemoryStorage:
 
 def test_every_rank_gets_what_the_leader_joined_in_rank_order(storage: Storage) -> None:
     def script(group: BoardGroup) -> list[bytes]:
-        results = [group.exchange("first", named(group), joined)]
-        results += [group.exchange(f"call {n}", lambda beat, n=n: bytes([n]) * group.rank, joined) for n in range(5)]
+        results = [exchange(group, "first", named(group), joined)]
+        results += [exchange(group, f"call {n}", lambda beat, n=n: bytes([n]) * group.rank, joined) for n in range(5)]
         return results
 
     ends = together(storage, 4, script)
@@ -132,8 +134,8 @@ def test_a_closed_group_leaves_nothing_in_the_storage(tmp_path: Path) -> None:
 
     def script(group: BoardGroup) -> int:
         for n in range(6):
-            group.exchange(f"call {n}", named(group), joined)
-        group.lane("background").exchange("save", named(group), joined)
+            exchange(group, f"call {n}", named(group), joined)
+        exchange(group.lane("background"), "save", named(group), joined)
         return len(list(storage.list("group/start/")))
 
     ends = together(wrap(storage, counted), 3, script)
@@ -146,15 +148,15 @@ def test_a_closed_group_leaves_nothing_in_the_storage(tmp_path: Path) -> None:
 
 def test_a_closed_group_is_not_used_again(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> BoardGroup:
-        group.exchange("save", named(group), joined)
+        exchange(group, "save", named(group), joined)
         return group
 
     for group in together(memory, 2, script):
         group.close()
         with pytest.raises(InvalidInput, match="closed"):
-            group.exchange("save", named(group), joined)
+            exchange(group, "save", named(group), joined)
         with pytest.raises(InvalidInput, match="closed"):
-            group.lane("background").exchange("save", named(group), joined)
+            exchange(group.lane("background"), "save", named(group), joined)
     assert list(memory.list("")) == []
 
 
@@ -171,7 +173,7 @@ def test_a_failure_of_work_is_the_same_error_on_every_rank(memory: MemoryStorage
     def never(answers: list[bytes], beat: Beat) -> bytes:
         raise AssertionError("join runs although a rank failed")
 
-    ends = together(memory, 4, lambda group: group.exchange("save", lambda beat: work(group.rank), never))
+    ends = together(memory, 4, lambda group: exchange(group, "save", lambda beat: work(group.rank), never))
     first = min(failing)
     for rank, error in enumerate(ends):
         assert type(error) is StorageFull
@@ -186,7 +188,7 @@ def test_a_failure_of_work_is_the_same_error_on_every_rank(memory: MemoryStorage
 
 def test_a_foreign_error_is_a_rank_failed_with_its_cause_where_it_happened(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> bytes:
-        return group.exchange("save", lambda beat: bytes([1 // (2 - group.rank)]), joined)
+        return exchange(group, "save", lambda beat: bytes([1 // (2 - group.rank)]), joined)
 
     ends = together(memory, 3, script)
     assert [type(error) for error in ends] == [RankFailed] * 3
@@ -198,22 +200,22 @@ def test_a_failure_of_join_reaches_every_rank(memory: MemoryStorage) -> None:
     def join(answers: list[bytes], beat: Beat) -> bytes:
         raise StorageUnavailable("the record", committed=None)
 
-    ends = together(memory, 3, lambda group: group.exchange("commit", named(group), join))
+    ends = together(memory, 3, lambda group: exchange(group, "commit", named(group), join))
     assert [type(error) for error in ends] == [StorageUnavailable] * 3
     assert [(error.committed, error.rank) for error in ends] == [(None, 0)] * 3
 
     def broken(answers: list[bytes], beat: Beat) -> bytes:
         raise KeyError("bug")
 
-    ends = together(memory, 3, lambda group: group.exchange("commit", named(group), broken))
+    ends = together(memory, 3, lambda group: exchange(group, "commit", named(group), broken))
     assert [(type(error), error.committed) for error in ends] == [(RankFailed, None)] * 3  # it may have committed
 
 
 def test_the_group_goes_on_after_an_error(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> bytes:
         with pytest.raises(InvalidStep):
-            group.exchange("save", lambda beat: check(group.rank), joined)
-        return group.exchange("save again", named(group), joined)
+            exchange(group, "save", lambda beat: check(group.rank), joined)
+        return exchange(group, "save again", named(group), joined)
 
     def check(rank: int) -> bytes:
         if rank == 1:
@@ -230,7 +232,7 @@ def test_an_interrupted_rank_tells_the_others_and_goes(memory: MemoryStorage, in
             raise KeyboardInterrupt
         return b""
 
-    ends = together(memory, 3, lambda group: group.exchange("save", lambda beat: work(group.rank), joined))
+    ends = together(memory, 3, lambda group: exchange(group, "save", lambda beat: work(group.rank), joined))
     assert type(ends[interrupted]) is KeyboardInterrupt
     others = [error for rank, error in enumerate(ends) if rank != interrupted]
     assert [(type(error), error.rank) for error in others] == [(RankFailed, interrupted)] * 2
@@ -239,7 +241,7 @@ def test_an_interrupted_rank_tells_the_others_and_goes(memory: MemoryStorage, in
 
 def test_ranks_that_call_different_things_are_told_so(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> bytes:
-        return group.exchange("save 12" if group.rank != 2 else "load", named(group), joined)
+        return exchange(group, "save 12" if group.rank != 2 else "load", named(group), joined)
 
     for error in together(memory, 3, script):
         assert type(error) is InvalidInput
@@ -250,7 +252,7 @@ def test_ranks_that_call_different_things_are_told_so(memory: MemoryStorage) -> 
 
 def test_ranks_with_different_world_sizes_are_told_so(memory: MemoryStorage) -> None:
     def run(rank: int) -> bytes:
-        return opened(memory, rank, 4 if rank == 0 else 2).exchange("save", lambda beat: b"", joined)
+        return exchange(opened(memory, rank, 4 if rank == 0 else 2), "save", lambda beat: b"", joined)
 
     for error in in_threads(2, run):
         assert type(error) is InvalidInput
@@ -260,19 +262,19 @@ def test_ranks_with_different_world_sizes_are_told_so(memory: MemoryStorage) -> 
 
 def test_two_processes_that_hold_one_rank_are_both_named(storage: Storage) -> None:
     first, second = (opened(storage, 1, 2) for _ in range(2))
-    leader = threading.Thread(target=lambda: opened(storage, 0, 2).exchange("save", lambda beat: b"", joined))
+    leader = threading.Thread(target=lambda: exchange(opened(storage, 0, 2), "save", lambda beat: b"", joined))
     leader.start()
-    assert first.exchange("save", lambda beat: b"mine", joined) == b", mine"
+    assert exchange(first, "save", lambda beat: b"mine", joined) == b", mine"
     leader.join()
     with pytest.raises(InvalidInput, match="rank 1 of the job start 'start'") as caught:
-        second.exchange("save", lambda beat: b"mine", joined)
+        exchange(second, "save", lambda beat: b"mine", joined)
     assert str(caught.value).count("process ") == 2
     assert "start_token" in (caught.value.hint or "")
 
 
 def test_a_start_token_used_by_a_dead_job_is_refused_on_every_rank(storage: Storage) -> None:
     def first_start(rank: int) -> bytes:
-        return opened(storage, rank, 2).exchange("save", lambda beat: b"", joined)
+        return exchange(opened(storage, rank, 2), "save", lambda beat: b"", joined)
 
     assert in_threads(2, first_start) == [b", "] * 2  # never closed
     for error in in_threads(2, first_start):
@@ -284,7 +286,7 @@ def test_a_silent_rank_is_named_to_all_others(memory: MemoryStorage) -> None:
     def run(rank: int) -> Any:
         if rank in (1, 3):
             return None
-        return opened(memory, rank, 4, timeout_seconds=1).exchange("save 12", lambda beat: b"", joined)
+        return exchange(opened(memory, rank, 4, timeout_seconds=1), "save 12", lambda beat: b"", joined)
 
     ends = in_threads(4, run)
     for error in (ends[0], ends[2]):
@@ -297,7 +299,7 @@ def test_a_silent_rank_is_named_to_all_others(memory: MemoryStorage) -> None:
 
 def test_a_silent_leader_is_named_and_leaves_the_outcome_unknown(memory: MemoryStorage) -> None:
     with pytest.raises(RankTimeout) as caught:
-        opened(memory, 1, 2, timeout_seconds=0.5).exchange("save", lambda beat: b"", joined)
+        exchange(opened(memory, 1, 2, timeout_seconds=0.5), "save", lambda beat: b"", joined)
     assert caught.value.ranks == (0,)
     assert caught.value.committed is None
 
@@ -307,7 +309,7 @@ def test_an_error_is_worth_more_than_a_silence(memory: MemoryStorage) -> None:
         raise StorageFull("no space")
 
     def run(rank: int) -> Any:
-        return None if rank == 1 else opened(memory, rank, 3, timeout_seconds=1).exchange("save", fail, joined)
+        return None if rank == 1 else exchange(opened(memory, rank, 3, timeout_seconds=1), "save", fail, joined)
 
     ends = in_threads(3, run)
     assert [type(ends[0]), type(ends[2])] == [StorageFull] * 2
@@ -324,8 +326,8 @@ def test_a_slow_rank_that_gives_signs_is_waited_for(memory: MemoryStorage) -> No
         return b"done"
 
     def script(group: BoardGroup) -> list[bytes]:
-        follower = group.exchange("slow follower", slow if group.rank == 1 else lambda beat: b"", joined)
-        return [follower, group.exchange("slow join", lambda beat: b"", lambda answers, beat: slow(beat))]
+        follower = exchange(group, "slow follower", slow if group.rank == 1 else lambda beat: b"", joined)
+        return [follower, exchange(group, "slow join", lambda beat: b"", lambda answers, beat: slow(beat))]
 
     assert together(memory, 3, script, timeout_seconds=2) == [[b", done, ", b"done"]] * 3
 
@@ -333,11 +335,11 @@ def test_a_slow_rank_that_gives_signs_is_waited_for(memory: MemoryStorage) -> No
 def test_a_rank_that_has_left_is_not_waited_for(memory: MemoryStorage) -> None:
     def run(rank: int) -> Any:
         group = opened(memory, rank, 2, timeout_seconds=8)
-        group.exchange("first", lambda beat: b"", joined)
+        exchange(group, "first", lambda beat: b"", joined)
         if rank == 1:
             group.close()
             return None
-        return group.exchange("second", lambda beat: b"", joined)
+        return exchange(group, "second", lambda beat: b"", joined)
 
     error = in_threads(2, run)[0]
     assert type(error) is RankFailed  # at once: not a RankTimeout
@@ -357,12 +359,12 @@ def test_lanes_keep_orders_of_their_own(memory: MemoryStorage) -> None:
             return b"uploaded"
 
         def in_background() -> None:
-            results[1] = group.lane("background").exchange("save", upload, joined)
+            results[1] = exchange(group.lane("background"), "save", upload, joined)
 
         thread = threading.Thread(target=in_background)
         thread.start()
         inside.wait(60)
-        results[0] = b"; ".join(group.exchange(f"load {n}", named(group), joined) for n in range(3))
+        results[0] = b"; ".join(exchange(group, f"load {n}", named(group), joined) for n in range(3))
         inside.wait(60)
         thread.join(60)
         return results
@@ -380,11 +382,11 @@ def test_a_rank_that_hangs_in_a_save_is_found_though_it_drains(memory: MemorySto
         return b""
 
     def script(group: BoardGroup) -> Any:
-        drains = threading.Thread(target=lambda: group.lane(DRAIN_LANE).exchange("drain", drain, joined))
+        drains = threading.Thread(target=lambda: exchange(group.lane(DRAIN_LANE), "drain", drain, joined))
         drains.start()
         try:
             work = (lambda _beat: b"") if group.rank == 0 else (lambda _beat: b"late" if over.wait(60) else b"")
-            return group.lane("save").exchange("receipts", work, joined)
+            return exchange(group.lane("save"), "receipts", work, joined)
         except RankTimeout as error:
             return error
         finally:
@@ -396,13 +398,13 @@ def test_a_rank_that_hangs_in_a_save_is_found_though_it_drains(memory: MemorySto
     assert [*memory.list("")] == []
 
 
-def test_an_exchange_inside_an_exchange_is_an_error_and_no_hang(memory: MemoryStorage) -> None:
+def test_a_meeting_inside_a_meeting_is_an_error_and_no_hang(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> bytes:
-        return group.exchange("outer", lambda beat: group.exchange("inner", lambda beat: b"", joined), joined)
+        return exchange(group, "outer", lambda beat: exchange(group, "inner", lambda beat: b"", joined), joined)
 
     for error in together(memory, 2, script):
         assert type(error) is RankFailed
-        assert "inside the work or join" in str(error)
+        assert "begun inside another one of the same lane" in str(error)
 
 
 def test_requests_are_tried_again_and_a_lost_reply_is_settled(memory: MemoryStorage) -> None:
@@ -414,18 +416,18 @@ def test_requests_are_tried_again_and_a_lost_reply_is_settled(memory: MemoryStor
     storage: Storage = memory
     for fault in faults:
         storage = wrap(storage, fault)
-    ends = together(storage, 3, lambda group: group.exchange("save", named(group), joined))
+    ends = together(storage, 3, lambda group: exchange(group, "save", named(group), joined))
     assert ends == [b"rank 0, rank 1, rank 2"] * 3
     assert [fault.struck for fault in faults] == [1, 1, 1]
 
 
 def test_a_message_that_is_seen_half_written_is_read_again(tmp_path: Path) -> None:
     plain = PlainStorage(MemoryStorage(f"memory://{tmp_path.name}"))
-    half = Message(tag="save", rank=1, world_size=2, by="rank 1's process", payload=b"rank 1").encode()
+    half = Message(tag="save", rank=1, world_size=2, by="rank 1's process", payload=pack(b"rank 1")).encode()
     plain.write("group/start/00000001.00001", [memoryview(half[: len(half) // 2])])
     leader: list[Any] = []
     thread = threading.Thread(
-        target=lambda: leader.append(opened(plain, 0, 2).exchange("save", lambda beat: b"rank 0", joined))
+        target=lambda: leader.append(exchange(opened(plain, 0, 2), "save", lambda beat: b"rank 0", joined))
     )
     thread.start()
     time.sleep(0.2)
@@ -439,7 +441,7 @@ def test_a_storage_that_refuses_is_told_on_the_rank_and_the_others_do_not_hang(m
     refusing = wrap(memory, FailAt("create *.00001", error=AccessDenied("no"), skip=1, times=None))
 
     def run(rank: int) -> Any:
-        return opened(refusing, rank, 2, timeout_seconds=1).exchange("save", lambda beat: b"", joined)
+        return exchange(opened(refusing, rank, 2, timeout_seconds=1), "save", lambda beat: b"", joined)
 
     ends = in_threads(2, run)
     assert type(ends[1]) is AccessDenied
@@ -451,7 +453,7 @@ def test_a_wait_costs_few_requests(memory: MemoryStorage) -> None:
     counted = CountCalls()
 
     def script(group: BoardGroup) -> bytes:
-        return group.exchange("save", lambda beat: time.sleep(2 * group.rank) or b"", joined)
+        return exchange(group, "save", lambda beat: time.sleep(2 * group.rank) or b"", joined)
 
     together(wrap(memory, counted), 2, script)
     assert counted.counts["list"] + counted.counts["read"] < 100
@@ -462,10 +464,10 @@ def test_the_leader_reads_each_answer_once(memory: MemoryStorage, size: int) -> 
     counted = CountCalls()
     storage = wrap(memory, counted)
     for rank in range(1, size):
-        message = Message(tag="save", rank=rank, world_size=size, by=f"process of {rank}", payload=b"%d" % rank)
+        message = Message(tag="save", rank=rank, world_size=size, by=f"process of {rank}", payload=pack(b"%d" % rank))
         memory.write(f"group/start/00000001.{rank:05d}", [memoryview(message.encode())])
     leader = opened(storage, 0, size)
-    assert leader.exchange("save", lambda beat: b"0", joined) == b", ".join(b"%d" % rank for rank in range(size))
+    assert exchange(leader, "save", lambda beat: b"0", joined) == b", ".join(b"%d" % rank for rank in range(size))
     assert counted.counts["read"] == size - 1 + 1  # and whether somebody has given up waiting
     assert counted.counts["list"] == 1
 
@@ -474,7 +476,7 @@ def test_followers_that_wait_write_nothing(memory: MemoryStorage) -> None:
     counted = CountCalls()
 
     def script(group: BoardGroup) -> bytes:
-        return group.exchange("save", lambda beat: time.sleep(1.0 if group.rank == 2 else 0) or b"", joined)
+        return exchange(group, "save", lambda beat: time.sleep(1.0 if group.rank == 2 else 0) or b"", joined)
 
     together(wrap(memory, counted), 4, script, timeout_seconds=3)
     signs = Counter(call.key for call in counted.calls if call.verb == "write")
@@ -485,7 +487,7 @@ def test_followers_that_wait_write_nothing(memory: MemoryStorage) -> None:
 
 def test_leftovers_of_dead_jobs_are_found(memory: MemoryStorage) -> None:
     for token in ("dead-1", "dead-2", "alive"):
-        opened(memory, 0, 1, token=token).exchange("save", lambda beat: b"", joined)
+        exchange(opened(memory, 0, 1, token=token), "save", lambda beat: b"", joined)
     assert leftover_prefixes(memory, {"alive"}) == ["group/dead-1/", "group/dead-2/"]
     assert leftover_prefixes(memory, {"alive", "dead-1", "dead-2", "unknown"}) == []
 
@@ -519,10 +521,10 @@ def test_alone_the_root_is_not_probed(memory: MemoryStorage) -> None:
 def test_a_process_alone_joins_its_own_answer() -> None:
     group = SoloGroup()
     assert (group.rank, group.world_size) == (0, 1)
-    assert group.exchange("save", lambda beat: b"x", lambda answers, beat: answers[0] + b"y") == b"xy"
+    assert exchange(group, "save", lambda beat: b"x", lambda answers, beat: answers[0] + b"y") == b"xy"
     assert group.lane("background") is group
     with pytest.raises(ZeroDivisionError):
-        group.exchange("save", lambda beat: bytes([1 // 0]), joined)
+        exchange(group, "save", lambda beat: bytes([1 // 0]), joined)
     assert SoloGroup().start_token != group.start_token
     assert group.node == this_node()
 
@@ -671,3 +673,57 @@ def test_no_error_without_a_failure() -> None:
 )
 def test_ranks_are_spoken(ranks: list[int], text: str) -> None:
     assert spoken(list(ranks)) == text
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, "x", b"", b"\n{", [1, b"ab", {"x": [b"c", b""]}], {"a": {"b": b"\0" * 5}, "c": [[b"1"], b"2"]}]
+)
+def test_a_value_comes_back_as_it_was_with_bytes_anywhere(value: Any) -> None:
+    assert unpack(pack(value)) == value
+
+
+def test_what_a_meeting_cannot_carry_is_an_error_on_all_ranks(memory: MemoryStorage) -> None:
+    def script(group: BoardGroup) -> Any:
+        return exchange(group, "save", lambda _: object() if group.rank == 1 else 0, lambda values, _: values)
+
+    for error in together(memory, 2, script):
+        assert type(error) is RankFailed
+        assert "object cannot be brought to a meeting" in str(error)
+
+
+def test_a_block_after_the_leader_was_heard_fails_alone(memory: MemoryStorage) -> None:
+    def script(group: BoardGroup) -> Any:
+        with group.meeting("save") as meeting:
+            meeting.tell(lambda: 1)
+            if group.rank == 1:
+                raise ValueError("mine")
+        return exchange(group, "next", named(group), joined)
+
+    ends = together(memory, 2, lambda group: script(group) if group.rank == 0 else _without_error(script, group))
+    assert ends[0] == b"rank 0, rank 1"
+
+
+def _without_error(script: Callable[[BoardGroup], Any], group: BoardGroup) -> Any:
+    with pytest.raises(ValueError, match="mine"):
+        script(group)
+    return exchange(group, "next", named(group), joined)
+
+
+def test_ranks_that_neither_bring_nor_hear_anything_wait_for_each_other(memory: MemoryStorage) -> None:
+    began = threading.Event()
+
+    def script(group: BoardGroup) -> bool:
+        with group.meeting("wait"):
+            if group.rank == 2:
+                time.sleep(0.3)
+                began.set()
+        return began.is_set()
+
+    assert together(memory, 3, script) == [True] * 3
+
+
+def test_more_ranks_than_the_store_alone_can_carry_are_refused() -> None:
+    assert StorageGroup(127, 128, "start").world_size == 128
+    with pytest.raises(InvalidInput, match="at most 128 ranks meet through the store alone") as caught:
+        StorageGroup(0, 129, "start")
+    assert "init_process_group" in str(caught.value.hint)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from exchanging import exchange
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, RankTimeout
@@ -174,7 +175,7 @@ def test_a_store_that_answers_nothing_is_waited_for_until_the_deadline(monkeypat
         return b""
 
     with pytest.raises(RankTimeout, match=r"gave no (answer|sign of life) for 0\.5 s") as caught:
-        group.exchange("save", work, lambda answers, beat: b"")
+        exchange(group, "save", work, lambda answers, beat: b"")
     assert caught.value.ranks == (0,)
     group.close()  # at once: the board has been given up
     store.ended.set()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exchanging import exchange
 from test_group import RETRY, in_threads, joined, opened, together
 
 from ckptstore.errors import CkptstoreError, InvalidInput, RankFailed, RankTimeout, StorageUnavailable
@@ -42,7 +43,7 @@ def told(group: BoardGroup, tag: str, what: str) -> str:
             raise InvalidInput(f"the ranks say {answers}")
         return answers[0]
 
-    return group.exchange(tag, lambda beat: what.encode(), join).decode()
+    return exchange(group, tag, lambda beat: what.encode(), join).decode()
 
 
 def test_a_rank_that_missed_a_result_is_in_step_at_its_next_call(memory: MemoryStorage) -> None:
@@ -133,7 +134,7 @@ def test_an_answer_whose_reply_was_lost_is_no_failure(memory: MemoryStorage) -> 
 
     def run(rank: int) -> bytes:
         group = opened(no_reply if rank == 1 else memory, rank, 2, timeout_seconds=600)
-        return group.exchange("save", lambda beat: b"%d" % rank, joined)
+        return exchange(group, "save", lambda beat: b"%d" % rank, joined)
 
     assert in_threads(2, run) == [b"0, 1"] * 2
 
@@ -145,7 +146,7 @@ def test_only_the_leader_says_that_nothing_is_committed(memory: MemoryStorage) -
         raise error
 
     def script(group: BoardGroup) -> Any:
-        return error_of(lambda: group.exchange("save", fail if group.rank == 1 else lambda beat: b"", joined))
+        return error_of(lambda: exchange(group, "save", fail if group.rank == 1 else lambda beat: b"", joined))
 
     assert [error.committed for error in together(memory, 2, script)] == [False, False]  # join did not run
 
@@ -158,7 +159,7 @@ def test_an_error_of_a_rank_goes_before_a_difference_of_calls(memory: MemoryStor
         ends = []
         for failing in (0, 1):
             tag, work = ("fail", fail) if group.rank == failing else ("save", lambda beat: b"")
-            ends.append(error_of(lambda tag=tag, work=work: group.exchange(tag, work, joined)))
+            ends.append(error_of(lambda tag=tag, work=work: exchange(group, tag, work, joined)))
         return ends
 
     for ends in together(memory, 3, script):
@@ -176,7 +177,7 @@ def test_an_interrupted_rank_is_in_step_at_its_next_call(
         ends: list[Any] = []
         work = interrupt if group.rank == interrupted == 1 else lambda beat: b""
         try:
-            group.exchange("save", work, interrupt if interrupted == 0 else joined)
+            exchange(group, "save", work, interrupt if interrupted == 0 else joined)
         except (KeyboardInterrupt, CkptstoreError) as error:
             ends.append(error)
         return [*ends, *(told(group, "save", f"{number}") for number in range(2))]
@@ -196,7 +197,7 @@ def test_thousands_of_lanes_leave_nothing(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> int:
         for number in range(400):
             lane = group.lane(f"save-{number}")
-            assert lane.exchange("receipts", lambda beat: b"x", joined) == b"x, x"
+            assert exchange(lane, "receipts", lambda beat: b"x", joined) == b"x, x"
             lane.close()
             told(group, "save", f"{number}")
             if group.rank == 0:
@@ -216,7 +217,7 @@ def test_a_lane_stays_until_every_rank_has_closed_it(memory: MemoryStorage) -> N
         results: list[bytes] = []
 
         def late() -> None:  # rank 1 reads the result long after the leader has closed the lane
-            results.append(lane.exchange("receipts", lambda beat: b"x", joined))
+            results.append(exchange(lane, "receipts", lambda beat: b"x", joined))
 
         if group.rank == 0:
             late()
@@ -254,8 +255,8 @@ def test_a_long_step_without_a_beat_is_not_taken_for_death(memory: MemoryStorage
             return b""
 
         return [
-            group.exchange("join", lambda beat: b"", slow_join),
-            group.exchange("work", slow, lambda answers, beat: b"done"),
+            exchange(group, "join", lambda beat: b"", slow_join),
+            exchange(group, "work", slow, lambda answers, beat: b"done"),
         ]
 
     assert together(memory, 2, script, timeout_seconds=2.5) == [[b"done", b"done"]] * 2
@@ -270,7 +271,7 @@ def test_a_leader_that_hangs_is_found_out(memory: MemoryStorage) -> None:
             return b""
 
         try:
-            return error_of(lambda: group.exchange("save", lambda beat: b"", hang))
+            return error_of(lambda: exchange(group, "save", lambda beat: b"", hang))
         finally:
             found.set()
 
@@ -288,7 +289,7 @@ def save(group: BoardGroup, step: int) -> str:
         return answers[0]
 
     for tag in STORY:
-        answer = group.exchange(tag, lambda beat: b"%d" % step, join, step=step)
+        answer = exchange(group, tag, lambda beat: b"%d" % step, join, step=step)
     return answer.decode()
 
 

@@ -12,7 +12,6 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CheckpointGone, InvalidInput, InvalidMetric
 from ckptstore.format.record import Record
-from ckptstore.group import Beat
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.handed import look
@@ -187,24 +186,27 @@ class RayStore(CheckpointStore):
         left = None if notice.deadline_seconds is None else max(0.0, notice.deadline_seconds - time.time())
         drain = self._state_saver.drain_newest(left)
 
-        def record(_parts: list[Any], _beat: Beat) -> Any:  # the leader's clock decides for all
+        def record() -> Any:  # the leader's clock decides for all
             if drain is None or not drain.done() or drain.error() is not None:
                 return None
             found = drain.result(0.0)
-            return [found.number, found.encode().decode()]
+            return found.number, found.encode()
 
-        told = self._job.exchange("brought in time", lambda _beat: None, record)
+        with self._job.group.meeting("brought in time") as meeting:
+            found = meeting.tell(record)
         self._late.send()
-        return checkpoint if told is None else self._checkpoint(Record.decode(told[1].encode(), told[0]))
+        return checkpoint if found is None else self._checkpoint(Record.decode(found[1], found[0]))
 
     def _objection(self, notice: Notice, needed_seconds: float | None, *, longest_seconds: float) -> str:
         """Why there is no time for a save, "" if there is. Collective; by the leader's clock."""
 
-        def decide(longest: list[Any], _beat: Beat) -> str:
+        def decide() -> str:
             needed = MARGIN * max(longest) if needed_seconds is None else needed_seconds
             return notice.objection(needed_seconds=needed)
 
-        return str(self._job.exchange("preemption", lambda _beat: longest_seconds, decide))
+        with self._job.group.meeting("preemption") as meeting:
+            longest = meeting.gather(longest_seconds)
+            return str(meeting.tell(decide))
 
     def resume(
         self, state: Mapping[str, Any] | None = None, *, prefer: Prefer = "newest", **options: Any
@@ -234,13 +236,14 @@ class RayStore(CheckpointStore):
         self._background.wait()
         handed = handed_back()
 
-        def decide(_parts: list[Any], _beat: Beat) -> Any:
+        def decide() -> Any:
             if handed is None:
                 return [None, ""]
             found = look(handed, self._job, prefers_ray=prefer == "ray", storage_options=self._run_options)
             return [found.number, handed.path if found.is_read else ""]
 
-        number, path = self._job.exchange("what Ray hands back", lambda _beat: None, decide)
+        with self._job.group.meeting("what Ray hands back") as meeting:
+            number, path = meeting.tell(decide)
         if path:
             import ray.train
 

@@ -20,7 +20,6 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError
 from ckptstore.format.record import Record
-from ckptstore.group import Beat
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.metrics import REPLACED, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
@@ -288,7 +287,7 @@ class LateReports:
     def send(self, *, is_last: bool = False) -> None:
         """Report the saves of which it is known what became of them, and with `is_last` the others too. Collective."""
 
-        def look(_parts: list[Any], _beat: Beat) -> list[Any]:
+        def look() -> list[Any]:
             found: list[Any] = []
             for save in self._waiting:
                 outcome = self._outcome(save)
@@ -298,7 +297,8 @@ class LateReports:
             return found
 
         self._waiting = [save.shortened() for save in self._waiting]
-        outcomes = self.job.exchange("reports", lambda _beat: None, look)
+        with self.job.group.meeting("reports") as meeting:
+            outcomes = meeting.tell(look)
         known, self._waiting = self._waiting[: len(outcomes)], self._waiting[len(outcomes) :]
         for save, outcome in zip(known, outcomes, strict=True):
             self._report(save, outcome)

@@ -1,15 +1,41 @@
-"""How the workers of a Ray Train run reach each other: the group of a store inside a worker."""
+"""The group of a store inside a worker of Ray Train: how the workers reach each other."""
 
 from __future__ import annotations
 
+import hashlib
 import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckptstore.config import StoreConfig
-from ckptstore.group import Group, SoloGroup
+from ckptstore.group import Group, SoloGroup, StorageGroup
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.ray_board import open_ray_group
 from ckptstore.storage.base import Storage
+
+_opened: Counter[str] = Counter()
+"""How often this process has joined a group of a name: all ranks join in the same order."""
+_lock = threading.Lock()
+
+
+def open_among(worker: Worker, ranks: Sequence[int], storage: Storage, config: StoreConfig, *, name: str) -> Group:
+    """Open a group of this worker with `ranks`, which join it under the same name as often, through the storage."""
+    with _lock:
+        _opened[name] += 1
+        joined = f"{start_token()}/{name}/{_opened[name]}"
+    token = hashlib.sha256(joined.encode()).hexdigest()[:32]
+    group = StorageGroup(ranks.index(worker.rank), len(ranks), token, worker.node_id)
+    return group.open(storage, rank_timeout_seconds=config.rank_timeout_seconds, retry=config.retry)
+
+
+def start_token() -> str:
+    """Equal on all workers, new for every start of them: they share one actor of Ray's that is made with them."""
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    context: Any = get_train_context()
+    return str(context.get_synchronization_actor()._actor_id.hex())
 
 
 @dataclass(frozen=True)
@@ -17,7 +43,7 @@ class RayWorkers:
     """The workers of this start of the run, with Ray's ranks and Ray's nodes: a value for `open_store(group=...)`.
 
     Over the process group of torch where the workers have one with Ray's ranks (a gloo group of the store's own, so
-    no collective of the training is used), else through an actor of Ray. Lost workers are Ray's to find: it ends the
+    no collective of the training is used), else through the storage. Lost workers are Ray's to find: it ends the
     others.
     """
 
@@ -32,7 +58,7 @@ class RayWorkers:
             from ckptstore.group.torch_board import open_torch_group
 
             return open_torch_group(rank_timeout_seconds=config.rank_timeout_seconds, node=worker.node_id)
-        return open_ray_group(worker, storage.uri, rank_timeout_seconds=config.rank_timeout_seconds)
+        return open_among(worker, range(worker.world_size), storage, config, name=storage.uri)
 
     def _has_torch_group(self) -> bool:
         distributed = getattr(sys.modules.get("torch"), "distributed", None)

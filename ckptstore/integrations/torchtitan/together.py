@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ckptstore.catalogue import job_of
-from ckptstore.group import Beat
+from ckptstore.runtime.beat import Beat, beat
 from ckptstore.runtime.parallel import started
 from ckptstore.store import CheckpointStore
 
@@ -17,13 +17,15 @@ _BEAT_EVERY_SECONDS = 1.0
 
 def on_all_ranks(store: CheckpointStore, what: str, work: Callable[[], Any]) -> list[Any]:
     """What `work` gives on every rank, as JSON holds it. Collective."""
-    told = job_of(store).exchange(what, lambda beat: beating(work, beat), lambda parts, _beat: parts)
-    return list(told)
+    with job_of(store).group.meeting(what) as meeting:
+        values = meeting.gather(beating(work, beat))
+        return list(meeting.tell(lambda: values))
 
 
 def on_leader(store: CheckpointStore, what: str, work: Callable[[], Any]) -> Any:
     """What `work` gives on rank 0, as JSON holds it. Collective."""
-    return job_of(store).exchange(what, lambda _beat: None, lambda _parts, beat: beating(work, beat))
+    with job_of(store).group.meeting(what) as meeting:
+        return meeting.tell(lambda: beating(work, beat))
 
 
 def beating(work: Callable[[], T], beat: Beat) -> T:

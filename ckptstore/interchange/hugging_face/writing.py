@@ -7,7 +7,6 @@ found by its marks (`progress`) and not written again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from ckptstore.interchange.hugging_face.safetensors_layout import INDEX_NAME, La
 from ckptstore.interchange.hugging_face.source import SafetensorsSource
 from ckptstore.loading.load_state import open_alone
 from ckptstore.loading.story import CheckpointFiles
-from ckptstore.runtime.beat import Beat, no_beat
+from ckptstore.runtime.beat import Beat, beat, no_beat
 from ckptstore.transfer.executor import Executor, deal
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import FileSource, MemorySource
@@ -37,20 +36,18 @@ def write_safetensors(
     tag = f"export {plan[:16]}"
     with place.opened_target() as target:
         writing = _Writing(layout, place, ExportProgress(target, plan), files.uri)
-        left = json.loads(group.exchange(f"begin {tag}", _nothing, lambda _parts, _beat: writing.begin()))
+        with group.meeting(f"begin {tag}") as meeting:
+            left = meeting.tell(writing.begin)
         share = _Share(files.alone(), layout, writing.progress)
         try:
             _write_all(share, [file for file in layout.files if file[0] in left], group, executor, tag)
-            names = group.exchange(f"finish {tag}", _nothing, lambda _parts, _beat: writing.finish())
+            with group.meeting(f"finish {tag}") as meeting:
+                names = meeting.tell(writing.finish)
         except CkptstoreError as error:
             if group.rank == LEADER and not isinstance(error, StorageError | RankFailed):
                 writing.discard()
             raise
-    return tuple(json.loads(names))
-
-
-def _nothing(_beat: Beat) -> bytes:
-    return b""
+    return tuple(names)
 
 
 def _write_all(share: _Share, files: Sequence[LaidOut], group: Group, executor: Executor, tag: str) -> None:
@@ -59,12 +56,8 @@ def _write_all(share: _Share, files: Sequence[LaidOut], group: Group, executor: 
         return
     shares = deal(files, _size_of, group.world_size)
     mine = shares[group.rank] if group.rank < len(shares) else []
-
-    def work(beat: Beat) -> bytes:
+    with group.meeting(f"write {tag}"):
         share(mine, beat)
-        return b""
-
-    group.exchange(f"write {tag}", work, lambda _parts, _beat: b"")
 
 
 def _size_of(file: LaidOut) -> int:
@@ -109,7 +102,7 @@ class _Writing:
     replaced: Sequence[str] = ()
     """What lies in the place of the export, and goes when this one is complete."""
 
-    def begin(self) -> bytes:
+    def begin(self) -> list[str]:
         """Make the target ready, and say which files are to be written."""
         self.place.check(resumable=True)
         target, names = self.progress.place, [name for name, _ in self.layout.files]
@@ -122,9 +115,9 @@ class _Writing:
         else:  # readers of an object store shall find no mixture; what lies aside on a disk has no reader
             gone = [name for name in self.replaced if self.place.path is not None or leads(name)]
             target.storage.delete(gone)
-        return json.dumps(names).encode()
+        return names
 
-    def finish(self) -> bytes:
+    def finish(self) -> list[str]:
         """Write what leads to the files, remove what they replace, and have the export appear."""
         target, layout, beside = self.progress.place, self.layout, self.place.beside
         self.progress.check_complete({file[0]: len(layout.head(file)) + _size_of(file) for file in layout.files})
@@ -138,7 +131,7 @@ class _Writing:
         self.progress.abort_unfinished(names)
         self.progress.forget()
         self.place.publish()
-        return json.dumps(names).encode()
+        return names
 
     def discard(self) -> None:
         """Remove what was written: nobody can complete it."""

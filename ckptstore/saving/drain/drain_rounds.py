@@ -9,11 +9,10 @@ checkpoint may be there.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, RankTimeout, StoreFenced
@@ -22,8 +21,9 @@ from ckptstore.fast.certificate import Certificate
 from ckptstore.fast.fast_place import FastPlace
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
-from ckptstore.group import Beat, Group
+from ckptstore.group import Group
 from ckptstore.job import Job
+from ckptstore.runtime.beat import beat
 from ckptstore.saving.commit import commit_prepared, covering
 from ckptstore.saving.drain.book import Book, Drain, choose, given_up
 from ckptstore.saving.drain.own_files import OwnFiles
@@ -80,40 +80,43 @@ class Rounds:
 
     def round(self, lane: Group) -> None:
         """The ranks agree on what is drained now, and drain it."""
-        job, told = self._job, dict[str, Any](active=[drain.save_number for drain in self._book.all_active()])
+        active = [drain.save_number for drain in self._book.all_active()]
         has_met = False
 
-        def tell(beat: Beat) -> bytes:
-            nonlocal has_met
-            has_met = True
-            while (left_seconds := self._retry_at - time.monotonic()) > 0 and not self.stopped.is_set():
-                beat()
-                self.stopped.wait(min(left_seconds, _TICK_SECONDS))
-            self._check()
-            begun = self._files
-            has_sent = begun is not None and begun[1].has_sent and begun[0].is_active
-            told.update(self._book.told(begun[0].save_number if begun is not None and has_sent else 0))
-            return json.dumps(told).encode()
-
-        def decide(parts: list[bytes], beat: Beat) -> bytes:
-            choice = choose([json.loads(part) for part in parts])
-            with hurried():
-                newest = job.claim(job.log.newest())  # before any byte moves for a job that is fenced
-            return json.dumps({**choice, "is_over": newest.state.save_number >= choice["go"] > 0}).encode()
-
         try:
-            choice = json.loads(lane.exchange("next", tell, decide))
+            with lane.meeting("next") as meeting:
+                has_met = True
+                offer = self._offer()
+                active = offer["active"]
+                offers = meeting.gather(offer)
+                choice = meeting.tell(lambda: self._choice(offers))
         except CkptstoreError as error:
             if not has_met:  # the others cannot even be asked, and that may be said without any delay
                 self.stopped.wait(_TICK_SECONDS)
             if isinstance(error, RankTimeout) and self._rank in error.ranks and not self.stopped.is_set():
                 return  # this rank came late, and was given up: the others may come again
-            drains = [drain for drain in self._book.all_active() if drain.save_number in told["active"]]
+            drains = [drain for drain in self._book.all_active() if drain.save_number in active]
             self._failed(drains, error)
             return
         drain = self._book.hear(choice)
         if drain is not None:
             self._drain(lane, drain, is_over=choice["is_over"])
+
+    def _offer(self) -> dict[str, Any]:
+        """Wait until the store may be tried again, and return what this rank can drain."""
+        while (left_seconds := self._retry_at - time.monotonic()) > 0 and not self.stopped.is_set():
+            beat()
+            self.stopped.wait(min(left_seconds, _TICK_SECONDS))
+        self._check()
+        begun = self._files
+        has_sent = begun is not None and begun[1].has_sent and begun[0].is_active
+        return self._book.told(begun[0].save_number if begun is not None and has_sent else 0)
+
+    def _choice(self, offers: Sequence[Any]) -> dict[str, Any]:
+        job, choice = self._job, choose(offers)
+        with hurried():
+            newest = job.claim(job.log.newest())  # before any byte moves for a job that is fenced
+        return {**choice, "is_over": newest.state.save_number >= choice["go"] > 0}
 
     def _drain(self, lane: Group, drain: Drain, *, is_over: bool) -> None:
         """Send the files of this rank, and hear what became of the checkpoint. With `is_over` it, or a newer one, is
@@ -122,24 +125,22 @@ class Rounds:
         assert certificate is not None  # the ranks have just agreed on it, and what is begun is not dropped
         files, number = self._begun(drain, certificate), drain.save_number
 
-        def send(beat: Beat) -> bytes:
-            self._check()
-            if not is_over:
-                files.send(job.storage, self._transfer, pacer=self._pacer, beat=beat, check=self._check)
-            return b""
-
-        def publish(_parts: list[bytes], beat: Beat) -> bytes:
+        def publish() -> Any:
             with hurried():
                 if is_over:
                     record = covering(job, number, step=drain.step)
                 else:
                     manifest, data = certificate.manifest, certificate.manifest_data
                     record = commit_prepared(job, manifest, data, save_number=number, beat=beat)
-            return b"%d\n%s" % (record.number, record.encode())
+            return record.number, record.encode()
 
         try:
-            record_number, _, data = lane.exchange(f"drain {drain.attempt}", send, publish).partition(b"\n")
-            record = Record.decode(data, int(record_number))
+            with lane.meeting(f"drain {drain.attempt}") as meeting:
+                self._check()
+                if not is_over:
+                    files.send(job.storage, self._transfer, pacer=self._pacer, beat=beat, check=self._check)
+                record_number, data = meeting.tell(publish)
+            record = Record.decode(data, record_number)
         except CkptstoreError as error:
             drain.may_be_committed |= error.committed is not False
             self._failed([drain], error)

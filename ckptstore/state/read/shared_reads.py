@@ -49,26 +49,16 @@ class SharedSteps:
             self._share(wave, by_place, read)
         taken = set(common)
 
-        def work(_beat: object) -> bytes:
+        with self._group.meeting("read the rest"):
             run_steps((step for step in own if _place(step) not in taken), read, buffer_bytes=buffer_bytes)
-            return b""
-
-        self._group.exchange("read the rest", work, lambda _posts, _beat: b"")  # what fails on one rank fails on all
 
     def _wanted_by_all(self, steps: Iterable[Step]) -> tuple[list[Step], list[Place]]:
         """What this rank wants, and what every rank does."""
-        own: list[Step] = []
-
-        def work(_beat: object) -> bytes:
-            own.extend(steps)
-            return zlib.compress(json.dumps(sorted({_place(step) for step in own})).encode(), 1)
-
-        def join(posts: list[bytes], _beat: object) -> bytes:
-            wanted = [{tuple(place) for place in json.loads(zlib.decompress(post))} for post in posts]
-            return zlib.compress(json.dumps(sorted(set.intersection(*wanted))).encode(), 1)
-
-        answer = self._group.exchange("ranges", work, join)
-        return own, [(key, offset, size_bytes) for key, offset, size_bytes in json.loads(zlib.decompress(answer))]
+        with self._group.meeting("ranges") as meeting:
+            own = list(steps)
+            wanted = meeting.gather(_packed({_place(step) for step in own}))
+            common = meeting.tell(lambda: _packed(set.intersection(*map(_unpacked, wanted))))
+        return own, sorted(_unpacked(common))
 
     def _share(
         self,
@@ -81,11 +71,8 @@ class SharedSteps:
         held = [by_place[place].range_read() for place in wave]
         mine = [item for (item, _), owner in zip(held, owners, strict=True) if owner == self._group.rank]
 
-        def work(_beat: object) -> bytes:
+        with self._group.meeting("read shares"):
             read(mine)
-            return b""
-
-        self._group.exchange("read shares", work, lambda _posts, _beat: b"")
         for place, (item, buffer), owner in zip(wave, held, owners, strict=True):
             for view in item.views:
                 self._broadcast(view, owner)
@@ -100,6 +87,14 @@ class SharedSteps:
 
 def _place(step: Step) -> Place:
     return step.key, step.offset, step.size_bytes
+
+
+def _packed(places: set[Place]) -> bytes:
+    return zlib.compress(json.dumps(sorted(places)).encode(), 1)
+
+
+def _unpacked(data: bytes) -> set[Place]:
+    return {(key, offset, size_bytes) for key, offset, size_bytes in json.loads(zlib.decompress(data))}
 
 
 def _waves(places: Sequence[Place], buffer_bytes: int) -> Iterator[list[Place]]:

@@ -27,30 +27,13 @@ from ckptstore.testing.simulation.world import COPY_URI, STORE_URI, Member, Worl
 from ckptstore.transfer.opened import open_place
 
 
-class _Ones(StorageGroup):
-    """Two ranks meet in a tree."""
-
-    _fan_in = 1
-
-
-class _Pairs(StorageGroup):
-    """Three ranks meet in a tree."""
-
-    _fan_in = 2
-
-
-GROUPS = (_Ones, _Pairs, StorageGroup, StorageGroup)
-"""One of them for each seed."""
-
-
 def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
     """The store as a process opens it."""
     plan, actor = world.plan, member.actor
     group: object = None
     if actor.ranks:
         token = f"{actor.name}-start"
-        kind = GROUPS[int(plan.chance("fan-in") * len(GROUPS))]
-        group = kind(member.rank, actor.ranks, token, f"node-{member.rank % 2}")
+        group = StorageGroup(member.rank, actor.ranks, token, f"node-{member.rank % 2}")
         if plan.board == "torch" and actor.ranks > 1:
             from ckptstore.testing.simulation.keyvalue import KeyValueGroup
 

@@ -126,8 +126,8 @@ class KeyValueGroup:
             node=f"node-{self.rank % 2}",
         )
         try:
-            told = group.exchange("open the group", lambda _: b"", lambda _answers, _beat: new_start_token().encode())
-            group.start_token = told.decode()
+            with group.meeting("open the group") as meeting:
+                group.start_token = meeting.tell(new_start_token)
         except BaseException:
             group.close()
             raise

@@ -175,8 +175,8 @@ class Committer:
         self._pass_over_late(look)
         view = self._view(look, had_ended)
 
-        def join(told: list[Any], _beat: object) -> Any:
-            views = [NodeView.from_json(item) for item in told]
+        def join() -> Any:
+            views = [NodeView.from_json(item) for item in brought]
             chosen = None if self._must_wait(views) else choose(views)
             ranks = (
                 None if any(item.ranks is None for item in views) else sorted({r for v in views for r in v.ranks or ()})
@@ -184,7 +184,9 @@ class Committer:
             offer = None if chosen is None else NodeView(offers=(chosen,)).to_json()["offers"][0]
             return {"offer": offer, "ranks": ranks, "is_over": all(item.has_ended for item in views)}
 
-        told = job_of(self.store).exchange("agent", lambda _beat: view.to_json(), join)
+        with job_of(self.store).group.meeting("agent") as meeting:
+            brought = meeting.gather(view.to_json())
+            told = meeting.tell(join)
         return (None if told["offer"] is None else NodeOffer(**told["offer"])), bool(told["is_over"])
 
     def _must_wait(self, views: Iterable[NodeView]) -> bool:
@@ -260,25 +262,20 @@ class Committer:
     def _hold(self, found: Found | None, stack: ExitStack) -> Held | None:
         """Keep this node's share of the files from being deleted. What fails on one node fails on all."""
         job = job_of(self.store)
-        held: list[Held] = []
-
-        def see(_beat: object) -> dict[str, tuple[int, int]]:
-            return {name: (it.mtime_ns, it.size_bytes) for name, it in found.files.items()} if found else {}
-
-        seen = job.exchange("see", see, lambda told, _beat: told)
+        files = found.files if found is not None else {}
+        with job.group.meeting("see") as meeting:
+            brought = meeting.gather({name: (it.mtime_ns, it.size_bytes) for name, it in files.items()})
+            seen = meeting.tell(lambda: brought)
         shares = divide([{name: (times[0], times[1]) for name, times in item.items()} for item in seen])
-
-        def hold(_beat: object) -> None:
-            if found is not None:
-                try:
-                    held.append(stack.enter_context(self.folder.hold(found, shares[job.group.rank])))
-                except SourceChanged:
-                    if not (self.folder.path / found.name).exists():
-                        self._pass_over([found], "the trainer has deleted it")
-                    raise
-
-        job.exchange("hold", hold, lambda _told, _beat: None)
-        return held[0] if held else None
+        with job.group.meeting("hold"):
+            if found is None:
+                return None
+            try:
+                return stack.enter_context(self.folder.hold(found, shares[job.group.rank]))
+            except SourceChanged:
+                if not (self.folder.path / found.name).exists():
+                    self._pass_over([found], "the trainer has deleted it")
+                raise
 
     def _fail(self, error: CkptstoreError) -> None:
         self.failed = error

@@ -12,7 +12,7 @@ from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidInput
 from ckptstore.events import BytesMoved, emit, listening
-from ckptstore.group import Beat
+from ckptstore.runtime.beat import current_beat
 from ckptstore.store import CheckpointStore
 from ckptstore.tools.run.folders import Folder, newest_first, restore_folder, set_aside_unfinished, whole_in
 from ckptstore.tools.run.folders.snapshot import OWN_NAME
@@ -32,18 +32,17 @@ def is_shared(store: CheckpointStore, folder: Path) -> bool:
         return False
     token = folder / OWN_NAME / f"shared-{secrets.token_hex(8)}"
 
-    def leave(_beat: object) -> str:
-        if not job.is_leader:
-            return ""
+    def leave() -> str:
         token.parent.mkdir(exist_ok=True)
         token.touch()
         return token.name
 
-    name = job.exchange("folder", leave, lambda told, _beat: told[0])
     try:
-        seen = job.exchange(
-            "shared", lambda _beat: _sees(folder / OWN_NAME / name), lambda told, _beat: [bool(item) for item in told]
-        )
+        with job.group.meeting("folder") as meeting:
+            name = meeting.tell(leave)
+        with job.group.meeting("shared") as meeting:
+            brought = meeting.gather(_sees(folder / OWN_NAME / name))
+            seen = meeting.tell(lambda: brought)
     finally:
         if job.is_leader:
             with contextlib.suppress(OSError):
@@ -84,21 +83,22 @@ def restore(store: CheckpointStore, folder: Folder, *, shared: bool) -> None:
         return
     common = None if is_alone else _newest_of_all(store, folder, latest)
 
-    def bring(beat: Beat) -> None:
+    with job.group.meeting("restore"):
         if shared and not job.is_leader:
             return
-        with listening(lambda _event: beat(), BytesMoved):  # a long download is no death
+        sign = current_beat()
+        with listening(lambda _event: sign(), BytesMoved):  # a long download is no death
             report = restore_folder(
                 folder, newest_first(store), keeps_newer=is_alone or common is not None, only_newer=common
             )
         if report is not None:
             emit(FolderRestored(**{item.name: getattr(report, item.name) for item in fields(FolderRestored)}))
 
-    job.exchange("restore", bring, lambda _told, _beat: None)
-
 
 def _newest_of_all(store: CheckpointStore, folder: Folder, latest: Checkpoint) -> str | None:
     """The name of the newest checkpoint that every node has finished; None where there is none. Collective."""
-    told = job_of(store).exchange("newest", lambda _beat: whole_in(folder, latest), lambda told, _beat: told)
-    common = set.intersection(*({(step, name) for step, name in whole} for whole in told))
+    with job_of(store).group.meeting("newest") as meeting:
+        brought = meeting.gather(list(whole_in(folder, latest)))
+        of_all = meeting.tell(lambda: brought)
+    common = set.intersection(*({(step, name) for step, name in whole} for whole in of_all))
     return max(common)[1] if common else None

@@ -26,11 +26,12 @@ from ckptstore.errors import (
 )
 from ckptstore.format.layout import MANIFEST_NAME, Attempt, check_name
 from ckptstore.format.manifest import Manifest
-from ckptstore.group import Beat, Group
+from ckptstore.group import Group
 from ckptstore.group.base import LEADER
 from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.log.identity import KEPT_BY_RAY, read_or_create_store_json
+from ckptstore.runtime.beat import Beat
 from ckptstore.saving.commit import check_stored, manifest_of, write_manifest
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision

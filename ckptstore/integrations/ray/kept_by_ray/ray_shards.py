@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptstore.format.layout import RAY_METADATA_NAME, Attempt
 from ckptstore.format.naming import Offer
-from ckptstore.group import Beat
+from ckptstore.runtime.beat import Beat
 from ckptstore.saving.directories import Directory, scan
 from ckptstore.saving.directory_shard import DirectoryShard
 from ckptstore.saving.shard import Contents, Decision

@@ -14,7 +14,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput, RankTimeout
 from ckptstore.format.layout import check_step
-from ckptstore.group import Beat, Group
+from ckptstore.group import Group
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import local_path_of
 from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeeper, Run, default_directory
@@ -115,20 +115,15 @@ class _Brought:
 
 
 def _agree_on_kind(group: Group, brought: _Brought, *, score: Score | None) -> str:
-    """One exchange: all ranks bring what fits together, and metrics that Ray can keep."""
-
-    def describe(_beat: Beat) -> bytes:
-        safe_metrics(brought.metrics, score=score)
-        brought.path()
-        if brought.step is not None:
-            check_step(brought.step)
-        return brought.kind.encode()
-
-    def join(kinds: list[bytes], _beat: Beat) -> bytes:
-        return _agreed_kind([kind.decode() for kind in kinds]).encode()
-
+    """One meeting: all ranks bring what fits together, and metrics that Ray can keep."""
     try:
-        return group.exchange("report", describe, join).decode()
+        with group.meeting("report") as meeting:
+            safe_metrics(brought.metrics, score=score)
+            brought.path()
+            if brought.step is not None:
+                check_step(brought.step)
+            kinds = meeting.gather(brought.kind)
+            return str(meeting.tell(lambda: _agreed_kind(kinds)))
     except RankTimeout as error:
         error.hint = "Every worker calls ckptstore.ray.report, with metrics alone too; else look at its log"
         raise

@@ -20,7 +20,7 @@ from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.kept_by_ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics, warn_of_worst
 from ckptstore.integrations.ray.metrics import safe_metrics as made_safe
-from ckptstore.integrations.ray.ray_board import open_ray_group
+from ckptstore.integrations.ray.worker_group import open_among
 from ckptstore.saving import story
 from ckptstore.saving.phases import SaveClock
 
@@ -130,7 +130,7 @@ def _meet(run: Run, ranks: Sequence[int], directory: str) -> Group:
     if len(ranks) == 1:
         return SoloGroup(node=run.worker.node_id)
     name = f"{run.storage.uri}/{directory}"
-    return open_ray_group(run.worker, name, rank_timeout_seconds=run.config.rank_timeout_seconds, ranks=ranks)
+    return open_among(run.worker, ranks, run.storage, run.config, name=name)
 
 
 def number_of_report(*, is_next: bool = False) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.format.layout import Attempt
-from ckptstore.group import Beat
+from ckptstore.runtime.beat import Beat
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.shard import Contents, Decision, Shard
 from ckptstore.store import CheckpointStore, save_shard

@@ -1,0 +1,77 @@
+"""What one rank does in a meeting: it brings a value, and hears what the leader makes of all of them.
+
+with group.meeting("save", step=step) as meeting:
+    offers = meeting.gather(offer)               # on the leader, those of all ranks
+    plan = meeting.tell(lambda: agree(offers))   # made by the leader, returned on all ranks
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+_BYTES = "\0bytes"
+
+
+class Meeting(Protocol):
+    """A meeting of all ranks of a group, as one of them sees it. See `Group.meeting` for what is guaranteed."""
+
+    def gather(self, value: Any = None) -> list[Any]:
+        """Bring a value. Return those of all ranks, in their order, on the leader; an empty list on the others.
+
+        A value is None, or what JSON has, with bytes anywhere in it; a tuple comes back as a list.
+        """
+
+    def tell(self, work: Callable[[], Any]) -> Any:
+        """Call `work` on the leader, once the values of all ranks are there, and return on all ranks what it returned:
+        a value as in `gather`."""
+
+
+def pack(value: Any) -> bytes:
+    """Encode a value as one line of JSON with the bytes in it behind."""
+    if value is None:
+        return b""
+    blobs: list[bytes] = []
+
+    def place(item: Any) -> dict[str, int]:
+        if not isinstance(item, bytes | bytearray | memoryview):
+            raise TypeError(f"{type(item).__name__} cannot be brought to a meeting")
+        blobs.append(bytes(item))
+        return {_BYTES: len(blobs[-1])}
+
+    head = json.dumps(value, default=place).encode()
+    return b"".join([head, b"\n", *blobs])
+
+
+def unpack(data: bytes) -> Any:
+    """Decode what `pack` made. ValueError for what it cannot have made."""
+    if not data:
+        return None
+    line, _, rest = data.partition(b"\n")
+    begin = 0
+
+    def taken(item: dict[str, Any]) -> Any:
+        nonlocal begin
+        if item.keys() != {_BYTES}:
+            return item
+        end = begin + int(item[_BYTES])
+        blob, begin = rest[begin:end], end
+        return blob
+
+    value = json.loads(line, object_hook=taken)
+    if begin != len(rest):
+        raise ValueError(f"{begin} bytes of {len(rest)} belong to a value")
+    return value
+
+
+class Alone:
+    """A meeting of one process."""
+
+    def gather(self, value: Any = None) -> list[Any]:
+        """See `Meeting.gather`."""
+        return [unpack(pack(value))]
+
+    def tell(self, work: Callable[[], Any]) -> Any:
+        """See `Meeting.tell`."""
+        return unpack(pack(work()))
