@@ -19,7 +19,7 @@ from ckptstore.tools.bench.figures.report import Sample, Workload, WorkloadOutco
 from ckptstore.tools.bench.measure import Meter
 from ckptstore.tools.bench.peers.base import Contender
 from ckptstore.tools.bench.peers.dcp_async import AsyncDcp, AsyncDcpProcess
-from ckptstore.tools.bench.peers.own import AsyncCkptstore, AsyncCkptstoreProcess
+from ckptstore.tools.bench.peers.own import AsyncCkptstore
 from ckptstore.tools.bench.turns import Contest
 
 SIZE_BYTES = (2 << 30) if FULL else (8 << 20)
@@ -63,8 +63,8 @@ def slowdowns(directory: str) -> list[WorkloadOutcome]:
         case = Case(place=Place(uri=directory), rank=rank, world_size=world_size, durable=True)
         case.make_state("tensors", SIZE_BYTES)
         contest = Slowdown(case, "save", figure="total_seconds", tell=lambda *_: None)
-        in_processes: list[type[Contender]] = [AsyncCkptstoreProcess, AsyncDcpProcess] if FULL else []
-        return contest.run([AsyncCkptstore, AsyncDcp, *in_processes], repeat=ROUNDS)
+        contenders: list[type[Contender]] = [AsyncCkptstore, AsyncDcp]
+        return contest.run([*contenders, AsyncDcpProcess] if FULL else contenders, repeat=ROUNDS)
 
 
 def test_slowdown(tell: Callable[[Workload], None], tmp_path: Path) -> None:

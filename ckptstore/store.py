@@ -19,7 +19,7 @@ from ckptstore.job import Job
 from ckptstore.loading.newest import Order, newest_first, resume
 from ckptstore.loading.story import fast_files_of, files_of
 from ckptstore.saving import background, story
-from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave, UploaderKind
+from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave
 from ckptstore.saving.directory_shard import DirectoryShard, directory_of
 from ckptstore.saving.log_keeper import LogKeeper
 from ckptstore.saving.phases import SaveClock
@@ -117,7 +117,6 @@ class CheckpointStore(Catalogue):
         allow_pickle: bool = False,
         stock_readable: StockReadable = "auto",
         on_busy: OnBusy = "wait",
-        uploader: UploaderKind = "thread",
         max_failures: int = 0,
     ) -> PendingSave:
         """Save a copy of a state in the background. Collective; returns once the copy is made.
@@ -128,7 +127,6 @@ class CheckpointStore(Catalogue):
         Args:
             on_busy: while the save before is in flight, "wait" for it, "skip" this one (`PendingSave.skipped`, the
                 same on all ranks), or raise SaveBusy ("error").
-            uploader: what stores the copy, a "thread", or a "process", which never holds this interpreter's lock.
             max_failures: how many failed saves in a row are only logged before one is raised.
 
         The other arguments are those of `save`.
@@ -136,14 +134,13 @@ class CheckpointStore(Catalogue):
         from ckptstore.saving.state_shard import StateOptions
 
         clock = self._clock()
-        background.check_uploader(uploader)
         if not self._background.is_free(self._job, on_busy, step=step):
             return PendingSave(step, skipped=True, stalled_seconds=clock.elapsed_seconds)
         job = self._in_turn(max_failures=max_failures)
         request = story.checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
         options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
         return self._state_saver.save_async(
-            state, request, self._saved, options=options, uploader=uploader, max_failures=max_failures, clock=clock
+            state, request, self._saved, options=options, max_failures=max_failures, clock=clock
         )
 
     def dcp_target(
@@ -156,15 +153,12 @@ class CheckpointStore(Catalogue):
         """
         return StoreTarget.of(self._job, in_turn=self._in_turn, metrics=metrics, metadata=metadata)
 
-    def warm_up(
-        self, state: Mapping[str, Any], *, stock_readable: StockReadable = "auto", uploader: UploaderKind = "thread"
-    ) -> None:
-        """Make the memory, plans and processes that a first `save_async` needs. Collective."""
+    def warm_up(self, state: Mapping[str, Any], *, stock_readable: StockReadable = "auto") -> None:
+        """Make the memory and plans that a first `save_async` needs. Collective."""
         from ckptstore.saving.state_shard import StateOptions
 
-        background.check_uploader(uploader)
         self._in_turn()
-        self._state_saver.warm_up(state, options=StateOptions(stock_readable=stock_readable), uploader=uploader)
+        self._state_saver.warm_up(state, options=StateOptions(stock_readable=stock_readable))
 
     def finish_by(self, seconds: float | None = None) -> bool:
         """Wait for the save in flight, at most `seconds` or what is left since SIGTERM; True when it has ended.

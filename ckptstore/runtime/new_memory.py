@@ -44,11 +44,15 @@ def new_memory(size_bytes: int) -> mmap.mmap:
 
 
 def populate(memory: mmap.mmap, start: int, stop: int) -> None:
-    """`touch` for what `new_memory` gave, and from a slow huge page on in small pages."""
+    """Have the system give a stretch of new memory now, not page by page when it is used first.
+
+    Call it before that: where the system has no call for it, zeros are written. The interpreter lock is free meanwhile.
+    From a slow huge page on it comes in small pages. Raises OSError when there is no memory for it.
+    """
     while start < stop:
         end = stop if _Pages.are_slow else min(stop, start + HUGE_BYTES)
         begun = time.thread_time()  # not the time in which other threads had the processor
-        touch(memory, start, end)
+        _touch(memory, start, end)
         if not _Pages.are_slow and time.thread_time() - begun > _SLOW_SECONDS:
             _Pages.are_slow = True
         if _Pages.are_slow and hasattr(mmap, "MADV_NOHUGEPAGE"):
@@ -57,12 +61,7 @@ def populate(memory: mmap.mmap, start: int, stop: int) -> None:
         start = end
 
 
-def touch(memory: mmap.mmap, start: int, stop: int) -> None:
-    """Have the system give a stretch of memory now, not page by page when it is used first.
-
-    Call it before that: where the system has no call for it, zeros are written. The interpreter lock is free meanwhile.
-    Raises OSError when there is no memory for it.
-    """
+def _touch(memory: mmap.mmap, start: int, stop: int) -> None:
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     page_start = start - start % mmap.PAGESIZE
     length = ctypes.c_size_t(stop - page_start)

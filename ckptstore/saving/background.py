@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint
@@ -25,13 +25,6 @@ from ckptstore.runtime.parallel import at_exit, is_ending
 logger = logging.getLogger("ckptstore")
 
 OnBusy = Literal["wait", "skip", "error"]
-UploaderKind = Literal["thread", "process"]
-
-
-def check_uploader(uploader: UploaderKind) -> None:
-    """Raise InvalidInput for a word that names no uploader."""
-    if uploader not in get_args(UploaderKind):
-        raise InvalidInput(f"uploader is {uploader!r}, it is 'thread' or 'process'")
 
 
 @bounded

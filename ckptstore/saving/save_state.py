@@ -5,7 +5,6 @@ The story itself is in `ckptstore.saving.story`.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
@@ -15,10 +14,8 @@ from typing import Any, NamedTuple
 
 from ckptstore.errors import (
     CheckpointDamaged,
-    CkptstoreError,
     FileMissing,
     InvalidInput,
-    RankFailed,
     StorageFull,
     StorageUnavailable,
     StoreMissing,
@@ -43,14 +40,12 @@ from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
 from ckptstore.saving.staging import Staging
 from ckptstore.saving.state_shard import StateOptions, StateShard
-from ckptstore.saving.upload_process import Uploader
 from ckptstore.state.live.apply import collect
 from ckptstore.state.tensors import device
 from ckptstore.state.write.incremental import Kept, kept_file_name
 from ckptstore.state.write.memo import SaveMemo
 from ckptstore.storage.base import Storage
-from ckptstore.transfer import Stored, Transfer
-from ckptstore.transfer.planned import PlannedFile
+from ckptstore.transfer import Transfer
 
 
 class FastSaved(NamedTuple):
@@ -74,13 +69,12 @@ class _Target(NamedTuple):
 
 @dataclass(kw_only=True)
 class StateSaver:
-    """What one process keeps from one save of a state to the next: plans, staging memory, an upload process."""
+    """What one process keeps from one save of a state to the next: plans and staging memory."""
 
     job: Job
     background: Background
     _memo: SaveMemo = field(default_factory=SaveMemo)
-    _staging: dict[bool, Staging] = field(default_factory=dict)
-    _uploader: Uploader | None = None
+    _staging: Staging | None = None
     _kept: Kept | None = None
     """What this rank has in the checkpoint that this job committed last, if that save was incremental."""
     _drainer: Drainer | None = None
@@ -106,7 +100,6 @@ class StateSaver:
         done: Callable[[Saved], Any],
         *,
         options: StateOptions,
-        uploader: str,
         max_failures: int = 0,
         clock: SaveClock,
     ) -> PendingSave:
@@ -116,15 +109,8 @@ class StateSaver:
         the job's store is not there counts as a save that has failed, of which `max_failures` in a row are tolerated:
         a network mount may come back.
         """
-        in_process = uploader == "process"
-        if in_process:
-            self._give_back()
         target = self._target(request, options)
-        if in_process:  # before anything is agreed on: it may not be possible here
-            with contextlib.suppress(RankFailed):  # tried again where all ranks hear of it
-                self.upload_process(target.storage)
-        upload = _StagedUpload(self, target, in_process=in_process)
-        shard = self._shard(state, options, target, upload=self._doubled(upload, target))
+        shard = self._shard(state, options, target, upload=self._doubled(target.transfer.upload, target))
         try:
             begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
         except StoreMissing as error:
@@ -140,7 +126,7 @@ class StateSaver:
             return done(saved)
 
         try:
-            staged.stage(lambda: self._staging_for(shared=in_process))
+            staged.stage(self._staging_memory)
             clock.ended("stage")
             size_bytes = sum(source.size_bytes for _, source in shard.sources)
             pending = PendingSave(request.step, stalled_seconds=clock.released())
@@ -257,7 +243,7 @@ class StateSaver:
         drains = self._drainer.health() if self._drainer else None
         return health_of(self._last_fast, self._last_record, drains, resumed)
 
-    def warm_up(self, state: Mapping[str, Any], *, options: StateOptions, uploader: str) -> None:
+    def warm_up(self, state: Mapping[str, Any], *, options: StateOptions) -> None:
         """Do now what only a first asynchronous save would do. Collective; nothing is written."""
         job = self.job
         target = _Target(job.storage, job.transfer, LogKeeper(job))
@@ -265,47 +251,24 @@ class StateSaver:
         request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace")
         story.meet(job.group, "warm up", shard, request, lambda _decision, _beat: {})
         shard.plan()
-        sizes = [source.size_bytes for _, source in shard.sources]
-        self._staging_for(shared=uploader == "process").reserve(sizes)
-        if uploader == "process" and job.fast_tier is None:  # where else it writes is not known yet
-            self.upload_process()
+        self._staging_memory().reserve([source.size_bytes for _, source in shard.sources])
 
     def prepare(self, sizes_bytes: Sequence[int]) -> None:
         """Have memory for a save of files of these sizes made in the background."""
-        self._staging_for(shared=False).prepare(sizes_bytes)
+        self._staging_memory().prepare(sizes_bytes)
 
     def _give_back(self) -> None:
         """Of a job that saves in other ways: what was made ready for a save in the background."""
-        for staging in self._staging.values():
-            if staging.is_unused:
-                staging.close()
-
-    def upload_process(self, storage: Storage | None = None) -> Uploader:
-        """The upload process, started when it is needed first. All its uploads are to one storage: the store's, where
-        none is given."""
-        if self._uploader is None:
-            config, storage = self.job.config, storage or self.job.storage
-            self._uploader = Uploader(storage, config=config.transfer, retry=config.retry, rank=self.job.group.rank)
-        return self._uploader
-
-    def forget_upload_process(self) -> None:
-        """After it failed: the next save starts another one."""
-        uploader, self._uploader = self._uploader, None
-        if uploader is not None:
-            uploader.close()
+        if self._staging is not None and self._staging.is_unused:
+            self._staging.close()
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Bring the newest fast checkpoint into the store within that time, and give memory and process back. No save
-        is in flight. Without a time it is tried until the store does not answer."""
+        """Bring the newest fast checkpoint into the store within that time, and give the memory back. No save is in
+        flight. Without a time it is tried until the store does not answer."""
         if self._drainer is not None:
             self._drainer.close(timeout_seconds)
-        for staging in self._staging.values():
-            staging.close()
-        self.forget_upload_process()
-
-    def staged_buffers(self) -> Sequence[Any]:
-        """The shared buffers, in the order of the files."""
-        return self._staging[True].buffers
+        if self._staging is not None:
+            self._staging.close()
 
     def _shard(
         self,
@@ -360,12 +323,12 @@ class StateSaver:
         except (FileMissing, CheckpointDamaged):
             return None
 
-    def _staging_for(self, *, shared: bool) -> Staging:
-        if shared not in self._staging:
+    def _staging_memory(self) -> Staging:
+        if self._staging is None:
             # A copy never waits: more threads than processors make it slower.
             num_threads = min(self.job.config.transfer.num_threads, os.cpu_count() or 1)
-            self._staging[shared] = Staging(shared=shared, num_threads=num_threads, device=device)
-        return self._staging[shared]
+            self._staging = Staging(num_threads=num_threads, device=device)
+        return self._staging
 
 
 class _Staged:
@@ -388,23 +351,3 @@ class _Staged:
         if self._error is not None:
             raise self._error
         return self._shard.store(attempt, beat)
-
-
-class _StagedUpload:
-    """Uploads a shard's staged files where the caller wants it; what the leader adds goes from this process."""
-
-    def __init__(self, saver: StateSaver, target: _Target, *, in_process: bool) -> None:
-        self._saver, self._target = saver, target
-        self._is_staged = in_process
-
-    def __call__(self, files: Sequence[PlannedFile], *, beat: Beat) -> list[Stored]:
-        if not self._is_staged:
-            return self._target.transfer.upload(files, beat=beat)
-        self._is_staged = False
-        try:
-            return self._saver.upload_process(self._target.storage).upload(
-                files, self._saver.staged_buffers(), beat=beat
-            )
-        except CkptstoreError:
-            self._saver.forget_upload_process()
-            raise

@@ -1,14 +1,13 @@
 """Staging: a copy of what is to be saved, in memory that is kept from save to save, so that training may go on.
 
 The copy has the layout of the files that it becomes, so what is uploaded afterwards is one view of one buffer. Buffers
-are made once, and are shared memory where another process does the upload.
+are made once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import logging
 import mmap
 import os
@@ -18,7 +17,7 @@ from typing import Protocol
 
 from ckptstore.errors import InvalidState
 from ckptstore.runtime.free_memory import tightest_room
-from ckptstore.runtime.new_memory import new_memory, populate, touch
+from ckptstore.runtime.new_memory import new_memory, populate
 from ckptstore.runtime.parallel import mapped
 from ckptstore.transfer.sources import MemorySource
 
@@ -33,7 +32,6 @@ _PREPARED_SHARE = 0.25
 _UNUSED_SECONDS = 3600.0
 """How long memory that was made in the background waits for a save."""
 _NICE = 10
-_numbers = itertools.count()
 
 logger = logging.getLogger("ckptstore")
 
@@ -83,18 +81,9 @@ class Launched(Protocol):
 class Buffer:
     """Memory of this process that holds one file, or more than that."""
 
-    def __init__(self, size_bytes: int, *, shared: bool, device: Device) -> None:
+    def __init__(self, size_bytes: int, *, device: Device) -> None:
         size_bytes = max(_ROUND_BYTES, -(-size_bytes // _ROUND_BYTES) * _ROUND_BYTES)
-        self.number = next(_numbers)
-        """Told apart from every other buffer that this process ever had."""
-        self.descriptor: int | None = None
-        self.memory: mmap.mmap | memoryview
-        if shared:
-            self.descriptor = os.memfd_create("ckptstore-staging", os.MFD_CLOEXEC)
-            os.ftruncate(self.descriptor, size_bytes)
-            self.memory = mmap.mmap(self.descriptor, size_bytes)
-        else:
-            self.memory = device.pinned_memory(size_bytes) or new_memory(size_bytes)
+        self.memory: mmap.mmap | memoryview = device.pinned_memory(size_bytes) or new_memory(size_bytes)
         self.is_new = True
         """Whether some of it may not have been touched."""
         self.view = memoryview(self.memory)
@@ -111,11 +100,7 @@ class Buffer:
         """Have the system give the memory now, not page by page while a copy is made."""
         if isinstance(self.memory, memoryview):  # what is pinned is there
             return
-        stop = len(self.memory) if stop is None else min(stop, len(self.memory))
-        if self.descriptor is None:
-            populate(self.memory, start, stop)
-        else:
-            touch(self.memory, start, stop)
+        populate(self.memory, start, len(self.memory) if stop is None else min(stop, len(self.memory)))
 
     def close(self) -> None:
         """Give the memory back as soon as nothing looks at it any more."""
@@ -125,9 +110,6 @@ class Buffer:
         self.view.release()
         if isinstance(self.memory, memoryview):
             self.memory.release()
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
 
 
 class _Enough(Exception):
@@ -137,9 +119,7 @@ class _Enough(Exception):
 class Staging:
     """The buffers of one store in one process. One save at a time is staged in them."""
 
-    def __init__(self, *, shared: bool, num_threads: int, device: Device) -> None:
-        """`shared` buffers can be given to another process by their descriptors."""
-        self._shared = shared
+    def __init__(self, *, num_threads: int, device: Device) -> None:
         self._device = device
         self._num_threads = num_threads
         self.buffers: list[Buffer] = []
@@ -174,7 +154,7 @@ class Staging:
         try:
             enter_device()
             for size_bytes in sizes_bytes:
-                self.buffers.append(buffer := Buffer(size_bytes, shared=self._shared, device=self._device))
+                self.buffers.append(buffer := Buffer(size_bytes, device=self._device))
                 for start in range(0, buffer.size_bytes, _COPY_BYTES):
                     room = tightest_room()
                     if self._is_wanted.is_set() or room is None or room.share < _PREPARED_SHARE:
@@ -248,7 +228,7 @@ class Staging:
             if index < len(self.buffers) and self.buffers[index].size_bytes >= size_bytes:
                 continue
             try:
-                buffer = Buffer(size_bytes, shared=self._shared, device=self._device)
+                buffer = Buffer(size_bytes, device=self._device)
             except (OSError, MemoryError) as error:
                 raise InvalidState(
                     f"There is no memory to stage {sum(sizes_bytes)} bytes: {error}",

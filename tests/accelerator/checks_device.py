@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import pytest
 import torch
 
 from ckptstore.saving.staging import Staging
@@ -36,8 +35,8 @@ class OnDevice:
 
 
 @contextmanager
-def staging_of(num_threads: int = 3, *, shared: bool = False) -> Iterator[Staging]:
-    made = Staging(shared=shared, num_threads=num_threads, device=device)
+def staging_of(num_threads: int = 3) -> Iterator[Staging]:
+    made = Staging(num_threads=num_threads, device=device)
     yield made
     made.close()
 
@@ -115,14 +114,13 @@ def test_a_direct_upload_waits_in_any_thread_for_what_the_caller_launched() -> N
         waiting.join()
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_memory_is_pinned_where_the_backend_can(shared: bool) -> None:
+def test_memory_is_pinned_where_the_backend_can() -> None:
     before = accelerator.pinned_bytes()
-    with staging_of(shared=shared) as staging:
+    with staging_of() as staging:
         staging.reserve([3 << 20])
-        assert accelerator.pinned_bytes() - before == (0 if shared else 4 << 20)
+        assert accelerator.pinned_bytes() - before == 4 << 20
         staging.reserve([9 << 20])
-        assert accelerator.pinned_bytes() - before == (0 if shared else 10 << 20)
+        assert accelerator.pinned_bytes() - before == 10 << 20
     assert accelerator.pinned_bytes() == before
 
 

@@ -76,8 +76,7 @@ PLACES: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] 
 
 SAVES: dict[str, Callable[[Any, int, Any], Any]] = {
     "save": lambda store, step, state: store.save(step, state),
-    "thread": lambda store, step, state: store.save_async(step, state, uploader="thread").result(),
-    "process": lambda store, step, state: store.save_async(step, state, uploader="process").result(),
+    "save_async": lambda store, step, state: store.save_async(step, state).result(),
 }
 
 
@@ -166,13 +165,12 @@ def test_nothing_is_read_before_its_stream_has_finished(how: str, store_root: Pa
         assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in found.values())
 
 
-@pytest.mark.parametrize("uploader", ["thread", "process"])
 @pytest.mark.parametrize("where", PLACES)
-def test_what_happens_after_the_call_is_not_in_it(uploader: Any, where: str, store_root: Path) -> None:
+def test_what_happens_after_the_call_is_not_in_it(where: str, store_root: Path) -> None:
     wanted = {key: tensor for key, tensor in tensors().items() if key != "expanded"}
     state = PLACES[where](wanted)
     with accelerator.delayed_copies(0.005), open_store(store_root) as store:
-        pending = store.save_async(1, state, uploader=uploader)
+        pending = store.save_async(1, state)
         for tensor in state.values():
             tensor.zero_()
         pending.result()
@@ -183,11 +181,10 @@ def test_what_happens_after_the_call_is_not_in_it(uploader: Any, where: str, sto
         assert {key: bits(tensor) for key, tensor in found.items()} == {key: bits(one) for key, one in wanted.items()}
 
 
-@pytest.mark.parametrize("uploader", ["thread", "process"])
-def test_an_upload_goes_on_while_the_training_computes(uploader: Any, store_root: Path) -> None:
+def test_an_upload_goes_on_while_the_training_computes(store_root: Path) -> None:
     state = {"weights": torch.ones(700, 900, device=FIRST)}
     with open_store(store_root) as store:
-        pending = store.save_async(1, state, uploader=uploader)
+        pending = store.save_async(1, state)
         with Gate():  # a step of the training that takes as long as the upload
             state["weights"].zero_()
             pending.result()
@@ -199,7 +196,7 @@ def test_a_save_does_not_wait_for_other_streams(store_root: Path) -> None:
         with other:
             gate = Gate()
         with gate:
-            store.save_async(1, state, uploader="thread").result()
+            store.save_async(1, state).result()
             store.save(2, state)
         assert {checkpoint.step for checkpoint in store} == {1, 2}
 
@@ -214,7 +211,7 @@ def test_a_save_in_the_middle_of_a_backward_pass(store_root: Path) -> None:
 
         def hook(gradient: torch.Tensor) -> None:
             threads.append(threading.current_thread().name)
-            store.save_async(len(threads), {"model": model}, uploader="thread").result()
+            store.save_async(len(threads), {"model": model}).result()
 
         model[0].weight.register_hook(hook)
         model[3].weight.register_hook(hook)

@@ -203,7 +203,7 @@ def test_no_request_is_made_until_a_save_is_complete(tmp_path: Path) -> None:
             before = len(server.log)
             save(2, 3)(store, rank)
             store.save_async(4, state_of(4)).result()
-            pending = store.save_async(5, state_of(5), uploader="process")
+            pending = store.save_async(5, state_of(5))
             assert pending.result() is not None
             count = len(server.log) - before
             checkpoint = pending.durable()

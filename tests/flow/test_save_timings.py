@@ -89,15 +89,11 @@ def test_a_killed_rank_leaves_no_timings_and_no_harm(tmp_path: Path) -> None:
         assert timings_of(store.latest()).phases.keys() == {"agree", "upload", "wait", "commit"}
 
 
-@pytest.mark.parametrize("uploader", ["thread", "process"])
-def test_an_asynchronous_save_counts_what_the_training_saw(tmp_path: Path, uploader: str) -> None:
+def test_an_asynchronous_save_counts_what_the_training_saw(tmp_path: Path) -> None:
     heard: list[Event] = []
     gate = Gate()
-    opened = open_store(tmp_path / "store")
-    if uploader == "thread":  # a hook does not go to another process
-        opened = with_faults(opened, gate)
-    with opened as store, listening(heard.append):
-        pending = store.save_async(1, some_state(), uploader=uploader)
+    with with_faults(open_store(tmp_path / "store"), gate) as store, listening(heard.append):
+        pending = store.save_async(1, some_state())
         time.sleep(0.2)  # training, which the save does not hold up
         gate.opened.set()
         timings = timings_of(pending.result())
@@ -105,8 +101,7 @@ def test_an_asynchronous_save_counts_what_the_training_saw(tmp_path: Path, uploa
     assert list(mine.seconds) == list(PHASES)
     assert mine.stalled_seconds == pytest.approx(pending.stalled_seconds, abs=1e-5)
     assert mine.stalled_seconds == pytest.approx(mine.seconds["agree"] + mine.seconds["stage"], abs=0.05)
-    if uploader == "thread":
-        assert mine.seconds["upload"] >= 0.2
+    assert mine.seconds["upload"] >= 0.2
     assert timings.size_bytes > 1 << 20
     assert timings.requests >= 1
     assert [event.phase for event in heard if isinstance(event, SavePhase)] == list(PHASES)

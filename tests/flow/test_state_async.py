@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +41,14 @@ def gated(tmp_path: Path, **keywords: Any) -> tuple[CheckpointStore, Gate]:
     return with_faults(open_store(tmp_path / "store", **keywords), gate), gate
 
 
-@pytest.mark.parametrize("uploader", ["thread", "process"])
-def test_the_state_may_change_at_once(tmp_path: Path, uploader: str) -> None:
+def test_the_state_may_change_at_once(tmp_path: Path) -> None:
     state = some_state()
     with open_store(tmp_path / "store") as store:
-        store.warm_up(state, uploader=uploader)
+        store.warm_up(state)
         for step in (1, 2, 3):
             state["w"].fill_(float(step))
             state["nested"]["epoch"] = step
-            pending = store.save_async(step, state, uploader=uploader)
+            pending = store.save_async(step, state)
             state["w"].fill_(-1.0)
             state["nested"]["epoch"] = -1
             assert pending.stalled_seconds > 0
@@ -87,8 +85,8 @@ def test_the_next_save_waits_is_skipped_or_refused(tmp_path: Path) -> None:
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store:
-        with pytest.raises(InvalidInput, match="uploader"):
-            store.save_async(1, some_state(), uploader="fork")
+        with pytest.raises(TypeError, match="uploader"):
+            store.save_async(1, some_state(), uploader="process")  # type: ignore[call-arg]
         with pytest.raises(InvalidInput, match="on_busy"):
             store.save_async(1, some_state(), on_busy="drop")  # type: ignore[arg-type]
         with pytest.raises(InvalidState, match=r"bad\.thing"):
@@ -150,44 +148,6 @@ store.save_async(1, {{"w": torch.ones(1 << 20), "epoch": 1}})
     with open_store(tmp_path / "store") as store:
         assert [checkpoint.step for checkpoint in store] == [1]
         assert store[1].verify().ok
-
-
-def test_an_upload_process_ends_with_its_trainer(tmp_path: Path) -> None:
-    code = f"""
-import os, sys, torch
-from ckptstore import open_store
-store = open_store({str(tmp_path / "store")!r})
-state = {{"w": torch.ones(1 << 20)}}
-store.save_async(1, state, uploader="process").result()
-print(store._state_saver.upload_process().pid, flush=True)
-sys.stdin.read()
-"""
-    trainer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with trainer:
-        assert trainer.stdout is not None
-        uploader = int(trainer.stdout.readline())
-        os.kill(uploader, 0)
-        trainer.send_signal(signal.SIGKILL)
-        trainer.wait()
-    for _ in range(600):
-        if not Path(f"/proc/{uploader}").exists() or "Z" in Path(f"/proc/{uploader}/stat").read_text().split()[2]:
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail(f"the upload process {uploader} outlived its trainer by a minute")
-
-
-def test_an_upload_process_that_dies_fails_the_save_and_is_replaced(tmp_path: Path) -> None:
-    with open_store(tmp_path / "store") as store:
-        store.save_async(1, some_state(), uploader="process").result()
-        os.kill(store._state_saver.upload_process().pid, signal.SIGKILL)
-        pending = store.save_async(2, some_state(), uploader="process", max_failures=1)
-        assert store.finish_by(60)
-        assert pending.error() is not None
-        third = store.save_async(3, some_state(), uploader="process", max_failures=1).result()
-        assert third is not None
-        assert third.verify().ok
-        assert [checkpoint.step for checkpoint in store] == [1, 3]
 
 
 def test_sigterm_only_sets_a_deadline(tmp_path: Path) -> None:

@@ -124,14 +124,11 @@ def test_names_and_units_follow_the_conventions(collected: Collected, tmp_path: 
     }, "an attribute with many values makes a series for each"
 
 
-@pytest.mark.parametrize("uploader", ["thread", "process"])
-def test_a_save_in_the_background(
-    collected: Collected, tmp_path: Path, state: dict[str, Any], uploader: ckptstore.UploaderKind
-) -> None:
+def test_a_save_in_the_background(collected: Collected, tmp_path: Path, state: dict[str, Any]) -> None:
     tracer = collected.tracer_provider.get_tracer("training")
     with ckptstore.open_store(tmp_path) as store:
         with tracer.start_as_current_span("step") as step:
-            pending = store.save_async(3, state, uploader=uploader)
+            pending = store.save_async(3, state)
         checkpoint = pending.result()
     assert checkpoint is not None
     spans = [span for span in collected.spans() if span.name != "step"]
@@ -146,7 +143,7 @@ def test_a_save_in_the_background(
     assert blocked.sum == pending.stalled_seconds
     assert duration.sum > blocked.sum
     assert 400_000 <= collected.value("ckptstore.io", ckptstore_io_direction="write") <= checkpoint.size_bytes
-    assert collected.value("ckptstore.requests", ckptstore_operation="save") > 0, "of the upload process too"
+    assert collected.value("ckptstore.requests", ckptstore_operation="save") > 0
 
 
 def test_directories_and_loads(collected: Collected, tmp_path: Path, state: dict[str, Any]) -> None:

@@ -72,10 +72,10 @@ def save(store: CheckpointStore, rank: int, given: str) -> None:
     store.save(STEP, state)
 
 
-def save_async(store: CheckpointStore, rank: int, uploader: str) -> None:
+def save_async(store: CheckpointStore, rank: int) -> None:
     state = state_of(STEP, rank)
     ready()
-    store.save_async(STEP, state, uploader=uploader).result()
+    store.save_async(STEP, state).result()
 
 
 def on_node(disks: str, rank: int) -> FastTier:
@@ -166,8 +166,8 @@ def main(flow: str, rank: int, world_size: int, token: str, root: str, given: st
         save_directory(store, rank, given)
     elif flow == "save":
         save(store, rank, given)
-    elif flow.startswith("save_async_"):
-        save_async(store, rank, flow.removeprefix("save_async_"))
+    elif flow == "save_async":
+        save_async(store, rank)
     elif flow == "import":
         import_file(store, given)
     elif flow == "prune":

@@ -42,7 +42,7 @@ AFTER = 3
 QUICK_SECONDS, PATIENT_SECONDS = 3.0, 60.0
 END_SECONDS = 600.0
 OLD_SECONDS = 7 * 86400.0
-SAVES = ("save_directory", "save", "save_async_thread", "save_async_process")
+SAVES = ("save_directory", "save", "save_async")
 FAST = ("fast_save", "fast_node", "fast_resume")
 """In `fast_node` the node of the victim is lost, with its disk."""
 TWO_RANKS = frozenset({*SAVES, *FAST})

@@ -67,14 +67,13 @@ def test_requests_and_retries_are_those_of_the_server(fast_s3: S3Server, tmp_pat
         assert (timings.requests, timings.retries) == (NUM_FILES + 5 + 3, 3)
 
 
-@pytest.mark.parametrize("uploader", ["thread", "process"])
-def test_an_upload_elsewhere_counts_too(fast_s3: S3Server, uploader: str) -> None:
+def test_an_upload_in_the_background_counts_too(fast_s3: S3Server) -> None:
     state = {"w": torch.ones(1 << 20), "epoch": 3}
     with some_store(fast_s3) as store:
-        store.warm_up(state, uploader=uploader)
+        store.warm_up(state)
         fast_s3.faults.replace([Fault(action="status", status=503, code="SlowDown", match=r"^PUT .*\.distcp", times=2)])
         seen = len(fast_s3.log)
-        timings = timings_of(store.save_async(1, state, uploader=uploader).result())
+        timings = timings_of(store.save_async(1, state).result())
         counted = uploads(fast_s3, seen, suffix=".distcp")
         assert counted["failed"] == timings.retries == 2
         assert counted.total() == timings.requests

@@ -17,9 +17,8 @@ import pytest
 
 from ckptstore import open_store
 from ckptstore.config import RetryConfig
-from ckptstore.errors import CkptstoreError, InvalidInput, to_wire
+from ckptstore.errors import CkptstoreError, to_wire
 from ckptstore.events import Event, listening
-from ckptstore.saving.upload_process import Uploader
 from ckptstore.storage.cloud.chains import AzureChain, AzureSecret
 from ckptstore.storage.open import choose_engine, open_storage
 from ckptstore.storage.retried import with_retries
@@ -221,21 +220,3 @@ def test_a_whole_save_shows_none_either(
         with pytest.raises(CkptstoreError) as caught:
             store.save(1, {"epoch": 1})
         assert CANARY not in shown(caught.value) + caplog.text + repr(store) + store.uri
-
-
-class Holder:
-    """Does not pickle, and says so with all that it has."""
-
-    def __reduce__(self) -> Any:
-        raise TypeError(f"cannot pickle {CANARY}")
-
-
-def test_options_that_do_not_pickle_are_not_shown() -> None:
-    options = s3_options(endpoint_url="http://127.0.0.1:1", s3_additional_kwargs={"Tagging": Holder()})
-    storage = open_storage("s3://test/run", storage_options=options, engine="fsspec")
-    from ckptstore.config import TransferConfig
-
-    with pytest.raises(InvalidInput, match="upload process") as caught:
-        Uploader(storage, config=TransferConfig(), retry=QUICK, rank=0)
-    assert CANARY not in shown(caught.value)
-    storage.close()

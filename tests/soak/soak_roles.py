@@ -164,8 +164,7 @@ def trainer(ledger: Path, root: str, options: dict[str, Any]) -> None:
                 if how == 0:
                     saved = store.save(step, state, incremental=step % 8 == 0)
                 else:
-                    pending = store.save_async(step, state, uploader="process" if how == 1 else "thread")
-                    saved = pending.result() or saved
+                    saved = store.save_async(step, state).result() or saved
             except StoreFenced:
                 raise
             except CkptstoreError as error:

@@ -188,12 +188,11 @@ def states() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("uploader", ["thread", "process"])
-def test_what_is_not_contiguous_is_stored_as_it_is(uploader: Any, store_root: Path) -> None:
+def test_what_is_not_contiguous_is_stored_as_it_is(store_root: Path) -> None:
     state = states()
     wanted = {key: tensor.clone().resolve_conj().resolve_neg().contiguous() for key, tensor in state.items()}
     with open_store(store_root) as store:
-        pending = store.save_async(1, state, uploader=uploader)
+        pending = store.save_async(1, state)
         for tensor in state.values():  # the copy has been made
             if not any(step == 0 for step in tensor.stride()):
                 tensor.mul_(2)
@@ -243,7 +242,7 @@ def test_every_tensor_has_its_turn(large: bool) -> None:
 
 def test_a_staged_file_is_the_file(tmp_path: Path) -> None:
     source, expected = gathered()
-    staging = Staging(shared=False, num_threads=2, device=device)
+    staging = Staging(num_threads=2, device=device)
     (copy,) = staging.stage([source], device.LaunchedWork(()))
     assert copy.views[0] == expected
     del copy

@@ -116,8 +116,7 @@ def test_each_checkpoint_stands_alone(tmp_path: Path) -> None:
     with open_store(tmp_path / "store", retention=KeepLatest(1), grace_seconds=0) as store:
         for step in range(3):
             change(state)
-            pending = store.save_async(step, state, incremental=True, uploader="process" if step == 2 else "thread")
-            pending.result()
+            store.save_async(step, state, incremental=True).result()
             store._job._pruning.join()  # type: ignore[union-attr]
         assert len(list((tmp_path / "store" / "checkpoints").iterdir())) == 1
         checkpoint = store[2]

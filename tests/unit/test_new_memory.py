@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.runtime import new_memory as module
-from ckptstore.runtime.new_memory import HUGE_BYTES, new_memory, populate, touch
+from ckptstore.runtime.new_memory import HUGE_BYTES, new_memory, populate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are looked at as Linux shows them")
 
@@ -31,10 +31,9 @@ def test_it_is_zeros_that_can_be_written() -> None:
     assert memory[-1:] == b"x"
 
 
-@pytest.mark.parametrize("give", [populate, touch])
-def test_a_stretch_that_was_asked_for_is_there(give: object) -> None:
+def test_a_stretch_that_was_asked_for_is_there() -> None:
     memory = new_memory(_SIZE_BYTES)
-    give(memory, HUGE_BYTES, 5 * HUGE_BYTES + 1)  # type: ignore[operator]
+    populate(memory, HUGE_BYTES, 5 * HUGE_BYTES + 1)
     assert resident_bytes(memory) >= 4 * HUGE_BYTES
     assert memory[:] == bytes(_SIZE_BYTES)
 
@@ -49,13 +48,6 @@ def test_after_a_slow_huge_page_all_pages_are_small(monkeypatch: pytest.MonkeyPa
     populate(memory, HUGE_BYTES, 3 * HUGE_BYTES)
     assert "nh" in flags(memory)
     assert "nh" in flags(new_memory(_SIZE_BYTES))
-
-
-def test_shared_memory_says_nothing_of_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes in small ones, which take longer."""
-    monkeypatch.setattr(module, "_SLOW_SECONDS", 0.0)
-    touch(mmap.mmap(-1, _SIZE_BYTES), 0, _SIZE_BYTES)
-    assert not module._Pages.are_slow
 
 
 def test_where_the_system_cannot_give_memory_ahead_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,4 +87,4 @@ def test_memory_that_the_system_cannot_give_is_an_error(tmp_path: Path) -> None:
         memory = mmap.mmap(file.fileno(), HUGE_BYTES)
         file.truncate(0)
         with pytest.raises(OSError, match="Bad address"):
-            touch(memory, 0, HUGE_BYTES)
+            populate(memory, 0, HUGE_BYTES)

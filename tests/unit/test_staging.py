@@ -45,10 +45,9 @@ def files(*contents: bytes) -> list[SegmentSource]:
     return [SegmentSource.of([Bytes(memoryview(bytearray(data)))], payloads=[(0, len(data))]) for data in contents]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_copies_are_the_files_and_buffers_are_kept(shared: bool) -> None:
+def test_copies_are_the_files_and_buffers_are_kept() -> None:
     device = Recorder()
-    staging = Staging(shared=shared, num_threads=2, device=device)
+    staging = Staging(num_threads=2, device=device)
     for contents in ([os.urandom(20 << 20), b"", b"abc"], [os.urandom(5), os.urandom(1 << 20)]):
         given = files(*contents)
         staged = staging.stage(given, device)
@@ -57,7 +56,6 @@ def test_copies_are_the_files_and_buffers_are_kept(shared: bool) -> None:
         assert [bytes(one.views[0]) for one in staged] == list(contents)
         assert [list(one.payloads) for one in staged] == [list(one.payloads) for one in given]
     assert len(staging.buffers) == len(device.locked) == 3
-    assert all((buffer.descriptor is not None) == shared for buffer in staging.buffers)
     assert device.num_threads >= device.num_finished == 2
     del staged, one
     staging.close()
@@ -66,24 +64,24 @@ def test_copies_are_the_files_and_buffers_are_kept(shared: bool) -> None:
 
 def test_buffers_are_reserved_ahead_and_grow() -> None:
     device = Recorder()
-    staging = Staging(shared=False, num_threads=1, device=device)
+    staging = Staging(num_threads=1, device=device)
     staging.reserve([3 << 20, 10])
-    first = [buffer.number for buffer in staging.buffers]
+    first = list(staging.buffers)
     staging.stage(files(b"x" * (3 << 20), b"y"), device)
-    assert [buffer.number for buffer in staging.buffers] == first
+    assert staging.buffers == first
     staging.stage(files(b"x" * (5 << 20)), device)
-    assert [buffer.number for buffer in staging.buffers] != first
+    assert staging.buffers != first
     assert len(device.locked) == 2
     staging.close()
 
 
-def prepared(staging: Staging, *sizes_bytes: int) -> list[int]:
-    """Wait until all is made; the numbers of the buffers."""
+def prepared(staging: Staging, *sizes_bytes: int) -> list[Buffer]:
+    """Wait until all is made."""
     before = resident_bytes()
     staging.prepare(sizes_bytes)
     while resident_bytes() < before + sum(sizes_bytes):
         time.sleep(0.01)
-    return [buffer.number for buffer in staging.buffers]
+    return list(staging.buffers)
 
 
 def resident_bytes() -> int:
@@ -91,12 +89,12 @@ def resident_bytes() -> int:
 
 
 def test_buffers_are_made_in_the_background() -> None:
-    staging = Staging(shared=False, num_threads=2, device=Recorder())
+    staging = Staging(num_threads=2, device=Recorder())
     made = prepared(staging, 33 << 20, 5 << 20)
     assert staging.is_unused
     contents = os.urandom(33 << 20), os.urandom(5 << 20)
     staged = staging.stage(files(*contents), Recorder())
-    assert [buffer.number for buffer in staging.buffers] == made
+    assert staging.buffers == made
     assert not staging.is_unused
     assert tuple(bytes(one.views[0]) for one in staged) == contents
 
@@ -104,7 +102,7 @@ def test_buffers_are_made_in_the_background() -> None:
 def test_a_save_that_comes_too_early_takes_what_is_there() -> None:
     data = os.urandom(40 << 20)
     for _ in range(10):
-        staging = Staging(shared=False, num_threads=2, device=Recorder())
+        staging = Staging(num_threads=2, device=Recorder())
         staging.prepare([len(data), len(data)])
         (staged,) = staging.stage(files(data), Recorder())
         assert staged.views[0] == data
@@ -115,7 +113,7 @@ def test_a_save_that_comes_too_early_takes_what_is_there() -> None:
 def test_nothing_is_made_where_memory_is_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr("ckptstore.saving.staging.tightest_room", lambda: asked.append(1) or Room(24, 100))
-    staging = Staging(shared=False, num_threads=1, device=Recorder())
+    staging = Staging(num_threads=1, device=Recorder())
     before = resident_bytes()
     staging.prepare([1 << 30])
     while not asked:
@@ -127,7 +125,7 @@ def test_nothing_is_made_where_memory_is_scarce(monkeypatch: pytest.MonkeyPatch)
 def test_what_nobody_wants_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptstore.saving.staging._UNUSED_SECONDS", 0.01)
     device = Recorder()
-    staging = Staging(shared=False, num_threads=1, device=device)
+    staging = Staging(num_threads=1, device=device)
     staging.prepare([33 << 20])
     assert staging._preparing is not None
     staging._preparing.join()
@@ -137,9 +135,9 @@ def test_what_nobody_wants_is_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
     staging.close()
 
 
-@pytest.mark.parametrize(("shared", "ahead"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("ahead", [False, True])
 def test_memory_is_asked_for_before_the_first_copy_and_never_again(
-    shared: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     real = Buffer.populate
@@ -149,7 +147,7 @@ def test_memory_is_asked_for_before_the_first_copy_and_never_again(
         real(buffer, start, stop)
 
     monkeypatch.setattr(Buffer, "populate", populate)
-    staging = Staging(shared=shared, num_threads=2, device=Recorder())
+    staging = Staging(num_threads=2, device=Recorder())
     (source,) = files(os.urandom(40 << 20))
     if ahead:
         prepared(staging, source.size_bytes)

@@ -33,7 +33,7 @@ def use(store: ckptstore.CheckpointStore, report: ckptstore.LoadReport, entry: c
     files: tuple[ckptstore.Receipt, ...] = entry.checkpoint.files
     store.save(1, {}, exists="error")
     store.save(1, {}, exists="never")
-    store.save_async(1, {}, uploader="threads")
+    store.save_async(1, {}, on_busy="drop")
     store.load({}, read_once="nodes")
     store.resume({}, per_rank="last")
 """
@@ -50,7 +50,7 @@ def test_names_and_literals_are_typed(tmp_path: Path) -> None:
     assert all("def (" in line for line in revealed), revealed
     errors = [line for line in lines if "error:" in line]
     assert len(errors) == 4, done.stdout
-    for line, name in zip(errors, ["exists", "uploader", "read_once", "per_rank"], strict=True):
+    for line, name in zip(errors, ["exists", "on_busy", "read_once", "per_rank"], strict=True):
         assert f'"{name}"' in line
 
 

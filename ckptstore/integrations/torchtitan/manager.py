@@ -24,12 +24,11 @@ from ckptstore.integrations.torchtitan.together import on_all_ranks, on_leader
 from ckptstore.integrations.torchtitan.unplaced import warn_of_unplaced
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepAll, KeepLatest
-from ckptstore.saving.background import PendingSave, UploaderKind
+from ckptstore.saving.background import PendingSave
 from ckptstore.state.read.stored import Choice
 from ckptstore.storage.uri import redact
 from ckptstore.store import CheckpointStore, load_in_order, settle_saves
 
-_UPLOADERS: dict[str, UploaderKind] = {"async": "thread", "async_with_pinned_mem": "process"}
 _PER_RANK: dict[str, Choice] = {"train_state.*": "first"}
 """Ranks may count tokens differently, and torchtitan goes on with one of the numbers."""
 
@@ -55,8 +54,9 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         """torchtitan's options, and these."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-        """Whether training waits for each save, or goes on while a thread stores a copy, or another process does
-        (pinned memory is used wherever there is an accelerator). The save of the last step is waited for."""
+        """Whether training waits for each save, or goes on while a thread stores a copy. Both
+        asynchronous modes are the same: copies go through pinned memory wherever there is an accelerator. The save of
+        the last step is waited for."""
 
         hf_folder: str = ""
         """Where `last_save_in_hf` puts safetensors, as `step-N` below it: a path below the dump folder or a URI. By
@@ -90,7 +90,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
 
         def __post_init__(self) -> None:
             self.async_mode = self.async_mode.lower()  # type: ignore[assignment] # checked in the next line
-            if self.async_mode not in ("disabled", *_UPLOADERS):
+            if self.async_mode not in ("disabled", "async", "async_with_pinned_mem"):
                 raise ValueError(f"Invalid async_mode: {self.async_mode}")
             if self.hf_folder and not self.last_save_in_hf:
                 raise ValueError("hf_folder is where last_save_in_hf puts its files, and that is False.")
@@ -165,14 +165,13 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         with structured_logger.log_trace_span("checkpoint_save"):
             structured_logger.add_step_tag("checkpoint_save")
             self.save_future = None  # the store waits for it, and raises on all ranks what it failed with
-            uploader = _UPLOADERS.get(self.config.async_mode)
             if last_step and self.config.last_save_model_only:
                 self._save_model(curr_step)
-            elif last_step or uploader is None:
+            elif last_step or self.config.async_mode == "disabled":
                 self._store_now(curr_step, FlatStates(self.states), "all", last_step=last_step)
             else:
                 self.save_future = self.store.save_async(
-                    curr_step, FlatStates(self.states).entries, metadata=as_metadata("all"), uploader=uploader
+                    curr_step, FlatStates(self.states).entries, metadata=as_metadata("all")
                 )
         return True
 

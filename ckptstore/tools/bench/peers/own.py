@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from ckptstore.catalogue import job_of
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
 from ckptstore.opening import open_store
-from ckptstore.saving.background import UploaderKind
 from ckptstore.store import CheckpointStore
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.figures.report import OURS, Role
@@ -109,25 +108,17 @@ class AsyncCkptstore(KeptCkptstore):
     """`save_async`, warmed up: its memory is used again."""
 
     warmed = ()
-    uploader: ClassVar[UploaderKind] = "thread"
 
     def begun(self) -> CheckpointStore:
         store = super().begun()
-        store.warm_up(self.case.state, uploader=self.uploader)
+        store.warm_up(self.case.state)
         return store
 
     def save(self, place: str) -> Wait | None:
         assert self.store is not None
         self._step += 1
-        pending = self.store.save_async(self._step, self.case.state, uploader=self.uploader)
+        pending = self.store.save_async(self._step, self.case.state)
         return pending.result
-
-
-class AsyncCkptstoreProcess(AsyncCkptstore):
-    """The upload runs in a process of its own."""
-
-    name = "ckptstore, process"
-    uploader: ClassVar[UploaderKind] = "process"
 
 
 class DirectoryCkptstore(Ckptstore):

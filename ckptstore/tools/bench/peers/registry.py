@@ -37,7 +37,6 @@ from ckptstore.tools.bench.peers.node import FsspecDownload, OneDownload, Pyarro
 from ckptstore.tools.bench.peers.orbax import AsyncOrbax, Orbax
 from ckptstore.tools.bench.peers.own import (
     AsyncCkptstore,
-    AsyncCkptstoreProcess,
     Ckptstore,
     DirectoryCkptstore,
     FirstSaveCkptstore,
@@ -87,7 +86,7 @@ _OF_BUCKET: Kinds = (DcpFsspecFromBucket, DcpS3FromBucket, S3CheckpointFromBucke
 CONTENDERS: dict[str, Kinds] = {
     "save": (KeptCkptstore, FirstSaveCkptstore, *_STATES, RawDisk, RawRequests, PlainSockets),
     "load": (Ckptstore, *_STATES, RawDiskLoad, RawRequests),
-    "async": (AsyncCkptstore, AsyncCkptstoreProcess, *_ASYNC, Memcpy),
+    "async": (AsyncCkptstore, *_ASYNC, Memcpy),
     "directory": (
         *(DirectoryCkptstore, LinkedCkptstore, RayPersist, CopyRecursively, PyarrowCopy, FsspecCopy),
         *(RawDisk, RawRequests),
@@ -117,8 +116,8 @@ CONTENDERS: dict[str, Kinds] = {
     ),
     "tier-steps": (CappedDrain, BesideDcp, BesideLightning, BesideRay, NoDrain),
     "ranks": (Ckptstore, *_STATES, RawDisk, RawRequests),
-    "gpu-stall": (AsyncCkptstore, AsyncCkptstoreProcess, DefaultStaged, DefaultStagedProcess, PinnedCopy),
-    "gpu-steps": (AsyncCkptstore, AsyncCkptstoreProcess, DefaultStaged, DefaultStagedProcess),
+    "gpu-stall": (AsyncCkptstore, DefaultStaged, DefaultStagedProcess, PinnedCopy),
+    "gpu-steps": (AsyncCkptstore, DefaultStaged, DefaultStagedProcess),
     "gpu-first": (FirstSave, FirstSaveWarmed, FirstSaveResumed, FirstDefaultStaged, PinnedCopy),
     "gpu-load": (Ckptstore, Dcp, SafetensorsToDevice, FastSafetensors, FastSafetensorsDirect, RawToDevice),
 }
