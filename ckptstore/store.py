@@ -18,11 +18,12 @@ from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.loading.newest import Order, newest_first, resume
 from ckptstore.loading.story import fast_files_of, files_of
-from ckptstore.saving import background, story
+from ckptstore.saving import background
 from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave
 from ckptstore.saving.directory_shard import DirectoryShard, directory_of
-from ckptstore.saving.log_keeper import LogKeeper
+from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.saving.phases import SaveClock
+from ckptstore.saving.transaction import Transaction, checked
 
 if TYPE_CHECKING:
     from ckptstore.format.naming import Suffix
@@ -101,7 +102,7 @@ class CheckpointStore(Catalogue):
 
         clock = self._clock()
         job = self._in_turn(max_failures=0)
-        request = story.checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
+        request = checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
         options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
         return self._saved(self._state_saver.save(state, request, options=options, clock=clock))
 
@@ -137,7 +138,7 @@ class CheckpointStore(Catalogue):
         if not self._background.is_free(self._job, on_busy, step=step):
             return PendingSave(step, skipped=True, stalled_seconds=clock.elapsed_seconds)
         job = self._in_turn(max_failures=max_failures)
-        request = story.checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
+        request = checked(job.group, kind="state", step=step, metrics=metrics, metadata=metadata, exists=exists)
         options = StateOptions(incremental=incremental, allow_pickle=allow_pickle, stock_readable=stock_readable)
         return self._state_saver.save_async(
             state, request, self._saved, options=options, max_failures=max_failures, clock=clock
@@ -396,8 +397,8 @@ def start_shard(
         not_started.callback(ended)
         job = store._in_turn(max_failures=0)
         request, shard = make(job)
-        begun, finish_it = _begun(store, job, request, shard, clock=clock)
-        not_started.callback(begun.lane.close)
+        transaction, finish_it = _begun(store, job, request, shard, clock=clock)
+        not_started.callback(transaction.close)
 
         def finish() -> Checkpoint:
             try:
@@ -418,15 +419,14 @@ def wait_in_flight(store: CheckpointStore) -> None:
 
 def _begun(
     store: CheckpointStore, job: Job, request: Request, shard: Shard, *, clock: SaveClock
-) -> tuple[story.Begun, Callable[[PendingSave | None], Checkpoint]]:
+) -> tuple[Transaction[Any], Callable[[PendingSave | None], Checkpoint]]:
     """A save on which the ranks have agreed, and what finishes it, for the pending save that waits for it if there is
     one. Only files of directories go to the fast tier: what else comes here has no second place to go to."""
     if job.fast_tier is None or not isinstance(shard, DirectoryShard):
-        keeper = LogKeeper(job)
-        begun = story.begin(job.group, keeper, shard, request, clock=clock)
-        return begun, lambda _pending: Checkpoint(files_of(job, story.finish(keeper, shard, begun)))
+        direct = Transaction.begin(job.group, LogPublisher(job), shard, request, clock=clock)
+        return direct, lambda _pending: Checkpoint(files_of(job, direct.finish(shard)))
     saver = store._state_saver
-    begun, finish = saver.begin_directory(shard, request, clock=clock)
+    transaction, finish = saver.begin_directory(shard, request, clock=clock)
 
     def finished(pending: PendingSave | None) -> Checkpoint:
         saved = finish()
@@ -434,7 +434,7 @@ def _begun(
             saver.brought(pending, saved, store._saved)
         return store._saved(saved)
 
-    return begun, finished
+    return transaction, finished
 
 
 def settle_saves(store: CheckpointStore, *, max_failures: int = 0) -> None:

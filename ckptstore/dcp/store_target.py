@@ -22,13 +22,12 @@ from ckptstore.group import SoloGroup
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.retention import Policy
-from ckptstore.saving.commit import commit, tell
-from ckptstore.saving.log_keeper import LogKeeper
+from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
+from ckptstore.saving.transaction import Ended
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
-from ckptstore.upkeep.prune import prune
 
 
 @dataclass(kw_only=True)
@@ -106,7 +105,7 @@ class StoreTarget:
         if self.in_turn is not None:
             self.in_turn()
         job = self._alone(world_size=1)
-        self._begun_at = LogKeeper(job).claim(request).number
+        self._begun_at = LogPublisher(job).claim(request).number
         self.epoch, self.resume_from = job.epoch, job.resume_from
         if self.job is not None:
             self.job.join_claim(job.claimed())
@@ -123,12 +122,9 @@ class StoreTarget:
         assert self._request is not None  # `begin` came first
         assert self._attempt is not None
         job = self._alone(world_size=world_size)
-        contents = Contents(receipts, timings=timings)
-        record = commit(job, self._request, self._attempt, contents, lambda: None, after=self._begun_at)
-        tell(record, job.storage, rank=0, seconds=time.monotonic() - self._started)
-        if self.job is not None:
-            owner = self.job
-            owner.prune_in_background(lambda: prune(owner.log, owner.storage, owner.config, epoch=owner.epoch))
+        publisher = LogPublisher(job, after=self._begun_at)
+        record = publisher.commit(self._request, self._attempt, Contents(receipts, timings=timings))
+        LogPublisher(self.job or job).committed(record, Ended(time.monotonic() - self._started))
 
     def close(self) -> None:
         """Give back what `open` made here."""

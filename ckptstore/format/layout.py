@@ -74,6 +74,11 @@ class Attempt:
         return f"step-{self.step:010d}-e{self.epoch:04d}-{self.suffix}"
 
     @property
+    def lane(self) -> str:
+        """The name of the lane in which the ranks of this attempt meet. No other attempt has it."""
+        return str(self)
+
+    @property
     def prefix(self) -> str:
         """The key prefix of everything that belongs to the attempt, with its trailing slash."""
         return f"{CHECKPOINT_PREFIX}{self}/"

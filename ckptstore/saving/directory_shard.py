@@ -16,7 +16,7 @@ from ckptstore.runtime.beat import Beat
 from ckptstore.saving.directories import Directory, scan, sha256_of_files
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
-from ckptstore.saving.story import checked
+from ckptstore.saving.transaction import checked
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.planned import PlannedFile, Upload

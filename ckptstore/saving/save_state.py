@@ -1,6 +1,6 @@
 """Saving a state: at once, or staged and then in the background. And files, where there is a fast tier.
 
-The story itself is in `ckptstore.saving.story`.
+The story itself is in `ckptstore.saving.transaction`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ckptstore.format.record import Record
 from ckptstore.job import Job
 from ckptstore.retention import Candidate
 from ckptstore.runtime.beat import Beat
-from ckptstore.saving import story
 from ckptstore.saving.background import Background, PendingSave
 from ckptstore.saving.directory_shard import DirectoryShard
 from ckptstore.saving.drain import Drain, Drainer
 from ckptstore.saving.drain.health import ResumedFrom, StoreHealth, health_of
-from ckptstore.saving.fast_keeper import FastKeeper
-from ckptstore.saving.log_keeper import LogKeeper
+from ckptstore.saving.fast_publisher import FastPublisher
+from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
 from ckptstore.saving.staging import Staging
 from ckptstore.saving.state_shard import StateOptions, StateShard
+from ckptstore.saving.transaction import Transaction, meet
 from ckptstore.state.live.apply import collect
 from ckptstore.state.tensors import device
 from ckptstore.state.write.incremental import Kept, kept_file_name
@@ -64,7 +64,7 @@ class _Target(NamedTuple):
 
     storage: Storage
     transfer: Transfer
-    keeper: LogKeeper | FastKeeper
+    publisher: LogPublisher | FastPublisher
 
 
 @dataclass(kw_only=True)
@@ -90,8 +90,8 @@ class StateSaver:
         self._give_back()
         target = self._target(request, options)
         shard = self._shard(state, options, target, upload=self._doubled(target.transfer.upload, target))
-        begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
-        return self._finish(target, shard, shard, begun)
+        transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
+        return self._finish(transaction, shard, shard)
 
     def save_async(
         self,
@@ -112,7 +112,7 @@ class StateSaver:
         target = self._target(request, options)
         shard = self._shard(state, options, target, upload=self._doubled(target.transfer.upload, target))
         try:
-            begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
+            transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
         except StoreMissing as error:
             if self.job.epoch is None:
                 raise
@@ -121,7 +121,7 @@ class StateSaver:
         staged = _Staged(shard, check_all=self.job.config.transfer.check_copies == "all")
 
         def finish() -> Any:
-            saved = self._finish(target, staged, shard, begun)
+            saved = self._finish(transaction, staged, shard)
             self.brought(pending, saved, done)
             return done(saved)
 
@@ -134,12 +134,12 @@ class StateSaver:
             emit(StateStaged(step=pending.step, rank=rank, size_bytes=size_bytes, seconds=pending.stalled_seconds))
             return self.background.start(pending, finish)
         except BaseException:
-            begun.lane.close()
+            transaction.close()
             raise
 
     def begin_directory(
         self, shard: DirectoryShard, request: Request, *, clock: SaveClock
-    ) -> tuple[story.Begun, Callable[[], Saved]]:
+    ) -> tuple[Transaction[Any], Callable[[], Saved]]:
         """The first meeting of a save of files to the fast tier, and what finishes that save on any thread. Both are
         collective."""
         if request.options["link"]:
@@ -149,8 +149,8 @@ class StateSaver:
             )
         target = self._target(request, StateOptions())
         shard.move(target.storage, self._doubled(target.transfer.upload, target))
-        begun = story.begin(self.job.group, target.keeper, shard, request, clock=clock)
-        return begun, lambda: self._finish(target, shard, shard, begun)
+        transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
+        return transaction, lambda: self._finish(transaction, shard, shard)
 
     def brought(self, pending: PendingSave, saved: Saved, done: Callable[[Saved], Any]) -> None:
         """Let a pending save say when its fast checkpoint is in the store."""
@@ -161,49 +161,49 @@ class StateSaver:
         """Where it goes first. Collective when that is the fast tier and it was not open."""
         job = self.job
         if job.fast_tier is None:
-            return _Target(job.storage, job.transfer, LogKeeper(job))
+            return _Target(job.storage, job.transfer, LogPublisher(job))
         if options.incremental:
             raise InvalidInput(
                 "An incremental save takes over files of the checkpoint before, and a fast checkpoint has all its own",
                 hint="Save without incremental, or open the store without a fast tier",
             )
         place = job.open_fast(step=request.step)
-        return _Target(place.disk.storage, place.transfer, FastKeeper(job, place))
+        return _Target(place.disk.storage, place.transfer, FastPublisher(job, place))
 
     def _doubled(self, upload: Any, target: _Target) -> Any:
         """The same, that sends the files to the partner too, where the fast tier has two copies."""
         place = self.job.fast
-        if place is None or place.tier.copies == 1 or isinstance(target.keeper, LogKeeper):
+        if place is None or place.tier.copies == 1 or isinstance(target.publisher, LogPublisher):
             return upload
         return DoubledUpload(place, upload)
 
-    def _finish(self, target: _Target, stored: Shard, shard: StateShard | DirectoryShard, begun: story.Begun) -> Saved:
+    def _finish(self, transaction: Transaction[Any], stored: Shard, shard: StateShard | DirectoryShard) -> Saved:
         """What follows the agreement, on any thread. Where the disk of a node is full, or a node cannot be reached, it
         goes to the store."""
-        keeper, job = target.keeper, self.job
-        if isinstance(keeper, LogKeeper):
-            record = story.finish(keeper, stored, begun)
+        job = self.job
+        if isinstance(transaction.publisher, LogPublisher):
+            record: Record = transaction.finish(stored)
             self._kept = shard.kept if isinstance(shard, StateShard) else None
             self._last_record = record, time.monotonic()
             return record
-        assert job.fast is not None  # its keeper has it
+        assert job.fast is not None  # its publisher has it
         job.fast.settle()  # a disk has room for what is being saved beside what stays, and for no more
         try:
-            return self._offered(story.finish(keeper, stored, begun))
+            return self._offered(transaction.finish(stored))
         except (StorageFull, StorageUnavailable) as error:
             if error.committed is not False:
                 raise
             emit(
                 FastBypassed(
-                    step=begun.request.step,
+                    step=transaction.request.step,
                     rank=job.group.rank,
                     error=error.message,
                     store=job.storage.uri,
                 )
             )
         shard.move(job.storage, job.transfer.upload)
-        to_log = LogKeeper(job)
-        record = story.finish(to_log, stored, story.begin_elsewhere(begun, to_log))
+        direct: Transaction[Record] = transaction.elsewhere(LogPublisher(job))
+        record = direct.finish(stored)
         self._last_record = record, time.monotonic()
         return record
 
@@ -246,10 +246,10 @@ class StateSaver:
     def warm_up(self, state: Mapping[str, Any], *, options: StateOptions) -> None:
         """Do now what only a first asynchronous save would do. Collective; nothing is written."""
         job = self.job
-        target = _Target(job.storage, job.transfer, LogKeeper(job))
+        target = _Target(job.storage, job.transfer, LogPublisher(job))
         shard = self._shard(state, options, target, upload=job.transfer.upload, compares_replicas=False)
         request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace")
-        story.meet(job.group, "warm up", shard, request, lambda _decision, _beat: {})
+        meet(job.group, "warm up", shard, request, lambda _decision: {})
         shard.plan()
         self._staging_memory().reserve([source.size_bytes for _, source in shard.sources])
 

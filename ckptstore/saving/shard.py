@@ -1,6 +1,6 @@
 """A shard: what one rank contributes to a checkpoint, and how the shards of all ranks become one. A protocol.
 
-The save story (`ckptstore.saving.story`) is the same for every kind of checkpoint; a shard is where the kinds differ.
+A transaction (`ckptstore.saving.transaction`) is the same for every kind of checkpoint; shards are where they differ.
 """
 
 from __future__ import annotations

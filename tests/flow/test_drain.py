@@ -39,10 +39,10 @@ from ckptstore.events import (
 from ckptstore.fast.certificate import Certificate
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import sha256_of
-from ckptstore.saving import story
+from ckptstore.saving import transaction
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.drain import drain_rounds, own_files
-from ckptstore.saving.log_keeper import LogKeeper
+from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.testing import Call, CountCalls, FailAt, combine
 
 SECONDS = 20
@@ -291,7 +291,7 @@ def test_a_later_save_that_went_to_the_store_directly_supersedes(tmp_path: Path)
         assert place is not None
         rank.job.next_save_number()
         request, shard = directory_of(rank.job, 2, tmp_path / "tree")
-        story.save(rank.job.group, LogKeeper(rank.job), shard, request)
+        transaction.save(rank.job.group, LogPublisher(rank.job), shard, request)
         drain = rank.drainer.offer(older)
         return drain.result(SECONDS).entry.step, drain.superseded_by is not None
 

@@ -13,9 +13,9 @@ from ray.train import Checkpoint
 
 from ckptstore import StorageGroup
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeeper, Run
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayPublisher, Run
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
-from ckptstore.saving import story
+from ckptstore.saving import transaction
 from ckptstore.testing.s3_server import S3Server
 
 
@@ -72,10 +72,10 @@ def store(
             group = seat.open(run.storage, rank_timeout_seconds=30, retry=run.config.retry)
             shard = RayDirectoryShard(run, directories[index], ranks=ranks, shared=shared)
             try:
-                request = story.checked(
+                request = transaction.checked(
                     group, kind="directory", step=step, metrics={"loss": 0.5}, metadata=None, exists="replace"
                 )
-                return story.save(group, RayKeeper(run, name, lambda: shard.beside), shard, request)
+                return transaction.save(group, RayPublisher(run, name, lambda: shard.beside), shard, request)
             finally:
                 group.close()
         except Exception as error:

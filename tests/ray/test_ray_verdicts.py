@@ -17,9 +17,9 @@ from ckptstore import Checkpoint, StorageGroup
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.errors import CkptstoreError, StorageFull, StorageUnavailable
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeeper, Run
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayPublisher, Run
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
-from ckptstore.saving import story
+from ckptstore.saving import transaction
 from ckptstore.saving.request import Request
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import Call, Hook, wrap
@@ -52,7 +52,7 @@ def all_store(
         request = Request.of(kind="directory", step=7, metrics={}, metadata=None, exists="replace")
         group = StorageGroup(rank, 2, "start").open(storage, rank_timeout_seconds=30, retry=RETRY)
         try:
-            return story.save(group, RayKeeper(opened, "checkpoint_7", beside), shard, request)
+            return transaction.save(group, RayPublisher(opened, "checkpoint_7", beside), shard, request)
         except CkptstoreError as error:
             return error
         finally:

@@ -11,7 +11,7 @@ from ckptstore.errors import CheckpointDamaged, StorageError
 from ckptstore.fast import candidates, fast_place
 from ckptstore.fast.node_disk import NodeDisk
 from ckptstore.loading import fast_newest, load_state
-from ckptstore.saving import fast_keeper, save_state
+from ckptstore.saving import fast_publisher, save_state
 from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, report
 from ckptstore.testing.simulation.fast_tier.fast_jobs import draw_fast
 
@@ -94,13 +94,13 @@ def test_void_ones_that_count_are_found(simulation: Simulation, monkeypatch: pyt
 
 def test_a_save_that_needs_the_bucket_is_found(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bucket is away for minutes in some seeds; jobs whose ranks do not meet there save all the same."""
-    real = fast_keeper.FastKeeper.begin
+    real = fast_publisher.FastPublisher.begin
 
-    def begin(self: fast_keeper.FastKeeper, *given: Any) -> Any:
+    def begin(self: fast_publisher.FastPublisher, *given: Any) -> Any:
         self._job.log.newest()
         return real(self, *given)
 
-    monkeypatch.setattr(fast_keeper.FastKeeper, "begin", begin)
+    monkeypatch.setattr(fast_publisher.FastPublisher, "begin", begin)
     rule = "a call that nothing disturbs succeeds"
     assert rule in _rules(simulation, 60, rule)
 

@@ -18,7 +18,7 @@ from ckptstore.job import Job
 from ckptstore.loading import restoring, story
 from ckptstore.loading.story import CheckpointFiles
 from ckptstore.log import Log
-from ckptstore.saving import story as saving_story
+from ckptstore.saving import transaction
 from ckptstore.saving.commit import decide as decide_in_commit
 from ckptstore.store import CheckpointStore
 from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, draw
@@ -167,26 +167,27 @@ def a_reader_keeps_files_open(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_follower_deletes_where_ray_keeps(patch: pytest.MonkeyPatch) -> None:
-    real = saving_story.save
+    real = transaction.save
 
-    def save(group: Any, keeper: Any, shard: Any, request: Any) -> Any:
+    def save(group: Any, publisher: Any, shard: Any, request: Any) -> Any:
         try:
-            return real(group, keeper, shard, request)
+            return real(group, publisher, shard, request)
         except CkptstoreError:
-            keeper.storage.delete([file.key for file in keeper.storage.list(f"{keeper.directory}-")])
+            storage = publisher.run.storage
+            storage.delete([file.key for file in storage.list(f"{publisher.directory}-")])
             raise
 
-    patch.setattr(saving_story, "save", save)
+    patch.setattr(transaction, "save", save)
 
 
 def a_name_that_looks_free_is_taken_where_ray_keeps(patch: pytest.MonkeyPatch) -> None:
-    real, marked, looks_free = ray_keeps.RayKeeper.begin, ray_keeps._marked, threading.local()
+    real, marked, looks_free = ray_keeps.RayPublisher.begin, ray_keeps._marked, threading.local()
 
     def begin(self: Any, *arguments: Any) -> Any:
-        looks_free.is_so = not any(True for _ in self.storage.list(f"{self.directory}/"))
+        looks_free.is_so = not any(True for _ in self.run.storage.list(f"{self.directory}/"))
         return real(self, *arguments)
 
-    patch.setattr(ray_keeps.RayKeeper, "begin", begin)
+    patch.setattr(ray_keeps.RayPublisher, "begin", begin)
     patch.setattr(ray_keeps, "_marked", lambda name: name if looks_free.is_so else marked(name))
 
 

@@ -8,7 +8,7 @@ from ckptstore.format.layout import Attempt
 from ckptstore.group import SoloGroup
 from ckptstore.saving.request import Request
 from ckptstore.saving.state_shard import StateOptions, StateShard
-from ckptstore.saving.story import meet
+from ckptstore.saving.transaction import meet
 from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import FlatState, TensorEntry
@@ -49,7 +49,7 @@ def save_flat(root, flat, *, group=None, memo=None, attempt=ATTEMPT, transfer=No
         options=StateOptions(**options),
     )
     request = Request.of(step=7, kind="state", metrics=None, metadata=None, exists="replace")
-    meet(group, "save", shard, request, lambda decision, beat: {})
+    meet(group, "save", shard, request, lambda decision: {})
     receipts = []
 
     def join(stored, beat):

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from ckptstore import StorageGroup, open_store
 from ckptstore.dcp import StoreWriter
 from ckptstore.events import CheckpointCommitted, Event, FileStored, SaveStarted, listening
-from ckptstore.saving.story import _slowest
+from ckptstore.saving.transaction import _slowest
 from ckptstore.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage")

@@ -16,13 +16,12 @@ from ckptstore.integrations.torch_checkpointing.drafts import Draft, DraftFile
 from ckptstore.integrations.torch_checkpointing.job_start import JobStart
 from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME, StoredPath
 from ckptstore.job import Job
-from ckptstore.runtime.beat import no_beat
-from ckptstore.saving.commit import commit, tell
+from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents
+from ckptstore.saving.transaction import Ended
 from ckptstore.transfer.planned import PlannedFile
 from ckptstore.transfer.sources import MemorySource
-from ckptstore.upkeep.prune import prune
 
 logger = logging.getLogger("ckptstore")
 
@@ -57,13 +56,13 @@ def publish(job: Job, start: JobStart, writing: Writing, place: StoredPath) -> N
     occupied = {name[:at] for name in names for at, char in enumerate(name) if char == "/"}
     empty = _leaves(directories - occupied - {""})
     request = Request(step=place.step, kind="directory", metadata={METADATA_KEY: {"name": place.name}})
-    record = commit(job, request, attempt, Contents(receipts, empty), no_beat, world_size=start.world_size)
-    tell(record, job.storage, rank=start.rank, seconds=time.monotonic() - began)
+    publisher = LogPublisher(job, world_size=start.world_size)
+    record = publisher.commit(request, attempt, Contents(receipts, empty))
     try:
         draft.remove()
     except CkptstoreError as error:
         logger.warning("%s is committed; what its ranks left at %s stays: %s", place.name, draft.prefix, error)
-    job.prune_in_background(lambda: prune(job.log, job.storage, job.config, epoch=job.epoch))
+    publisher.committed(record, Ended(time.monotonic() - began), rank=start.rank)
 
 
 def _of_attempt(read: list[tuple[str, DraftFile]], attempt: Attempt) -> list[DraftFile]:

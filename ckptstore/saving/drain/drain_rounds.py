@@ -27,8 +27,8 @@ from ckptstore.runtime.beat import beat
 from ckptstore.saving.commit import commit_prepared, covering
 from ckptstore.saving.drain.book import Book, Drain, choose, given_up
 from ckptstore.saving.drain.own_files import OwnFiles
-from ckptstore.saving.log_keeper import LogKeeper
-from ckptstore.saving.story import remove_files
+from ckptstore.saving.log_publisher import LogPublisher
+from ckptstore.saving.transaction import Ended, remove_files
 from ckptstore.storage.retry import hurried
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.paced import Pacer
@@ -176,7 +176,7 @@ class Rounds:
         if is_superseded:
             self._discard(drain)
         else:
-            LogKeeper(self._job).committed(record, seconds=seconds, slowest=())
+            LogPublisher(self._job).committed(record, Ended(seconds))
         if self.away_since is not None:
             emit(DrainRecovered(**place, seconds=now - self.away_since))
         self._failures, self.away_since, self.error = 0, None, None
@@ -220,7 +220,7 @@ class Rounds:
             attempt = Attempt.parse(drain.attempt)
             if drain.may_be_committed and attempt is not None:
                 with hurried():
-                    record = LogKeeper(self._job).find(attempt)
+                    record = self._job.log.commit_of(attempt)
                 if record is not None:
                     self._ended(drain, record)
                     return True

@@ -11,10 +11,10 @@ from ckptstore.config import StoreConfig
 from ckptstore.group import Group, SoloGroup, StorageGroup
 from ckptstore.group.base import new_start_token
 from ckptstore.integrations.ray.context import Worker
-from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeeper, Run, default_directory
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayPublisher, Run, default_directory
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at
-from ckptstore.saving import story
+from ckptstore.saving import transaction
 from ckptstore.saving.shard import Shard
 from ckptstore.storage.base import Storage
 from ckptstore.storage.retried import with_retries
@@ -99,11 +99,11 @@ class RunOfRay:
         try:
             is_state = self._world.plan.contents == "state"
             asked = {"step": action.step, "metrics": None, "metadata": None, "exists": "replace"}
-            request = story.checked(group, kind="state" if is_state else "directory", **asked)
+            request = transaction.checked(group, kind="state" if is_state else "directory", **asked)
             if is_state:
-                return story.save(group, RayKeeper(run, name), self._state(group, index, action), request)
+                return transaction.save(group, RayPublisher(run, name), self._state(group, index, action), request)
             shard = self._directory(index, action)
-            return story.save(group, RayKeeper(run, name, lambda: shard.beside), shard, request)
+            return transaction.save(group, RayPublisher(run, name, lambda: shard.beside), shard, request)
         finally:
             group.close()
 

@@ -41,7 +41,7 @@ _MODULES = (
 _WITH_TORCH = (
     "ckptstore.saving.save_state",
     "ckptstore.loading.fast_newest",
-    "ckptstore.saving.fast_keeper",
+    "ckptstore.saving.fast_publisher",
     "ckptstore.saving.drain.drainer",
     "ckptstore.fast.partner",
     "ckptstore.loading.load_state",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ from ckptstore.runtime.beat import Beat
 from ckptstore.saving.commit import check_stored, manifest_of, write_manifest
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
-from ckptstore.saving.story import remove_files
+from ckptstore.saving.transaction import Destination, Ended
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.retry import retrying
 from ckptstore.transfer import Transfer
@@ -54,6 +54,11 @@ class RayAttempt(Attempt):
 
     def __str__(self) -> str:
         return self.directory
+
+    @property
+    def lane(self) -> str:
+        """See `Attempt.lane`. A name that a caller gave is too long for messages, or has slashes."""
+        return str(self).rpartition("-")[2]
 
     @property
     def prefix(self) -> str:
@@ -108,8 +113,8 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class RayKeeper:
-    """See `ckptstore.saving.story.Keeper`; it keeps directories of the run, whose names the attempts are.
+class RayPublisher:
+    """See `Publisher`; it publishes directories of the run, whose names the attempts are.
 
     The name of a directory is `directory`, that of the leader, and a mark that it draws: no two attempts share one, so
     nothing that an earlier attempt or another job still writes gets into this one. The leader writes what `beside`
@@ -121,41 +126,23 @@ class RayKeeper:
     beside: Callable[[], Mapping[str, bytes]] = dict
 
     @property
-    def storage(self) -> Storage:
-        """The directory of the run."""
-        return self.run.storage
-
-    @property
-    def store_uri(self) -> str:
-        """See `Keeper.store_uri`."""
-        return self.storage.uri
-
-    @property
-    def is_fast(self) -> bool:
-        """See `Keeper.is_fast`."""
-        return False
-
-    @property
-    def rank(self) -> int:
-        """This worker in the run."""
-        return self.run.worker.rank
+    def destination(self) -> Destination:
+        """See `Publisher.destination`: the directory of the run."""
+        storage, rank = self.run.storage, self.run.worker.rank
+        return Destination(storage, storage.uri, rank, removes=rank == LEADER)
 
     def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
-        """See `Keeper.begin`. Raises InvalidName, InvalidInput where a log keeps the checkpoints, StorageFull."""
+        """See `Publisher.begin`. Raises InvalidName, InvalidInput where a log keeps the checkpoints, StorageFull."""
         self.run.store_id()
-        _check_room(self.storage, decision)
+        _check_room(self.run.storage, decision)
         return {"directory": _marked(self.directory)}
 
-    def attempt(self, request: Request, begun: Mapping[str, Any]) -> RayAttempt:
-        """See `Keeper.attempt`."""
+    def join(self, request: Request, begun: Mapping[str, Any]) -> RayAttempt:
+        """See `Publisher.join`."""
         return RayAttempt(request.step, 0, "", begun["directory"])
 
-    def lane(self, attempt: Attempt) -> str:
-        """See `Keeper.lane`. A name that a caller gave is too long for messages, or has slashes."""
-        return str(attempt).rpartition("-")[2]
-
-    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
-        """See `Keeper.publish`: the manifest, last."""
+    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> Any:
+        """See `Publisher.publish`: the manifest, last."""
         run = self.run
         check_stored(run.storage, attempt, contents.receipts)
         beat()
@@ -167,32 +154,27 @@ class RayKeeper:
         except StorageError as error:
             if not isinstance(error, AccessDenied | StorageFull):  # these are answers; else it may be there, or come
                 error.committed = None
-            if error.committed is False or self.find(attempt) is None:
+            if error.committed is False or self._found(attempt) is None:
                 raise
-        return str(attempt).encode()
+        return str(attempt)
 
-    def outcome(self, lane: Group, attempt: Attempt, published: bytes) -> RayAttempt:
-        """See `Keeper.outcome`."""
-        return RayAttempt(attempt.step, 0, "", published.decode())
+    def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> RayAttempt | None:
+        """See `Publisher.outcome`. Ray has not heard of it yet, so nobody is told."""
+        found = self._found(attempt) if published is None else RayAttempt(attempt.step, 0, "", published)
+        if found is not None:
+            end()
+        return found
 
-    def find(self, attempt: Attempt) -> RayAttempt | None:
-        """See `Keeper.find`: the attempt is committed when its manifest is there."""
+    def _found(self, attempt: Attempt) -> RayAttempt | None:
+        """Return the attempt if its manifest is there: it is committed then."""
         key = attempt.key(MANIFEST_NAME)
         try:
-            data = retrying(self.run.config.retry, f"read {key}", lambda: self.storage.read(key))
+            data = retrying(self.run.config.retry, f"read {key}", lambda: self.run.storage.read(key))
             found = Manifest.decode(data, file=key)
         except CkptstoreError:
             return None
         is_it = found.attempt == str(attempt) and found.step == attempt.step
         return RayAttempt(attempt.step, 0, "", found.attempt) if is_it else None
-
-    def discard(self, attempt: Attempt) -> None:
-        """See `Keeper.discard`: the leader removes the files of all workers."""
-        if self.rank == LEADER:
-            remove_files(self.storage, attempt)
-
-    def committed(self, kept: RayAttempt, *, seconds: float, slowest: Sequence[Any]) -> None:
-        """See `Keeper.committed`. Ray has not heard of it yet, so nobody is told."""
 
 
 def _marked(directory: str) -> str:

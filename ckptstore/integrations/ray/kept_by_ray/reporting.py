@@ -17,14 +17,14 @@ from ckptstore.format.layout import check_step
 from ckptstore.group import Group
 from ckptstore.integrations.ray.context import Worker, current_worker
 from ckptstore.integrations.ray.filesystem import local_path_of
-from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayKeeper, Run, default_directory
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayAttempt, RayPublisher, Run, default_directory
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.kept_by_ray.tuning import staging, tell_tune, tune_session
 from ckptstore.integrations.ray.kept_by_ray.upload_fn import number_of_report
 from ckptstore.integrations.ray.kept_by_ray.wrapping import files_at, kept_files
 from ckptstore.integrations.ray.metrics import Score, numbers_of, plain_metrics, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.worker_group import RayWorkers
-from ckptstore.saving import story
+from ckptstore.saving import transaction
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.shard import Shard
 
@@ -186,13 +186,13 @@ class _Reporter:
         metrics = numbers_of(plain_metrics(brought.metrics))
         asked = {"step": step, "metrics": metrics, "metadata": brought.metadata, "exists": "replace"}
         if kind == "state":
-            request = story.checked(group, kind="state", **asked)
-            keeper = RayKeeper(self.run, default_directory(step))
-            return story.save(group, keeper, self._state(group, brought), request, clock=clock)
+            request = transaction.checked(group, kind="state", **asked)
+            publisher = RayPublisher(self.run, default_directory(step))
+            return transaction.save(group, publisher, self._state(group, brought), request, clock=clock)
         shard = RayDirectoryShard(self.run, brought.path(), ranks=range(group.world_size))
-        request = story.checked(group, kind="directory", **asked)
-        keeper = RayKeeper(self.run, default_directory(step), lambda: shard.beside)
-        return story.save(group, keeper, shard, request, clock=clock)
+        request = transaction.checked(group, kind="directory", **asked)
+        publisher = RayPublisher(self.run, default_directory(step), lambda: shard.beside)
+        return transaction.save(group, publisher, shard, request, clock=clock)
 
     def _state(self, group: Group, brought: _Brought) -> Shard:
         from ckptstore.saving.state_shard import StateOptions, StateShard

@@ -15,13 +15,13 @@ from ckptstore.errors import CkptstoreError, InvalidInput, RankTimeout
 from ckptstore.group import Group, SoloGroup
 from ckptstore.integrations.ray.context import Worker, current_worker, require_worker
 from ckptstore.integrations.ray.filesystem import local_path_of
-from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayKeeper, Run
+from ckptstore.integrations.ray.kept_by_ray.ray_keeps import RayPublisher, Run
 from ckptstore.integrations.ray.kept_by_ray.ray_shards import RayDirectoryShard
 from ckptstore.integrations.ray.kept_by_ray.tuning import refuse_in_tune
 from ckptstore.integrations.ray.metrics import numbers_of, plain_metrics, warn_of_worst
 from ckptstore.integrations.ray.metrics import safe_metrics as made_safe
 from ckptstore.integrations.ray.worker_group import open_among
-from ckptstore.saving import story
+from ckptstore.saving import transaction
 from ckptstore.saving.phases import SaveClock
 
 Ranks = Literal["all"] | Collection[int]
@@ -92,9 +92,9 @@ class UploadFunction:
         group = _meet(run, ranks, checkpoint_dir_name)
         try:
             step = number_of_report() if self.step is None else self.step
-            request = story.checked(group, kind="directory", step=step, **asked)
-            keeper = RayKeeper(run, checkpoint_dir_name, lambda: shard.beside)
-            attempt = story.save(group, keeper, shard, request, clock=clock)
+            request = transaction.checked(group, kind="directory", step=step, **asked)
+            publisher = RayPublisher(run, checkpoint_dir_name, lambda: shard.beside)
+            attempt = transaction.save(group, publisher, shard, request, clock=clock)
         except CkptstoreError as error:
             if isinstance(error, RankTimeout) and self.ranks == "all":
                 error.hint = "If it reported checkpoint=None, give upload_fn(ranks=[...]) without it"

@@ -1,4 +1,4 @@
-"""The keeper of fast checkpoints: files on the disks of the nodes, and a certificate on each that says they are whole.
+"""Publishes fast checkpoints: files on the disks of the nodes, and a certificate on each that says they are whole.
 
 The first certificate that is written is the commit. No request to the store is made once the job has claimed it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptstore.errors import CkptstoreError, StepExists, StorageError, StoreFenced
@@ -23,41 +23,32 @@ from ckptstore.runtime.beat import Beat
 from ckptstore.saving.commit import manifest_of
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
-from ckptstore.saving.story import remove_files
-from ckptstore.storage.base import Storage
+from ckptstore.saving.transaction import Destination, Ended
 
 logger = logging.getLogger("ckptstore")
 
 
-class FastKeeper:
-    """See `ckptstore.saving.story.Keeper`; it keeps certificates. One for each save."""
+class FastPublisher:
+    """See `Publisher`; it makes certificates. One for each save."""
 
     def __init__(self, job: Job, place: FastPlace) -> None:
         self._job, self._place = job, place
         self._save_number = 0
 
     @property
-    def storage(self) -> Storage:
-        """What lies on the disk of this node."""
-        return self._place.disk.storage
-
-    @property
-    def store_uri(self) -> str:
-        """See `Keeper.store_uri`."""
-        return self._job.storage.uri
-
-    @property
-    def is_fast(self) -> bool:
-        """See `Keeper.is_fast`."""
-        return True
-
-    @property
-    def rank(self) -> int:
-        """This process in its job."""
-        return self._place.members.rank
+    def destination(self) -> Destination:
+        """See `Publisher.destination`: the disk of this node, where one rank removes what lies there."""
+        place = self._place
+        return Destination(
+            place.disk.storage,
+            self._job.storage.uri,
+            place.members.rank,
+            removes=place.members.is_reporter,
+            is_fast=True,
+        )
 
     def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
-        """See `Keeper.begin`. Raises StepExists, StoreFenced where this node knows of a later job, InvalidMetric."""
+        """See `Publisher.begin`. Raises StepExists, StoreFenced where this node knows of a later job, InvalidMetric."""
         job, place = self._job, self._place
         check_required(job.policy, request.metrics, missing=job.missing)
         if job.is_fenced or place.disk.marked_epoch() > place.epoch:
@@ -69,19 +60,15 @@ class FastKeeper:
             self._refuse_existing(request.step)
         return {**job.claimed(), "attempt": str(job.new_attempt(request.step)), "save_number": job.next_save_number()}
 
-    def attempt(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
-        """See `Keeper.attempt`."""
+    def join(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
+        """See `Publisher.join`."""
         self._save_number = self._job.highest_save_number = begun["save_number"]
         attempt = Attempt.parse(begun["attempt"])
         assert attempt is not None  # the leader has just made it up
         return attempt
 
-    def lane(self, attempt: Attempt) -> str:
-        """See `Keeper.lane`."""
-        return str(attempt)
-
     def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> bytes:
-        """See `Keeper.publish`: the certificate that every node will have. All ranks hear it, so it is packed."""
+        """See `Publisher.publish`. Return the certificate that every node will have, packed for all ranks."""
         place = self._place
         place.disk.storage.persist([attempt.key(name) for name in contents.pending])
         if place.tier.copies == 2 and contents.pending:
@@ -93,13 +80,21 @@ class FastKeeper:
         manifest = manifest_of(request, attempt, contents, store_id=self._job.store_id(), world_size=world_size)
         return zlib.compress(place.certificate(manifest.encode(), self._save_number).encode(), 1)
 
-    def outcome(self, lane: Group, attempt: Attempt, published: bytes) -> Certificate:
-        """See `Keeper.outcome`: every node writes its certificate, and all hear whether one did. Collective.
+    def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Certificate | None:
+        """See `Publisher.outcome`: every node writes its certificate, and all hear whether one did.
 
         An error says that the checkpoint may be there (`committed` None): a certificate whose write failed may be.
         """
-        members, data = self._place.members, zlib.decompress(published)
-        certificate = Certificate.decode(data)
+        if published is None:
+            certificate = self._found(attempt)
+        else:
+            certificate = self._certified(lane, attempt, zlib.decompress(published))
+        if certificate is not None:
+            self._committed(certificate, end())
+        return certificate
+
+    def _certified(self, lane: Group, attempt: Attempt, data: bytes) -> Certificate:
+        members, certificate = self._place.members, Certificate.decode(data)
 
         def judge() -> list[str]:
             failures = [failure for failure in found if failure]
@@ -131,20 +126,15 @@ class FastKeeper:
             self._place.has_saved(attempt)
         return None
 
-    def find(self, attempt: Attempt) -> Certificate | None:
-        """See `Keeper.find`: on the disk of this node."""
+    def _found(self, attempt: Attempt) -> Certificate | None:
+        """Return what is on the disk of this node."""
         try:
             return self._place.disk.certificate(attempt)
         except CkptstoreError:
             return None
 
-    def discard(self, attempt: Attempt) -> None:
-        """See `Keeper.discard`: on each node one rank removes what lies there."""
-        if self._place.members.is_reporter:
-            remove_files(self.storage, attempt)
-
-    def committed(self, kept: Certificate, *, seconds: float, slowest: Sequence[Any]) -> None:
-        """See `Keeper.committed`. On each node one rank deletes what this one supersedes."""
+    def _committed(self, kept: Certificate, ended: Ended) -> None:
+        """Tell listeners. On each node one rank deletes what this one supersedes."""
         if self._place.members.is_reporter:
             self._place.delete_old()
         manifest = kept.manifest
@@ -152,13 +142,13 @@ class FastKeeper:
             FastCommitted(
                 step=manifest.step,
                 attempt=manifest.attempt,
-                rank=self.rank,
+                rank=self._place.members.rank,
                 size_bytes=manifest.size_bytes,
-                seconds=seconds,
+                seconds=ended.seconds,
                 world_size=manifest.world_size,
                 num_nodes=len(kept.holders),
-                slowest_rank=slowest[0] if slowest else None,
-                slowest_by_seconds=slowest[1] if slowest else 0.0,
+                slowest_rank=ended.slowest[0] if ended.slowest else None,
+                slowest_by_seconds=ended.slowest[1] if ended.slowest else 0.0,
                 save_number=kept.save_number,
                 store=self._job.storage.uri,
                 metrics=dict(manifest.metrics),

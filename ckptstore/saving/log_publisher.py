@@ -1,8 +1,8 @@
-"""The keeper whose checkpoints a log has: the job claims the store, and a record makes a checkpoint visible."""
+"""Publishes checkpoints by the log of a store: the job claims the store, and a record makes a checkpoint visible."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,39 +16,29 @@ from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.saving.commit import commit, tell
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Contents, Decision
-from ckptstore.saving.story import remove_files
-from ckptstore.storage.base import Disk, Storage
+from ckptstore.saving.transaction import Destination, Ended
+from ckptstore.storage.base import Disk
 from ckptstore.upkeep.prune import empty_trash, prune
 
 
 @dataclass(frozen=True, slots=True)
-class LogKeeper:
-    """See `ckptstore.saving.story.Keeper`; it keeps records."""
+class LogPublisher:
+    """See `Publisher`; it makes records."""
 
     job: Job
+    after: int | None = None
+    """The number of a record: another checkpoint that is committed later than that is an error."""
+    world_size: int | None = None
+    """The number of ranks that store, where these are not the ranks of the job's group."""
 
     @property
-    def storage(self) -> Storage:
-        """Where the store is."""
-        return self.job.storage
-
-    @property
-    def store_uri(self) -> str:
-        """See `Keeper.store_uri`."""
-        return self.storage.uri
-
-    @property
-    def is_fast(self) -> bool:
-        """See `Keeper.is_fast`."""
-        return False
-
-    @property
-    def rank(self) -> int:
-        """This process in its job."""
-        return self.job.group.rank
+    def destination(self) -> Destination:
+        """See `Publisher.destination`."""
+        job = self.job
+        return Destination(job.storage, job.storage.uri, job.group.rank, removes=job.is_leader)
 
     def claim(self, request: Request, beat: Beat = no_beat) -> Record:
-        """Leader: the newest record of the store, which this job owns from here on.
+        """Claim the store for this job, which the leader does, and return its newest record.
 
         Raises InvalidMetric when a metric that retention needs is missing, StoreFenced.
         """
@@ -57,50 +47,51 @@ class LogKeeper:
         return job.claim_to_save(request.step, beat)
 
     def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
-        """See `Keeper.begin`. Raises StepExists, StorageFull, StoreMissing where the store has
+        """See `Publisher.begin`. Raises StepExists, StorageFull, StoreMissing where the store has
         lost checkpoints or its log, and what `claim` raises."""
         newest = self.claim(request, beat)
-        if isinstance(self.storage, Disk):  # elsewhere it is a request, and a commit looks
+        if isinstance(self.job.storage, Disk):  # elsewhere it is a request, and a commit looks
             self.job.check_latest_there(newest)
         if request.options["exists"] == "error":
             self._refuse_existing(newest, request.step)
         self._check_room(decision, beat)
         return {**self.job.claimed(), "attempt": str(self.job.new_attempt(request.step))}
 
-    def attempt(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
-        """See `Keeper.attempt`."""
+    def join(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
+        """See `Publisher.join`."""
         self.job.join_claim(begun)
         attempt = Attempt.parse(begun["attempt"])
         assert attempt is not None  # the leader has just made it up
         return attempt
 
-    def lane(self, attempt: Attempt) -> str:
-        """See `Keeper.lane`."""
-        return str(attempt)
-
     def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> Any:
-        """See `Keeper.publish`."""
-        record = commit(self.job, request, attempt, contents, beat)
+        """See `Publisher.publish`."""
+        record = self.commit(request, attempt, contents, beat)
         return record.number, record.encode()
 
-    def outcome(self, lane: Group, attempt: Attempt, published: Any) -> Record:
-        """See `Keeper.outcome`."""
-        number, data = published
-        return Record.decode(data, number)
+    def commit(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat = no_beat) -> Record:
+        """Publish what is stored. Raises what `saving.commit.commit` does."""
+        return commit(self.job, request, attempt, contents, beat, after=self.after, world_size=self.world_size)
 
-    def find(self, attempt: Attempt) -> Record | None:
-        """See `Keeper.find`."""
-        return self.job.log.commit_of(attempt)
+    def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Record | None:
+        """See `Publisher.outcome`."""
+        if published is None:
+            record = self.job.log.commit_of(attempt)
+        else:
+            number, data = published
+            record = Record.decode(data, number)
+        if record is not None:
+            self.committed(record, end())
+        return record
 
-    def discard(self, attempt: Attempt) -> None:
-        """See `Keeper.discard`: the leader removes the files of all ranks."""
-        if self.job.is_leader:
-            remove_files(self.storage, attempt)
+    def committed(self, record: Record, ended: Ended, *, rank: int | None = None) -> None:
+        """Tell listeners of a commit. The leader deletes in the background what was in the trash for long enough.
 
-    def committed(self, kept: Record, *, seconds: float, slowest: Sequence[Any]) -> None:
-        """See `Keeper.committed`. The leader deletes in the background what has been in the trash for long enough."""
+        `rank` is the rank of this process where it is another one than in the job's group.
+        """
         job = self.job
-        tell(kept, self.storage, rank=self.rank, seconds=seconds, slowest=slowest)
+        rank = job.group.rank if rank is None else rank
+        tell(record, job.storage, rank=rank, seconds=ended.seconds, slowest=ended.slowest)
         if job.is_leader:
             job.prune_in_background(lambda: prune(job.log, job.storage, job.config, epoch=job.epoch))
 
@@ -109,7 +100,7 @@ class LogKeeper:
             raise StepExists(f"Step {step} is committed already", step=step, hint='Use exists="replace" to replace it')
 
     def _check_room(self, decision: Decision, beat: Beat) -> None:
-        storage, needed_bytes = self.storage, decision.size_bytes or 0
+        storage, needed_bytes = self.job.storage, decision.size_bytes or 0
         if not isinstance(storage, Disk):
             return
         if needed_bytes > storage.free_bytes():

@@ -1,0 +1,266 @@
+"""One try at a checkpoint, from the agreement of the ranks to the verdict: whatever is saved, and whoever publishes it.
+
+what each rank has → the leader decides → each rank stores → the leader publishes → all hear
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from ckptstore.errors import CkptstoreError, InvalidInput, InvalidStep
+from ckptstore.events import SaveFailed, emit
+from ckptstore.format.layout import Attempt, known_step
+from ckptstore.format.manifest import Kind
+from ckptstore.group import Group
+from ckptstore.runtime import tracing
+from ckptstore.runtime.beat import Beat, beat
+from ckptstore.saving.phases import SaveClock, longest_seconds
+from ckptstore.saving.request import Request
+from ckptstore.saving.shard import Contents, Decision, Shard
+from ckptstore.storage.base import Disk, Storage
+from ckptstore.storage.retry import hurried
+from ckptstore.storage.traffic import counted_twice
+
+logger = logging.getLogger("ckptstore")
+
+Published = TypeVar("Published", covariant=True)
+"""What a publisher makes of a checkpoint: a record, a certificate."""
+
+
+class Ended(NamedTuple):
+    """How a save has gone, for whoever is told that it has ended well."""
+
+    seconds: float
+    slowest: Sequence[Any] = ()
+    """The rank that took longest to store its files, and by how many seconds; empty with one rank, and where unknown.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the files of a checkpoint go, and who removes them after the verdict "not committed"."""
+
+    storage: Storage
+    store_uri: str
+    """The store as events name it, without secrets."""
+    rank: int
+    """This process as events name it."""
+    removes: bool
+    """True on the one rank of all, or of a node, that removes files."""
+    is_fast: bool = False
+    """True for the disks of nodes."""
+
+
+class Publisher(Protocol[Published]):
+    """Whoever makes checkpoints visible: the log of a store, certificates on the disks of nodes, Ray."""
+
+    @property
+    def destination(self) -> Destination:
+        """Where the files go."""
+
+    def begin(self, request: Request, decision: Decision, beat: Beat) -> Mapping[str, Any]:
+        """Leader: own the place, make sure that there is room, name the attempt. Return what `join` needs, as JSON."""
+
+    def join(self, request: Request, begun: Mapping[str, Any]) -> Attempt:
+        """Any rank: return the attempt that the leader has begun."""
+
+    def publish(self, request: Request, attempt: Attempt, contents: Contents, beat: Beat) -> Any:
+        """Leader: make the checkpoint visible, whole. An error says by `committed` whether it is."""
+
+    def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> Published | None:
+        """Any rank: read what `publish` returned, call `end`, and tell listeners that the save has ended well.
+
+        All ranks that heard the leader call this, and may meet in the lane. `published` is None on a rank that did not
+        hear it: it looks for the checkpoint alone, and returns None if that is not there (yet), or cannot be read.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction(Generic[Published]):
+    """A try on which all ranks have agreed, before any byte has moved. It leaves nothing unless it is published."""
+
+    publisher: Publisher[Published]
+    request: Request
+    attempt: Attempt
+    lane: Group
+    """Where the ranks meet for this attempt and no other: who missed the agreement cannot be mistaken there."""
+    clock: SaveClock
+
+    @staticmethod
+    def begin(
+        group: Group,
+        publisher: Publisher[Published],
+        shard: Shard,
+        request: Request,
+        *,
+        clock: SaveClock | None = None,
+    ) -> Transaction[Published]:
+        """Let the ranks agree. Collective. The clock was started by the call of the save."""
+        clock, destination = clock or SaveClock(), publisher.destination
+        clock.asked(step=request.step, rank=destination.rank)
+
+        def agree(decision: Decision) -> Mapping[str, Any]:
+            begun = publisher.begin(request, decision, beat)
+            return {**begun, **tracing.told(lambda: clock.traced(str(publisher.join(request, begun))))}
+
+        with clock.part(destination.store_uri, is_fast=destination.is_fast, is_last=False):
+            begun = meet(group, "save", shard, request, agree)
+            attempt = publisher.join(request, begun)
+            tracing.hear(begun, lambda: clock.traced(str(attempt)))
+            lane = group.lane(attempt.lane)
+            clock.agreed(str(attempt), step=request.step, rank=destination.rank)
+            return Transaction(publisher, request, attempt, lane, clock)
+
+    def elsewhere(self, publisher: Publisher[Any]) -> Transaction[Any]:
+        """Begin once more with another publisher, after `finish` has failed on all ranks: what they agreed on holds.
+        Collective, on any thread."""
+        request = self.request
+        lane = self.lane.lane(f"{self.attempt} elsewhere")
+        try:
+            with lane.meeting("save", step=request.step) as meeting:
+                begun = meeting.tell(lambda: publisher.begin(request, Decision(b"", 0), beat))
+        finally:
+            lane.close()
+        attempt = publisher.join(request, begun)
+        return Transaction(publisher, request, attempt, lane.lane(attempt.lane), self.clock)
+
+    def finish(self, shard: Shard) -> Published:
+        """Store the files of all ranks, and publish them. Collective, on any thread.
+
+        Any error on any rank before the commit is raised on all ranks, and what was written is removed: by the leader
+        alone, and only after its own verdict. A rank that does not hear what became of it looks once.
+        """
+        publisher, clock, attempt = self.publisher, self.clock, self.attempt
+        with self._ending():
+            try:
+                with self.lane.meeting("receipts") as meeting:
+                    with counted_twice() as traffic:
+                        stored = shard.store(attempt, beat)
+                    clock.ended("upload")
+                    answers = meeting.gather((clock.report(traffic, node=self.lane.node), stored))
+                    told, published = meeting.tell(lambda: self._publish(shard, answers))
+                found = publisher.outcome(self.lane, attempt, published, lambda: self._end(**told))
+            except CkptstoreError as error:
+                return self._found(error)
+            assert found is not None  # it was published
+            return found
+
+    def _publish(self, shard: Shard, answers: Sequence[Any]) -> Any:
+        reports, stored = zip(*answers, strict=True)
+        contents = shard.join(self.attempt, stored, beat)._replace(timings=lambda: self.clock.timings(reports))
+        published = self.publisher.publish(self.request, self.attempt, contents, beat)
+        uploads = [report["seconds"]["upload"] for report in reports]
+        return {"slowest": _slowest(uploads), "longest_seconds": longest_seconds(reports)}, published
+
+    def _end(self, slowest: Sequence[Any] = (), longest_seconds: float | None = None) -> Ended:
+        self.clock.met(longest_seconds)
+        return Ended(self.clock.elapsed_seconds, slowest)
+
+    def _found(self, error: CkptstoreError) -> Published:
+        """Return the checkpoint if it is there in spite of the error; else raise that, and remove what was written."""
+        destination, step = self.publisher.destination, self.request.step
+        if error.committed is None:
+            with hurried():  # ranks that have raised it may wait for this one
+                found = self.publisher.outcome(self.lane, self.attempt, None, self._end)
+            if found is not None:
+                logger.warning("step %d is committed, though this rank did not hear of it: %s", step, error)
+                return found
+        error.at(step=step)
+        emit(SaveFailed(step=step, rank=destination.rank, error=str(error)))
+        if error.committed is False and destination.removes:
+            remove_files(destination.storage, self.attempt)
+        raise error
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        destination = self.publisher.destination
+        with self.clock.part(destination.store_uri, is_fast=destination.is_fast, is_last=True):
+            try:
+                yield
+            finally:
+                self.lane.close()
+
+    def close(self) -> None:
+        """Give up before `finish`."""
+        self.lane.close()
+
+
+def save(
+    group: Group, publisher: Publisher[Published], shard: Shard, request: Request, *, clock: SaveClock | None = None
+) -> Published:
+    """Save the shards of all ranks as one checkpoint. Collective. The clock was started by the call."""
+    return Transaction.begin(group, publisher, shard, request, clock=clock).finish(shard)
+
+
+def meet(
+    group: Group, tag: str, shard: Shard, request: Request, agree: Callable[[Decision], Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """Let the leader decide who writes what: in one meeting, in more when it has to know more. Collective.
+
+    The leader calls `agree` with what the shards have decided; all ranks get what it returns.
+    """
+
+    def decide(offers: Sequence[Any]) -> Any:
+        requests, descriptions = zip(*offers, strict=True)
+        _check_same_request(requests)
+        decision = shard.decide(descriptions)
+        return None if decision.size_bytes is None else dict(agree(decision)), decision.told
+
+    while True:
+        try:
+            with group.meeting(tag, step=request.step) as meeting:
+                options = {"step": request.step, "options": dict(request.options)}
+                offers = meeting.gather((options, shard.describe()))
+                agreed, told = meeting.tell(lambda: decide(offers))  # noqa: B023 - called at once
+        except CkptstoreError as error:
+            error.at(step=request.step)
+            raise
+        shard.hear(told)
+        if agreed is not None:
+            return dict(agreed)
+
+
+def checked(group: Group, *, kind: Kind, step: Any, **options: Any) -> Request:
+    """Check what the caller of a save wants. Raises what is wrong with it, on all ranks. Collective where so."""
+    try:
+        return Request.of(kind=kind, step=step, **options)
+    except Exception:
+        with group.meeting("save", step=known_step(step)):
+            raise
+
+
+def _check_same_request(requests: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidStep or InvalidInput unless all ranks want the same."""
+    first = requests[0]
+    for rank, other in enumerate(requests):
+        if other["step"] != first["step"]:
+            raise InvalidStep(f"rank {rank} saves step {other['step']}, rank 0 step {first['step']}", ranks=(0, rank))
+        if other["options"] != first["options"]:
+            raise InvalidInput(
+                f"rank {rank} asks for {other['options']}, rank 0 for {first['options']}", ranks=(0, rank)
+            )
+
+
+def _slowest(seconds: Sequence[float]) -> list[Any]:
+    """Return the rank that took longest, and how much longer than the one in the middle; nothing for one rank."""
+    if len(seconds) == 1:
+        return []
+    rank = max(range(len(seconds)), key=lambda number: seconds[number])
+    return [rank, seconds[rank] - sorted(seconds)[(len(seconds) - 1) // 2]]
+
+
+def remove_files(storage: Storage, attempt: Attempt) -> None:
+    """Remove all files of an attempt, after the leader's verdict "not committed": nothing will ever refer to it.
+
+    Best effort; what others still write is garbage.
+    """
+    try:
+        storage.delete([file.key for file in storage.list(attempt.prefix)])
+        if isinstance(storage, Disk):
+            storage.remove_directories(attempt.prefix.rstrip("/"))
+    except CkptstoreError as error:
+        logger.warning("what step %d left could not be removed: %s", attempt.step, error)
