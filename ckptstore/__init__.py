@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ckptstore.opening import open_store
     from ckptstore.retention import KeepAll, KeepBest, KeepEvery, KeepLatest, KeepSince
     from ckptstore.saving.background import PendingSave
-    from ckptstore.saving.drain.health import StoreHealth
+    from ckptstore.saving.health import StoreHealth
     from ckptstore.store import CheckpointStore
     from ckptstore.upkeep.prune import Trashed
 
@@ -124,7 +124,7 @@ _HOMES = {
     "PendingSave": "ckptstore.saving.background",
     "Receipt": "ckptstore.format.manifest",
     "StorageGroup": "ckptstore.group",
-    "StoreHealth": "ckptstore.saving.drain.health",
+    "StoreHealth": "ckptstore.saving.health",
     "Trashed": "ckptstore.upkeep.prune",
     "open_store": "ckptstore.opening",
 }

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Protocol
 
 from ckptstore.boundary import bounded
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import StoreMissing
+from ckptstore.errors import InvalidInput, StoreMissing
 from ckptstore.format.changes import Change, Pin, Unpin
+from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.job import Job, record_of_step
-from ckptstore.loading.near_node import NearNode
+from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.loading.restoring import restore
-from ckptstore.loading.story import files_of
 from ckptstore.log.identity import read_identity
 from ckptstore.retention import Mode, Policy, Verdict, check_there, ranked
 from ckptstore.runtime.notebook import html_table
@@ -38,6 +38,30 @@ class Entry:
     """Whether it is on the disk of this node; False too where nobody asked."""
 
 
+class Near(Protocol):
+    """A checkpoint that this process may read before it is in the store."""
+
+    @property
+    def order(self) -> SaveOrder:
+        """Its place among all saves."""
+
+    @property
+    def attempt(self) -> str:
+        """The name of its directory."""
+
+    @property
+    def is_durable(self) -> bool:
+        """True if the log has it as live."""
+
+    @property
+    def is_superseded(self) -> bool:
+        """True if the log has a newer one."""
+
+    @property
+    def files(self) -> CheckpointFiles:
+        """Its files."""
+
+
 @bounded
 class Catalogue:
     """The checkpoints of one store, for one process. Nothing here is collective."""
@@ -59,9 +83,13 @@ class Catalogue:
         """Whether there is a store at the URI; the first save creates it. One request."""
         return read_identity(self._job.storage) is not None
 
-    @cached_property
-    def _near(self) -> NearNode:
-        return NearNode(self._job)
+    def _near(self) -> Sequence[Near]:
+        if self._job.tier is None:
+            raise InvalidInput(
+                "The store was opened without a fast tier, so there is no directory to look at",
+                hint='Write open_store(..., fast=FastTier("/the/directory"))',
+            )
+        return self._job.tier.near(self._job)
 
     @property
     def _job(self) -> Job:
@@ -86,7 +114,7 @@ class Catalogue:
         Raises InvalidInput where the store was opened without a fast tier.
         """
         if fast:
-            newer = [near for near in self._near.look() if not near.is_durable and not near.is_superseded]
+            newer = [near for near in self._near() if not near.is_durable and not near.is_superseded]
             if newer:
                 return Checkpoint(newer[-1].files)
         record = self._job.log.latest()
@@ -128,7 +156,7 @@ class Catalogue:
 
         With `fast` also those on the disk of this node that can be used, in the order of their saves; see `latest`.
         """
-        near = {one.attempt: one for one in self._near.look()} if fast else {}
+        near = {one.attempt: one for one in self._near()} if fast else {}
         newest = self._job.log.newest()
         if newest is None:
             return []
@@ -179,7 +207,7 @@ class Catalogue:
 
         def change(newest: Record | None) -> Change | None:
             target = self._record_of(step, newest)
-            next_save = 0 if job.fast is None else job.highest_save_number + 1
+            next_save = 0 if job.tier is None or not job.tier.is_open else job.highest_save_number + 1
             return roll_back(newest, target, epoch=job.epoch, next_save=next_save)
 
         self._change(change)

@@ -26,10 +26,10 @@ from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
 from ckptstore.format.timings import Timings
 from ckptstore.group import SOLO, find_group, has_torch_group
-from ckptstore.loading.story import CheckpointFiles, copy_directory, open_directory
+from ckptstore.loading.checkpoint_files import CheckpointFiles
+from ckptstore.loading.story import copy_directory, open_directory
 from ckptstore.loading.verify import VerifyReport, verify
 from ckptstore.runtime.notebook import html_table
-from ckptstore.storage.base import Disk
 from ckptstore.storage.open import open_storage
 from ckptstore.storage.uri import redact
 from ckptstore.transfer.opened import open_place
@@ -96,11 +96,7 @@ class Checkpoint:
 
     def __reduce__(self) -> tuple[Any, ...]:
         files = self._files
-        if files.certificate is not None:
-            raise InvalidInput(
-                f"Step {self.step} lies on the disk of this node alone, and cannot be sent to another process",
-                hint="Send what `durable()` of its save returns",
-            )
+        files.check_can_be_sent()
         if files.storage.uri.startswith("memory://"):
             raise InvalidInput(f"{self.uri} lives in the memory of this process, and cannot be sent to another one")
         record = None if files.record is None else (files.record.encode(), files.record.number)
@@ -124,10 +120,7 @@ class Checkpoint:
     @property
     def is_durable(self) -> bool:
         """Whether it is in the store. False while it is on the disks of nodes alone: then this asks the log again."""
-        files = self._files
-        if files.certificate is None:
-            return True
-        return files.job is not None and files.job.log.commit_of(files.certificate.attempt) is not None
+        return self._files.is_durable
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -215,16 +208,8 @@ class Checkpoint:
         if not isinstance(metadata, Mapping):
             raise InvalidMetadata(f"metadata is a {type(metadata).__name__}, not a mapping")
         data = dump_json(dict(metadata))
-        if self._files.certificate is not None:
-            raise InvalidMetadata(
-                f"Step {self.step} is a fast checkpoint, whose metadata is what its save was given",
-                hint="Set it on what `durable()` of its save returns",
-            )
         self._require_there()
-        storage, key = self._files.storage, self._files.prefix + USER_METADATA_NAME
-        storage.write(key, [memoryview(data)])
-        if isinstance(storage, Disk):
-            storage.persist([key])
+        self._files.write_user_metadata(data)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Set some fields of the user's metadata and keep the others."""

@@ -6,10 +6,10 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import (
@@ -22,11 +22,6 @@ from ckptstore.errors import (
     StoreNotShared,
 )
 from ckptstore.events import PruneFailed, ResumeForgotten, emit
-from ckptstore.fast import arrival
-from ckptstore.fast.fast_place import FastPlace
-from ckptstore.fast.members import Members
-from ckptstore.fast.node_channel import NodeKeys
-from ckptstore.fast.tier import FastTier
 from ckptstore.format.changes import Claim, StoreState
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt, check_step
 from ckptstore.format.record import Record
@@ -35,7 +30,7 @@ from ckptstore.group.base import GroupOfParent
 from ckptstore.log import SALVAGE_HINT, Log
 from ckptstore.log.identity import read_or_create_identity
 from ckptstore.retention import Candidate, Policy
-from ckptstore.runtime.beat import Beat, beat, no_beat
+from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.runtime.fork import in_forked_child
 from ckptstore.storage.base import Disk, Storage
 from ckptstore.storage.retry import retrying
@@ -43,6 +38,29 @@ from ckptstore.storage.second_look import looked_twice
 from ckptstore.transfer import Transfer
 
 logger = logging.getLogger("ckptstore")
+
+
+class Tier(Protocol):
+    """A place to which checkpoints go before the store, and what it adds to a job: see `ckptstore.fast.guest`.
+
+    It knows the rooms above this one, and they know what it gives them.
+    """
+
+    @property
+    def is_open(self) -> bool:
+        """True once the ranks have met for it."""
+
+    def candidates(self, job: Job, order: object, *, is_loaded: bool) -> Any:
+        """Claim the store, and find all that a job can go on from: `loading.newest.Candidates`. Collective.
+
+        None where the order in which checkpoints are to be tried knows of the store alone.
+        """
+
+    def saver(self, job: Job, background: Any) -> Any:
+        """Return the `saving.save_state.StateSaver` of a job."""
+
+    def near(self, job: Job) -> Sequence[Any]:
+        """Return what this process can use without the others, the oldest first: `catalogue.Near`."""
 
 
 @dataclass(kw_only=True)
@@ -60,10 +78,8 @@ class Job:
     """The writer epoch that this job has claimed, None before its first collective call."""
     resume_from: int | None = None
     """The number of the checkpoint that was the latest when the store was claimed."""
-    fast_tier: FastTier | None = None
-    """What the caller asked for; None where saves go to the store directly."""
-    fast: FastPlace | None = None
-    """The fast tier of this process, once `open_fast` was called."""
+    tier: Tier | None = None
+    """None where saves go to the store directly."""
     is_fenced: bool = False
     """Whether this process knows that a later job has claimed the store."""
     is_closed: bool = False
@@ -228,57 +244,6 @@ class Job:
     def peek_save_number(self, newest: StoreState) -> int:
         """Leader: what `next_save_number` will be, if no save is committed before."""
         return max(self.highest_save_number, newest.save_number) + 1
-
-    def open_fast(self, *, step: int | None = None) -> FastPlace:
-        """The fast tier of this process, for a job that asked for one. Collective when it is called first.
-
-        The store is claimed if it was not: to save `step`, where that is given. Raises InvalidInput where the ranks do
-        not fit together or a directory is not safe to use, StoreFenced, StorageError.
-        """
-        tier = self.fast_tier
-        assert tier is not None  # who calls this has asked for one
-        if self.fast is not None:
-            return self.fast
-
-        def agree() -> Any:
-            nodes = arrival.agree(offers)
-            if self.epoch is None:
-                self.claim(None, beat) if step is None else self.claim_to_save(step, beat)
-            return {
-                **self.claimed(),
-                "store_id": self.store_id(),
-                "nodes": nodes,
-                "is_one_machine": len({offer["machine"] for offer in offers}) == 1,
-                "job": secrets.token_hex(16),
-                "keys": [offer["key"] for offer in offers],
-            }
-
-        keys = NodeKeys()
-        with self.group.meeting("fast tier") as meeting:
-            offers = meeting.gather(arrival.offer(tier, self.group, keys))
-            told = meeting.tell(agree)
-        self.join_claim(told)
-        assert self.epoch is not None  # claimed above
-        assert self._claim is not None
-        coming = arrival.Arrival(
-            tier=tier,
-            members=Members(tuple(told["nodes"]), self.group.rank),
-            config=self.config,
-            epoch=self.epoch,
-            claim=self._claim,
-            told=told,
-            keys=keys,
-        )
-        try:
-            with self.group.meeting("node disks") as meeting:
-                arrivals = meeting.gather(coming.come())
-                addresses = meeting.tell(lambda: arrival.join_arrivals(arrivals, coming.members))
-        except BaseException:
-            coming.leave()
-            raise
-        self.fast = coming.enter(addresses)
-        self._at_close.callback(self.fast.close)
-        return self.fast
 
     def raise_on_all(self, error: CkptstoreError) -> NoReturn:
         """Raise it here, and on ranks that do not know of it in the call that they make now: no rank waits in vain."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.boundary import boundary
 from ckptstore.config import StoreConfig, TransferConfig
 from ckptstore.errors import InvalidInput
-from ckptstore.fast.tier import FastTier
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.retention import KeepAll, Policy
 from ckptstore.store import CheckpointStore
 from ckptstore.transfer.opened import open_place
+
+if TYPE_CHECKING:
+    from ckptstore.fast.tier import FastTier
 
 
 @boundary
@@ -64,8 +66,10 @@ def open_store(
     policy = KeepAll() if retention is None else retention
     if not isinstance(policy, Policy):
         raise InvalidInput(f"retention is {retention!r}, it is a policy such as KeepLatest(3)")
-    if fast is not None and not isinstance(fast, FastTier):
-        raise InvalidInput(f"fast is {fast!r}, it is a FastTier", hint='Write fast=FastTier("/a/directory")')
+    if fast is not None:
+        from ckptstore.fast.guest import check_tier
+
+        check_tier(fast)
     config = StoreConfig.from_env(
         grace_seconds=grace_seconds,
         rank_timeout_seconds=rank_timeout_seconds,
@@ -75,15 +79,17 @@ def open_store(
         transfer=TransferConfig.from_env(durable=durable, memory_budget_bytes=memory_budget_bytes),
     )
     place = open_place(uri, config=config, storage_options=storage_options, engine=engine)
-    return CheckpointStore(
-        Job(
-            storage=place.storage,
-            log=Log(place.storage, retry=config.retry, single_writer=config.single_writer),
-            transfer=place.transfer,
-            config=config,
-            policy=policy,
-            missing=missing,
-            given_group=group,
-            fast_tier=fast,
-        )
+    job = Job(
+        storage=place.storage,
+        log=Log(place.storage, retry=config.retry, single_writer=config.single_writer),
+        transfer=place.transfer,
+        config=config,
+        policy=policy,
+        missing=missing,
+        given_group=group,
     )
+    if fast is not None:
+        from ckptstore.fast.guest import Guest
+
+        job.tier = Guest(fast)
+    return CheckpointStore(job)

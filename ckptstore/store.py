@@ -14,13 +14,12 @@ from ckptstore.boundary import bounded
 from ckptstore.catalogue import Catalogue
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.dcp.store_target import StoreTarget
-from ckptstore.format.record import Record
 from ckptstore.job import Job
+from ckptstore.loading.checkpoint_files import files_of
 from ckptstore.loading.newest import Order, newest_first, resume
-from ckptstore.loading.story import fast_files_of, files_of
 from ckptstore.saving import background
 from ckptstore.saving.background import Background, Deadline, OnBusy, PendingSave
-from ckptstore.saving.directory_shard import DirectoryShard, directory_of
+from ckptstore.saving.directory_shard import directory_of
 from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.transaction import Transaction, checked
@@ -28,7 +27,7 @@ from ckptstore.saving.transaction import Transaction, checked
 if TYPE_CHECKING:
     from ckptstore.format.naming import Suffix
     from ckptstore.loading.load_report import Dtype, ReadOnce
-    from ckptstore.saving.drain.health import ResumedFrom, StoreHealth
+    from ckptstore.saving.health import ResumedFrom, StoreHealth
     from ckptstore.saving.request import Exists, Request
     from ckptstore.saving.save_state import Saved, StateSaver
     from ckptstore.saving.shard import Shard
@@ -172,7 +171,7 @@ class CheckpointStore(Catalogue):
         ends_at = None if left is None else time.monotonic() + left
         if not self._background.wait(left):
             return False
-        if self._held.is_closed or self._held.fast is None:
+        if self._held.is_closed or self._held.tier is None:
             return True
         drain = self._state_saver.drain_newest(None if ends_at is None else max(0.0, ends_at - time.monotonic()))
         return drain is None or (drain.done() and drain.error() is None)
@@ -184,7 +183,7 @@ class CheckpointStore(Catalogue):
         kept it from the store, and TimeoutError when it was not there in time; it goes on to be brought there.
         """
         job = self._in_turn(max_failures=0)
-        if job.fast is None:
+        if job.tier is None:
             return None
         drain = self._state_saver.drain_newest(timeout_seconds)
         return None if drain is None else self._checkpoint(drain.result(0.0))
@@ -194,7 +193,7 @@ class CheckpointStore(Catalogue):
 
         Without a fast tier it is never behind: a save ends when its checkpoint is in the store.
         """
-        from ckptstore.saving.drain.health import health_of
+        from ckptstore.saving.health import health_of
 
         self._held.check_open()
         if "_state_saver" in self.__dict__:
@@ -340,7 +339,8 @@ class CheckpointStore(Catalogue):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not self._held.is_closed and self._held.fast is not None:
+        tier = self._held.tier
+        if error is not None and not self._held.is_closed and tier is not None and tier.is_open:
             self._deadline.set(0.0)  # the other ranks may not come: what is on the nodes stays there
         self.close()
 
@@ -348,12 +348,14 @@ class CheckpointStore(Catalogue):
     def _state_saver(self) -> StateSaver:
         from ckptstore.saving.save_state import StateSaver
 
-        return StateSaver(job=self._job, background=self._background)
+        job = self._job
+        saver: StateSaver = (
+            job.tier.saver(job, self._background) if job.tier else StateSaver(job=job, background=self._background)
+        )
+        return saver
 
     def _saved(self, saved: Saved) -> Checkpoint:
-        if isinstance(saved, Record):
-            return self._checkpoint(saved)
-        return Checkpoint(fast_files_of(self._job, saved.certificate))
+        return Checkpoint(saved.files)
 
     def _load(
         self, state: Mapping[str, Any], *, claim: bool, order: Order = newest_first, **options: Any
@@ -370,7 +372,7 @@ class CheckpointStore(Catalogue):
         return checkpoint
 
     def _gone_on_from(self, checkpoint: Checkpoint) -> Checkpoint:
-        from ckptstore.saving.drain.health import ResumedFrom
+        from ckptstore.saving.health import ResumedFrom
 
         is_durable = checkpoint.number is not None
         self._resumed = ResumedFrom.of(checkpoint.step, checkpoint.created_at, is_durable=is_durable)
@@ -421,17 +423,17 @@ def _begun(
     store: CheckpointStore, job: Job, request: Request, shard: Shard, *, clock: SaveClock
 ) -> tuple[Transaction[Any], Callable[[PendingSave | None], Checkpoint]]:
     """A save on which the ranks have agreed, and what finishes it, for the pending save that waits for it if there is
-    one. Only files of directories go to the fast tier: what else comes here has no second place to go to."""
-    if job.fast_tier is None or not isinstance(shard, DirectoryShard):
+    one."""
+    if job.tier is None:
         direct = Transaction.begin(job.group, LogPublisher(job), shard, request, clock=clock)
         return direct, lambda _pending: Checkpoint(files_of(job, direct.finish(shard)))
     saver = store._state_saver
-    transaction, finish = saver.begin_directory(shard, request, clock=clock)
+    transaction, finish = saver.begin_shard(shard, request, clock=clock)
 
     def finished(pending: PendingSave | None) -> Checkpoint:
         saved = finish()
         if pending is not None:
-            saver.brought(pending, saved, store._saved)
+            saver.watch(pending, saved, store._saved)
         return store._saved(saved)
 
     return transaction, finished

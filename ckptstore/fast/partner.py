@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, RankFailed, StorageUnavailable
-from ckptstore.fast.fast_place import FastPlace
-from ckptstore.fast.node_server import NodeClient
+from ckptstore.fast.nodes.fast_place import FastPlace
+from ckptstore.fast.nodes.node_server import NodeClient
 from ckptstore.format.digest import to_hex
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
 from ckptstore.runtime.beat import Beat

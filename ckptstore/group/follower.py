@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from ckptstore.group.board import Seat
 from ckptstore.group.lane import Attended, Fault, Lane, Lanes
 from ckptstore.group.meeting import pack
 from ckptstore.group.message import Message
+from ckptstore.storage.retry import hurried
 
 
 class FollowerLane(Lane):
@@ -47,7 +48,8 @@ class FollowerLane(Lane):
                 unposted = self._post_answer(answer)
                 if fault is not None and not isinstance(fault, Exception):
                     raise fault  # interrupted: the others know, and this process goes its way
-                result = self._result(answer)
+                with hurried() if unposted is not None else nullcontext():  # the board has had its time
+                    result = self._result(answer)
             except CkptstoreError as error:
                 error.committed = None  # what the leader did is not known here
                 raise

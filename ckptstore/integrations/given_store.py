@@ -85,7 +85,7 @@ class GivenStore:
     def _has_tier(self) -> CheckpointStore | None:
         """The store, if it is open and has a fast tier."""
         store = self._opened or self._given
-        if not isinstance(store, CheckpointStore) or job_of(store).fast_tier is None:
+        if not isinstance(store, CheckpointStore) or job_of(store).tier is None:
             return None
         return store
 

@@ -26,7 +26,7 @@ from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Pin
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, USER_METADATA_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of
 from ckptstore.format.record import Record
-from ckptstore.loading.story import CheckpointFiles, files_of
+from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity, write_identity
 from ckptstore.runtime.beat import Beat, no_beat

@@ -26,8 +26,8 @@ from ckptstore.interchange.hugging_face.writing import write_safetensors
 from ckptstore.interchange.selection import KINDS, Kind, Paths, Selection, fitting, select
 from ckptstore.interchange.to_dcp import write_dcp
 from ckptstore.interchange.to_torch import build_tree, write_torch
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import is_stock, open_alone
-from ckptstore.loading.story import CheckpointFiles
 from ckptstore.state.live.matching import Saved
 from ckptstore.state.read.stock_read import load_metadata
 from ckptstore.state.read.stored import StoredState

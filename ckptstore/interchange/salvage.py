@@ -11,7 +11,7 @@ from ckptstore.errors import CkptstoreError, InvalidInput, StoreMissing
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.interchange.copying import CopiedCheckpoint, CopyReport, copy_all
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity
 from ckptstore.saving.commit import entry_of
@@ -92,9 +92,7 @@ def _item(source: OpenedPlace, attempt: Attempt, manifest: Manifest, data: bytes
     key = f"{attempt.prefix}{MANIFEST_NAME}"
     written = retrying(source.config.retry, f"stat {key}", lambda: source.storage.stat(key))
     entry = entry_of(whole, data if whole is manifest else whole.encode())
-    files = _FilesOfStore(
-        storage=source.storage, transfer=source.transfer, config=source.config, prefix=attempt.prefix, record=None
-    )
+    files = _FilesOfStore(storage=source.storage, transfer=source.transfer, config=source.config, prefix=attempt.prefix)
     return CopiedCheckpoint(
         replace(entry, attempt=str(attempt), epoch=attempt.epoch, committed_at=written.modified_seconds),
         files,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.manifest import Manifest, Receipt
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.state.index.index_file import ENTRY_BYTES, FOOTER_BYTES, INDEX_NAME, places
 from ckptstore.state.index.outline import OUTLINE_NAME, Outline
 from ckptstore.state.index.part import Part

@@ -18,12 +18,12 @@ from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.format.record import Record
 from ckptstore.group import Group
 from ckptstore.job import Job
-from ckptstore.loading import fast_newest
+from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.loading.index_read import PartReader, read_own_parts
 from ckptstore.loading.load_report import Dtype, LoadReport, ReadOnce
 from ckptstore.loading.load_watch import LoadWatch, watched
-from ckptstore.loading.newest import FastOrder, Order, first_usable, newest_first, told_resumed
-from ckptstore.loading.story import CheckpointFiles, NodeCopies, files_of
+from ckptstore.loading.newest import Candidates, Order, first_usable, newest_first, told_resumed
+from ckptstore.loading.story import NodeCopies
 from ckptstore.log.identity import read_identity
 from ckptstore.runtime.beat import beat, no_beat
 from ckptstore.state.index.index_file import INDEX_NAME
@@ -86,19 +86,19 @@ def load_newest(
     when no checkpoint is left (the state may hold anything then), StateMismatch for one that does not fit.
     """
     group = job.group
-    of_fast = order.of_fast if isinstance(order, FastOrder) else None
-    is_fast = claim and job.fast_tier is not None and (order is newest_first or of_fast is not None)
+    offered: Candidates | None = None
     with watched(group.rank, job.storage.uri) as load:
-        seen = fast_newest.look(job, of_fast) if is_fast else None
-        passed_over = [*seen.passed_over] if seen is not None else []
+        if claim and job.tier is not None:
+            offered = job.tier.candidates(job, order, is_loaded=True)
+        passed_over = [*offered.passed_over] if offered is not None else []
         found = first_usable(
-            seen.candidates if seen is not None else _candidates(job, load, claim=claim, order=order),
+            offered.files if offered is not None else _candidates(job, load, claim=claim, order=order),
             lambda files: _load(group, files, state, options, load),
             no_beat,
             passed_over,
         )
-        if seen is not None and (found is not None or of_fast is None):  # what an order left out is not given up
-            fast_newest.resumed(job, seen, None if found is None else found[0])
+        if offered is not None:
+            offered.resumed(None if found is None else found[0])
     if found is None:
         return None
     files, (report, manifest) = found

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidName, NoUsableCheckpoint, StorageError
 from ckptstore.events import CheckpointResumed, CheckpointSkipped, emit
-from ckptstore.fast.candidates import FastCandidate
 from ckptstore.format.record import Record
 from ckptstore.job import Job
-from ckptstore.loading import fast_newest
+from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.loading.load_watch import watched
-from ckptstore.loading.story import CheckpointFiles, files_of
 from ckptstore.runtime.beat import Beat, beat
 
 T = TypeVar("T")
@@ -21,15 +19,19 @@ Order = Callable[[Sequence[int]], Iterable[int]]
 """From the numbers of the live checkpoints, oldest first, to the order in which they are tried. The leader calls it."""
 
 
-@runtime_checkable
-class FastOrder(Protocol):
-    """An `Order` that knows of fast checkpoints too."""
+class Candidates(Protocol):
+    """The checkpoints that a job with a faster place before its store can go on from."""
 
-    def __call__(self, numbers: Sequence[int]) -> Iterable[int]:
-        """See `Order`."""
+    @property
+    def files(self) -> Sequence[CheckpointFiles]:
+        """In the order to try them."""
 
-    def of_fast(self, candidates: Sequence[FastCandidate]) -> Sequence[FastCandidate]:
-        """From what the nodes and the store have, newest first, to the order in which they are tried."""
+    @property
+    def passed_over(self) -> Sequence[str]:
+        """What is newer and cannot be used, and why."""
+
+    def resumed(self, files: CheckpointFiles | None) -> None:
+        """Say in the log from where the job goes on. Collective. An error of the log is raised on all ranks."""
 
 
 def newest_first(numbers: Sequence[int]) -> Iterable[int]:
@@ -39,8 +41,8 @@ def newest_first(numbers: Sequence[int]) -> Iterable[int]:
 
 def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
     """Claim, and return the newest whole checkpoint; None in an empty store. Collective."""
-    if job.fast_tier is not None and order is newest_first:
-        return _resume_fast(job)
+    if job.tier is not None and order is newest_first:
+        return _resume_first(job, job.tier.candidates(job, order, is_loaded=False))
 
     with watched(job.group.rank, job.storage.uri) as load:
 
@@ -64,24 +66,23 @@ def resume(job: Job, *, order: Order = newest_first) -> CheckpointFiles | None:
     return files
 
 
-def _resume_fast(job: Job) -> CheckpointFiles | None:
-    """The same, where nodes may have newer ones."""
+def _resume_first(job: Job, offered: Candidates) -> CheckpointFiles | None:
+    """Go on from the first candidate that is whole."""
+
+    def choose() -> int | None:
+        def check(files: CheckpointFiles) -> None:
+            files.check_complete(files.read_manifest()[0])
+
+        found = first_usable(offered.files, check, beat, [])
+        return None if found is None else offered.files.index(found[0])
+
     with watched(job.group.rank, job.storage.uri) as load:
-        seen = fast_newest.look(job, is_loaded=False)
-
-        def choose() -> int | None:
-            def check(files: CheckpointFiles) -> None:
-                files.check_complete(files.read_manifest()[0])
-
-            found = first_usable(seen.candidates, check, beat, [])
-            return None if found is None else seen.candidates.index(found[0])
-
         with job.group.meeting("choose") as meeting:
             chosen = meeting.tell(choose)
-        files = None if chosen is None else seen.candidates[chosen]
+        files = None if chosen is None else offered.files[chosen]
         if files is not None:
             load.found(files.step, files.record)
-        fast_newest.resumed(job, seen, files)
+        offered.resumed(files)
     if files is not None:
         told_resumed(job, files)
     return files
@@ -130,7 +131,7 @@ def first_usable(
         try:
             return files, use(files)
         except (CheckpointDamaged, CheckpointGone, InvalidName, StorageError) as error:
-            if isinstance(error, StorageError) and not _is_of_broken_disk(files, error):
+            if isinstance(error, StorageError) and not files.is_broken_by(error):
                 raise
             emit(CheckpointSkipped(step=files.step, number=files.number, reason=str(error)))
             reasons.append(f"step {files.step}: {error}")
@@ -138,9 +139,3 @@ def first_usable(
     if len(reasons) > before:
         raise NoUsableCheckpoint(f"None of {len(reasons)} checkpoints can be used: {'; '.join(reasons)}")
     return None
-
-
-def _is_of_broken_disk(files: CheckpointFiles, error: StorageError) -> bool:
-    """Whether a disk of a node cannot read a file, which is as good as damage. A place that does not answer now, lets
-    nobody in or is full is no reason to go on from something older."""
-    return files.certificate is not None and type(error) is StorageError

@@ -12,7 +12,7 @@ from ckptstore.format.changes import Restore
 from ckptstore.format.layout import check_step
 from ckptstore.format.record import Record
 from ckptstore.job import Job
-from ckptstore.loading.story import files_of
+from ckptstore.loading.checkpoint_files import files_of
 from ckptstore.log import Log
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE, read_store_json
 

@@ -8,8 +8,8 @@ from functools import cached_property
 from math import prod
 
 from ckptstore.format.manifest import Manifest
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import open_any
-from ckptstore.loading.story import CheckpointFiles
 from ckptstore.runtime.near import meant, nearest_key
 from ckptstore.state.index.part import DTYPES
 from ckptstore.state.index.tensor_index import TensorIndex

@@ -10,11 +10,10 @@ from itertools import chain
 from typing import Literal
 
 from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidInput, InvalidName
-from ckptstore.fast.certificate import CERTIFICATE_NAME
 from ckptstore.format.digest import to_hex
 from ckptstore.format.layout import MANIFEST_NAME, UNLISTED_NAMES
 from ckptstore.format.manifest import Receipt
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.transfer import Checked
 from ckptstore.transfer.executor import Executor, InProcess
@@ -94,8 +93,6 @@ def _verify(files: CheckpointFiles, share: float | None, beat: Beat, executor: E
             step=error.step, num_files=0, num_read=0, read_bytes=0, num_without_digest=0, problems=(problem,)
         )
     stored = files.stored_sizes(manifest)
-    if files.certificate is not None:
-        stored[MANIFEST_NAME] = stored.pop(CERTIFICATE_NAME, 0)  # which has it
     receipts = files.receipts_here(manifest)
     if MANIFEST_NAME not in stored and all(receipt.crc32c is None for receipt in manifest.files):
         hint = "Copy it with its manifest, or import it into a store"

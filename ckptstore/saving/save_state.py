@@ -1,70 +1,77 @@
-"""Saving a state: at once, or staged and then in the background. And files, where there is a fast tier.
-
-The story itself is in `ckptstore.saving.transaction`.
-"""
+"""Saving a state: at once, or staged and then in the background."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ckptstore.errors import (
     CheckpointDamaged,
+    CkptstoreError,
     FileMissing,
     InvalidInput,
-    StorageFull,
-    StorageUnavailable,
     StoreMissing,
 )
-from ckptstore.events import FastBypassed, StateStaged, emit
-from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.partner import DoubledUpload
+from ckptstore.events import StateStaged, emit
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.job import Job
-from ckptstore.retention import Candidate
+from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.runtime.beat import Beat
 from ckptstore.saving.background import Background, PendingSave
 from ckptstore.saving.directory_shard import DirectoryShard
-from ckptstore.saving.drain import Drain, Drainer
-from ckptstore.saving.drain.health import ResumedFrom, StoreHealth, health_of
-from ckptstore.saving.fast_publisher import FastPublisher
+from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
 from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.saving.phases import SaveClock
 from ckptstore.saving.request import Request
 from ckptstore.saving.shard import Shard
 from ckptstore.saving.staging import Staging
 from ckptstore.saving.state_shard import StateOptions, StateShard
-from ckptstore.saving.transaction import Transaction, meet
+from ckptstore.saving.transaction import Publisher, Transaction, meet
 from ckptstore.state.live.apply import collect
 from ckptstore.state.tensors import device
 from ckptstore.state.write.incremental import Kept, kept_file_name
 from ckptstore.state.write.memo import SaveMemo
 from ckptstore.storage.base import Storage
-from ckptstore.transfer import Transfer
+from ckptstore.transfer.planned import Upload
 
 
-class FastSaved(NamedTuple):
-    """A fast checkpoint, and its way into the store."""
+class Later(Protocol):
+    """The way of a checkpoint into the store, where it lies elsewhere first."""
 
-    certificate: Certificate
-    drain: Drain
+    attempt: str
+
+    def done(self) -> bool:
+        """True once it has ended, one way or the other."""
+
+    def error(self) -> CkptstoreError | None:
+        """What it failed with; None while it runs, and when it did not fail."""
+
+    @property
+    def superseded_by(self) -> Record | None:
+        """The record of a newer checkpoint that came into the store in its place; None where there is none."""
+
+    def result(self, timeout_seconds: float | None = None) -> Record:
+        """Wait until it is in the store, or a newer one is, and return the record of that one."""
 
 
-Saved = Record | FastSaved
-"""What a save leaves: a record of the log, or a fast checkpoint."""
+class Saved(NamedTuple):
+    """What a save leaves."""
+
+    files: CheckpointFiles
+    later: Later | None = None
+    """None where the save ended in the store."""
 
 
-class _Target(NamedTuple):
+class Target(NamedTuple):
     """Where a state goes first."""
 
     storage: Storage
-    transfer: Transfer
-    publisher: LogPublisher | FastPublisher
+    upload: Upload
+    publisher: Publisher[Any]
 
 
 @dataclass(kw_only=True)
@@ -77,19 +84,14 @@ class StateSaver:
     _staging: Staging | None = None
     _kept: Kept | None = None
     """What this rank has in the checkpoint that this job committed last, if that save was incremental."""
-    _drainer: Drainer | None = None
-    _last_due: Candidate | None = None
-    """The fast checkpoint that was due last to be brought into the store."""
-    _last_fast: tuple[int, float] | None = None
-    """The step of the last fast checkpoint, and when it was complete, as `time.monotonic` has it."""
     _last_record: tuple[Record, float] | None = None
     """What was saved to the store directly last, and when."""
 
     def save(self, state: Mapping[str, Any], request: Request, *, options: StateOptions, clock: SaveClock) -> Saved:
-        """Save a state; returns when it is committed, or on the disks of the nodes with a fast tier. Collective."""
+        """Save a state; returns when it is committed, or complete where it goes first. Collective."""
         self._give_back()
         target = self._target(request, options)
-        shard = self._shard(state, options, target, upload=self._doubled(target.transfer.upload, target))
+        shard = self._shard(state, options, target)
         transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
         return self._finish(transaction, shard, shard)
 
@@ -110,7 +112,7 @@ class StateSaver:
         a network mount may come back.
         """
         target = self._target(request, options)
-        shard = self._shard(state, options, target, upload=self._doubled(target.transfer.upload, target))
+        shard = self._shard(state, options, target)
         try:
             transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
         except StoreMissing as error:
@@ -122,7 +124,7 @@ class StateSaver:
 
         def finish() -> Any:
             saved = self._finish(transaction, staged, shard)
-            self.brought(pending, saved, done)
+            self.watch(pending, saved, done)
             return done(saved)
 
         try:
@@ -137,117 +139,47 @@ class StateSaver:
             transaction.close()
             raise
 
-    def begin_directory(
-        self, shard: DirectoryShard, request: Request, *, clock: SaveClock
+    def begin_shard(
+        self, shard: Shard, request: Request, *, clock: SaveClock
     ) -> tuple[Transaction[Any], Callable[[], Saved]]:
-        """The first meeting of a save of files to the fast tier, and what finishes that save on any thread. Both are
-        collective."""
-        if request.options["link"]:
-            raise InvalidInput(
-                "A hard link is not read, and a fast checkpoint has the digests of all its files",
-                hint="Save without link, or open the store without a fast tier",
-            )
-        target = self._target(request, StateOptions())
-        shard.move(target.storage, self._doubled(target.transfer.upload, target))
-        transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
-        return transaction, lambda: self._finish(transaction, shard, shard)
+        """Let the ranks agree on a save of files. Return what finishes it, on any thread. Both are collective."""
+        transaction = Transaction.begin(self.job.group, LogPublisher(self.job), shard, request, clock=clock)
+        return transaction, lambda: Saved(files_of(self.job, transaction.finish(shard)))
 
-    def brought(self, pending: PendingSave, saved: Saved, done: Callable[[Saved], Any]) -> None:
-        """Let a pending save say when its fast checkpoint is in the store."""
-        if isinstance(saved, FastSaved):
-            pending.brought_by(lambda timeout_seconds: done(self.durable(saved.drain, timeout_seconds)))
-
-    def _target(self, request: Request, options: StateOptions) -> _Target:
-        """Where it goes first. Collective when that is the fast tier and it was not open."""
+    def _target(self, request: Request, options: StateOptions) -> Target:
+        """Choose where it goes first. Collective where that has to be opened."""
         job = self.job
-        if job.fast_tier is None:
-            return _Target(job.storage, job.transfer, LogPublisher(job))
-        if options.incremental:
-            raise InvalidInput(
-                "An incremental save takes over files of the checkpoint before, and a fast checkpoint has all its own",
-                hint="Save without incremental, or open the store without a fast tier",
-            )
-        place = job.open_fast(step=request.step)
-        return _Target(place.disk.storage, place.transfer, FastPublisher(job, place))
-
-    def _doubled(self, upload: Any, target: _Target) -> Any:
-        """The same, that sends the files to the partner too, where the fast tier has two copies."""
-        place = self.job.fast
-        if place is None or place.tier.copies == 1 or isinstance(target.publisher, LogPublisher):
-            return upload
-        return DoubledUpload(place, upload)
+        return Target(job.storage, job.transfer.upload, LogPublisher(job))
 
     def _finish(self, transaction: Transaction[Any], stored: Shard, shard: StateShard | DirectoryShard) -> Saved:
-        """What follows the agreement, on any thread. Where the disk of a node is full, or a node cannot be reached, it
-        goes to the store."""
-        job = self.job
-        if isinstance(transaction.publisher, LogPublisher):
-            record: Record = transaction.finish(stored)
-            self._kept = shard.kept if isinstance(shard, StateShard) else None
-            self._last_record = record, time.monotonic()
-            return record
-        assert job.fast is not None  # its publisher has it
-        job.fast.settle()  # a disk has room for what is being saved beside what stays, and for no more
-        try:
-            return self._offered(transaction.finish(stored))
-        except (StorageFull, StorageUnavailable) as error:
-            if error.committed is not False:
-                raise
-            emit(
-                FastBypassed(
-                    step=transaction.request.step,
-                    rank=job.group.rank,
-                    error=error.message,
-                    store=job.storage.uri,
-                )
-            )
-        shard.move(job.storage, job.transfer.upload)
-        direct: Transaction[Record] = transaction.elsewhere(LogPublisher(job))
-        record = direct.finish(stored)
+        """Do what follows the agreement, on any thread."""
+        record: Record = transaction.finish(stored)
+        self._kept = shard.kept if isinstance(shard, StateShard) else None
         self._last_record = record, time.monotonic()
-        return record
+        return Saved(files_of(self.job, record))
 
-    def _offered(self, certificate: Certificate) -> FastSaved:
-        """A fast checkpoint is whole: it is brought into the store, if it is due."""
-        place = self.job.fast
-        assert place is not None  # it was saved there
-        if self._drainer is None:
-            self._drainer = Drainer(self.job, place)
-        manifest = certificate.manifest
-        self._last_fast = manifest.step, time.monotonic()
-        this = Candidate(
-            number=certificate.save_number, step=manifest.step, committed_at=math.nan, metrics=manifest.metrics
-        )
-        is_due = place.tier.is_due(this, self._last_due)
-        if is_due:
-            self._last_due = this
-        return FastSaved(certificate, self._drainer.offer(certificate, is_due=is_due))
+    def watch(self, pending: PendingSave, saved: Saved, done: Callable[[Saved], Any]) -> None:
+        """Let a pending save say when its checkpoint is in the store, where it lies elsewhere first."""
+        if (later := saved.later) is not None:
+            pending.brought_by(lambda timeout_seconds: done(self.durable(later, timeout_seconds)))
 
-    def durable(self, drain: Drain, timeout_seconds: float | None) -> Record:
-        """Wait until a fast checkpoint, or a newer one, is in the store. All ranks call it where it is not due."""
-        assert self._drainer is not None  # the drain comes from it
-        self._drainer.want(drain)
-        return drain.result(timeout_seconds)
+    def durable(self, later: Later, timeout_seconds: float | None) -> Saved:
+        """Wait until a checkpoint, or a newer one, is in the store."""
+        return Saved(files_of(self.job, later.result(timeout_seconds)))
 
-    def drain_newest(self, timeout_seconds: float | None) -> Drain | None:
-        """Bring the newest fast checkpoint into the store, due or not, and wait; None where there is none to bring. All
-        ranks call it."""
-        if self._drainer is None:
-            return None
-        newest = self._drainer.drain_newest()
-        self._drainer.finish(timeout_seconds)
-        return newest
+    def drain_newest(self, timeout_seconds: float | None) -> Later | None:
+        """Bring the newest checkpoint into the store, and wait; None where there is none. All ranks call it."""
+        return None
 
     def health(self, resumed: ResumedFrom | None) -> StoreHealth:
-        """How far the store is behind what this process has saved, or resumed from. No request is made."""
-        drains = self._drainer.health() if self._drainer else None
-        return health_of(self._last_fast, self._last_record, drains, resumed)
+        """Return how far the store is behind what this process has saved, or resumed from. No request is made."""
+        return health_of(None, self._last_record, None, resumed)
 
     def warm_up(self, state: Mapping[str, Any], *, options: StateOptions) -> None:
         """Do now what only a first asynchronous save would do. Collective; nothing is written."""
         job = self.job
-        target = _Target(job.storage, job.transfer, LogPublisher(job))
-        shard = self._shard(state, options, target, upload=job.transfer.upload, compares_replicas=False)
+        target = Target(job.storage, job.transfer.upload, LogPublisher(job))
+        shard = self._shard(state, options, target, compares_replicas=False)
         request = Request.of(step=0, kind="state", metrics=None, metadata=None, exists="replace")
         meet(job.group, "warm up", shard, request, lambda _decision: {})
         shard.plan()
@@ -263,10 +195,7 @@ class StateSaver:
             self._staging.close()
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Bring the newest fast checkpoint into the store within that time, and give the memory back. No save is in
-        flight. Without a time it is tried until the store does not answer."""
-        if self._drainer is not None:
-            self._drainer.close(timeout_seconds)
+        """Give the memory back. No save is in flight."""
         if self._staging is not None:
             self._staging.close()
 
@@ -274,9 +203,8 @@ class StateSaver:
         self,
         state: Mapping[str, Any],
         options: StateOptions,
-        target: _Target,
+        target: Target,
         *,
-        upload: Any,
         compares_replicas: bool = True,
     ) -> StateShard:
         if options.incremental not in (False, True, "reference"):
@@ -295,7 +223,7 @@ class StateSaver:
             world_size=job.group.world_size,
             memo=self._memo,
             storage=target.storage,
-            upload=upload,
+            upload=target.upload,
             options=options,
             before=lambda: self._before(live_only=options.incremental == "reference"),
         )

@@ -18,15 +18,15 @@ from click.testing import CliRunner
 from ckptstore import FastTier, KeepEvery, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate, held_by
-from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.fast.nodes.node_disk import NodeDisk
+from ckptstore.fast.upkeep.node_clear import clear
+from ckptstore.fast.upkeep.node_inventory import take_inventory
 from ckptstore.format.changes import Claim, Resumed
 from ckptstore.format.layout import MANIFEST_NAME, Attempt
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.order import SaveOrder
 from ckptstore.log.identity import read_identity
 from ckptstore.tools.cli import main
-from ckptstore.upkeep.node_clear import clear
-from ckptstore.upkeep.node_inventory import take_inventory
 
 LOSE = "--yes-lose-what-is-not-durable"
 

@@ -12,6 +12,8 @@ from ckptstore import FastTier, open_store
 from ckptstore.catalogue import job_of
 from ckptstore.config import RetryConfig, StoreConfig
 from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.drain import Drain, Drainer
+from ckptstore.fast.guest import guest_of
 from ckptstore.fast.partner import DoubledUpload
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import Attempt
@@ -20,7 +22,6 @@ from ckptstore.group import BoardGroup, SoloGroup, StorageGroup
 from ckptstore.job import Job
 from ckptstore.log import Log
 from ckptstore.runtime.beat import no_beat
-from ckptstore.saving.drain import Drain, Drainer
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.testing import Hook, wrap
@@ -46,7 +47,7 @@ class Rank:
 
     def fast(self, step: int, save_number: int, *, size_bytes: int = 1000) -> Certificate:
         """Save a fast checkpoint as this rank: its files on the disk of the node, and the certificate."""
-        job, place = self.job, self.job.fast
+        job, place = self.job, guest_of(self.job).place
         assert place is not None
         attempt, ranks = Attempt(step, place.epoch, f"{save_number:08x}"), range(len(place.members.nodes))
         contents = {
@@ -109,7 +110,7 @@ def opened(
     storage = job.storage if hook is None else wrap(job.storage, hook)
     transfer = Transfer(storage, config=config.transfer, retry=config.retry)
     job = replace(job, storage=storage, config=config, log=Log(storage, retry=config.retry), transfer=transfer)
-    drainer = Drainer(job, job.open_fast())
+    drainer = Drainer(job, guest_of(job).open(job))
     try:
         yield Rank(job, drainer)
     finally:

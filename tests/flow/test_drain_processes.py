@@ -13,7 +13,7 @@ from draining import board_at, opened
 
 from ckptstore import open_store
 from ckptstore.errors import CkptstoreError, RankFailed
-from ckptstore.saving.drain import drain_rounds
+from ckptstore.fast.drain import drain_rounds
 from ckptstore.testing import KillAt, run_ranks
 from ckptstore.testing.s3_server import Fault, s3_server
 

@@ -18,7 +18,7 @@ from ckptstore.config import RetryConfig
 from ckptstore.errors import StoreFenced
 from ckptstore.fast.candidates import FastCandidate, Merged, NodeSighting, merge
 from ckptstore.fast.certificate import Certificate, held_by
-from ckptstore.fast.sweep import SweepView, sweep
+from ckptstore.fast.upkeep.sweep import SweepView, sweep
 from ckptstore.format.changes import CheckpointEntry, Claim, Commit, Resumed
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of

@@ -16,9 +16,9 @@ import torch
 
 from ckptstore import FastTier, open_store
 from ckptstore.errors import CkptstoreError, InvalidInput
-from ckptstore.fast import node_disk
-from ckptstore.fast.arrival import join_arrivals
-from ckptstore.fast.members import Members
+from ckptstore.fast.nodes import node_disk
+from ckptstore.fast.nodes.arrival import join_arrivals
+from ckptstore.fast.nodes.members import Members
 
 NOBODY = 65534
 

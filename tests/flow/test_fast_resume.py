@@ -24,7 +24,8 @@ from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError, StateMismatch, StorageUnavailable, StoreFenced
 from ckptstore.events import CheckpointSkipped, Event, listening
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.node_server import NodeClient
+from ckptstore.fast.guest import guest_of
+from ckptstore.fast.nodes.node_server import NodeClient
 from ckptstore.format.changes import Noop
 from ckptstore.format.layout import record_key
 from ckptstore.group.message import Message
@@ -152,7 +153,7 @@ def test_a_disk_that_cannot_read_is_as_good_as_damage(jobs: Jobs, skipped: list[
 
     def flow(store: CheckpointStore, rank: int) -> Any:
         job = job_of(store)
-        place = job.open_fast()
+        place = guest_of(job).open(job)
         if rank == 0:
             storage = wrap(place.disk.storage, FailAt(broken, StorageError("Input/output error"), times=None))
             place.disk.storage = storage

@@ -38,6 +38,7 @@ from ckptstore import (
 from ckptstore.catalogue import job_of
 from ckptstore.errors import CkptstoreError
 from ckptstore.events import CheckpointResumed, CheckpointSkipped, FastBypassed, listening
+from ckptstore.fast.guest import guest_of
 from ckptstore.testing.s3_server import s3_server
 
 SIZE = 100_000
@@ -111,7 +112,7 @@ def save(*steps: int) -> Flow:
 
 def settle(store: CheckpointStore) -> None:
     """What is superseded is deleted in the background."""
-    place = job_of(store).fast
+    place = guest_of(job_of(store)).place
     assert place is not None
     place.settle()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptstore import Checkpoint, InvalidInput, open_store
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 
 
 def look_at(data: bytes) -> tuple[object, ...]:
@@ -42,9 +42,7 @@ def test_no_secret_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"key": "AKIACANARY", "secret": "canary-secret", "endpoint_url": "http://canary.invalid:9"}
     with open_store("s3://bucket/run", storage_options=options) as store:
         job = store._job
-        files = CheckpointFiles(
-            storage=job.storage, transfer=job.transfer, config=job.config, prefix="checkpoints/x/", record=None, job=job
-        )
+        files = CheckpointFiles(storage=job.storage, transfer=job.transfer, config=job.config, prefix="checkpoints/x/")
         data = pickle.dumps(Checkpoint(files))
     assert b"canary" not in data.lower()
     assert pickle.loads(data).uri == "s3://bucket/run/checkpoints/x"

@@ -39,7 +39,7 @@ from ckptstore.format.layout import USER_METADATA_NAME, Attempt, check_name, par
 from ckptstore.format.manifest import Manifest, sha256_of
 from ckptstore.format.record import Record
 from ckptstore.group.message import Message, first_error
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log.hint import Hint
 from ckptstore.log.identity import StoreIdentity
 from ckptstore.storage.memory import MemoryStorage
@@ -171,7 +171,7 @@ def decode_metadata_of_user(data: bytes) -> object:
     storage.write(USER_METADATA_NAME, [memoryview(data)])
     config = StoreConfig()
     transfer = Transfer(storage, config=config.transfer, retry=config.retry)
-    files = CheckpointFiles(storage=storage, transfer=transfer, config=config, prefix="", record=None)
+    files = CheckpointFiles(storage=storage, transfer=transfer, config=config)
     return Checkpoint(files).get_metadata()
 
 

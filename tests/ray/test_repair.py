@@ -21,8 +21,8 @@ from storing import arrow_s3, make_run, stored
 import ckptstore
 from ckptstore import InvalidInput, NoUsableCheckpoint
 from ckptstore.testing.s3_server import S3Server, s3_server
+from ckptstore.tools.doctor.examination import examine
 from ckptstore.upkeep.check_finding import Finding
-from ckptstore.upkeep.doctor import examine
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 

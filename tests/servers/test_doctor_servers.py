@@ -13,8 +13,8 @@ import pytest
 from ckptstore.config import CacheConfig, StoreConfig
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
+from ckptstore.tools.doctor.examination import Examination, examine
 from ckptstore.upkeep.check_finding import Finding
-from ckptstore.upkeep.doctor import Examination, examine
 
 MIB = 1 << 20
 ENGINES = ["obstore", "fsspec"]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import CheckpointDamaged, StorageError
-from ckptstore.fast import candidates, fast_place
-from ckptstore.fast.node_disk import NodeDisk
-from ckptstore.loading import fast_newest, load_state
-from ckptstore.saving import fast_publisher, save_state
+from ckptstore.fast import candidates, finding, publisher, saver
+from ckptstore.fast.nodes import fast_place
+from ckptstore.fast.nodes.node_disk import NodeDisk
+from ckptstore.loading import load_state
 from ckptstore.testing.simulation import Action, Actor, Plan, Simulation, Trouble, report
 from ckptstore.testing.simulation.fast_tier.fast_jobs import draw_fast
 
@@ -57,7 +57,7 @@ def test_oldest_first_is_found(simulation: Simulation, monkeypatch: pytest.Monke
         merged = real(*given, **more)
         return candidates.Merged(merged.candidates[::-1], merged.refused)
 
-    monkeypatch.setattr(fast_newest, "merge", merge)
+    monkeypatch.setattr(finding, "merge", merge)
     assert "a resume takes the newest" in _rules(simulation, 20, "a resume takes the newest")
 
 
@@ -94,19 +94,19 @@ def test_void_ones_that_count_are_found(simulation: Simulation, monkeypatch: pyt
 
 def test_a_save_that_needs_the_bucket_is_found(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bucket is away for minutes in some seeds; jobs whose ranks do not meet there save all the same."""
-    real = fast_publisher.FastPublisher.begin
+    real = publisher.FastPublisher.begin
 
-    def begin(self: fast_publisher.FastPublisher, *given: Any) -> Any:
+    def begin(self: publisher.FastPublisher, *given: Any) -> Any:
         self._job.log.newest()
         return real(self, *given)
 
-    monkeypatch.setattr(fast_publisher.FastPublisher, "begin", begin)
+    monkeypatch.setattr(publisher.FastPublisher, "begin", begin)
     rule = "a call that nothing disturbs succeeds"
     assert rule in _rules(simulation, 60, rule)
 
 
 def test_a_save_that_needs_every_node_is_found(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_state, "StorageUnavailable", KeyError)  # so what reaches no node does not go to the store
+    monkeypatch.setattr(saver, "StorageUnavailable", KeyError)  # so what reaches no node does not go to the store
     rule = "a call that nothing disturbs succeeds"
     assert rule in _rules(simulation, 1, rule, first=23)
 

@@ -16,7 +16,7 @@ from ckptstore.format import changes
 from ckptstore.integrations.ray.kept_by_ray import ray_keeps
 from ckptstore.job import Job
 from ckptstore.loading import restoring, story
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.saving import transaction
 from ckptstore.saving.commit import decide as decide_in_commit

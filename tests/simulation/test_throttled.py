@@ -41,6 +41,7 @@ def save_of(
         *((board, 0, what, 26) for board in ("torch", "storage") for what in ("checkpoints/", "log/", "")),
         *(("storage", 2, what, 26) for what in ("checkpoints/", "")),
         *(("torch", 2, what, 3) for what in ("checkpoints/", "")),
+        *(("storage", 2, "", at_call) for at_call in (16, 23, 30)),  # while it reads a result, posts an answer, stores
     ],
 )
 def test_throttled_for_an_hour_the_save_fails_everywhere_in_time(

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.fast.certificate import Certificate, held_by
-from ckptstore.fast.fast_place import FastPlace
-from ckptstore.fast.members import Members
-from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.fast.drain.book import Book, Drain, choose
+from ckptstore.fast.nodes.fast_place import FastPlace
+from ckptstore.fast.nodes.members import Members
+from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt
-from ckptstore.saving.drain.book import Book, Drain, choose
 
 STORE_ID = "5f0c3a9e4b7d41d8a2c6e1f09b83d754"
 

@@ -9,7 +9,7 @@ import pytest
 from ckptstore.errors import InvalidInput
 from ckptstore.fast.candidates import Merged, NodeSighting, merge
 from ckptstore.fast.certificate import Certificate, held_by
-from ckptstore.fast.sweep import SweepView, sweep
+from ckptstore.fast.upkeep.sweep import SweepView, sweep
 from ckptstore.format.changes import Change, CheckpointEntry, Claim, Commit, Remove, Resumed
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt, sha256_of

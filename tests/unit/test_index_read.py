@@ -10,8 +10,8 @@ import pytest
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CheckpointDamaged
 from ckptstore.format.manifest import Receipt
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.index_read import WHOLE_BYTES, read_own_parts
-from ckptstore.loading.story import CheckpointFiles
 from ckptstore.state.index.index_file import INDEX_NAME, join_parts
 from ckptstore.state.index.part import PartBuilder
 from ckptstore.state.tensors.boxes import Box
@@ -40,7 +40,7 @@ def parts_read(data: bytearray, rank: int, world_size: int = RANKS) -> list[int]
     storage, config = MemoryStorage(f"memory://{uuid.uuid4().hex}"), StoreConfig()
     storage.write(INDEX_NAME, [memoryview(data)])
     transfer = Transfer(storage, config=config.transfer, retry=config.retry)
-    files = CheckpointFiles(storage=storage, transfer=transfer, config=config, prefix="", record=None)
+    files = CheckpointFiles(storage=storage, transfer=transfer, config=config)
     found = read_own_parts(files, Receipt(INDEX_NAME, len(data), None, 0), rank=rank, world_size=world_size)
     transfer.close()
     return None if found is None else [one.rank for one in found.parts]

@@ -13,7 +13,7 @@ import pytest
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate, held_by
-from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Manifest, Receipt
 from ckptstore.testing.ranks import run_ranks

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StorageUnavailable
-from ckptstore.fast import node_server
-from ckptstore.fast.node_channel import NodeKeys, greet
-from ckptstore.fast.node_disk import NodeDisk
-from ckptstore.fast.node_server import NodeClient, NodeServer, own_addresses
+from ckptstore.fast.nodes import node_server
+from ckptstore.fast.nodes.node_channel import NodeKeys, greet
+from ckptstore.fast.nodes.node_disk import NodeDisk
+from ckptstore.fast.nodes.node_server import NodeClient, NodeServer, own_addresses
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import Attempt
 from ckptstore.transfer.sources import MemorySource

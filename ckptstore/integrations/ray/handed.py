@@ -19,7 +19,7 @@ from ckptstore.integrations.ray.filesystem import place_of
 from ckptstore.integrations.ray.kept_by_ray.wrapping import kept_files
 from ckptstore.integrations.ray.pointer import Pointer, read_pointer
 from ckptstore.job import Job
-from ckptstore.loading.story import CheckpointFiles, files_of
+from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.storage.uri import parse_uri
 from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 

@@ -22,8 +22,7 @@ from ckptstore.integrations.ray.pointer import Pointer
 from ckptstore.integrations.ray.preemption import MARGIN, Notice, PreemptionSave, current_notice
 from ckptstore.integrations.ray.reports import LateReports, Reports
 from ckptstore.integrations.ray.worker_group import RayWorkers
-from ckptstore.loading import fast_newest
-from ckptstore.loading.newest import Order, resume
+from ckptstore.loading.newest import Order, newest_first, resume
 from ckptstore.opening import open_store
 from ckptstore.saving.background import OnBusy, PendingSave
 from ckptstore.saving.phases import SaveClock
@@ -261,9 +260,10 @@ class RayStore(CheckpointStore):
 
     def _nodes_have_newer(self, step: int) -> bool:
         """Whether the fast tier has a checkpoint of a later step. Collective."""
-        if self._job.fast_tier is None:
+        job = self._in_turn()
+        if job.tier is None:
             return False
-        found = fast_newest.look(self._in_turn(), is_loaded=False).candidates
+        found = job.tier.candidates(job, newest_first, is_loaded=False).files
         return bool(found) and found[0].step > step
 
     def resume_in_order(self, order: Order, state: Mapping[str, Any] | None, **options: Any) -> Checkpoint | None:
@@ -301,8 +301,8 @@ class RayStore(CheckpointStore):
 
     def _saved(self, saved: Saved) -> Checkpoint:
         checkpoint = super()._saved(saved)
-        if self._late and self._job.is_leader and not isinstance(saved, Record):  # who else asks for none
-            self._late.drains[saved.drain.attempt] = saved.drain
+        if self._late and self._job.is_leader and saved.later is not None:  # who else asks for none
+            self._late.drains[saved.later.attempt] = saved.later
         return checkpoint
 
     def _report_to(self, worker: Worker, *, root: str, max_in_flight: int) -> None:
@@ -315,7 +315,7 @@ class RayStore(CheckpointStore):
             forgive=self._background.forgive,
             ranked_by=self.retention.required_metrics(),
         )
-        if self._job.fast_tier is not None:
+        if self._job.tier is not None:
             self._late = LateReports(job=self._job, reports=self._reports)
 
     def _settle(self) -> None:

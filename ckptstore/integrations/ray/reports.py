@@ -24,9 +24,9 @@ from ckptstore.integrations.ray.context import Worker
 from ckptstore.integrations.ray.metrics import REPLACED, safe_metrics, warn_of_worst
 from ckptstore.integrations.ray.pointer import Pointer, write_pointer
 from ckptstore.job import Job
-from ckptstore.loading.story import files_of
+from ckptstore.loading.checkpoint_files import files_of
 from ckptstore.saving.background import PendingSave
-from ckptstore.saving.drain import Drain
+from ckptstore.saving.save_state import Later
 
 logger = logging.getLogger("ckptstore.ray")
 
@@ -271,7 +271,7 @@ class LateReports:
 
     job: Job
     reports: Reports
-    drains: dict[str, Drain] = field(default_factory=dict)
+    drains: dict[str, Later] = field(default_factory=dict)
     """Leader: by attempt, the way of a fast checkpoint into the store. Added by the thread of the save."""
     _waiting: list[_Unreported] = field(default_factory=list)
 

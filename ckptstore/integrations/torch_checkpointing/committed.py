@@ -15,7 +15,7 @@ from ckptstore.integrations.torch_checkpointing.drafts import checked_file
 from ckptstore.integrations.torch_checkpointing.paths import BLOCKS_NAME
 from ckptstore.integrations.torch_checkpointing.streams import CheckedFile
 from ckptstore.job import Job
-from ckptstore.loading.story import CheckpointFiles, files_of
+from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 
 METADATA_KEY = "torch_checkpointing"
 """Of the manifest's metadata: what this integration has to know of a checkpoint. {"name": "step_100"}"""

@@ -259,7 +259,7 @@ def follow(
         tracker,
         settle=lambda: wait_in_flight(store),
         close_seconds=close_seconds,
-        goes_on=lambda: job.fast_tier is not None and not job.is_closed,
+        goes_on=lambda: job.tier is not None and not job.is_closed,
     )
     job.at_close(following._end)
     return following

@@ -15,7 +15,7 @@ from ckptstore.format.changes import Commit
 from ckptstore.format.encoding import dump_json, load_object
 from ckptstore.format.layout import CHECKPOINT_PREFIX
 from ckptstore.format.record import Record
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity
 from ckptstore.transfer.opened import OpenedPlace, open_place
@@ -56,7 +56,7 @@ class Reference:
         Raises InvalidInput for a checkpoint directory that lies on its own: no log says what it is.
         """
         files = files_behind(checkpoint)
-        if files.certificate is not None:
+        if files.is_on_nodes:
             raise InvalidInput(
                 f"Step {checkpoint.step} was found on the disks of nodes, and a reference names what the store has",
                 hint="Take it from the store once it is there: what `durable()` of its save returns, or store[step]",

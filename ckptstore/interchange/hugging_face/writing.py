@@ -16,8 +16,8 @@ from ckptstore.interchange.export_place import PROGRESS_FOLDER, ExportPlace, lea
 from ckptstore.interchange.hugging_face.progress import ExportProgress
 from ckptstore.interchange.hugging_face.safetensors_layout import INDEX_NAME, LaidOut, Layout
 from ckptstore.interchange.hugging_face.source import SafetensorsSource
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.load_state import open_alone
-from ckptstore.loading.story import CheckpointFiles
 from ckptstore.runtime.beat import Beat, beat, no_beat
 from ckptstore.transfer.executor import Executor, deal
 from ckptstore.transfer.planned import PlannedFile

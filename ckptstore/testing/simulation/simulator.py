@@ -40,10 +40,7 @@ _MODULES = (
 )
 _WITH_TORCH = (
     "ckptstore.saving.save_state",
-    "ckptstore.loading.fast_newest",
-    "ckptstore.saving.fast_publisher",
-    "ckptstore.saving.drain.drainer",
-    "ckptstore.fast.partner",
+    "ckptstore.fast.guest",
     "ckptstore.loading.load_state",
     "ckptstore.group.torch_board",
     "ckptstore.saving.state_shard",

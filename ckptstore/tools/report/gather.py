@@ -23,7 +23,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.changes import RESUMED_FROM, StoreState
 from ckptstore.format.layout import parse_record_key
-from ckptstore.loading.story import files_of
+from ckptstore.loading.checkpoint_files import files_of
 from ckptstore.log.identity import KEPT_BY_CKPTSTORE, StoreIdentity, read_store_json
 from ckptstore.retention import Candidate, Mode, mode_of, ranked
 from ckptstore.runtime.extras import not_installed

@@ -16,7 +16,7 @@ from typing import Any
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.format.digest import BLOCK_BYTES, crc32c
 from ckptstore.format.manifest import Manifest
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.runtime.collector import collector_paused
 from ckptstore.tools.report.document import SeenLayout, SeenTree
 from ckptstore.transfer import RangeRead

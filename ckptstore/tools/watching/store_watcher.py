@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptstore.config import RetryConfig
 from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, InvalidName, StoreMissing
+from ckptstore.fast.upkeep.node_view import view_node
 from ckptstore.format.changes import Claim, Commit, Pin, Remove, Restore, Resumed, Unpin
 from ckptstore.format.layout import STORE_KEY, check_name
 from ckptstore.format.record import Record
@@ -25,7 +26,6 @@ from ckptstore.tools.watching.attempt_finder import AttemptFinder, FoundAttempt
 from ckptstore.tools.watching.in_flight import NO_SIGN, ExpectedSize, InFlight
 from ckptstore.tools.watching.look import Happening, Look, SeenAttempt, SeenCommit, SeenOnNode, SeenSigns
 from ckptstore.tools.watching.signs import SignsOfLife
-from ckptstore.upkeep.node_view import view_node
 
 NUM_COMMITS = 5
 """How many of the last commits a look shows."""

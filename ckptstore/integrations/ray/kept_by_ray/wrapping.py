@@ -10,7 +10,7 @@ from ckptstore.errors import CheckpointDamaged, CheckpointGone, InvalidSource
 from ckptstore.format.layout import DCP_METADATA_NAME, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest
 from ckptstore.integrations.ray.filesystem import place_of
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.loading.verify import check_sizes
 from ckptstore.state.index.index_file import INDEX_NAME
 from ckptstore.storage.base import Storage
@@ -35,9 +35,7 @@ def kept_files(
 def files_at(storage: Storage, config: StoreConfig, *, prefix: str = "", group: object = None) -> CheckpointFiles:
     """The files of a checkpoint that no log knows of."""
     transfer = Transfer(storage, config=config.transfer, retry=config.retry)
-    return CheckpointFiles(
-        storage=storage, transfer=transfer, config=config, prefix=prefix, record=None, given_group=group
-    )
+    return CheckpointFiles(storage=storage, transfer=transfer, config=config, prefix=prefix, given_group=group)
 
 
 def check_whole(files: CheckpointFiles) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from ckptstore.catalogue import job_of
 from ckptstore.checkpoint import files_behind
 from ckptstore.errors import CkptstoreError, NoUsableCheckpoint, StoreFenced
+from ckptstore.fast.fast_files import FastFiles
 from ckptstore.testing.simulation.alone import open_for
 from ckptstore.testing.simulation.model import Violation
 from ckptstore.testing.simulation.plan import Action, Actor, Plan, Trouble
@@ -150,12 +151,12 @@ def _save(world: World, member: Member, index: int, action: Action, where: str) 
     else:
         found = member.store.save_async(action.step, state, max_failures=1000).result()
     member.has_saved = True
-    certificate = files_behind(found).certificate
-    if certificate is None:
+    files = files_behind(found)
+    if not isinstance(files, FastFiles):
         if found.number not in world.model.saved:
             world.fail("what returned is complete", f"{where}: record {found.number} is not in the log")
-    elif str(certificate.attempt) not in world.nodes.saved:
-        world.fail("what returned is complete", f"{where}: {certificate.attempt} has no certificate")
+    elif str(files.certificate.attempt) not in world.nodes.saved:
+        world.fail("what returned is complete", f"{where}: {files.certificate.attempt} has no certificate")
 
 
 def _resume(world: World, member: Member, where: str) -> Any:
@@ -176,7 +177,7 @@ def _resume(world: World, member: Member, where: str) -> Any:
             world.fail("a resume takes the newest", f"{where}: nothing was found, there is {needed}")
         return None
     files = files_behind(found)
-    if files.certificate is not None:
+    if isinstance(files, FastFiles):
         attempt, order = str(files.certificate.attempt), files.certificate.order
     else:
         assert files.record is not None  # it is of the store

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from ckptstore.errors import StorageError, StorageUnavailable
-from ckptstore.fast import node_disk, node_server
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
+from ckptstore.fast.nodes import node_disk, node_server
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import CacheConfig, StoreConfig
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.storage.base import Storage
 from ckptstore.storage.open import open_storage
 from ckptstore.tools.bench.case import Case
@@ -48,9 +48,7 @@ class OneDownload(Ckptstore):
             else open_storage(self._uri, storage_options=self.case.place.storage_options)
         )
         transfer = Transfer(storage, config=config.transfer, retry=config.retry)
-        checkpoint = Checkpoint(
-            CheckpointFiles(storage=storage, transfer=transfer, config=config, prefix="", record=None)
-        )
+        checkpoint = Checkpoint(CheckpointFiles(storage=storage, transfer=transfer, config=config))
         with checkpoint.as_directory() as path:
             self._found = {file.name: file.stat().st_size for file in Path(path).rglob("*") if file.is_file()}
         transfer.close()

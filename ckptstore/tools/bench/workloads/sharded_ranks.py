@@ -24,8 +24,8 @@ from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt
 from ckptstore.job import Job
+from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.loading.index_read import PartReader
-from ckptstore.loading.story import CheckpointFiles, files_of
 from ckptstore.opening import open_store
 from ckptstore.saving.commit import commit
 from ckptstore.saving.request import Request

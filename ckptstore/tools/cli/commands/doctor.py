@@ -8,7 +8,7 @@ import click
 
 from ckptstore.tools.cli.options import as_json, storage_option
 from ckptstore.tools.cli.output import print_json
-from ckptstore.upkeep.doctor import Examination, examine
+from ckptstore.tools.doctor.examination import Examination, examine
 
 
 @click.command()

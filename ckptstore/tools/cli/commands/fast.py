@@ -12,15 +12,15 @@ import click
 
 from ckptstore.catalogue import job_of
 from ckptstore.errors import InvalidInput
+from ckptstore.fast.upkeep.node_clear import Cleared, Judged, LogView, judge, read_log, sweepable
+from ckptstore.fast.upkeep.node_clear import clear as clear_node
+from ckptstore.fast.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory, take_inventory
 from ckptstore.group.base import spoken
 from ckptstore.log.identity import read_identity
 from ckptstore.runtime.shown import printable, show_duration, show_size
 from ckptstore.tools.cli.options import as_json, dry_run, storage_option
 from ckptstore.tools.cli.output import echo_table, print_json
 from ckptstore.tools.cli.targets import opened_store
-from ckptstore.upkeep.node_clear import Cleared, Judged, LogView, judge, read_log, sweepable
-from ckptstore.upkeep.node_clear import clear as clear_node
-from ckptstore.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory, take_inventory
 
 _LOSE = "--yes-lose-what-is-not-durable"
 _SHOWN = {

@@ -107,7 +107,7 @@ def _fitting(checkpoint: Checkpoint, pattern: str | None) -> list[StoredTensor] 
 def _here(checkpoint: Checkpoint) -> frozenset[Receipt] | None:
     """Of a fast checkpoint the files that can be read here; None of one in a store, which has all."""
     files = files_behind(checkpoint)
-    return None if files.certificate is None else frozenset(files.receipts_here(files.certificate.manifest))
+    return frozenset(files.receipts_here(files.read_manifest()[0])) if files.is_on_nodes else None
 
 
 def _to_json(receipt: Receipt, here: frozenset[Receipt] | None) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _echo_fields(checkpoint: Checkpoint) -> None:
 def _number(checkpoint: Checkpoint) -> str:
     if checkpoint.number is not None:
         return str(checkpoint.number)
-    if files_behind(checkpoint).certificate is None:
+    if not files_behind(checkpoint).is_on_nodes:
         return "none, it lies outside of a store"
     return "none yet, it came into the store just now" if checkpoint.is_durable else "none, it is on nodes alone"
 

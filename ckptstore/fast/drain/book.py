@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError, InvalidInput, NotDurable
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.fast_place import FastPlace
+from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.format.record import Record
 
 

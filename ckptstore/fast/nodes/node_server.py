@@ -27,8 +27,8 @@ from typing import Any
 
 from ckptstore.errors import CkptstoreError, InvalidInput, StorageUnavailable, from_wire
 from ckptstore.fast.certificate import CERTIFICATE_NAME
-from ckptstore.fast.node_channel import AUTHENTICATED_BYTES, Channel, NodeKeys, greet, receive_into, welcome
-from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.fast.nodes.node_channel import AUTHENTICATED_BYTES, Channel, NodeKeys, greet, receive_into, welcome
+from ckptstore.fast.nodes.node_disk import NodeDisk
 from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import Attempt
 from ckptstore.storage.disk import posix

@@ -6,13 +6,13 @@ import os
 from dataclasses import dataclass
 
 from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.upkeep.node_clear import Judged, judge, read_log
+from ckptstore.fast.upkeep.node_inventory import HeldAttempt, held_store
 from ckptstore.format.record import Record
 from ckptstore.format.timings import clean_node
 from ckptstore.group.base import this_node
 from ckptstore.log.reader import LogReader
 from ckptstore.storage.base import Storage
-from ckptstore.upkeep.node_clear import Judged, judge, read_log
-from ckptstore.upkeep.node_inventory import HeldAttempt, held_store
 
 
 @dataclass(frozen=True, slots=True)

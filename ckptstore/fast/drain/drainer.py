@@ -7,36 +7,16 @@ The ranks meet in the lane `drain` of their group, so that saves go on beside it
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
 from ckptstore.errors import InvalidInput, RankFailed
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.fast_place import FastPlace
+from ckptstore.fast.drain.book import Book, Drain, given_up
+from ckptstore.fast.drain.drain_rounds import Rounds
+from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.group import DRAIN_LANE
 from ckptstore.job import Job
 from ckptstore.runtime.fork import in_forked_child
-from ckptstore.saving.drain.book import Book, Drain, given_up
-from ckptstore.saving.drain.drain_rounds import Rounds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainHealth:
-    """How far the store is behind the fast checkpoints. Moments are those of `time.monotonic`."""
-
-    draining: int | None
-    """The step that is brought into the store now."""
-    waiting: int | None
-    """The step that comes next."""
-    durable_step: int | None
-    """The step that became durable last, as far as this process brought it there."""
-    durable_at: float | None
-    """When that was."""
-    not_durable_since: float | None
-    """When the oldest fast checkpoint was saved that is not durable, nor is a newer one; None where all are."""
-    away_since: float | None
-    """When the store failed first, if it has not answered since; None while all is well."""
-    error: str | None
-    """What the store failed with last, or a checkpoint that did not come there."""
+from ckptstore.saving.health import DrainHealth
 
 
 class Drainer:

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, FileMissing, StorageError
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
-from ckptstore.fast.node_disk import NodeDisk
-from ckptstore.fast.node_server import NodeClient
+from ckptstore.fast.nodes.node_disk import NodeDisk
+from ckptstore.fast.nodes.node_server import NodeClient
 from ckptstore.format.manifest import Receipt
 from ckptstore.storage.base import Storage, StoredFile
 

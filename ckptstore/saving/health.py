@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 
 from ckptstore.format.record import Record
-from ckptstore.saving.drain.drainer import DrainHealth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +31,26 @@ class StoreHealth:
     """How long the store has not answered; None while all is well."""
     error: str | None
     """What the store failed with last, or a checkpoint that did not come there; None since the last one that did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainHealth:
+    """How far the store is behind the fast checkpoints. Moments are those of `time.monotonic`."""
+
+    draining: int | None
+    """The step that is brought into the store now."""
+    waiting: int | None
+    """The step that comes next."""
+    durable_step: int | None
+    """The step that became durable last, as far as this process brought it there."""
+    durable_at: float | None
+    """When that was."""
+    not_durable_since: float | None
+    """When the oldest fast checkpoint was saved that is not durable, nor is a newer one; None where all are."""
+    away_since: float | None
+    """When the store failed first, if it has not answered since; None while all is well."""
+    error: str | None
+    """What the store failed with last, or a checkpoint that did not come there."""
 
 
 Moment = tuple[int, float]

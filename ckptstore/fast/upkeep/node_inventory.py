@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptstore.errors import CheckpointDamaged, InvalidInput, StorageError, UnsupportedVersion
 from ckptstore.fast.certificate import CERTIFICATE_NAME, Certificate
-from ckptstore.fast.node_disk import STORE_ID, NodeDisk
+from ckptstore.fast.nodes.node_disk import STORE_ID, NodeDisk
 from ckptstore.format.layout import CHECKPOINT_PREFIX, LOG_PREFIX, MANIFEST_NAME, STORE_KEY, Attempt
 from ckptstore.format.ranges import Numbers
 from ckptstore.format.timings import clean_node

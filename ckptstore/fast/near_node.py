@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptstore.errors import InvalidInput, StorageError
+from ckptstore.errors import StorageError
 from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.held_storage import HeldStorage
-from ckptstore.fast.node_disk import NodeDisk
+from ckptstore.fast.fast_files import FastFiles
+from ckptstore.fast.nodes.fast_place import FastPlace
+from ckptstore.fast.nodes.held_storage import HeldStorage
+from ckptstore.fast.nodes.node_disk import NodeDisk
+from ckptstore.fast.nodes.node_server import NodeClient
+from ckptstore.fast.tier import FastTier
+from ckptstore.fast.upkeep.node_clear import judge, read_log
+from ckptstore.fast.upkeep.node_inventory import HeldAttempt, held_store
 from ckptstore.format.order import SaveOrder
 from ckptstore.format.timings import clean_node
 from ckptstore.group.base import this_node
 from ckptstore.job import Job
-from ckptstore.loading.story import CheckpointFiles
+from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.log.identity import read_identity
 from ckptstore.storage.base import Storage
 from ckptstore.transfer import Transfer
-from ckptstore.upkeep.node_clear import judge, read_log
-from ckptstore.upkeep.node_inventory import HeldAttempt, held_store
 
 logger = logging.getLogger("ckptstore")
 
@@ -47,8 +51,8 @@ class NearCheckpoint:
 class NearNode:
     """The disk of this node, looked at again and again for one job."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, tier: FastTier) -> None:
+        self._job, self._tier = job, tier
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         job.at_close(self._close)
 
@@ -56,19 +60,14 @@ class NearNode:
         for transfer in list(self._transfers):
             transfer.close()
 
-    def look(self) -> list[NearCheckpoint]:
-        """What can be used, the oldest first. A `CheckpointSkipped` event says what cannot, but for what is void.
+    def look(self, place: FastPlace | None) -> list[NearCheckpoint]:
+        """Return what can be used, the oldest first. A `CheckpointSkipped` event names the rest, but for what is void.
 
-        Raises InvalidInput where the store was opened without a fast tier, or the directory is not private to this
-        user; StorageError where the log or the directory cannot be read.
+        `place` is the fast tier of this process, if its ranks have met for it. Raises InvalidInput where the directory
+        is not private to this user; StorageError where the log or the directory cannot be read.
         """
-        job, tier = self._job, self._job.fast_tier
-        if tier is None:
-            raise InvalidInput(
-                "The store was opened without a fast tier, so there is no directory to look at",
-                hint='Write open_store(..., fast=FastTier("/the/directory"))',
-            )
-        node = job.fast.disk.node if job.fast else clean_node(tier.node or this_node())
+        job, tier, clients = self._job, self._tier, place.clients if place else {}
+        node = place.disk.node if place else clean_node(tier.node or this_node())
         store_id = read_identity(job.storage)
         here = held_store(tier.path, store_id, node=node) if store_id else None
         if here is None or store_id is None:
@@ -83,7 +82,7 @@ class NearNode:
             if judged.standing == "void":
                 logger.info("the fast checkpoint %s on %s is not used: %s", name, node, judged.reason)
                 continue
-            lost = ", ".join(self._lost(each)[:3])
+            lost = ", ".join(_lost(each, clients)[:3])
             fault = judged.reason if judged.standing == "foreign" else each.fault
             if why := fault or (f"not here with its size: {lost}" if lost else ""):
                 number = None if judged.record is None else judged.record.number
@@ -95,44 +94,46 @@ class NearNode:
                         attempt=name,
                         is_durable=judged.standing == "durable",
                         is_superseded=judged.standing == "superseded",
-                        files=self._files(here.disk, certificate, each),
+                        files=self._files(here.disk, certificate, each, place),
                     )
                 )
         return sorted(found, key=lambda near: near.order)
 
-    def _others(self, certificate: Certificate, rank: int) -> Iterator[str]:
-        """The other nodes of the job that should hold the files of a rank."""
-        clients = self._job.fast.clients if self._job.fast else {}
-        return (node for node, ranks in certificate.holders.items() if rank in ranks and node in clients)
-
-    def _lost(self, found: HeldAttempt) -> list[str]:
-        """What this node should have, and no node has that can be reached."""
-        certificate = found.certificate
-        if certificate is None:
-            return []
-        ranks = {receipt.name: receipt.rank for receipt in certificate.manifest.files}
-        return [name for name in found.missing if not any(self._others(certificate, ranks[name]))]
-
-    def _files(self, disk: NodeDisk, certificate: Certificate, found: HeldAttempt) -> CheckpointFiles:
-        job = self._job
+    def _files(
+        self, disk: NodeDisk, certificate: Certificate, found: HeldAttempt, place: FastPlace | None
+    ) -> FastFiles:
+        job, clients = self._job, place.clients if place else {}
         holders = {
-            rank: (*([disk.node] if rank in found.ranks else []), *self._others(certificate, rank))
+            rank: (*([disk.node] if rank in found.ranks else []), *_others(certificate, rank, clients))
             for rank in certificate.by_rank
         }
 
         def later() -> Storage | None:
             return job.storage if job.log.commit_of(certificate.attempt) else None
 
-        clients = job.fast.clients if job.fast else {}
         storage = HeldStorage(disk, certificate, holders, clients, store=None, later=later)
         transfer = Transfer(storage, config=job.config.transfer, retry=job.config.retry, rank=job.transfer.rank)
         self._transfers.add(transfer)
-        return CheckpointFiles(
+        return FastFiles(
             storage=storage,
             transfer=transfer,
             config=job.config,
             prefix=certificate.attempt.prefix,
-            record=None,
             job=job,
+            place=place,
             certificate=certificate,
         )
+
+
+def _others(certificate: Certificate, rank: int, clients: Mapping[str, NodeClient]) -> Iterator[str]:
+    """Yield the other nodes of the job that should hold the files of a rank."""
+    return (node for node, ranks in certificate.holders.items() if rank in ranks and node in clients)
+
+
+def _lost(found: HeldAttempt, clients: Mapping[str, NodeClient]) -> list[str]:
+    """Return what this node should have, and no node has that can be reached."""
+    certificate = found.certificate
+    if certificate is None:
+        return []
+    ranks = {receipt.name: receipt.rank for receipt in certificate.manifest.files}
+    return [name for name in found.missing if not any(_others(certificate, ranks[name], clients))]

@@ -9,21 +9,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError
 from ckptstore.events import CheckpointSkipped, emit
 from ckptstore.fast.candidates import CertificatePlace, FastCandidate, Merged, NodeSighting, merge
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.fast_place import FastPlace
-from ckptstore.fast.held_storage import HeldStorage
-from ckptstore.fast.sweep import SweepView, sweep
+from ckptstore.fast.fast_files import FastFiles, fast_files_of
+from ckptstore.fast.nodes.fast_place import FastPlace
+from ckptstore.fast.nodes.held_storage import HeldStorage
+from ckptstore.fast.upkeep.sweep import SweepView, sweep
 from ckptstore.format.changes import Resumed
 from ckptstore.format.layout import Attempt
 from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.job import Job
-from ckptstore.loading.story import CheckpointFiles, fast_files_of, files_of
+from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 from ckptstore.runtime.beat import beat
 from ckptstore.transfer import Transfer
 
@@ -53,16 +54,37 @@ class LeaderView:
 class Findings:
     """The candidates of a resume with a fast tier, kept until the job has resumed."""
 
+    job: Job
     place: FastPlace
-    candidates: list[CheckpointFiles]
+    files: list[CheckpointFiles]
     """In the order in which they are tried."""
     passed_over: tuple[str, ...]
     """What nodes have of newer checkpoints that cannot be used, and why."""
     on_leader: LeaderView | None
+    is_ordered: bool
+    """True if somebody chose what is tried: what that leaves out is not given up."""
+
+    def resumed(self, files: CheckpointFiles | None) -> None:
+        """See `Candidates.resumed`. What nobody needs is deleted on every node. An error of that is only logged: the
+        next resume tries again."""
+        if files is not None or not self.is_ordered:
+            _resumed(self, files)
+
+
+@runtime_checkable
+class FastOrder(Protocol):
+    """An order that knows of fast checkpoints too: see `loading.newest.Order`."""
+
+    def __call__(self, numbers: Sequence[int]) -> Iterable[int]:
+        """See `Order`."""
+
+    def of_fast(self, candidates: Sequence[FastCandidate]) -> Sequence[FastCandidate]:
+        """From what the nodes and the store have, newest first, choose what is tried, in that order."""
 
 
 def look(
     job: Job,
+    place: FastPlace,
     order: Callable[[Sequence[FastCandidate]], Sequence[FastCandidate]] | None = None,
     *,
     is_loaded: bool = True,
@@ -73,7 +95,6 @@ def look(
     and each candidate is there once, with all places of its files: what is damaged in one of them is found when the
     candidates are forgotten.
     """
-    place = job.open_fast()
     place.settle()
     known: dict[str, Certificate] = {}
     on_leader: LeaderView | None = None
@@ -91,7 +112,7 @@ def look(
         candidates = [
             files for one in answer["tried"] for files in _opened(job, place, one, known, is_loaded=is_loaded)
         ]
-    return Findings(place, candidates, tuple(answer["refused"]), on_leader)
+    return Findings(job, place, candidates, tuple(answer["refused"]), on_leader, is_ordered=order is not None)
 
 
 def _leader_view(
@@ -114,13 +135,9 @@ def _leader_view(
     return LeaderView(sightings, certificates, claims, committed, merged, refused)
 
 
-def resumed(job: Job, seen: Findings, files: CheckpointFiles | None) -> None:
-    """Say in the log from where this job goes on, and delete on every node what nobody needs. Collective.
-
-    An error of the log is raised on all ranks. One of the deletion is only logged: the next resume tries again.
-    """
-    place = seen.place
-    certificate = None if files is None else files.certificate
+def _resumed(seen: Findings, files: CheckpointFiles | None) -> None:
+    job, place = seen.job, seen.place
+    certificate = files.certificate if isinstance(files, FastFiles) else None
     record = None if files is None else files.record
 
     def decide(view: LeaderView) -> Any:
@@ -206,7 +223,7 @@ def _opened(
         has_all = all(place.members.node in holders.get(rank, ()) for rank in certificate.by_rank)
         is_alone = len(place.members.all_nodes) == 1 and record is None
         if is_loaded or is_alone:
-            found.append(fast_files_of(job, certificate, record) if has_all else everywhere)
+            found.append(fast_files_of(job, place, certificate, record) if has_all else everywhere)
         if len(place.members.all_nodes) > 1 or not found:
             found.append(everywhere)
     if record is not None:
@@ -226,13 +243,14 @@ def _held(
     config = job.config
     transfer = Transfer(storage, config=config.transfer, retry=config.retry, rank=place.members.rank)
     job.at_close(transfer.close)
-    return CheckpointFiles(
+    return FastFiles(
         storage=storage,
         transfer=transfer,
         config=config,
         prefix=certificate.attempt.prefix,
         record=record,
         job=job,
+        place=place,
         certificate=certificate,
     )
 

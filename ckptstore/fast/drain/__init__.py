@@ -3,7 +3,7 @@
 It may know the job, the fast tier, the transfer and the commit. It gives `Drainer`, which each process of a job has.
 """
 
-from ckptstore.saving.drain.book import Drain
-from ckptstore.saving.drain.drainer import Drainer, DrainHealth
+from ckptstore.fast.drain.book import Drain
+from ckptstore.fast.drain.drainer import Drainer
 
-__all__ = ["Drain", "DrainHealth", "Drainer"]
+__all__ = ["Drain", "Drainer"]

@@ -8,14 +8,14 @@ from typing import Literal
 
 from ckptstore.errors import CkptstoreError
 from ckptstore.fast.candidates import foreign, void_reason
-from ckptstore.fast.sweep import SweepView, sweep
+from ckptstore.fast.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory
+from ckptstore.fast.upkeep.sweep import SweepView, sweep
 from ckptstore.format.layout import CHECKPOINT_PREFIX, MANIFEST_NAME
 from ckptstore.format.manifest import Manifest, sha256_of
 from ckptstore.format.order import SaveOrder
 from ckptstore.format.record import Record
 from ckptstore.log.reader import LogReader
 from ckptstore.storage.base import Storage
-from ckptstore.upkeep.node_inventory import HeldAttempt, HeldStore, Inventory
 
 Standing = Literal["durable", "superseded", "void", "only-here", "unfinished", "damaged", "foreign", "unknown"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, StorageError
 from ckptstore.fast.candidates import CertificatePlace
 from ckptstore.fast.certificate import CERTIFICATE_NAME, MAX_CERTIFICATE_BYTES, Certificate, held_by
-from ckptstore.fast.members import Members
-from ckptstore.fast.node_disk import NodeDisk
-from ckptstore.fast.node_server import NodeClient, NodeServer
+from ckptstore.fast.nodes.members import Members
+from ckptstore.fast.nodes.node_disk import NodeDisk
+from ckptstore.fast.nodes.node_server import NodeClient, NodeServer
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import sha256_of

@@ -13,7 +13,7 @@ from typing import Any
 from ckptstore.errors import CkptstoreError, StepExists, StorageError, StoreFenced
 from ckptstore.events import FastCommitted, emit
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.fast_place import FastPlace
+from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.fast.partner import copy_to_partner
 from ckptstore.format.layout import Attempt
 from ckptstore.group import Group

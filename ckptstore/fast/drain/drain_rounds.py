@@ -18,15 +18,15 @@ from typing import Any
 from ckptstore.errors import CkptstoreError, RankTimeout, StoreFenced
 from ckptstore.events import DrainEnded, DrainFailed, DrainRecovered, DrainStalled, DrainStarted, emit
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.fast_place import FastPlace
+from ckptstore.fast.drain.book import Book, Drain, choose, given_up
+from ckptstore.fast.drain.own_files import OwnFiles
+from ckptstore.fast.nodes.fast_place import FastPlace
 from ckptstore.format.layout import Attempt
 from ckptstore.format.record import Record
 from ckptstore.group import Group
 from ckptstore.job import Job
 from ckptstore.runtime.beat import beat
 from ckptstore.saving.commit import commit_prepared, covering
-from ckptstore.saving.drain.book import Book, Drain, choose, given_up
-from ckptstore.saving.drain.own_files import OwnFiles
 from ckptstore.saving.log_publisher import LogPublisher
 from ckptstore.saving.transaction import Ended, remove_files
 from ckptstore.storage.retry import hurried

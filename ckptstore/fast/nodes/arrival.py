@@ -8,11 +8,11 @@ from typing import Any
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import InvalidInput
-from ckptstore.fast.fast_place import FastPlace
-from ckptstore.fast.members import Members
-from ckptstore.fast.node_channel import NodeKeys
-from ckptstore.fast.node_disk import NodeDisk
-from ckptstore.fast.node_server import NodeClient, NodeServer
+from ckptstore.fast.nodes.fast_place import FastPlace
+from ckptstore.fast.nodes.members import Members
+from ckptstore.fast.nodes.node_channel import NodeKeys
+from ckptstore.fast.nodes.node_disk import NodeDisk
+from ckptstore.fast.nodes.node_server import NodeClient, NodeServer
 from ckptstore.fast.tier import FastTier
 from ckptstore.format.timings import clean_node
 from ckptstore.group import Group

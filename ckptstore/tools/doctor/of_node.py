@@ -13,6 +13,8 @@ from pathlib import Path
 
 from ckptstore.config import StoreConfig
 from ckptstore.errors import CkptstoreError, InvalidInput, StorageError
+from ckptstore.fast.upkeep.node_inventory import take_inventory
+from ckptstore.fast.upkeep.node_view import FastOnNode, view_node
 from ckptstore.log import Log
 from ckptstore.log.identity import read_identity
 from ckptstore.node_cache.place import filesystem_of, is_network
@@ -21,8 +23,6 @@ from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.disk.private import privacy_fault
 from ckptstore.upkeep.check_finding import IN_MEMORY, Finding
-from ckptstore.upkeep.node_inventory import take_inventory
-from ckptstore.upkeep.node_view import FastOnNode, view_node
 
 _BULK_BYTES = 32 << 20
 _LITTLE_SHARE = 0.05

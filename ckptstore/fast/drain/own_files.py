@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from ckptstore.errors import CheckpointDamaged, CkptstoreError, InvalidSource, SourceChanged
 from ckptstore.fast.certificate import Certificate
-from ckptstore.fast.fast_place import FastPlace
-from ckptstore.fast.node_server import NodeClient
+from ckptstore.fast.nodes.fast_place import FastPlace
+from ckptstore.fast.nodes.node_server import NodeClient
 from ckptstore.format.digest import to_hex
 from ckptstore.format.layout import Attempt
 from ckptstore.format.manifest import Receipt

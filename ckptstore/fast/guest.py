@@ -1,0 +1,114 @@
+"""The fast tier as a job has it: a guest of the core, which knows it as `job.Tier`."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from typing import Any
+
+from ckptstore.errors import InvalidInput
+from ckptstore.fast import finding
+from ckptstore.fast.near_node import NearCheckpoint, NearNode
+from ckptstore.fast.nodes import arrival
+from ckptstore.fast.nodes.fast_place import FastPlace
+from ckptstore.fast.nodes.members import Members
+from ckptstore.fast.nodes.node_channel import NodeKeys
+from ckptstore.fast.saver import FastSaver
+from ckptstore.fast.tier import FastTier
+from ckptstore.job import Job
+from ckptstore.loading.newest import newest_first
+from ckptstore.runtime.beat import beat
+from ckptstore.saving.background import Background
+
+
+class Guest:
+    """See `job.Tier`."""
+
+    def __init__(self, tier: FastTier) -> None:
+        self.tier = tier
+        self.place: FastPlace | None = None
+        """None until the ranks have met for it."""
+        self._near: NearNode | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """See `Tier.is_open`."""
+        return self.place is not None
+
+    def open(self, job: Job, step: int | None = None) -> FastPlace:
+        """Return the fast tier of this process. Collective when it is called first.
+
+        The store is claimed if it was not: to save `step`, where that is there. Raises InvalidInput where the ranks do
+        not fit together or a directory is not safe to use, StoreFenced, StorageError.
+        """
+        if self.place is not None:
+            return self.place
+        tier, keys = self.tier, NodeKeys()
+
+        def agree() -> Any:
+            nodes = arrival.agree(offers)
+            if job.epoch is None:
+                job.claim(None, beat) if step is None else job.claim_to_save(step, beat)
+            return {
+                **job.claimed(),
+                "store_id": job.store_id(),
+                "nodes": nodes,
+                "is_one_machine": len({offer["machine"] for offer in offers}) == 1,
+                "job": secrets.token_hex(16),
+                "keys": [offer["key"] for offer in offers],
+            }
+
+        with job.group.meeting("fast tier") as meeting:
+            offers = meeting.gather(arrival.offer(tier, job.group, keys))
+            agreed = meeting.tell(agree)
+        job.join_claim(agreed)
+        coming = arrival.Arrival(
+            tier=tier,
+            members=Members(tuple(agreed["nodes"]), job.group.rank),
+            config=job.config,
+            epoch=agreed["epoch"],
+            claim=tuple(agreed["claim"]),
+            told=agreed,
+            keys=keys,
+        )
+        try:
+            with job.group.meeting("node disks") as meeting:
+                arrivals = meeting.gather(coming.come())
+                addresses = meeting.tell(lambda: arrival.join_arrivals(arrivals, coming.members))
+        except BaseException:
+            coming.leave()
+            raise
+        self.place = coming.enter(addresses)
+        job.at_close(self.place.close)
+        return self.place
+
+    def candidates(self, job: Job, order: object, *, is_loaded: bool) -> finding.Findings | None:
+        """See `Tier.candidates`. Without `is_loaded` nothing is read now, and each is there once."""
+        if order is newest_first:
+            return finding.look(job, self.open(job), is_loaded=is_loaded)
+        if isinstance(order, finding.FastOrder):
+            return finding.look(job, self.open(job), order.of_fast, is_loaded=is_loaded)
+        return None
+
+    def saver(self, job: Job, background: Background) -> FastSaver:
+        """See `Tier.saver`."""
+        return FastSaver(job=job, background=background, open_place=partial(self.open, job))
+
+    def near(self, job: Job) -> list[NearCheckpoint]:
+        """See `Tier.near`."""
+        if self._near is None:
+            self._near = NearNode(job, self.tier)
+        return self._near.look(self.place)
+
+
+def check_tier(tier: object) -> None:
+    """Raise InvalidInput for what is no FastTier."""
+    if not isinstance(tier, FastTier):
+        raise InvalidInput(f"fast is {tier!r}, it is a FastTier", hint='Write fast=FastTier("/a/directory")')
+
+
+def guest_of(job: Job) -> Guest:
+    """Return the fast tier of a job that has one. InvalidInput where it has none."""
+    if not isinstance(job.tier, Guest):
+        raise InvalidInput("The store was opened without a fast tier", hint='Write fast=FastTier("/a/directory")')
+    return job.tier

@@ -1,0 +1,1 @@
+"""The disks of the nodes: what lies on this node's, and how ranks reach those of the others."""

@@ -1,0 +1,130 @@
+"""Saves of a job with a fast tier: to the disks of the nodes first, and from there into the store."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore.errors import InvalidInput, StorageFull, StorageUnavailable
+from ckptstore.events import FastBypassed, emit
+from ckptstore.fast.certificate import Certificate
+from ckptstore.fast.drain import Drain, Drainer
+from ckptstore.fast.fast_files import fast_files_of
+from ckptstore.fast.nodes.fast_place import FastPlace
+from ckptstore.fast.partner import DoubledUpload
+from ckptstore.fast.publisher import FastPublisher
+from ckptstore.format.record import Record
+from ckptstore.loading.checkpoint_files import files_of
+from ckptstore.retention import Candidate
+from ckptstore.saving.directory_shard import DirectoryShard
+from ckptstore.saving.health import ResumedFrom, StoreHealth, health_of
+from ckptstore.saving.log_publisher import LogPublisher
+from ckptstore.saving.phases import SaveClock
+from ckptstore.saving.request import Request
+from ckptstore.saving.save_state import Later, Saved, StateSaver, Target
+from ckptstore.saving.shard import Shard
+from ckptstore.saving.state_shard import StateOptions, StateShard
+from ckptstore.saving.transaction import Transaction
+
+
+@dataclass(kw_only=True)
+class FastSaver(StateSaver):
+    """See `StateSaver`."""
+
+    open_place: Callable[[int | None], FastPlace]
+    """Opens the fast tier, to save a step. Collective when it is called first."""
+    _drainer: Drainer | None = None
+    _last_due: Candidate | None = None
+    """The fast checkpoint that was due last to be brought into the store."""
+    _last_fast: tuple[int, float] | None = None
+    """The step of the last fast checkpoint, and when it was complete, as `time.monotonic` has it."""
+
+    def begin_shard(
+        self, shard: Shard, request: Request, *, clock: SaveClock
+    ) -> tuple[Transaction[Any], Callable[[], Saved]]:
+        """See `StateSaver.begin_shard`. Only files of directories go to the fast tier: what else comes has no second
+        place to go to."""
+        if not isinstance(shard, DirectoryShard):
+            return super().begin_shard(shard, request, clock=clock)
+        if request.options["link"]:
+            raise InvalidInput(
+                "A hard link is not read, and a fast checkpoint has the digests of all its files",
+                hint="Save without link, or open the store without a fast tier",
+            )
+        target = self._target(request, StateOptions())
+        shard.move(target.storage, target.upload)
+        transaction = Transaction.begin(self.job.group, target.publisher, shard, request, clock=clock)
+        return transaction, lambda: self._finish(transaction, shard, shard)
+
+    def _target(self, request: Request, options: StateOptions) -> Target:
+        if options.incremental:
+            raise InvalidInput(
+                "An incremental save takes over files of the checkpoint before, and a fast checkpoint has all its own",
+                hint="Save without incremental, or open the store without a fast tier",
+            )
+        place = self.open_place(request.step)
+        upload = place.transfer.upload
+        doubled = upload if place.tier.copies == 1 else DoubledUpload(place, upload)
+        return Target(place.disk.storage, doubled, FastPublisher(self.job, place))
+
+    def _finish(self, transaction: Transaction[Any], stored: Shard, shard: StateShard | DirectoryShard) -> Saved:
+        """See `StateSaver._finish`. Where the disk of a node is full, or a node cannot be reached, it goes to the
+        store."""
+        job, place = self.job, self.open_place(None)
+        place.settle()  # a disk has room for what is being saved beside what stays, and for no more
+        try:
+            return self._offered(place, transaction.finish(stored))
+        except (StorageFull, StorageUnavailable) as error:
+            if error.committed is not False:
+                raise
+            step, rank = transaction.request.step, job.group.rank
+            emit(FastBypassed(step=step, rank=rank, error=error.message, store=job.storage.uri))
+        shard.move(job.storage, job.transfer.upload)
+        direct: Transaction[Record] = transaction.elsewhere(LogPublisher(job))
+        record = direct.finish(stored)
+        self._last_record = record, time.monotonic()
+        return Saved(files_of(job, record))
+
+    def _offered(self, place: FastPlace, certificate: Certificate) -> Saved:
+        """Bring a fast checkpoint, which is whole, into the store if it is due."""
+        if self._drainer is None:
+            self._drainer = Drainer(self.job, place)
+        manifest = certificate.manifest
+        self._last_fast = manifest.step, time.monotonic()
+        this = Candidate(
+            number=certificate.save_number, step=manifest.step, committed_at=math.nan, metrics=manifest.metrics
+        )
+        is_due = place.tier.is_due(this, self._last_due)
+        if is_due:
+            self._last_due = this
+        drain = self._drainer.offer(certificate, is_due=is_due)
+        return Saved(fast_files_of(self.job, place, certificate), drain)
+
+    def durable(self, later: Later, timeout_seconds: float | None) -> Saved:
+        """See `StateSaver.durable`. All ranks call it for a checkpoint that is not due."""
+        if self._drainer is not None and isinstance(later, Drain):
+            self._drainer.want(later)
+        return super().durable(later, timeout_seconds)
+
+    def drain_newest(self, timeout_seconds: float | None) -> Drain | None:
+        """See `StateSaver.drain_newest`: due or not."""
+        if self._drainer is None:
+            return None
+        newest = self._drainer.drain_newest()
+        self._drainer.finish(timeout_seconds)
+        return newest
+
+    def health(self, resumed: ResumedFrom | None) -> StoreHealth:
+        """See `StateSaver.health`."""
+        drains = self._drainer.health() if self._drainer else None
+        return health_of(self._last_fast, self._last_record, drains, resumed)
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Bring the newest fast checkpoint into the store within that time, and give the memory back. No save is in
+        flight. Without a time it is tried until the store does not answer."""
+        if self._drainer is not None:
+            self._drainer.close(timeout_seconds)
+        super().close(timeout_seconds)
