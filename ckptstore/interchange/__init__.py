@@ -1,4 +1,4 @@
-"""Copies of checkpoints to other places, and states from and to files of other tools.
+"""Copy checkpoints to other places, and convert states to and from the files of other tools.
 
 It may know stores, checkpoints and states. It gives users `export` and `import_state`, and the command line copies of
 checkpoints and stores too.

@@ -1,4 +1,4 @@
-"""How the tensors of two checkpoints differ: by their digests, and by their bytes only where digests do not say."""
+"""Compare the tensors of two checkpoints: by their digests, and by their bytes where digests do not suffice."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from ckptstore.state.tensors.boxes import Box
 
 Change = Literal["added", "removed", "dtype", "shape", "ranks", "changed", "unknown"]
 _READ_BYTES = 64 << 20
-"""How much of a tensor is in memory at once, twice."""
+"""The bytes of a tensor in memory at once, twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """One tensor that is not the same in both checkpoints, or not known to be."""
+    """One tensor that differs between two checkpoints, or may differ."""
 
     key: str
     change: Change
-    """"ranks" where other ranks have one of their own; "unknown" where nothing but reading all of it would say."""
+    """"ranks" where different ranks have one of their own; "unknown" where only reading all of it would tell."""
     a: StoredTensor | None
     b: StoredTensor | None
     largest: float | None = None
-    """The largest absolute difference of two elements, as far as values were compared. NaN where one side alone has
-    one."""
+    """The largest absolute difference of two elements, of those compared. NaN where only one side has NaN."""
 
 
 def tensor_differences(a: Checkpoint, b: Checkpoint, *, values: bool = False) -> tuple[list[TensorDifference], int]:
-    """The tensors that differ, by key, and how many are equal.
+    """Return the tensors that differ, by key, and the number of equal ones.
 
     Equal means that all blocks have the same CRC32C. A tensor below 1 MiB shares its blocks with others, so it is read
-    where those differ. A larger tensor is "unknown" where the ranks divided it in another way, or where torch's DCP
-    wrote it without digests. With `values` such tensors and all that have changed are read, in pieces.
+    where those differ. A larger tensor is "unknown" if the ranks divided it differently, or if torch's DCP wrote it
+    without digests. With `values`, read such tensors and all changed ones, in pieces.
 
     Raises InvalidInput for a checkpoint without a state, CheckpointGone, CheckpointDamaged.
     """
@@ -74,7 +73,7 @@ class _Pair:
 def _compared(
     pair: _Pair, a: StoredTensor | None, b: StoredTensor | None, *, values: bool
 ) -> tuple[Change | None, float | None]:
-    """What has changed, None for nothing, and by how much."""
+    """Return the change, None if there is none, and the largest difference."""
     if a is None or b is None:
         return ("added" if a is None else "removed"), None
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -104,8 +103,7 @@ _Digests = dict[tuple[Box, int, int], tuple[int, ...]]
 
 
 def _digests(side: Any, key: str, rank: int) -> _Digests | None:
-    """For each chunk, with its place in the region that holds it, the digests of that region; None where there are
-    none."""
+    """Map each chunk and its place in its region to the digests of that region; None without digests."""
     if not isinstance(side, StoredState):
         return None
     index, found = side.index, {}
@@ -128,7 +126,7 @@ def _by_digest(a: _Digests | None, b: _Digests | None, *, size_bytes: int) -> Li
 
 
 def _by_value(pair: _Pair, tensor: StoredTensor, source_a: str, source_b: str, rank: int) -> float | None:
-    """The largest absolute difference between the tensors of a rank, None when every bit is the same."""
+    """Return the largest absolute difference between a rank's two tensors, None if they are equal bit by bit."""
     dtype = getattr(torch, tensor.dtype)
     largest: float | None = None
     for box in _pieces(tensor):
@@ -156,7 +154,7 @@ def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _pieces(tensor: StoredTensor) -> Iterator[Box]:
-    """Boxes of some rows each, which cover the tensor."""
+    """Split a tensor into boxes of some rows each."""
     shape = tensor.shape
     if not shape or 0 in shape:
         yield from [] if 0 in shape else [Box((), ())]

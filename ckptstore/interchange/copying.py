@@ -1,14 +1,14 @@
-"""Copies of checkpoints and of whole stores from one root to another, verified, and resumed where they broke off.
+"""Copy checkpoints and whole stores from one root to another, verified, and resume a copy that broke off.
 
 Between two places of one provider that the same credentials reach, or two disks, the storage copies by itself and every
 byte is read back; else the bytes travel through this process.
 
-A copy is itself crash-safe: files first, then the manifest, then, for a store, a record in a log of its own. What is
-already there with its size is read and checked, not copied again.
+A copy is itself crash-safe: files first, then the manifest, then, for a store, a record in a log of its own. A file
+that exists with its size is read and checked, not copied again.
 
 A copy of a store claims its target as a job does, and its directories carry the claimed epoch. So garbage collection
-leaves them alone while the copy may still commit them, and a later claim ends the copy and makes them garbage. A copy
-that is run again claims anew, and takes over the files of the try before.
+leaves them alone while the copy may still commit them, and a later claim ends the copy and makes them garbage. Run
+again, a copy claims a new epoch and takes over the files of the earlier try.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ from ckptstore.upkeep.prune import delete_attempts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyReport:
-    """What a copy did."""
+    """The result of a copy."""
 
     uri: str
     steps: tuple[int, ...]
-    """Checkpoints that are there now because of this copy."""
+    """Checkpoints that this copy added."""
     present: tuple[int, ...]
-    """Checkpoints that were there already."""
+    """Checkpoints that existed before."""
     num_copied: int
-    """Files that were copied."""
+    """Files copied."""
     num_found: int
-    """Files that an earlier try had copied already."""
+    """Files that an earlier try had copied."""
     copied_bytes: int
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Directories that were not copied, of a store that is damaged, each with the reason."""
+    """Directories of a damaged store that were not copied, each with the reason."""
 
 
 class CopiedCheckpoint(NamedTuple):
-    """A checkpoint that goes into another store."""
+    """A checkpoint to be copied into another store."""
 
     entry: CheckpointEntry
-    """As in the store that it comes from, but for `committed_at`, which is set."""
+    """The source's entry, with `committed_at` set."""
     files: CheckpointFiles
     is_pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StorageSource:
-    """A stored file, to be written to another storage."""
+    """A stored file as the source of a write to another storage."""
 
     storage: Storage
     key: str
@@ -97,9 +97,9 @@ def copy_checkpoint(
 ) -> CopyReport:
     """Copy one checkpoint to keys below `prefix`: every file, then the manifest, all digests checked on both sides.
 
-    The executor says where the files are copied; the manifest is written here. What lies below one of the `earlier`
-    prefixes of the target is taken over. Raises CheckpointDamaged when the source is not what its manifest says;
-    nothing is complete at the target then.
+    The executor decides where the files are copied; this process writes the manifest. Files below one of the `earlier`
+    prefixes of the target are taken over. Raises CheckpointDamaged when the source does not match its manifest; nothing
+    is complete at the target then.
     """
     files = files_behind(checkpoint)
     with files.held():
@@ -110,15 +110,15 @@ def _copy_checkpoint(
     files: CheckpointFiles, target: OpenedPlace, prefix: str, earlier: Sequence[str], executor: Executor
 ) -> CopyReport:
     manifest, data = whole_manifest(files)
-    there = {file.key.removeprefix(prefix): file.size_bytes for file in target.storage.list(prefix)}
-    _refuse_other_contents(manifest, data, target, prefix, there)
+    existing = {file.key.removeprefix(prefix): file.size_bytes for file in target.storage.list(prefix)}
+    _refuse_other_contents(manifest, data, target, prefix, existing)
     sources = {receipt.name: files.key_of(receipt) for receipt in files.read_manifest()[0].files}
     tried = {
         file.key.removeprefix(other): (file.key, file.size_bytes)
         for other in earlier
         for file in target.storage.list(other)
     }
-    share = _Share(files.alone(), target, prefix, sources, there, tried)
+    share = _Share(files.alone(), target, prefix, sources, existing, tried)
     founds = executor.run(share, manifest.files, size_bytes=lambda item: item.size_bytes, beat=no_beat)
     found = set().union(*founds)
     missing = [receipt for receipt in manifest.files if receipt.name not in found]
@@ -150,16 +150,16 @@ class _Share:
     target: OpenedPlace
     prefix: str
     sources: Mapping[str, str]
-    """By the name of a file the key from which it comes."""
-    there: Mapping[str, int]
-    """By name the size of what lies at the target."""
+    """Maps names of files to their keys at the source."""
+    existing: Mapping[str, int]
+    """Maps names of files at the target to their sizes."""
     tried: Mapping[str, tuple[str, int]]
-    """By name the key and size of what an earlier try has left elsewhere at the target."""
+    """Maps names of files from an earlier try to their keys and sizes at the target."""
 
     def __call__(self, receipts: Sequence[Receipt], beat: Beat) -> set[str]:
-        """Give the names of those that had been copied before."""
+        """Copy the files, and return the names of those that existed."""
         target, prefix = self.target, self.prefix
-        candidates = [receipt for receipt in receipts if self.there.get(receipt.name) == receipt.size_bytes]
+        candidates = [receipt for receipt in receipts if self.existing.get(receipt.name) == receipt.size_bytes]
         found = _intact(target, prefix, candidates)
         found |= _take_over(target, prefix, [item for item in receipts if item.name not in found], self.tried)
         missing = [receipt for receipt in receipts if receipt.name not in found]
@@ -172,7 +172,7 @@ class _Share:
 
 
 def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
-    """The manifest of a copy: that of the checkpoint, but that all files lie in its own directory."""
+    """Return the checkpoint's manifest with all files in its own directory, and its bytes."""
     manifest, data = files.read_manifest()
     whole = manifest.made_whole()
     return whole, data if whole is manifest else whole.encode()
@@ -181,8 +181,8 @@ def whole_manifest(files: CheckpointFiles) -> tuple[Manifest, bytes]:
 def copy_store(store: Catalogue, target: OpenedPlace, *, executor: Executor | None = None) -> CopyReport:
     """Copy all live checkpoints of a store to another root, oldest first, with pins, into a log of its own.
 
-    The copy keeps the store's id, so it is the same run at another place; what it already holds is left. Raises
-    StoreMissing without a source, InvalidInput when another store lives at the target.
+    The copy keeps the store's id, so it is the same run at another place; checkpoints that it holds already are left.
+    Raises StoreMissing without a source, InvalidInput when another store lives at the target.
     """
     job = job_of(store)
     log, newest, store_id = job.log, job.log.newest(), read_identity(job.storage)
@@ -210,17 +210,17 @@ def copy_all(
     above: int,
     skips: bool = False,
 ) -> CopyReport:
-    """Copy checkpoints to a store with this id, created where there is none; what it holds already is left.
+    """Copy checkpoints to the store with this id, created if missing; checkpoints that it holds already are left.
 
-    Its writer epoch lies above `above`. With `skips` a checkpoint that is not whole is left out, and the report says
-    why; else it raises CheckpointDamaged. Raises InvalidInput when another store lives at the target.
+    Its writer epoch lies above `above`. With `skips`, a checkpoint that is not whole is left out and reported; else it
+    raises CheckpointDamaged. Raises InvalidInput when another store lives at the target.
     """
     if write_identity(target.storage, store_id) != store_id:
         raise InvalidInput(f"Another store lives at {target.storage.uri}", hint="Copy to an empty place")
     own = Log(target.storage, retry=target.config.retry, single_writer=target.config.single_writer)
     total = CopyReport(uri=target.storage.uri, steps=(), present=(), num_copied=0, num_found=0, copied_bytes=0)
-    there = own.newest()
-    held = {_origin(record.entry) for record in own.records(there.state.live if there else ())}
+    newest = own.newest()
+    held = {_origin(record.entry) for record in own.records(newest.state.live if newest else ())}
     epoch = _claim(own, above=above) if any(_origin(item.entry) not in held for item in items) else 0
     for entry, files, is_pinned in items:
         if _origin(entry) in held:
@@ -271,14 +271,14 @@ def _copy_and_commit(
 
 
 def _origin(entry: CheckpointEntry) -> Attempt:
-    """What a checkpoint has in common with its copies: they differ in the epoch."""
+    """Return the attempt without its epoch, which a checkpoint shares with its copies."""
     attempt = Attempt.parse(entry.attempt)
     assert attempt is not None  # an entry has checked it
     return replace(attempt, epoch=0)
 
 
 def _earlier_tries(storage: Storage, own: Log, attempt: Attempt) -> list[Attempt]:
-    """Directories of copies of the same checkpoint that broke off. Their epochs are over, so nobody commits them."""
+    """List directories of broken-off copies of the same checkpoint. Their epochs are over, so nobody commits them."""
     newest = own.checked_newest()
     named = {
         record.entry.attempt for record in own.records([*newest.state.live, *newest.state.trash] if newest else ())
@@ -290,7 +290,7 @@ def _earlier_tries(storage: Storage, own: Log, attempt: Attempt) -> list[Attempt
 
 
 def _claim(log: Log, *, above: int) -> int:
-    """A writer epoch for the copy that lies above every epoch in the names of what it copies."""
+    """Claim a writer epoch for the copy, above every epoch in the names that it copies."""
 
     def change(_newest: Record | None) -> Change:
         return Claim(start_token=f"cp-{uuid.uuid4().hex}", world_size=1, above_epoch=above)
@@ -301,17 +301,17 @@ def _claim(log: Log, *, above: int) -> int:
 
 
 def _refuse_other_contents(
-    manifest: Manifest, data: bytes, target: OpenedPlace, prefix: str, there: Mapping[str, int]
+    manifest: Manifest, data: bytes, target: OpenedPlace, prefix: str, existing: Mapping[str, int]
 ) -> None:
-    if not there:
+    if not existing:
         return
-    if MANIFEST_NAME in there:
+    if MANIFEST_NAME in existing:
         found = target.storage.read(prefix + MANIFEST_NAME)
         if found == data:
             return
         if not data.startswith(found):  # else a copy was killed while it wrote this one
             raise InvalidInput(f"Another checkpoint lies at {target.storage.uri}/{prefix}".rstrip("/"))
-    foreign = there.keys() - manifest.by_name.keys() - {MANIFEST_NAME, USER_METADATA_NAME}
+    foreign = existing.keys() - manifest.by_name.keys() - {MANIFEST_NAME, USER_METADATA_NAME}
     if foreign:
         raise InvalidInput(
             f"{target.storage.uri}/{prefix} has {len(foreign)} other files, for instance {min(foreign)}",
@@ -327,7 +327,7 @@ def _intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> se
 
 
 def _keep_intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) -> set[str]:
-    """Make durable what the storage has copied by itself, delete what is not whole, and give the names of the rest."""
+    """Persist the storage's own copies, delete those that are not whole, and return the names of the rest."""
     storage = target.storage
     if receipts and isinstance(storage, Disk) and target.config.transfer.durable:
         storage.persist([prefix + receipt.name for receipt in receipts])
@@ -339,8 +339,7 @@ def _keep_intact(target: OpenedPlace, prefix: str, receipts: Sequence[Receipt]) 
 def _take_over(
     target: OpenedPlace, prefix: str, receipts: Sequence[Receipt], tried: Mapping[str, tuple[str, int]]
 ) -> set[str]:
-    """Copy files of an earlier try inside the storage, and give the names of what is whole. The try may still be
-    writing them, so they are no links."""
+    """Copy files of an earlier try inside the storage, and return the names of the whole ones."""
     storage = target.storage
     if not isinstance(storage, CopiesInside):
         return set()
@@ -348,6 +347,7 @@ def _take_over(
     for receipt in receipts:
         key, size_bytes = tried.get(receipt.name, ("", -1))
         if size_bytes == receipt.size_bytes and receipt.crc32c is not None:
+            # Copied, not linked: the try may still be writing them.
             with contextlib.suppress(FileMissing):  # it is garbage, and may be collected meanwhile
                 storage.copy(key, prefix + receipt.name)
                 taken.append(receipt)
@@ -361,9 +361,9 @@ def _copy_inside(
     prefix: str,
     receipts: Sequence[Receipt],
 ) -> set[str]:
-    """Have the storage copy what it can without this process, and give the names of what arrived whole.
+    """Have the storage copy the files by itself, and return the names of those that arrived whole.
 
-    What did not is left to be streamed: that either mends it or finds that the source is damaged.
+    The others are left to be streamed, which either repairs them or proves that the source is damaged.
     """
     storage = target.storage
     if not isinstance(storage, CopiesFrom):
@@ -387,7 +387,7 @@ def _copy_files(
     receipts: Sequence[Receipt],
 ) -> None:
     wrong = _streamed(files, sources, target, prefix, receipts)
-    if wrong and isinstance(files.storage, Doubts):  # it is believed after a second look in another way
+    if wrong and isinstance(files.storage, Doubts):  # believed only after a second look in another way
         for receipt in wrong:
             files.storage.doubt(sources[receipt.name])
         still = _streamed(files, sources, target, prefix, [*wrong])
@@ -411,7 +411,7 @@ def _streamed(
     prefix: str,
     receipts: Sequence[Receipt],
 ) -> dict[Receipt, int]:
-    """Copy files, and return those that did not have their digest, with the one that they had."""
+    """Copy files, and return those whose digest was wrong, with the digest found."""
     planned = [
         PlannedFile(prefix + receipt.name, StorageSource(files.storage, sources[receipt.name], receipt.size_bytes))
         for receipt in receipts

@@ -1,4 +1,4 @@
-"""Where an export goes: a directory of this machine that appears whole, or one in an object store."""
+"""The target of an export: a local directory that appears whole, or one in an object store."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from ckptstore.storage.uri import local_path, redact
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
 PROGRESS_FOLDER = ".ckptstore-export/"
-"""What an export that goes on where it was killed keeps at its target until it is complete. Loaders look for
-`*.safetensors`, and for config files by their names."""
+"""The progress of an unfinished export. Loaders ignore it: they look for `*.safetensors` and named config files."""
 PART_NAME = re.compile(r"\.part-[0-9a-f]{16}-")
-"""How the objects begin of which GCS composes a file; a process that was killed leaves them at the target."""
+"""Names of the parts from which GCS composes a file; a killed process leaves them at the target."""
 _PARTS_BYTES = 64 << 20
-"""The most that parts take on their way to the target."""
+"""The most memory for parts on their way to the target."""
 
 _OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".distcp", DCP_METADATA_NAME)
 _FILE_SUFFIXES = frozenset({".safetensors", ".pt", ".pth", ".bin", ".distcp"})
@@ -36,23 +35,23 @@ _WEIGHTS = (*_OWN_SUFFIXES, ".pth", ".bin", ".bin.index.json", ".h5", ".msgpack"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportPlace:
-    """A directory that an export fills. Nothing is there yet, or only what `overwrite` may replace."""
+    """A directory that an export fills. It is empty, or holds only files that `overwrite` may replace."""
 
     target: str
     """A path or a URI."""
     beside_from: str | os.PathLike[str] | None
-    """A directory whose files, weights apart, are copied into it under their names."""
+    """A directory whose files, except weights, are copied into the export under their names."""
     overwrite: bool
     storage_options: Mapping[str, Any] | None
 
     @property
     def beside(self) -> tuple[Path, ...]:
-        """The files that are copied into it. Raises InvalidSource when there are none to be copied."""
+        """The files copied into the export. Raises InvalidSource if there are none to copy."""
         return _files_beside(self.beside_from)
 
     @property
     def path(self) -> Path | None:
-        """The directory on this machine, None where it lies elsewhere."""
+        """The local directory, None if the target is remote."""
         return None if self.is_remote else Path(local_path(self.target, "The directory of an export"))
 
     @property
@@ -62,17 +61,17 @@ class ExportPlace:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it lies elsewhere."""
+        """True if the target is not a local path."""
         return is_remote(self.target)
 
     @property
     def _aside(self) -> Path:
-        """Where the export lies on this machine until it is complete."""
+        """The local directory of the export until it is complete."""
         path = Path(local_path(self.target, "The directory of an export"))
         return path.with_name(f".{path.name}.partial")
 
     def check(self, *, resumable: bool = False) -> None:
-        """Raise InvalidInput unless the export may go there. What a `resumable` one has begun may be there."""
+        """Raise InvalidInput unless the export may go there. A `resumable` export may continue an earlier one."""
         if Path(self.target).suffix in _FILE_SUFFIXES:
             raise InvalidInput(
                 f"{self.uri} is named like a file", hint="An export makes a directory, and names its files"
@@ -99,7 +98,7 @@ class ExportPlace:
 
     @contextmanager
     def opened_target(self) -> Iterator[OpenedPlace]:
-        """Where the files of an export are written one by one: the URI, or a directory beside that of this machine."""
+        """Open the directory where an export writes its files one by one: the URI, or the partial local directory."""
         uri = self.target if self.is_remote else self._aside
         config = StoreConfig.from_env()
         budget_bytes = min(config.transfer.memory_budget_bytes, _PARTS_BYTES)
@@ -108,25 +107,28 @@ class ExportPlace:
             yield place
 
     def publish(self) -> None:
-        """Have the directory of this machine that is complete take its place. It was written read-only."""
+        """Move the complete local directory into its place."""
         if self.is_remote:
             return
         target = Path(local_path(self.target, "The directory of an export"))
         with _written(target):
             mode = self._aside.stat().st_mode & 0o666
+            # It was written read-only.
             for item in self._aside.iterdir():
                 item.chmod(mode)
             _put(self._aside, target)
 
     def remove_aside(self) -> None:
-        """Remove what lies aside on this machine."""
+        """Remove the partial local directory."""
         if not self.is_remote:
             shutil.rmtree(self._aside, ignore_errors=True)
 
     @contextmanager
     def opened(self) -> Iterator[Path]:
-        """A directory of this machine to write to. What it holds when the context ends, with the files beside, is the
-        export. After an error nothing is left of it on this machine."""
+        """Yield a local directory to fill. On exit it becomes the export, together with the files beside.
+
+        After an error no local files remain.
+        """
         if self.is_remote:
             with self._sent() as made:
                 yield made
@@ -137,12 +139,13 @@ class ExportPlace:
 
     @contextmanager
     def _sent(self) -> Iterator[Path]:
-        """What leads to the other files is removed first and written last, so that no reader finds a mixture."""
+        """Yield a temporary directory, and send its files on exit."""
         with (
             tempfile.TemporaryDirectory(prefix="ckptstore-export-") as made,
             opened_folder(self.target, self.storage_options) as folder,
         ):
             before = sorted(folder.sizes_bytes())
+            # Readers find the other files by these: removed first and written last, so that no reader finds a mixture.
             folder.storage.delete([name for name in before if leads(name)])
             yield Path(made)
             self._copy_beside(Path(made))
@@ -156,9 +159,9 @@ class ExportPlace:
 
 
 def _files_beside(directory: str | os.PathLike[str] | None) -> tuple[Path, ...]:
-    """The files at the top of a directory that are no weights: config, tokenizer, generation settings.
+    """Return the files at the top of a directory except weights: config, tokenizer, generation settings.
 
-    Raises InvalidSource when there are none.
+    Raises InvalidSource if there are none.
     """
     if directory is None:
         return ()
@@ -173,13 +176,13 @@ def _files_beside(directory: str | os.PathLike[str] | None) -> tuple[Path, ...]:
 
 
 def leads(name: str) -> bool:
-    """Whether a file is one by which a reader finds the others, or without which it does not begin."""
+    """True if readers find the other files by this one, or cannot begin without it."""
     return name.endswith(".index.json") or name in (DCP_METADATA_NAME, "config.json")
 
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """A directory beside the target that takes its place when it is complete."""
+    """Yield a directory next to the target that takes its place when complete."""
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         with _written(target):
@@ -192,7 +195,7 @@ def _appearing(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _written(target: Path) -> Iterator[None]:
-    """Have what the system says of a disk be an error of ours."""
+    """Translate errors of the operating system into ours."""
     try:
         yield
     except OSError as error:
@@ -203,7 +206,7 @@ def _written(target: Path) -> Iterator[None]:
 
 
 def _put(made: Path, target: Path) -> None:
-    """Give a directory its place, in that of another one if need be."""
+    """Move a directory to its place, replacing another one if necessary."""
     if target.exists() and any(target.iterdir()):
         replaced = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
         target.rename(replaced)

@@ -1,8 +1,8 @@
-"""The export story: a state checkpoint, from wherever it lies, becomes files that other tools read.
+"""The export story: write a state checkpoint, wherever it lies, as files that other tools read.
 
 Nothing is held whole: tensors pass through buffers of at most 128 MiB, and every block that is read is checked. The
-files appear in their directory at once, when all of them are complete. In an object store what leads to
-them comes last.
+files appear in their directory at once, when all of them are complete. In an object store the files by which readers
+find the others come last.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from ckptstore.state.read.stored import StoredState
 from ckptstore.transfer.executor import Executor, InProcess
 
 SHARD_SIZE_BYTES = 5_000_000_000
-"""Where a safetensors file ends, unless the caller says otherwise."""
+"""The default size of a safetensors file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """What an export did."""
+    """The result of an export."""
 
     kind: Kind
     uri: str
-    """Where the files are: a path, or the URI that was given."""
+    """Location of the files: a path, or the URI that was passed."""
     path: Path | None
-    """The same as a path; None when it is not on this machine."""
+    """Local path of the files, None if they are remote."""
     files: tuple[str, ...]
-    """Their names there."""
+    """Names of the files."""
     num_tensors: int
-    """Tensors by name; tied ones count once each."""
+    """Number of tensors by name; tied ones count once each."""
     size_bytes: int
-    """The bytes of all tensors; what tied ones share counts once."""
+    """Bytes of all tensors; tied ones count once."""
     notices: tuple[str, ...]
     """For people: what the files leave out, or hold in another form."""
 
@@ -75,16 +75,16 @@ def export(
 
     "safetensors" makes what Hugging Face libraries read: `model.safetensors`, or numbered files of at most
     `shard_size_bytes` and an index. Tied weights are stored once. "torch" makes `state.pt`, the nested state for
-    `torch.load(weights_only=True)`. "dcp" makes a directory for stock DCP. Of what differs between ranks the lowest
-    rank's is taken.
+    `torch.load(weights_only=True)`. "dcp" makes a directory for stock DCP. Where ranks differ, the lowest rank's value
+    is taken.
 
-    An export to "safetensors" that was killed goes on where it ended when it is called again: files that are complete
-    are not written anew. A target that has a part of another export is refused without `overwrite`.
+    A killed export to "safetensors" goes on where it ended when it is called again: complete files are not written
+    again. A target with part of another export is refused without `overwrite`.
 
     Args:
         directory: where the files go, a path or a URI; new or empty, or with `overwrite` one that holds nothing but
             exported files. Safetensors are written to a URI as they are read; other formats pass through the temporary
-            directory. What leads to the files of a URI (an index, `config.json`, `.metadata`) is written last.
+            directory. The files that lead a reader (an index, `config.json`, `.metadata`) are written to a URI last.
         include: only keys that fit a pattern ("model.*") or one of several.
         strip_prefix: what to remove from the front of keys ("model."), so that names are the model's own.
         beside: a directory whose files are copied to the export, weights apart: the config and the tokenizer of a
@@ -94,8 +94,8 @@ def export(
         group: which ranks share the files of "safetensors", as for `open_store`: None in all processes of a
             torch.distributed job makes the export collective. By default this process works alone.
 
-    Raises InvalidInput and InvalidState before anything is written, CheckpointDamaged (nothing is left then), and what
-    keeps the files from being written, the same on all ranks.
+    Raises InvalidInput and InvalidState before anything is written, CheckpointDamaged (nothing is left then), and
+    errors of writing the files, the same on all ranks.
     """
     if to not in KINDS:
         raise InvalidInput(f"to is {to!r}, it is one of {', '.join(KINDS)}")
@@ -108,15 +108,15 @@ def export(
     ranks = find_group(group, storage=files.storage, config=files.config)
     try:
         with files.held():
-            return _export(_Asked(files, place, to, include, strip_prefix, shard_size_bytes), ranks, executor)
+            return _export(_Options(files, place, to, include, strip_prefix, shard_size_bytes), ranks, executor)
     finally:
         if ranks is not group:
             ranks.close()
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What an export was asked for."""
+class _Options:
+    """The options of an export."""
 
     files: CheckpointFiles
     place: ExportPlace
@@ -126,8 +126,9 @@ class _Asked:
     shard_size_bytes: int
 
 
-def _export(asked: _Asked, group: Group, executor: Executor | None) -> ExportReport:
-    files, place, to, include, strip_prefix = asked.files, asked.place, asked.to, asked.include, asked.strip_prefix
+def _export(options: _Options, group: Group, executor: Executor | None) -> ExportReport:
+    files, place, to, include = options.files, options.place, options.to, options.include
+    strip_prefix = options.strip_prefix
     if group.world_size > 1 and executor is not None:
         raise InvalidInput("An export is shared by ranks or by an engine", hint="Leave one of them out")
     executor = executor or InProcess()
@@ -147,7 +148,7 @@ def _export(asked: _Asked, group: Group, executor: Executor | None) -> ExportRep
     notices = _notices_of_ranks(stored, selection)
     names: Sequence[str]
     if to == "safetensors":
-        layout = lay_out(stored, selection, shard_size_bytes=asked.shard_size_bytes)
+        layout = lay_out(stored, selection, shard_size_bytes=options.shard_size_bytes)
         num_values = len(stored.index.common_values().keys() | stored.index.value_ranks().keys())
         notices += [f"{num_values} plain values are left out, safetensors holds tensors only"] if num_values else []
         notices += [f"{name} is tied to {kept}, and stored as that" for name, kept in layout.tied.items()]
@@ -189,7 +190,7 @@ def _saved(stored: StoredState, wanted: Callable[[str], bool]) -> Saved:
 
 
 def _notices_of_ranks(stored: StoredState, selection: Selection) -> list[str]:
-    """What is one rank's alone."""
+    """Report keys that differ between ranks."""
     if stored.index.world_size == 1:
         return []
     apart = [key for key in selection.values if key in stored.index.value_ranks()]
@@ -198,7 +199,7 @@ def _notices_of_ranks(stored: StoredState, selection: Selection) -> list[str]:
 
 
 def _paths(files: CheckpointFiles, manifest: Manifest) -> Paths:
-    """The paths of keys; `.metadata` has them."""
+    """Return the paths of keys, which `.metadata` holds."""
     receipt = manifest.by_name.get(DCP_METADATA_NAME)
     if receipt is None:
         return Paths(())
@@ -207,7 +208,7 @@ def _paths(files: CheckpointFiles, manifest: Manifest) -> Paths:
 
 
 def _stock_files(manifest: Manifest) -> list[str]:
-    """The files that stock DCP reads."""
+    """List the files that stock DCP reads."""
     return [name for name in manifest.by_name if name.endswith(".distcp") or name == DCP_METADATA_NAME]
 
 

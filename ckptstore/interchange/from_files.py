@@ -1,6 +1,6 @@
-"""Files of other tools as flat states: `torch.save`, safetensors, stock DCP. Nothing in them is run unless allowed.
+"""Read files of other tools as flat states: `torch.save`, safetensors, stock DCP. No code in them runs unless allowed.
 
-Tensors of the first two are the mapped file itself, read as they are written to the checkpoint; those of DCP are read
+Tensors of the first two map the file itself, and are read as they are written to the checkpoint; those of DCP are read
 into memory, since they may lie in pieces.
 """
 
@@ -31,10 +31,10 @@ _REFUSED_CLASS = re.compile(r"GLOBAL (\w[\w.]*)")
 
 
 def read_torch_file(path: Path, intake: Intake) -> FlatState:
-    """The state in a file of `torch.save`: a dict, nested as you like, which falls apart down to tensors and values.
+    """Read a file of `torch.save`: a dict of any nesting, flattened to tensors and values.
 
-    Raises FileMissing, InvalidSource for what `torch.load(weights_only=True)` refuses, unless pickles are allowed, or
-    what is no dict.
+    Raises FileMissing, and InvalidSource for a file that is no dict, or that `torch.load(weights_only=True)` refuses
+    unless pickles are allowed.
     """
     _check_file(path)
     try:
@@ -49,7 +49,7 @@ def read_torch_file(path: Path, intake: Intake) -> FlatState:
 
 
 def _unreadable(path: Path, reason: str) -> InvalidSource:
-    """What `torch.load` refused, with the classes that it would have to make."""
+    """Create the error for a file that `torch.load` refused, naming the classes that it needs."""
     classes = set(_REFUSED_CLASS.findall(reason))
     if classes and zipfile.is_zipfile(path):  # torch's error names the first one only
         with contextlib.suppress(Exception):
@@ -83,9 +83,9 @@ def _has_text_keys(mapping: Mapping[Any, Any]) -> bool:
 
 
 def read_safetensors(path: Path, intake: Intake) -> FlatState:
-    """The tensors of a safetensors file, or of a directory of them, under their names; tied ones under all of theirs.
+    """Read the tensors of a safetensors file, or of a directory of them, under all their names, tied ones included.
 
-    In a directory an index counts, where there is one; else all its safetensors files. Raises FileMissing,
+    In a directory the index decides if there is one; else all its safetensors files are read. Raises FileMissing,
     InvalidSource, CheckpointDamaged.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -102,7 +102,7 @@ def read_safetensors(path: Path, intake: Intake) -> FlatState:
                     raise InvalidSource(f"{path} has {entry.name} in two files, and no index that says which counts")
                 tensors[entry.name] = _tensor(entry, mapped)
         tied |= metadata
-    tensors |= {name: tensors[kept] for name, kept in tied.items() if kept in tensors and name not in tensors}
+    tensors |= {name: tensors[source] for name, source in tied.items() if source in tensors and name not in tensors}
     if not tensors:
         raise InvalidSource(f"{path} holds no tensors")
     for name, tensor in tensors.items():
@@ -111,7 +111,7 @@ def read_safetensors(path: Path, intake: Intake) -> FlatState:
 
 
 def _safetensors_files(path: Path) -> dict[Path, set[str]]:
-    """The files, and which of their tensors count; all where there is no index."""
+    """Return the files and the wanted tensors in each; an empty set means all."""
     if not path.is_dir():
         _check_file(path)
         return {path: set()}
@@ -162,9 +162,9 @@ def read_dcp(
     sizes_bytes: Mapping[str, int],
     intake: Intake,
 ) -> FlatState:
-    """The state of a stock DCP directory: tensors, and values leaf by leaf, under their keys and paths.
+    """Read a stock DCP directory: tensors, and values leaf by leaf, under their keys and paths.
 
-    Raises CheckpointDamaged, InvalidState for values that need code to be read.
+    Raises CheckpointDamaged, and InvalidState for values that need code to be read.
     """
     stock = StockState(load_metadata(metadata), read, "", sizes_bytes, allow_pickle=intake.allow_pickle)
     paths = {key: _path_of(stock, key) for key in stock.all_keys()}
@@ -198,7 +198,7 @@ def read_dcp(
 
 
 def _optimizer_paths(paths: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Where optimizers are whose parameters have numbers, or a list of names for each group."""
+    """Find the optimizers whose parameters are numbers, or a list of names for each group."""
     return sorted({path[:-3] for path in paths if len(path) > 2 and _is_members(path[-3:])}, key=join_path)
 
 

@@ -1,4 +1,4 @@
-"""The import story: files of other tools become a state checkpoint, under the keys that they have there."""
+"""The import story: commit files of other tools as a state checkpoint, under the keys that they have there."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def import_state(
     Args:
         source: a path or a URI: a file of `torch.save`; a safetensors file, or a directory of them with or without an
             index; a directory of torch's DCP. The first two are read from a disk as they are written, and downloaded
-            to the temporary directory first where they lie elsewhere. A DCP directory is held in memory.
+            to the temporary directory first where they are remote. A DCP directory is held in memory.
         kind: "torch", "safetensors" or "dcp".
         metrics, metadata: as for `CheckpointStore.save`.
         exists: where there is a checkpoint of that step, "error" refuses, and "replace" puts it into the trash.
@@ -55,26 +55,26 @@ def import_state(
         rename: new names for keys. A mapping gives old and new beginnings ({"model_state_dict": "model"}), each for a
             key and all keys below it. A function gives the new name of each key.
         state: the live state that will be resumed. `optimizer.state_dict()` numbers the parameters; the optimizer and
-            the module in here say which one each number is. It is only looked at.
+            the module in this state name them. It is not changed.
         allow_pickle: read and store values that are pickles; they can execute anything.
         storage_options: for the storage of a source that is a URI.
 
-    Raises InvalidInput, FileMissing, CheckpointDamaged before anything is written; then what a save raises.
+    Raises InvalidInput, FileMissing, CheckpointDamaged before anything is written; then the errors of a save.
     """
     if kind not in KINDS:
         raise InvalidInput(f"kind is {kind!r}, it is one of {', '.join(KINDS)}")
     check_step(step)
     intake = Intake(include=include, rename=rename, state=state, allow_pickle=allow_pickle)
-    asked: dict[str, Any] = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
+    options: dict[str, Any] = {"step": step, "metrics": metrics, "metadata": metadata, "exists": exists}
     with _read(source, kind, intake, storage_options) as flat:
-        return _commit(flat, store, asked, allow_pickle=allow_pickle)
+        return _commit(flat, store, options, allow_pickle=allow_pickle)
 
 
 @contextmanager
 def _read(
     source: str | os.PathLike[str], kind: Kind, intake: Intake, storage_options: Mapping[str, Any] | None
 ) -> Iterator[FlatState]:
-    """What is in the source. Its tensors may be files, which are there as long as the context lasts."""
+    """Read the source. Its tensors may map files that exist until the context ends."""
     if kind == "dcp":
         yield _read_dcp(os.fspath(source), intake, storage_options)
     elif kind == "torch":
@@ -90,7 +90,7 @@ def _is_of_safetensors(name: str) -> bool:
     return name.endswith((".safetensors", ".safetensors.index.json"))
 
 
-def _commit(flat: FlatState, store: CheckpointStore, asked: Mapping[str, Any], *, allow_pickle: bool) -> Checkpoint:
+def _commit(flat: FlatState, store: CheckpointStore, options: Mapping[str, Any], *, allow_pickle: bool) -> Checkpoint:
     def make(job: Job) -> tuple[Request, StateShard]:
         if job.group.world_size != 1:
             raise InvalidInput(f"An import is for one process, and there are {job.group.world_size}")
@@ -103,7 +103,7 @@ def _commit(flat: FlatState, store: CheckpointStore, asked: Mapping[str, Any], *
             upload=job.transfer.upload,
             options=StateOptions(allow_pickle=allow_pickle),
         )
-        return Request.of(kind="state", **asked), shard
+        return Request.of(kind="state", **options), shard
 
     return save_shard(store, make)
 

@@ -1,4 +1,4 @@
-"""What an import takes in: the keys that were asked for, under new names, and optimizers by the names of parameters."""
+"""Collect the state of an import: the wanted keys, under new names, and optimizers by the names of their parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptstore.state.live.optimizers import GROUPS, STATE, scope_of
 from ckptstore.state.live.units import Kind, units_of
 
 Rename = Mapping[str, str] | Callable[[str], str]
-"""New keys: the new beginning for each old one, or a function from a key to its new one."""
+"""New keys: a mapping of old beginnings to new ones, or a function from a key to its new one."""
 
 _ADVICE = (
     "In Python give import_state the state that you will resume, state={...} with its module and optimizer; "
@@ -24,7 +24,7 @@ _ADVICE = (
 
 
 class Renaming:
-    """Gives keys their new names, and remembers which rules were of use.
+    """Renames keys, and remembers which rules matched.
 
     A rule applies to the old key itself and to all keys below it; the longest one counts. "" stands above all keys.
     """
@@ -38,26 +38,28 @@ class Renaming:
         self._unused = {old for old, _ in self._rules}
 
     def __call__(self, key: str) -> str:
-        """The new key. Raises InvalidInput when nothing is left of it."""
+        """Return the new key. Raises InvalidInput if it is empty."""
         new = self._renamed(key)
         if not new:
             raise InvalidInput(f"rename makes {new!r} of the key {key!r}", hint="A key is text that is not empty")
         return new
 
     def path(self, path: Path) -> Path:
-        """The path of the new key: the parts that are still there, and what is new between them as one part."""
+        """Return the path of the new key: unchanged parts at both ends, and the text between them as one part."""
         key = join_path(path)
         new = self(key)
         if new == key:
             return path
-        kept = next(count for count in range(len(path), -1, -1) if _starts(new, join_path(path[:count])))
-        rest = new[len(join_path(path[:kept])) :].removeprefix(".")
-        tail = next(first for first in range(kept, len(path) + 1) if _starts(rest[::-1], join_path(path[first:])[::-1]))
+        num_equal = next(count for count in range(len(path), -1, -1) if _starts(new, join_path(path[:count])))
+        rest = new[len(join_path(path[:num_equal])) :].removeprefix(".")
+        tail = next(
+            first for first in range(num_equal, len(path) + 1) if _starts(rest[::-1], join_path(path[first:])[::-1])
+        )
         middle = rest.removesuffix(join_path(path[tail:])).removesuffix(".")
-        return (*path[:kept], *([middle] if middle else []), *path[tail:])
+        return (*path[:num_equal], *([middle] if middle else []), *path[tail:])
 
     def check_used(self) -> None:
-        """Raise InvalidInput when a rule fitted no key."""
+        """Raise InvalidInput if a rule matched no key."""
         if self._unused:
             raise InvalidInput(f"No key of the source is or lies below {min(self._unused)!r}, which rename names")
 
@@ -77,12 +79,12 @@ def _starts(text: str, beginning: str) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class Intake:
-    """What an import asks for. Readers of sources hand it everything that they find, under the source's keys."""
+    """The options of an import. Readers of sources add every item, under the source's key."""
 
     include: str | Sequence[str] | None = None
     rename: Rename | None = None
     state: Mapping[str, Any] | None = None
-    """The live state that will be resumed; its optimizers say which number is which parameter."""
+    """The live state that will be resumed; its optimizers name the numbered parameters."""
     allow_pickle: bool = False
     _flat: FlatState = field(default_factory=FlatState)
     _renaming: Renaming = field(init=False)
@@ -93,29 +95,28 @@ class Intake:
         self._fits = fitting(self.include)
 
     def wants(self, key: str) -> bool:
-        """Whether a key of the source was asked for."""
+        """True if the import includes a key of the source."""
         return self._fits(key)
 
     def add_tensor(self, path: Path, tensor: torch.Tensor) -> None:
-        """Take a tensor of the source, if it was asked for."""
+        """Add a tensor of the source, if included."""
         if self.wants(join_path(path)):
             self._flat.add_tensor(self._renaming.path(path), TensorEntry(tensor))
 
     def add_value(self, path: Path, value: Any) -> None:
-        """Take a value of the source with the tensors in it, if it was asked for."""
+        """Add a value of the source with the tensors in it, if included."""
         if self.wants(join_path(path)):
             self._flat.add_value(self._renaming.path(path), value)
 
     def wants_optimizer(self, path: Path) -> bool:
-        """Whether the optimizer at a path was asked for; as a whole, since its numbers belong together."""
+        """True if the optimizer at a path is included; as a whole, since its numbers belong together."""
         key = join_path(path)
         return any(self.wants(name) for name in (key, join_path((*path, STATE, "")), join_path((*path, GROUPS, ""))))
 
     def add_optimizer(self, path: Path, saved: Mapping[str, Any]) -> None:
-        """Take the `state_dict` of an optimizer, if it was asked for, under the names of its parameters.
+        """Add the `state_dict` of an optimizer, if included, under the names of its parameters.
 
-        Raises InvalidSource when nothing says which number is which parameter, InvalidInput when the live optimizer
-        has others.
+        Raises InvalidSource if nothing names the numbered parameters, InvalidInput if the live optimizer has others.
         """
         if not self.wants_optimizer(path):
             return
@@ -128,14 +129,14 @@ class Intake:
                 self._flat.add_value((*renamed, name), item)
 
     def finish(self) -> FlatState:
-        """All of it. Raises InvalidInput when a pattern or a rule fitted nothing."""
+        """Return the state. Raises InvalidInput if a pattern or a rule matched nothing."""
         if self.include is not None and not self._flat.paths:
             raise InvalidInput(f"No key of the source fits {self.include}", hint="Keys are like model.0.weight")
         self._renaming.check_used()
         return self._flat
 
     def _names_of(self, source: str, key: str, saved: Mapping[str, Any]) -> list[list[str]]:
-        """The names of the parameters of each group, in the saved order."""
+        """Return the names of each group's parameters, in the saved order."""
         groups = saved[GROUPS]
         if all(_are_text(group["params"]) for group in groups):
             return [list(group["params"]) for group in groups]
@@ -173,7 +174,7 @@ class Intake:
 
 
 def is_optimizer(item: Any) -> bool:
-    """Whether a value of a source is the `state_dict` of an optimizer."""
+    """True if a value of a source is the `state_dict` of an optimizer."""
     if not isinstance(item, Mapping) or not {STATE, GROUPS} <= item.keys():
         return False
     groups = item[GROUPS]
@@ -186,7 +187,7 @@ def _are_text(names: Any) -> bool:
 
 
 def _by_name(key: str, saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Iterator[tuple[str, Any]]:
-    """The flat contents, as `optimizers.read_optimizer` names them."""
+    """Yield the flat contents, named as in `optimizers.read_optimizer`."""
     name_of: dict[Any, str] = {}
     for group, group_names in zip(saved[GROUPS], names, strict=True):
         if len(group["params"]) != len(group_names):

@@ -1,4 +1,4 @@
-"""Files of other tools that lie in an object store: brought to this machine, or sent from it, by `Transfer`."""
+"""Download files of other tools from an object store, or send them to one, by `Transfer`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ from ckptstore.transfer.sources import FileSource
 
 @contextmanager
 def opened_folder(uri: str, storage_options: Mapping[str, Any] | None) -> Iterator[OpenedPlace]:
-    """The directory at a URI; it need not be there."""
+    """Open the directory at a URI; it may be missing."""
     config = StoreConfig.from_env()
-    moving = replace(config.transfer, durable=False)  # what is downloaded is temporary
+    moving = replace(config.transfer, durable=False)  # downloads are temporary
     place = open_place(uri, config=replace(config, transfer=moving), storage_options=storage_options)
     with closing(place):
         yield place
 
 
 def send(directory: Path, names: Sequence[str], folder: OpenedPlace) -> None:
-    """Write files of a directory of this machine under the same names, in this order of visibility, and remove them
-    here."""
+    """Upload files of a local directory under the same names, in this order, and remove them locally."""
     for name in names:
         folder.transfer.upload([PlannedFile(name, FileSource.of(directory / name))])
         (directory / name).unlink()
 
 
 def is_remote(uri: str | os.PathLike[str]) -> bool:
-    """Whether a URI names another place than a path of this machine."""
+    """True if a URI does not name a local path."""
     return bool(parse_uri(uri).scheme)
 
 
@@ -49,10 +48,10 @@ def on_this_machine(
     *,
     of_folder: Callable[[str], bool] | None = None,
 ) -> Iterator[Path]:
-    """The file at a URI as a path of this machine, for as long as the context lasts. With `of_folder` it is a
-    directory, of which the files at its top are wanted whose names `of_folder` accepts.
+    """Yield the file at a URI as a local path. With `of_folder`, yield a directory of the files at the top of the URI
+    whose names `of_folder` accepts.
 
-    What lies elsewhere is downloaded to the temporary directory. Raises FileMissing when there is nothing.
+    A remote source is downloaded to a temporary directory. Raises FileMissing if nothing is found.
     """
     if not is_remote(uri):
         if storage_options:

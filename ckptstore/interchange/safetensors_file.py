@@ -1,4 +1,4 @@
-"""The safetensors format, written and read by hand: the length of a JSON header, the header, the tensors' bytes."""
+"""Write and read the safetensors format: the length of a JSON header, the header, the tensors' bytes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NAMES: Mapping[str, str] = {
     "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "complex64": "C64",
 }  # fmt: skip
-"""torch's names of dtypes and those of the format."""
+"""Maps torch's names of dtypes to those of the format."""
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 _ALIGN_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-"""Readers of the format refuse more."""
+"""Readers of the format refuse longer headers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SafetensorsEntry:
     """torch's name without the module."""
     shape: tuple[int, ...]
     offset: int = 0
-    """In the file."""
+    """From the start of the file."""
 
     @property
     def size_bytes(self) -> int:
@@ -47,7 +47,7 @@ class SafetensorsEntry:
 
 
 def check_storable(entries: Sequence[SafetensorsEntry]) -> None:
-    """Raise InvalidState, naming the tensors, for dtypes and names that the format has no room for."""
+    """Raise InvalidState, naming the tensors, for dtypes and names that the format cannot hold."""
     bad = [f"{entry.name} ({entry.dtype})" for entry in entries if entry.dtype not in NAMES]
     if bad:
         shown = ", ".join(bad[:10]) + (f" and {len(bad) - 10} more" if len(bad) > 10 else "")
@@ -57,7 +57,7 @@ def check_storable(entries: Sequence[SafetensorsEntry]) -> None:
 
 
 def header(entries: Sequence[SafetensorsEntry], metadata: Mapping[str, str]) -> bytes:
-    """What comes before the bytes of these tensors, which lie in this order."""
+    """Return the bytes before the tensors, which follow in this order."""
     fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:
@@ -72,9 +72,9 @@ def header(entries: Sequence[SafetensorsEntry], metadata: Mapping[str, str]) -> 
 
 
 def read_header(path: Path) -> tuple[list[SafetensorsEntry], dict[str, str]]:
-    """The tensors of a file, in their order, and its metadata.
+    """Read the tensors of a file, in their order, and its metadata.
 
-    Raises CheckpointDamaged when it is not in the format or torn, InvalidInput for a dtype that torch has not.
+    Raises CheckpointDamaged when it is torn or not in the format, InvalidInput for a dtype that torch lacks.
     """
     try:
         size_bytes = path.stat().st_size

@@ -1,4 +1,4 @@
-"""What is left of a store that has lost its log, its identity or checkpoints: found by manifests, copied if whole."""
+"""Copy the whole checkpoints of a damaged store, found by their manifests, without its log or its identity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckptstore.transfer.opened import OpenedPlace
 
 @dataclass(frozen=True)
 class _FilesOfStore(CheckpointFiles):
-    """Files of a checkpoint in a store whose record of it may be lost."""
+    """Files of a checkpoint whose record may be lost."""
 
     def key_of(self, receipt: Receipt) -> str:
         prefix = self.prefix if receipt.attempt is None else f"{CHECKPOINT_PREFIX}{receipt.attempt}/"
@@ -32,7 +32,7 @@ class _FilesOfStore(CheckpointFiles):
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What can still be read in the log."""
+    """The readable part of the log."""
 
     trash: frozenset[str]
     """Directories that were removed."""
@@ -40,21 +40,20 @@ class _Known:
 
 
 def _place_of(storage: Storage) -> str:
-    """Where a storage is, whatever links lead there, with a slash at its end."""
+    """Return a storage's location with links resolved and a slash at its end."""
     place = os.path.realpath(storage.local_path("")) if isinstance(storage, Disk) else storage.uri
     return f"{str(place).rstrip('/')}/"
 
 
 def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executor | None = None) -> CopyReport:
-    """Copy every checkpoint that is whole, whatever the log says, into a new store, in the order of their saves.
+    """Copy every whole checkpoint, whatever the log says, into a new store, in the order of their saves.
 
-    A checkpoint is what has a manifest below `checkpoints/` and all files with the digests of it. Of one step the last
-    one that is whole counts. What the log, as far as it can be read, has in the trash stays out; without a log that is
-    not known, so checkpoints that had been removed may come back. Pins are kept where the log tells of them. `left_out`
-    of the report says what was not copied, and why. The source is not changed. Run again, it goes on where it broke
-    off.
+    A checkpoint is a manifest below `checkpoints/` and all its files with their digests. Of one step the last whole one
+    counts. Checkpoints that the readable part of the log has in the trash stay out; without a log that is unknown, so
+    removed ones may come back. Pins are kept if the log has them. `left_out` of the report names the checkpoints that
+    were not copied, and why. The source is not changed. Run again, it goes on where it broke off.
 
-    Raises StoreMissing where nothing is left, InvalidInput when another store lives at the target, or the target is the
+    Raises StoreMissing if nothing is left, InvalidInput when another store lives at the target, or the target is the
     source or lies below it.
     """
     if _place_of(target.storage).startswith(_place_of(source.storage)):
@@ -87,7 +86,7 @@ def salvage_store(source: OpenedPlace, target: OpenedPlace, *, executor: Executo
 
 
 def _item(source: OpenedPlace, attempt: Attempt, manifest: Manifest, data: bytes, known: _Known) -> CopiedCheckpoint:
-    """A checkpoint as it goes into a store: the epoch is that of its directory, which may be a copy."""
+    """Describe a checkpoint for the copy, with the epoch of its directory, which may be a copy."""
     whole = manifest.made_whole()
     key = f"{attempt.prefix}{MANIFEST_NAME}"
     written = retrying(source.config.retry, f"stat {key}", lambda: source.storage.stat(key))
@@ -105,7 +104,7 @@ def _order(item: CopiedCheckpoint) -> tuple[int, float, int]:
 
 
 def _last_whole(items: list[CopiedCheckpoint], left_out: dict[str, str]) -> CopiedCheckpoint:
-    """Of saves of one step the last one that is whole, or the last one. Only where there are several they are read."""
+    """Return the last whole one of several saves of a step, or the last one. A single save is not read."""
     chosen = next((item for item in reversed(items) if _is_whole(item)), items[-1]) if len(items) > 1 else items[0]
     for item in items:
         if item is not chosen:
@@ -121,7 +120,7 @@ def _is_whole(item: CopiedCheckpoint) -> bool:
 
 
 def _manifests(source: OpenedPlace) -> tuple[dict[str, tuple[Manifest, bytes]], dict[str, str]]:
-    """By directory what can be read, and why the rest cannot."""
+    """Read the manifests by directory, and the reasons why others are unreadable."""
     names = sorted({file.key.split("/")[1] for file in source.storage.list(CHECKPOINT_PREFIX)})
     found: dict[str, tuple[Manifest, bytes]] = {}
     left_out: dict[str, str] = {}
@@ -136,7 +135,7 @@ def _manifests(source: OpenedPlace) -> tuple[dict[str, tuple[Manifest, bytes]], 
 
 
 def _identity(source: OpenedPlace, manifests: dict[str, tuple[Manifest, bytes]]) -> str | None:
-    """The id of the store: what its `store.json` says, or most of the manifests."""
+    """Return the id of the store: that of `store.json` if a manifest has it, or that of most manifests."""
     try:
         identity = read_identity(source.storage)
     except CkptstoreError:

@@ -1,4 +1,4 @@
-"""Which part of a stored state is exported, and under which names. Pure."""
+"""Select the part of a stored state to export, and name it. Pure."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What was chosen."""
+    """The selected tensors and values."""
 
     sources: Mapping[str, str]
-    """For each tensor's key the key under which its bytes are stored: its own, or that of a tied one."""
+    """Maps each tensor's key to the key under which its bytes are stored: its own, or that of a tied one."""
     values: Mapping[str, Any]
     """The plain values, with references to tensors in them."""
     strip_prefix: str = ""
 
     def name_of(self, key: str) -> str:
-        """What a key is called in the export."""
+        """Return a key's name in the export."""
         return key.removeprefix(self.strip_prefix) or key
 
     def path_of(self, path: Path) -> Path:
-        """The path of a key, without the prefix."""
+        """Return the path of a key, without the prefix."""
         for count in range(1, len(path)):
             if ".".join(map(str, path[:count])) + "." == self.strip_prefix:
                 return path[count:]
@@ -42,7 +42,7 @@ class Selection:
 
 
 def fitting(include: str | Sequence[str] | None) -> Callable[[str], bool]:
-    """Whether a key fits a pattern, or one of several; all do where there is none."""
+    """Return a function that is True for keys that fit a pattern, or one of several; without a pattern, for all."""
     patterns = [include] if isinstance(include, str) else include
 
     def fits(key: str) -> bool:
@@ -52,7 +52,7 @@ def fitting(include: str | Sequence[str] | None) -> Callable[[str], bool]:
 
 
 def select(saved: Saved, *, include: str | Sequence[str] | None, strip_prefix: str) -> Selection:
-    """Choose the keys that fit a pattern, and the tensors in values that do.
+    """Select the keys that fit a pattern, and the tensors in such values.
 
     Raises InvalidInput when nothing fits, or when two keys would have the same name.
     """
@@ -77,7 +77,7 @@ def _refuse_equal(selection: Selection, keys: Iterable[str]) -> None:
 
 
 class Paths:
-    """The paths of keys in the state that was saved, as far as the checkpoint tells them."""
+    """The paths of keys in the saved state, as far as the checkpoint has them."""
 
     def __init__(self, known: Iterable[Path]) -> None:
         self._path_of = {
@@ -86,11 +86,11 @@ class Paths:
 
     @property
     def are_known(self) -> bool:
-        """Whether the checkpoint tells any."""
+        """True if the checkpoint has any paths."""
         return bool(self._path_of)
 
     def path(self, key: str) -> Path:
-        """The path of a key; what no path leads to stays in one piece below what one leads to."""
+        """Return the path of a key: the longest known beginning, and the rest as one part."""
         head, rest = key, ""
         while head and head not in self._path_of:
             head, _, part = head.rpartition(".")
@@ -99,7 +99,7 @@ class Paths:
 
 
 def nested(items: Mapping[Path, Any]) -> Any:
-    """Put items where their paths lead: dicts, and lists where all positions of a list are there."""
+    """Put items at their paths: dicts, and lists where all positions exist."""
     if () in items:
         return items[()]
     below: dict[str | int, dict[Path, Any]] = {}

@@ -1,4 +1,4 @@
-"""The bytes of stored tensors one after another, read in batches, so that a state of any size passes through."""
+"""Stream the bytes of stored tensors in batches, so that a state of any size passes through."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ckptstore.state.tensors.placement import Piece
 from ckptstore.state.tensors.tensor_memory import view_of
 
 BATCH_BYTES = 64 << 20
-"""The most that is held at once."""
+"""The most memory held at once."""
 _LEAST_BYTES = 4 << 20
 _ALIGN_BYTES = 64
 
 _Stretch = tuple[str, int, int]
-"""A tensor's key, the first byte and the size of a stretch of its elements."""
+"""A tensor's key, and the first byte and size of a stretch of its elements."""
 
 
 def stream_tensors(stored: StoredState, keys: Iterable[str]) -> Iterator[tuple[str, memoryview]]:
-    """Each tensor's bytes in order, as it is when contiguous, in one piece or several: (key, bytes).
+    """Yield each tensor's bytes in order, as it is when contiguous, in one piece or several: (key, bytes).
 
-    A piece is valid until the next one is asked for. A tensor without elements comes as one empty piece. Every block
-    that is read is checked. Raises CheckpointDamaged.
+    A piece is valid until the next one is taken. A tensor without elements comes as one empty piece. Every block is
+    checked as it is read. Raises CheckpointDamaged.
     """
     wanted = list(keys)
     sizes = [_size_bytes(stored, key) for key in wanted]
@@ -75,7 +75,7 @@ def _size_bytes(stored: StoredState, key: str) -> int:
 
 
 def boxes_of_stretch(stored: StoredState, key: str, start: int, memory: torch.Tensor) -> list[Piece]:
-    """The memory that is to hold the bytes of a tensor from `start` on, as boxes of it."""
+    """Divide memory for the bytes of a tensor from `start` on into boxes of the tensor."""
     entry = stored.entry(key)
     dtype = getattr(torch, entry.dtype)
     elements = memory.view(dtype)
@@ -88,7 +88,7 @@ def boxes_of_stretch(stored: StoredState, key: str, start: int, memory: torch.Te
 
 
 def close_off(file: IO[bytes], *, durable: bool) -> None:
-    """Hand everything that was written to the system, and have it reach the disk where that is asked for."""
+    """Flush a file, and sync it to the disk if `durable`."""
     file.flush()
     if durable:
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Export as a directory of stock DCP, for what stock DCP cannot read as it is stored, or for a part of it."""
+"""Export a directory of stock DCP, for a part of a state or one whose stored form stock DCP cannot read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ FILE_NAME = "__0_0.distcp"
 def write_dcp(
     stored: StoredState, selection: Selection, paths: Paths, directory: Path, *, durable: bool
 ) -> tuple[list[str], int]:
-    """Write one data file and `.metadata`; their names, and the bytes of all tensors. Raises CheckpointDamaged."""
+    """Write one data file and `.metadata`; return their names and the bytes of all tensors.
+
+    Raises CheckpointDamaged.
+    """
     names: dict[str, list[str]] = {}
     for key, source in selection.sources.items():
         names.setdefault(source, []).append(selection.name_of(key))
@@ -57,7 +60,7 @@ def write_dcp(
 
 
 _Chunk = tuple[str, int, int, Box]
-"""A tensor's key, the offset and the size of a payload, and the box that it is."""
+"""A tensor's key, the offset and the size of a payload, and its box."""
 
 
 def _write_tensors(stored: StoredState, keys: list[str], file: IO[bytes]) -> list[_Chunk]:
@@ -78,14 +81,14 @@ def _write_tensors(stored: StoredState, keys: list[str], file: IO[bytes]) -> lis
 
 
 class _Bytes:
-    """Pieces of memory, to be taken in other pieces."""
+    """A stream of memory pieces, taken in pieces of other sizes."""
 
     def __init__(self, pieces: Iterator[memoryview]) -> None:
         self._pieces = pieces
         self._rest = memoryview(b"")
 
     def take(self, size_bytes: int) -> Iterator[memoryview]:
-        """The next bytes, that many."""
+        """Yield the next `size_bytes` bytes."""
         while size_bytes:
             if not self._rest:
                 self._rest = next(self._pieces)
@@ -94,7 +97,7 @@ class _Bytes:
             yield part
 
     def finish(self) -> None:
-        """The one empty piece of a tensor without elements was not taken."""
+        """Check that nothing is left but the empty piece of a tensor without elements."""
         assert not self._rest
         assert not any(len(piece) for piece in self._pieces)
 
@@ -102,7 +105,7 @@ class _Bytes:
 def _value_frames(
     stored: StoredState, selection: Selection, paths: Paths
 ) -> tuple[dict[str, bytes], dict[str, tuple[str | int, ...]]]:
-    """The plain values in stock frames, leaf by leaf, and the path of each. Tensors in tuples stay in their leaf."""
+    """Return the plain values in stock frames, leaf by leaf, and their paths. Tensors in tuples stay in their leaf."""
     flat = FlatState()
     tensors = {
         # memory that is never touched, but for tuples
@@ -131,7 +134,7 @@ def _tensor_of(reference: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def _index(stored: StoredState, names: Mapping[str, list[str]], chunks: list[_Chunk]) -> TensorIndex:
-    """Where everything lies, for `.metadata`. It is not stored, and has no digests."""
+    """Build the index for `.metadata`. It is not stored, and has no digests."""
     builder = PartBuilder(0)
     sizes = [size_bytes for _, _, size_bytes, _ in chunks]
     builder.add_file(FILE_NAME, [bytes(4 * -(-size_bytes // BLOCK_BYTES)) for size_bytes in sizes])

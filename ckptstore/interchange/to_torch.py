@@ -1,8 +1,8 @@
-"""Export as one file of `torch.save`, which `torch.load(weights_only=True)` reads without ckptstore.
+"""Export one file of `torch.save`, which `torch.load(weights_only=True)` reads without ckptstore.
 
-Its tensors are not in memory when it is begun: their bytes come later, one after another. Such a file is a zip archive
-of stored entries: a pickle in which every tensor names the entry of its storage, the byte order, a version mark, and
-one entry for each storage. Unlike a frame it has the CRC-32 of everything, so that any zip tool can check it.
+Its tensors are not in memory at first: their bytes come later, one after another. Such a file is a zip archive of
+stored entries: a pickle in which every tensor names the entry of its storage, the byte order, a version mark, and one
+entry for each storage. Unlike a frame it has the CRC-32 of everything, so that any zip tool can check it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LEGACY_STORAGES = {
     torch.bool: torch.BoolStorage, torch.complex64: torch.ComplexFloatStorage,
     torch.complex128: torch.ComplexDoubleStorage,
 }  # fmt: skip
-"""The classes by which files of all releases of torch tell these dtypes; other dtypes are written out."""
+"""The classes that name these dtypes in files of all releases of torch; other dtypes are written out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Pending:
     """Stands in a value for a contiguous tensor whose bytes come later. Equal ones are one tensor in two places."""
 
     number: int
-    """Of its storage."""
+    """The number of its storage."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -70,7 +70,7 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes pending tensors as `torch.save` writes tensors."""
+    """Pickles pending tensors as `torch.save` pickles tensors."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Pending):
@@ -94,7 +94,7 @@ class NotLoadable(Exception):
 
 
 def check_loadable(value: Any) -> None:
-    """Raise NotLoadable unless a value without pending tensors comes back from a file with nothing allowed."""
+    """Raise NotLoadable unless a value without pending tensors loads with nothing allowed."""
     if type(value) in _HARMLESS:
         return
     buffer = io.BytesIO()
@@ -110,7 +110,7 @@ def check_loadable(value: Any) -> None:
 def write_torch_file(file: IO[bytes], value: Any, pending: Iterable[Pending], data: Iterable[tuple[int, Any]]) -> None:
     """Write a value, and then the bytes of each pending tensor: `data` has (number, bytes) in the order of `pending`.
 
-    Raises ValueError when the bytes are not those of the tensors.
+    Raises ValueError when the bytes do not match the tensors.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(value)
@@ -148,13 +148,13 @@ def _entry(name: str) -> zipfile.ZipInfo:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The state to be written, with pending tensors."""
+    """The state to write, with pending tensors."""
 
     state: Any
     pending: Mapping[str, Pending]
-    """By the key under which the bytes are stored."""
+    """By stored key."""
     left_out: Mapping[str, str]
-    """Keys of values that stock readers refuse, and why."""
+    """Maps keys of values that stock readers refuse to the reasons."""
 
     @property
     def size_bytes(self) -> int:
@@ -163,7 +163,7 @@ class Tree:
 
 
 def build_tree(stored: StoredState, selection: Selection, paths: Paths) -> Tree:
-    """Put tensors and values where they stood in the state."""
+    """Put tensors and values at their places in the state."""
     pending = {
         source: _pending(stored, source, number)
         for number, source in enumerate(dict.fromkeys(selection.sources.values()))
@@ -187,7 +187,7 @@ def build_tree(stored: StoredState, selection: Selection, paths: Paths) -> Tree:
 
 
 def _without_tensors(value: Any, key: str) -> tuple[Any, set[str]]:
-    """A value with small tensors in it, and the keys of the places where they stand."""
+    """Return a value with small tensors in it, and the keys of their places."""
     places: set[str] = set()
 
     def replace(place: str, _reference: Any) -> torch.Tensor:
@@ -203,7 +203,7 @@ def _pending(stored: StoredState, source: str, number: int) -> Pending:
 
 
 def write_torch(stored: StoredState, tree: Tree, directory: Path, *, durable: bool) -> list[str]:
-    """Write the file; its name. Raises CheckpointDamaged."""
+    """Write the file, and return its name. Raises CheckpointDamaged."""
     pieces = stream_tensors(stored, tree.pending)
     with (directory / FILE_NAME).open("xb") as file:
         numbered = ((tree.pending[key].number, data) for key, data in pieces)

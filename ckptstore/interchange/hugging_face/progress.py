@@ -1,5 +1,5 @@
-"""What an export has done so far. It lies at the target as long as the export is not complete, so that the same export
-goes on there and no other one mixes its files with it.
+"""Record the progress of an export at its target until it is complete, so that the same export can go on there and no
+other one mixes its files with it.
 
 A record names the plan: the checkpoint with its digests, and the layout of all files. Each complete file has a mark
 with the plan, its size and its version at the storage. A mark is written after its file, and all marks of another plan
@@ -31,13 +31,13 @@ class ExportProgress:
     """The digest of the layout and of the checkpoint."""
 
     def is_begun(self) -> bool:
-        """Whether the record of this plan is at the target."""
+        """True if the record of this plan is at the target."""
         return self._read(_RECORD).get("plan") == self.plan
 
     def begin(self, present: Sequence[str], *, checkpoint: str, overwrite: bool) -> bool:
-        """Go on with this plan, or begin it; True where it had been begun before. `present` is what lies there.
+        """Continue this plan, or begin it; True if it had been begun before. `present` lists the files at the target.
 
-        Raises InvalidInput where another export was begun and may not be replaced.
+        Raises InvalidInput if another export was begun there and may not be replaced.
         """
         if self.is_begun():
             return True
@@ -53,7 +53,7 @@ class ExportProgress:
         return False
 
     def is_done(self, name: str) -> bool:
-        """Whether a file is there as this plan wrote it."""
+        """True if a file exists as this plan wrote it."""
         mark = self._read(_mark_of(name))
         if mark.get("plan") != self.plan:
             return False
@@ -64,27 +64,27 @@ class ExportProgress:
         return (mark.get("size_bytes"), mark.get("version")) == (found.size_bytes, found.version)
 
     def done(self, name: str, size_bytes: int) -> None:
-        """Mark a file that was written. Raises StorageError where the storage has another size."""
+        """Mark a file as written. Raises StorageError if the storage has another size."""
         found = self.place.storage.stat(name)
         if found.size_bytes != size_bytes:
             raise StorageError(f"{name} has {found.size_bytes} bytes, {size_bytes} were written", file=name)
         self._write(_mark_of(name), {"plan": self.plan, "size_bytes": size_bytes, "version": found.version})
 
     def check_complete(self, sizes: dict[str, int]) -> None:
-        """Raise StorageError unless each of these files is there with its size and a mark. One listing."""
-        there = self.place.sizes_bytes()
+        """Raise StorageError unless each of these files exists with its size and a mark. One listing."""
+        found = self.place.sizes_bytes()
         for name, size_bytes in sizes.items():
-            if there.get(name) != size_bytes or _mark_of(name) not in there:
+            if found.get(name) != size_bytes or _mark_of(name) not in found:
                 raise StorageError(
                     f"{name} is not at {self.place.storage.uri} as it was written", file=name, hint="Export again"
                 )
 
     def abort_unfinished(self, names: Sequence[str]) -> None:
-        """Drop what killed processes have begun of these files and never finished, where that costs money and this
-        account may do so."""
+        """Abort uploads of these files that killed processes never finished, and delete their parts."""
         storage = self.place.storage
         storage.delete([file.key for file in storage.list(".part-") if PART_NAME.match(file.key)])
         if isinstance(storage, Bucket):
+            # They cost money, but the account may lack the right.
             with suppress(AccessDenied):
                 for key, upload_id in storage.unfinished(""):
                     if key in names:
@@ -100,7 +100,7 @@ class ExportProgress:
             storage.remove_directories(PROGRESS_FOLDER.rstrip("/"))
 
     def _read(self, key: str) -> dict[str, Any]:
-        """What one of the files says; nothing where it is not there, or torn."""
+        """Return the contents of a progress file; empty if it is missing or torn."""
         try:
             found = json.loads(self.place.storage.read(key))
         except (FileMissing, ValueError):

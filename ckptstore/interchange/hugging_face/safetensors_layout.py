@@ -1,4 +1,4 @@
-"""Which tensor goes into which file, with the names that Hugging Face libraries look for. Pure."""
+"""Deal tensors to files, with the names that Hugging Face libraries look for. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LaidOut = tuple[str, tuple[SafetensorsEntry, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which tensor goes into which file."""
+    """The tensors of each file."""
 
     files: tuple[LaidOut, ...]
     """All files."""
     keys: dict[str, str]
-    """For each tensor's name the key under which it is stored."""
+    """Maps names of tensors to their keys in the checkpoint."""
     tied: dict[str, str]
-    """For each name that is left out the one that has its numbers."""
+    """Maps each omitted name to the name that has its values."""
 
     @property
     def size_bytes(self) -> int:
@@ -37,13 +37,13 @@ class Layout:
         return sum(entry.size_bytes for _, entries in self.files for entry in entries)
 
     def head(self, file: LaidOut) -> bytes:
-        """What comes before the tensors in one of the files."""
+        """Return the bytes before the tensors in one of the files."""
         names = {entry.name for entry in file[1]}
-        tied = {other: kept for other, kept in self.tied.items() if kept in names}
+        tied = {other: name for other, name in self.tied.items() if name in names}
         return header(file[1], {"format": "pt", **tied})
 
     def digest(self, manifest: bytes) -> str:
-        """Tells this layout of the checkpoint with this manifest from every other one."""
+        """Return a digest that distinguishes this layout, and the checkpoint's manifest, from every other one."""
         hasher = hashlib.sha256(manifest)
         for file in self.files:
             head = self.head(file)
@@ -52,7 +52,7 @@ class Layout:
         return hasher.hexdigest()
 
     def index(self) -> bytes:
-        """The index of several files."""
+        """Return the index of several files."""
         weights = {entry.name: name for name, entries in self.files for entry in entries}
         metadata = {"total_size": self.size_bytes, **self.tied}
         return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weights.items()))}, indent=2).encode()
@@ -61,7 +61,7 @@ class Layout:
 def lay_out(stored: StoredState, selection: Selection, *, shard_size_bytes: int) -> Layout:
     """Deal the tensors to files of at most so many bytes; a larger tensor has a file of its own.
 
-    Raises InvalidState for what the format has no room for, InvalidInput when there is no tensor.
+    Raises InvalidState for tensors that the format cannot hold, InvalidInput when there is no tensor.
     """
     groups: dict[str, list[str]] = {}
     for key, source in selection.sources.items():
@@ -69,9 +69,9 @@ def lay_out(stored: StoredState, selection: Selection, *, shard_size_bytes: int)
     keys: dict[str, str] = {}
     tied: dict[str, str] = {}
     for source, names in groups.items():
-        kept = min(names, key=_preference)
-        keys[kept] = source
-        tied.update((name, kept) for name in names if name != kept)
+        chosen = min(names, key=_preference)
+        keys[chosen] = source
+        tied.update((name, chosen) for name in names if name != chosen)
     if not keys:
         raise InvalidInput("There is no tensor to export")
     entries = [
@@ -91,7 +91,7 @@ def lay_out(stored: StoredState, selection: Selection, *, shard_size_bytes: int)
 
 
 def _preference(name: str) -> tuple[bool, str]:
-    """Of tied weights the input embedding is kept: transformers makes the output head from it, not the reverse."""
+    """Prefer the input embedding among tied weights: transformers makes the output head from it, not the reverse."""
     return "embed" not in name and "wte" not in name, name
 
 
@@ -108,5 +108,5 @@ def _dealt(entries: Sequence[SafetensorsEntry], shard_size_bytes: int) -> Iterat
 
 
 def _aligned(group: list[SafetensorsEntry]) -> list[SafetensorsEntry]:
-    """Large elements first, so that every tensor begins at a multiple of its element size."""
+    """Sort large elements first, so that every tensor begins at a multiple of its element size."""
     return sorted(group, key=lambda entry: (-DTYPES[entry.dtype][1], entry.name))

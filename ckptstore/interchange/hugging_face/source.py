@@ -1,7 +1,7 @@
-"""A safetensors file that is made while it is read, from the stored tensors that it holds: it lies nowhere as a whole.
+"""A safetensors file that is made while it is read, from stored tensors. It never exists as a whole.
 
-Where each byte belongs is known before the first one is read. So the file can be written in parts, as a storage wants
-them, and its bytes pass through two windows of memory, whatever the sizes of the file and of its tensors.
+The position of each byte is known before the first one is read. So the file can be written in the parts that a storage
+wants, and its bytes pass through two windows of memory, whatever the sizes of the file and of its tensors.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ckptstore.state.tensors.tensor_memory import view_of
 from ckptstore.transfer.sources import Read
 
 WINDOW_BYTES = 16 << 20
-"""What is read at once. A multiple of the size of every element, so that none lies in two windows."""
+"""Bytes read at once. A multiple of every element's size, so that no element spans two windows."""
 _NUM_WINDOWS = 2
-"""Parts are asked for in their order, more or less: the one before may still be needed."""
+"""Parts are requested roughly in order: the window before may still be needed."""
 _BUFFER_BYTES = 32 << 20
-"""The most that buffers take beside a window, for pieces that do not lie in the checkpoint as they lie in the file."""
+"""The most memory for buffers beside a window, for pieces whose order in the checkpoint and the file differ."""
 
 
 class SafetensorsSource:
-    """A `Source`: header and tensors, in this order. Every block that is read of the checkpoint is checked first.
+    """A `Source`: header and tensors, in this order. Every block of the checkpoint is checked as it is read.
 
-    Its threads read one window at a time, which is itself read in parallel; they write the parts at once.
+    One window is read at a time, itself in parallel; threads write the parts concurrently.
     """
 
     payloads: Sequence[tuple[int, int]] = ()
@@ -41,7 +41,7 @@ class SafetensorsSource:
     def __init__(
         self, stored: StoredState, head: bytes, entries: Sequence[SafetensorsEntry], keys: Mapping[str, str]
     ) -> None:
-        """`keys` has for each tensor's name the key under which it is stored."""
+        """Create the source; `keys` maps each tensor's name to its key in the checkpoint."""
         stored.buffer_bytes = _BUFFER_BYTES
         self._stored = stored
         self._head = head
@@ -50,16 +50,16 @@ class SafetensorsSource:
         *self._starts, self._size_bytes = accumulate((entry.size_bytes for entry in entries), initial=len(head))
         self._lock = threading.Lock()
         self._windows: dict[int, torch.Tensor] = {}
-        """By their number in the file, the oldest first."""
+        """By position in the file, oldest first."""
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes there are."""
+        """The bytes of the file."""
         return self._size_bytes
 
     @contextmanager
     def open(self) -> Iterator[Read]:
-        """Begin to read. What is read raises CheckpointDamaged."""
+        """Yield a function that reads the file. Reading raises CheckpointDamaged."""
         yield self._read
 
     def _read(self, offset: int, size_bytes: int, scratch: memoryview) -> Sequence[memoryview]:
@@ -79,12 +79,12 @@ class SafetensorsSource:
                 window = _new_window(min(WINDOW_BYTES, self._size_bytes))
             else:
                 window = self._windows.pop(next(iter(self._windows)))
-            self._fill(window, number * WINDOW_BYTES)  # after an error it is in no place where it could be read
+            self._fill(window, number * WINDOW_BYTES)  # stays unreachable after an error
             self._windows[number] = window
         return view_of(window)
 
     def _fill(self, memory: torch.Tensor, begin: int) -> None:
-        """Read the bytes of the file from there on."""
+        """Read the bytes of the file from `begin` on."""
         end = min(begin + WINDOW_BYTES, self._size_bytes)
         head = self._head[begin:end]
         view_of(memory)[: len(head)] = head
@@ -102,6 +102,6 @@ class SafetensorsSource:
 
 
 def _new_window(size_bytes: int) -> torch.Tensor:
-    """Memory that goes back to the system when it is no longer used, which the heaps of several threads keep."""
+    """Map memory that returns to the system when unused; the heaps of several threads would keep it."""
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""The story of an export in the layout of Hugging Face: every file straight from the checkpoint to where it belongs.
+"""The story of an export in the layout of Hugging Face: stream every file from the checkpoint to its place.
 
-A file is uploaded in parts while it is read, and nothing of it lies on this machine. What leads a reader to the files,
-the index and then the config, is written when all of them are there. What was complete when an export was killed is
-found by its marks (`progress`) and not written again.
+A file is uploaded in parts while it is read, and never lies on this machine. The files that lead a reader to the
+others, the index and then the config, are written when all of them exist. Files that were complete when an export was
+killed are found by their marks (`progress`) and not written again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ckptstore.transfer.sources import FileSource, MemorySource
 def write_safetensors(
     files: CheckpointFiles, layout: Layout, place: ExportPlace, *, manifest: bytes, group: Group, executor: Executor
 ) -> tuple[str, ...]:
-    """Write all files, or what is left of them; the names of all. Collective: each rank writes a share.
+    """Write all files, or the missing ones, and return all names. Collective: each rank writes a share.
 
-    Raises InvalidInput before anything is written, CheckpointDamaged (nothing is left then), and what keeps the target
-    from being written (what is complete stays, and the same export goes on there).
+    Raises InvalidInput before anything is written, CheckpointDamaged (nothing is left then), and errors of writing to
+    the target (complete files stay, and the same export goes on there).
     """
     plan = layout.digest(manifest)
     tag = f"export {plan[:16]}"
@@ -66,7 +66,7 @@ def _size_of(file: LaidOut) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Writes some of the files, wherever this runs. The state is opened there: it does not travel."""
+    """Writes some of the files, in any process. The state is opened there, as it cannot be pickled."""
 
     files: CheckpointFiles
     layout: Layout
@@ -80,7 +80,7 @@ class _Share:
             hint = "Export to an object store, or to a file system that all nodes share"
             raise InvalidInput(f"{target.storage.uri} is not seen by a node that is to write to it", hint=hint)
         stored = open_alone(self.files)
-        stored.saved(lambda key: False)  # which rank's is taken of what differs between ranks
+        stored.saved(lambda key: False)  # chooses the lowest rank where ranks differ
         for file in share:
             name, entries = file
             if self.progress.is_done(name):
@@ -92,18 +92,18 @@ class _Share:
 
 @dataclass(slots=True)
 class _Writing:
-    """What the leader does before and after the files."""
+    """The leader's part of an export, before and after the files."""
 
     layout: Layout
     place: ExportPlace
     progress: ExportProgress
     checkpoint: str
-    """For people: where it lies."""
+    """Location of the checkpoint, for people."""
     replaced: Sequence[str] = ()
-    """What lies in the place of the export, and goes when this one is complete."""
+    """Files in the place of the export, deleted when this one is complete."""
 
     def begin(self) -> list[str]:
-        """Make the target ready, and say which files are to be written."""
+        """Prepare the target, and return the names of the files to write."""
         self.place.check(resumable=True)
         target, names = self.progress.place, [name for name, _ in self.layout.files]
         present = sorted(target.sizes_bytes())
@@ -112,13 +112,13 @@ class _Writing:
         if is_resumed:
             self.progress.abort_unfinished(names)
             names = [name for name in names if not self.progress.is_done(name)]
-        else:  # readers of an object store shall find no mixture; what lies aside on a disk has no reader
+        else:  # an object store's readers must find no mixture; a partial directory on a disk has no reader
             gone = [name for name in self.replaced if self.place.path is not None or leads(name)]
             target.storage.delete(gone)
         return names
 
     def finish(self) -> list[str]:
-        """Write what leads to the files, remove what they replace, and have the export appear."""
+        """Write the files by which readers find the others, remove the replaced ones, and publish the export."""
         target, layout, beside = self.progress.place, self.layout, self.place.beside
         self.progress.check_complete({file[0]: len(layout.head(file)) + _size_of(file) for file in layout.files})
         index = [PlannedFile(INDEX_NAME, MemorySource([memoryview(layout.index())]))] if len(layout.files) > 1 else []
@@ -134,7 +134,7 @@ class _Writing:
         return names
 
     def discard(self) -> None:
-        """Remove what was written: nobody can complete it."""
+        """Remove the written files: nobody can complete the export."""
         storage = self.progress.place.storage
         if self.progress.is_begun():
             storage.delete([name for name, _ in self.layout.files if self.progress.is_done(name)])
