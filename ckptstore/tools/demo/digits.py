@@ -1,4 +1,4 @@
-"""The digits to train on, as arrays. scikit-learn takes long to import, so one process does it for all of a job."""
+"""Load the digits to train on, as arrays. scikit-learn imports slowly, so one process does it for all of a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_digits(path: Path) -> None:
 
 
 def read_digits(path: Path | None) -> Mapping[str, np.ndarray[Any, Any]]:
-    """Images of 8x8 values from 0 to 16, and labels; from a file of `write_digits`, or scikit-learn's where None."""
+    """Return images of 8x8 values from 0 to 16, and labels; from a file of `write_digits`, or from scikit-learn."""
     if path is not None:
         with np.load(path) as file:
             return dict(file)

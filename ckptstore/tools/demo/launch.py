@@ -1,4 +1,4 @@
-"""Starts the ranks of a training job as processes, as torchrun does: when one dies, all are ended."""
+"""Start the ranks of a training job as processes, as torchrun does: when one dies, all are ended."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STOP_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a job ended."""
+    """The outcome of a job."""
 
     failed_rank: int | None
-    """The rank that failed first, None when all ended well."""
+    """The rank that failed first, None when all succeeded."""
     signal: signal.Signals | None
-    """What killed that rank, None when it ended by itself."""
+    """The signal that killed that rank, None when it exited by itself."""
 
 
 class RunningJob:
@@ -32,12 +32,12 @@ class RunningJob:
         self.processes: list[subprocess.Popen[str]] = []
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """SIGKILL, as a machine that is lost ends what ran on it."""
+        """Send SIGKILL to ranks, as the loss of a machine would end them."""
         for rank in ranks:
             self.processes[rank].kill()
 
     def wait(self) -> Ended:
-        """Until all have ended well, or one has not."""
+        """Wait until all ranks succeed or one fails."""
         while True:
             codes = [process.poll() for process in self.processes]
             for rank, code in enumerate(codes):
@@ -60,8 +60,8 @@ def run_job(
 ) -> Ended:
     """Run `python -m MODULE` on every rank to the end; `tell` gets each line that a rank prints, on a thread.
 
-    `environment` comes on top of this process's own. A `job` that is given has the processes, so that `tell` can kill
-    some. No process is left when this returns or raises.
+    `environment` extends this process's own. Pass a `job` to kill some ranks from `tell`. No process is left when this
+    returns or raises.
     """
     job = job or RunningJob()
     with socket.socket() as listener:
@@ -94,7 +94,7 @@ def run_job(
             readers[-1].start()
         return job.wait()
     except KeyboardInterrupt:
-        interrupted.set()  # a terminal interrupts the ranks too, and how each of them ends then is no news
+        interrupted.set()  # a terminal interrupts the ranks too; what they print then is noise
         raise
     finally:
         for process in job.processes:

@@ -1,4 +1,4 @@
-"""A picture of the demo's runs: their losses with the checkpoints that were kept, and digits with what was read."""
+"""Draw the demo's runs: their losses with the checkpoints kept, and digits with the model's readings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS, COLUMNS = 3, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """One run, as the picture shows it."""
+    """One run for the picture."""
 
     title: str
     losses: Sequence[float]
@@ -28,7 +28,7 @@ class Shown:
     images: np.ndarray[Any, Any]
     labels: np.ndarray[Any, Any]
     read: np.ndarray[Any, Any]
-    """What the actor has read in the images."""
+    """The digits that the actor read in the images."""
 
 
 def draw(runs: Sequence[Shown], path: Path) -> None:
@@ -60,7 +60,7 @@ def _draw_losses(part: Any, run: Shown) -> None:
 
 
 def _draw_digits(part: Any, run: Shown) -> None:
-    """Those that were misread come first."""
+    """Draw the misread digits first."""
     wrong = run.read != run.labels
     chosen = np.argsort(~wrong, kind="stable")[: ROWS * COLUMNS]
     part.suptitle(f"{(~wrong).sum()} of {len(wrong)} digits read right; read as (in red: wrong)", fontsize=11)

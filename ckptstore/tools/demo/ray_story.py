@@ -1,4 +1,4 @@
-"""The demo inside Ray Train: a worker is killed, Ray starts the run again, and the best checkpoint reads digits."""
+"""Tell the demo inside Ray Train: a worker is killed, Ray restarts the run, and the best checkpoint reads digits."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class RayScene:
     width: int
     epochs: int
     digits: Path
-    """What `write_digits` has written."""
-    told: Path
-    """Where rank 0 writes what it has to tell."""
+    """File of `write_digits`."""
+    log: Path
+    """File to which rank 0 writes its lines."""
 
     @property
     def kill_step(self) -> int:
@@ -48,7 +48,7 @@ class RayScene:
 
 
 def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, picture: Path) -> None:
-    """Run the demo on a Ray of its own, print it and draw it. Raises DemoFailed when anything is not as it is to be."""
+    """Run the demo on a Ray of its own, print it and draw it. Raises DemoFailed when anything deviates."""
     started = time.monotonic()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-demo-")))
@@ -74,7 +74,7 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, picture: 
                 width=width,
                 epochs=epochs,
                 digits=digits,
-                told=directory / f"{name}.txt",
+                log=directory / f"{name}.txt",
             )
             runs.append(_play(scene))
     draw(runs, picture)
@@ -83,7 +83,7 @@ def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, picture: 
 
 @contextmanager
 def _own_ray(*, num_cpus: int) -> Iterator[None]:
-    """A Ray on this machine, for as long as the context lasts. CPUs are logical: there may be more than there are."""
+    """Run Ray on this machine during the context. CPUs are logical: there may be more than the machine has."""
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "OMP_NUM_THREADS": "1"}
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
@@ -106,7 +106,7 @@ def _own_ray(*, num_cpus: int) -> Iterator[None]:
 def _play(scene: RayScene) -> Shown:
     shout(f"\n{scene.title}")
     head(f"1. Training; the last worker gets SIGKILL in its upload of step {scene.kill_step}, and Ray recovers")
-    with _following(scene.told):
+    with _following(scene.log):
         result = _fit(scene)
     _require_recovery(scene)
 
@@ -151,7 +151,7 @@ def _fit(scene: RayScene) -> Any:
             "epochs": scene.epochs,
             "kill_step": scene.kill_step,
             "digits": str(scene.digits),
-            "told": str(scene.told),
+            "log": str(scene.log),
         },
         scaling_config=ScalingConfig(num_workers=scene.num_ranks),
         run_config=RunConfig(
@@ -166,13 +166,13 @@ def _fit(scene: RayScene) -> Any:
 
 
 def _require_recovery(scene: RayScene) -> None:
-    told = scene.told.read_text()
-    if told.count("resumed from") != 1 or f"resumed from step {scene.kill_step - 1};" not in told:
+    log = scene.log.read_text()
+    if log.count("resumed from") != 1 or f"resumed from step {scene.kill_step - 1};" not in log:
         raise DemoFailed(f"the run was to resume once, from step {scene.kill_step - 1}")
 
 
 def _show_kept(scene: RayScene, progress: Progress) -> dict[int, float]:
-    """The evaluation losses of what the store has, which must be what retention promises."""
+    """Return the evaluation losses of the store's checkpoints, after checking them against retention."""
     with ckptstore.open_store(f"{scene.storage_path}/{scene.name}/_ckptstore") as store:
         kept = {checkpoint.step: checkpoint.metrics["eval_loss"] for checkpoint in store}
     for step, loss in enumerate(progress.eval_losses, 1):
@@ -185,7 +185,7 @@ def _show_kept(scene: RayScene, progress: Progress) -> dict[int, float]:
 
 
 def _read(ray_checkpoint: Any, scene: RayScene) -> tuple[int, float, Any]:
-    """What an actor, and so another process, makes of the held-out digits."""
+    """Let an actor, another process, read the held-out digits; return its step, accuracy and readings."""
     import ray
 
     digits = load_digits(scene.digits)[1]
@@ -197,7 +197,7 @@ def _read(ray_checkpoint: Any, scene: RayScene) -> tuple[int, float, Any]:
 
 @contextmanager
 def _following(path: Path) -> Iterator[None]:
-    """Say each line that is written to a file meanwhile."""
+    """Print each line that is appended to a file during the context."""
     path.touch()
     over = threading.Event()
 

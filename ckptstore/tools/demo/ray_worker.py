@@ -1,4 +1,4 @@
-"""What the demo runs inside Ray: a worker of the training, and the actor that reads digits with what was trained."""
+"""Run inside Ray: a worker of the training, and the actor that reads digits with the trained model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH_SIZE = 120
 
 
 def train(config: dict[str, Any]) -> None:
-    """The training function. Rank 0 writes what it has to tell to the file `config["told"]`.
+    """Train one worker. Rank 0 writes its lines to the file `config["log"]`.
 
     In the first start of the run the last rank dies by SIGKILL when it has stored its part of step `kill_step`.
     """
@@ -45,7 +45,7 @@ def train(config: dict[str, Any]) -> None:
 
     def tell(text: str) -> None:
         if rank == 0:
-            with Path(config["told"]).open("a") as file:
+            with Path(config["log"]).open("a") as file:
                 file.write(f"{text}\n")
 
     with ExitStack() as listeners:
@@ -65,7 +65,7 @@ def _die_at(step: int) -> Any:
 
 
 class Reader:
-    """Reads digits. It needs nothing of the run but the checkpoint that Ray hands out."""
+    """Reads digits. It needs only the checkpoint that Ray hands out."""
 
     def __init__(self, ray_checkpoint: Any, width: int) -> None:
         self.model = ResNet18(width).eval()
@@ -74,6 +74,6 @@ class Reader:
         self.step = checkpoint.step
 
     def read(self, images: np.ndarray[Any, Any]) -> tuple[int, np.ndarray[Any, Any]]:
-        """The step of the checkpoint, and the digit that each image shows."""
+        """Return the step of the checkpoint, and the digit in each image."""
         with torch.no_grad():
             return self.step, self.model(torch.from_numpy(images)).argmax(dim=1).numpy()

@@ -66,7 +66,7 @@ class ResNet18(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """Images of shape (n, 1, 8, 8) from -1 to 1, and the digit that each shows."""
+    """Images of shape (n, 1, 8, 8) from -1 to 1, and the digit in each."""
 
     images: Tensor
     labels: Tensor
@@ -76,7 +76,7 @@ class Digits:
 
 
 def load_digits(path: Path | None = None) -> tuple[Digits, Digits]:
-    """The digits to train on, and every fifth one to evaluate with; `path` as for `read_digits`."""
+    """Return the digits to train on, and every fifth one to evaluate with; `path` as for `read_digits`."""
     digits = read_digits(path)
     images = torch.from_numpy(digits["images"]).float().unsqueeze(1) / 8 - 1
     labels = torch.from_numpy(digits["labels"]).long()

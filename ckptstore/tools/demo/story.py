@@ -1,4 +1,4 @@
-"""The story that the demo tells: train, die in the middle of an upload, resume, end with the same loss curve."""
+"""Tell the story of the demo: train, die in the middle of an upload, resume, end with the same loss curve."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """One way to train, and where its stores go."""
+    """One way to train, and the place of its stores."""
 
     title: str
     root: str
@@ -43,7 +43,8 @@ class Scene:
 def tell(root: str | None, *, num_ranks: int, width: int, epochs: int, html: Path | None = None) -> None:
     """Run the demo and print it; `html` is a file for the page of both stores, as they are before anything is removed.
 
-    Raises DemoFailed when anything is not as it has to be."""
+    Raises DemoFailed when anything deviates.
+    """
     started = time.monotonic()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-demo-")))
@@ -115,12 +116,12 @@ def _clean(scene: Scene) -> None:
 
 def _train(scene: Scene, store: str, *arguments: str, report: str, num_ranks: int | None = None) -> Ended:
     path = scene.directory / f"{report}.json"
-    given = ("--store", store, "--report", str(path), *scene.arguments, *arguments)
-    return run_job(num_ranks or scene.num_ranks, given, tell=say)
+    all_arguments = ("--store", store, "--report", str(path), *scene.arguments, *arguments)
+    return run_job(num_ranks or scene.num_ranks, all_arguments, tell=say)
 
 
 def _show_torn(scene: Scene, kill_step: int) -> None:
-    """Say what the crash left, and show that nobody sees it."""
+    """Print what the crash left, and show that no reader sees it."""
     storage = open_storage(scene.store)
     sizes: Counter[str] = Counter()
     complete, num_records = set(), 0

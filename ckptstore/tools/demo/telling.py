@@ -1,4 +1,4 @@
-"""How the demo speaks, and how it fails."""
+"""Print the lines of the demo, and report its failures."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckptstore.tools.demo.launch import Ended
 
 
 class DemoFailed(Exception):
-    """Something in the demo was not as it has to be."""
+    """Something in the demo deviated from its story."""
 
 
 def require_empty(root: str) -> None:
-    """Raise InvalidInput where something is already."""
+    """Raise InvalidInput if the place holds anything."""
     storage = open_storage(root)
     first = next(iter(storage.list("")), None)
     storage.close()
@@ -27,7 +27,7 @@ def require_empty(root: str) -> None:
 
 
 def require_success(ended: Ended) -> None:
-    """Raise DemoFailed where a job ended otherwise."""
+    """Raise DemoFailed unless the job succeeded."""
     if ended.failed_rank is not None:
         how = "failed" if ended.signal is None else f"died by {ended.signal.name}"
         raise DemoFailed(f"rank {ended.failed_rank} {how}; what it printed is above")
@@ -55,10 +55,10 @@ def head(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """One line of a part."""
+    """Print one line of a part."""
     print(f"   {text}", flush=True)
 
 
 def shout(text: str) -> None:
-    """A line that stands out."""
+    """Print a line that stands out."""
     print(f"\033[1m{text}\033[0m" if sys.stdout.isatty() else text, flush=True)

@@ -1,4 +1,4 @@
-"""The demo with a fast tier as a page: when each step was complete on the nodes, and when it was in the bucket."""
+"""Draw the demo with a fast tier as a page: when each step was complete on the nodes, and when in the bucket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from string import Template
 from ckptstore.tools.pages.shell import html_page
 
 Moments = Sequence[tuple[float, int]]
-"""Times in seconds, each with the step that was reached then."""
+"""Times in seconds, each with the step reached then."""
 
 _BODY = Template("""<header>
 <div class="bar-top"><h1>A node is lost with its disk</h1><button id="theme" type="button"></button></div>
@@ -41,21 +41,21 @@ _LANE, _TOP, _HEIGHT = 26, 30, 300
 
 @dataclass(slots=True, kw_only=True)
 class Timeline:
-    """What became of a run of two jobs. Times are in seconds, by one clock."""
+    """The events of a run of two jobs. Times are in seconds, by one clock."""
 
     nodes: tuple[str, str, str]
-    """The one that stays, the one that is lost, and the one in its place."""
+    """The node that stays, the one that is lost, and its replacement."""
     num_steps: int
     jobs: list[float] = field(default_factory=list)
-    """When each job began to train."""
+    """Start of each job's training."""
     fast: list[tuple[float, int]] = field(default_factory=list)
-    """When which step was complete on the nodes."""
+    """Times at which steps were complete on the nodes."""
     durable: list[tuple[float, int]] = field(default_factory=list)
-    """When which step was in the bucket."""
+    """Times at which steps were in the bucket."""
     lost_at: float = 0.0
     fast_at_loss: int = 0
     durable_at_loss: int = 0
-    """0 where the bucket had none."""
+    """0 if the bucket had none."""
     resumed_at: float = 0.0
     ended_at: float = 0.0
 
@@ -66,7 +66,7 @@ class Timeline:
 
 
 def page(timeline: Timeline) -> str:
-    """The whole HTML file. It needs no network."""
+    """Return the whole HTML file. It needs no network."""
     facts = "".join(f"<p>{escape(text)}</p>" for text in _facts(timeline))
     body = _BODY.substitute(facts=facts, chart=_Chart(timeline).draw(), key=_key(), table=_table(timeline))
     return html_page(title="ckptstore demo: a lost node", body=body, document={}, styles=[_STYLE], scripts=[_SCRIPT])
@@ -92,7 +92,7 @@ def _key() -> str:
 
 
 def _table(timeline: Timeline) -> str:
-    """Every checkpoint; those of the second job come after those that it went on from."""
+    """List every checkpoint; those of the second job come after those that it resumed from."""
     start = timeline.jobs[0]
     durable = {step: at - start for at, step in timeline.durable}
     rows = []
@@ -114,16 +114,16 @@ class _Chart:
         self.plot_bottom = self.plot_top + _HEIGHT
 
     def x(self, at: float) -> float:
-        """Where a time is."""
+        """Return the position of a time."""
         share = (at - self.start) / max(self.end - self.start, 1e-9)
         return round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
 
     def y(self, step: int) -> float:
-        """Where a step is."""
+        """Return the position of a step."""
         return round(self.plot_bottom - step / self.timeline.num_steps * _HEIGHT, 1)
 
     def draw(self) -> str:
-        """The SVG element."""
+        """Return the SVG element."""
         height = self.plot_bottom + 44
         label = f"Steps over time: {' '.join(_facts(self.timeline))}"
         parts = [*self._grid(), *self._curves(), *self._nodes(), *self._loss()]
@@ -148,7 +148,7 @@ class _Chart:
         return parts
 
     def _stair(self, moments: Moments) -> list[tuple[float, float]]:
-        """A line that goes up when a step is reached."""
+        """Return a line that rises when a step is reached."""
         points = [(self.x(self.start), self.y(0))]
         for at, step in moments:
             points += [(self.x(at), points[-1][1]), (self.x(at), self.y(step))]
@@ -169,7 +169,7 @@ class _Chart:
         ]
 
     def _nodes(self) -> list[str]:
-        """When which node worked."""
+        """Draw the times in which each node worked."""
         timeline = self.timeline
         began, again = timeline.jobs[0], timeline.jobs[-1]
         spans = [[(began, timeline.lost_at), (again, self.end)], [(began, timeline.lost_at)], [(again, self.end)]]
@@ -187,7 +187,7 @@ class _Chart:
         return parts
 
     def _loss(self) -> list[str]:
-        """The moment at which a node was lost, and what the bucket lacked then."""
+        """Draw the moment of the loss, and the steps that the bucket lacked then."""
         timeline = self.timeline
         x, lane = self.x(timeline.lost_at), _TOP + _LANE + 13
         top, bottom = self.y(timeline.fast_at_loss), self.y(timeline.durable_at_loss)

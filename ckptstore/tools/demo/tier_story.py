@@ -1,4 +1,4 @@
-"""The demo with a fast tier: a node is lost with its disk, and the job goes on from the copy that its partner holds."""
+"""Tell the demo with a fast tier: a node is lost with its disk, and the job resumes from its partner's copy."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ WORKER = "ckptstore.tools.demo.tier_worker"
 STEPS_PER_EPOCH = 8
 """Batches of 160 in 1,437 digits."""
 STEP_SECONDS = 0.3
-"""A step takes at least so long. Those of a model that needs several nodes take longer."""
+"""The least duration of a step. A model that needs several nodes takes longer."""
 UPLOAD_STEPS = 3
-"""The bucket takes as long for a file as the training does for so many steps, on a machine of any speed."""
+"""Training steps during one upload of a file: the bucket is that slow on a machine of any speed."""
 FIRST_UPLOAD_SECONDS = 1.0
-"""While that is not known."""
+"""The upload time until that is known."""
 STORE = "s3://bucket/run"
 UPLOADS = "^PUT /bucket/run/checkpoints/.*/state-rank"
 NODES = ("node-a", "node-b", "node-c")
 
 
 @dataclass
-class HeardOfJobs:
-    """What rank 0 has said, of all jobs in turn; its lines come on a thread."""
+class JobLog:
+    """The lines of rank 0, of all jobs in turn; they come on a thread."""
 
     timeline: Timeline
     bucket: Fault
-    """How slow the bucket is."""
+    """Delays the bucket's uploads."""
     lose_at: int | None = None
-    """The step that is to be complete on the nodes when one of them is lost."""
+    """The step that must be complete on the nodes when one of them is lost."""
     lost_ranks: range = range(0)
     job: RunningJob = field(default_factory=RunningJob)
     loss_at: dict[int, float] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class HeardOfJobs:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def line(self, text: str) -> None:
-        """A line of any rank. What is no JSON was not meant for the story, so it is shown as it is."""
+        """Take a line of any rank. A line without JSON is not part of the story, and is printed as it is."""
         with self._lock:
             try:
                 fact = json.loads(text)
@@ -99,7 +99,7 @@ class HeardOfJobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierScene:
-    """The directories of nodes, a bucket, and what is trained."""
+    """The directories of nodes, a bucket, and the training."""
 
     directory: Path
     server: S3Server
@@ -114,12 +114,12 @@ class TierScene:
 
     @property
     def digits(self) -> Path:
-        """What is trained on."""
+        """The file with the training digits."""
         return self.directory / "digits.npz"
 
     @property
     def environment(self) -> dict[str, str]:
-        """By which a client finds the bucket."""
+        """The variables by which a client finds the bucket."""
         return {
             "AWS_ENDPOINT_URL": self.server.endpoint_url,
             "AWS_ACCESS_KEY_ID": "test",
@@ -127,24 +127,24 @@ class TierScene:
             "AWS_REGION": "us-east-1",
         }
 
-    def nothing_told(self) -> HeardOfJobs:
-        """Before the first job."""
+    def new_log(self) -> JobLog:
+        """Return an empty log for the first job."""
         bucket = Fault(action="delay", match=UPLOADS, times=None, seconds=FIRST_UPLOAD_SECONDS)
-        return HeardOfJobs(Timeline(nodes=NODES, num_steps=self.num_steps), bucket)
+        return JobLog(Timeline(nodes=NODES, num_steps=self.num_steps), bucket)
 
-    def train(self, told: HeardOfJobs, *nodes: str) -> Ended:
-        """A job on these nodes, without any one that saves nothing."""
-        told.job = RunningJob()
+    def train(self, log: JobLog, *nodes: str) -> Ended:
+        """Run a job on these nodes; without nodes it saves nothing."""
+        log.job = RunningJob()
         arguments = ["--width", str(self.width), "--epochs", str(self.epochs), "--digits", str(self.digits)]
         if nodes:
             arguments += ["--store", STORE, "--step-seconds", str(STEP_SECONDS)]
             arguments += ["--disks", *(str(self.directory / node) for node in nodes)]
         return run_job(
-            self.num_ranks, arguments, tell=told.line, module=WORKER, environment=self.environment, job=told.job
+            self.num_ranks, arguments, tell=log.line, module=WORKER, environment=self.environment, job=log.job
         )
 
     def durable_step(self) -> int | None:
-        """What the bucket has."""
+        """Return the newest step in the bucket."""
         with open_store(STORE, storage_options=self.server.storage_options) as store:
             latest = store.latest()
         return None if latest is None else latest.step
@@ -153,7 +153,8 @@ class TierScene:
 def tell(*, num_ranks: int, width: int, epochs: int, html: Path | None = None) -> None:
     """Run the demo and print it; `html` is a file for its timeline. Nothing else is left.
 
-    Raises DemoFailed when anything is not as it has to be."""
+    Raises DemoFailed when anything deviates.
+    """
     started = time.monotonic()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptstore-demo-")))
@@ -174,34 +175,34 @@ def tell(*, num_ranks: int, width: int, epochs: int, html: Path | None = None) -
 
 def _play(scene: TierScene) -> Timeline:
     head("1. Without interruption, nothing saved")
-    whole = scene.nothing_told()
+    whole = scene.new_log()
     require_success(scene.train(whole))
     say(f"{len(whole.losses)} steps, and the loss goes from {whole.losses[0]:.4f} to {whole.losses[-1]:.4f}")
 
     half = scene.num_steps // 2
     head(f"2. On node-a and node-b; when step {half} is complete on both, node-b is lost with its disk")
-    told = scene.nothing_told()
-    told.lose_at, told.lost_ranks = half, range(scene.num_ranks // 2, scene.num_ranks)
-    scene.server.faults.add(told.bucket)
-    _lose_a_node(scene, told)
+    log = scene.new_log()
+    log.lose_at, log.lost_ranks = half, range(scene.num_ranks // 2, scene.num_ranks)
+    scene.server.faults.add(log.bucket)
+    _lose_a_node(scene, log)
 
     head("3. The job starts again on node-a and node-c, which is empty")
-    require_success(scene.train(told, "node-a", "node-c"))
-    _check_resumed(told, whole)
+    require_success(scene.train(log, "node-a", "node-c"))
+    _check_resumed(log, whole)
 
     head("4. The bucket catches up")
-    _check_caught_up(scene, told)
-    return told.timeline
+    _check_caught_up(scene, log)
+    return log.timeline
 
 
-def _lose_a_node(scene: TierScene, told: HeardOfJobs) -> None:
+def _lose_a_node(scene: TierScene, log: JobLog) -> None:
     """Train until a node is lost, and show what is left."""
-    timeline = told.timeline
-    ended = scene.train(told, "node-a", "node-b")
-    if ended.failed_rank not in told.lost_ranks or ended.signal != signal.SIGKILL:
+    timeline = log.timeline
+    ended = scene.train(log, "node-a", "node-b")
+    if ended.failed_rank not in log.lost_ranks or ended.signal != signal.SIGKILL:
         raise DemoFailed(f"the ranks of node-b were to die by SIGKILL, and rank {ended.failed_rank} ended first")
     shutil.rmtree(scene.directory / "node-b")
-    ranks = " and ".join(map(str, told.lost_ranks))
+    ranks = " and ".join(map(str, log.lost_ranks))
     say(f"node-b is lost: SIGKILL for rank {ranks}, its disk removed; a launcher ends the other ranks")
     durable = scene.durable_step()
     timeline.fast_at_loss, timeline.durable_at_loss = timeline.fast[-1][1], durable or 0
@@ -212,8 +213,8 @@ def _lose_a_node(scene: TierScene, told: HeardOfJobs) -> None:
     command("fast", "ls", str(scene.directory / "node-a"), "--store", STORE, environment=scene.environment)
 
 
-def _check_resumed(told: HeardOfJobs, whole: HeardOfJobs) -> None:
-    timeline, resumed = told.timeline, told.resumed
+def _check_resumed(log: JobLog, whole: JobLog) -> None:
+    timeline, resumed = log.timeline, log.resumed
     newest, durable = timeline.fast_at_loss, timeline.durable_at_loss
     if resumed is None or resumed["step"] < newest or resumed["number"] is not None:
         raise DemoFailed(f"the job went on from {resumed}, and was to take step {newest} from node-a")
@@ -221,17 +222,17 @@ def _check_resumed(told: HeardOfJobs, whole: HeardOfJobs) -> None:
     say(f"it went on from step {resumed['step']}: node-a has its own files, and its copy of those of node-b")
     bucket = f"step {durable}" if durable else "the beginning"
     say(f"without the fast tier: from {bucket}, and {timeline.repeated} steps would have been trained again")
-    if told.losses != whole.losses:
+    if log.losses != whole.losses:
         raise DemoFailed("the losses are not those of the run without interruption")
-    say(f"all {len(told.losses)} losses are equal, bit for bit, to those without interruption")
+    say(f"all {len(log.losses)} losses are equal, bit for bit, to those without interruption")
 
 
-def _check_caught_up(scene: TierScene, told: HeardOfJobs) -> None:
-    before, after = told.health["trained"], told.health["drained"]
+def _check_caught_up(scene: TierScene, log: JobLog) -> None:
+    before, after = log.health["trained"], log.health["drained"]
     say(f"after the last step: {_health_line(before)}")
     say(f"after store.drain(): {_health_line(after)}")
-    if told.trouble:
-        raise DemoFailed(f"nothing else was to go wrong: {told.trouble[0]}")
+    if log.trouble:
+        raise DemoFailed(f"nothing else was to go wrong: {log.trouble[0]}")
     last = scene.num_steps
     if after["durable_step"] != last or after["not_durable_seconds"] is not None or scene.durable_step() != last:
         raise DemoFailed(f"the bucket was to have step {last}: {after}")
@@ -239,7 +240,7 @@ def _check_caught_up(scene: TierScene, told: HeardOfJobs) -> None:
 
 
 def _health_line(health: dict[str, Any]) -> str:
-    """What `store.health()` said."""
+    """Format the result of `store.health()`."""
     behind = health["not_durable_seconds"]
     shown = "the bucket lacks nothing" if behind is None else f"the bucket has lacked some for {behind:.1f} s"
     return f"fast_step {health['fast_step']}  durable_step {health['durable_step']}  {shown}"

@@ -1,6 +1,6 @@
-"""One rank of the demo with a fast tier: `python -m ckptstore.tools.demo.tier_worker`, under torchrun.
+"""Run one rank of the demo with a fast tier: `python -m ckptstore.tools.demo.tier_worker`, under torchrun.
 
-It saves after every training step. Rank 0 prints what happens, one JSON object a line, for the story to tell and draw.
+It saves after every training step. Rank 0 prints events, one JSON object a line, for the story to tell and draw.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ckptstore.tools.demo.resnet import Digits, load_digits
 from ckptstore.tools.demo.train import Options, Trainer
 
 BATCH_SIZE = 160
-TOLD = (CheckpointSkipped, DrainFailed, DrainStalled, FastBypassed, SaveFailed)
-"""What the demo does not want to see, and shows."""
+TROUBLE = (CheckpointSkipped, DrainFailed, DrainStalled, FastBypassed, SaveFailed)
+"""Events that the demo does not expect, and prints."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -49,28 +49,28 @@ def parse_options() -> argparse.Namespace:
 
 
 def tell(what: str, **facts: Any) -> None:
-    """One line for the story, from rank 0."""
+    """Print one line for the story, on rank 0."""
     if dist.get_rank() == 0:
         line = json.dumps({"what": what, "at": time.time(), **facts})
         print(f"{line}\n", end="", flush=True)  # at once: events come on several threads
 
 
-def hear(event: Event) -> None:
-    """Tell of an event."""
+def tell_event(event: Event) -> None:
+    """Print an event that is part of the story."""
     if isinstance(event, FastCommitted):
         tell("fast", step=event.step, seconds=event.seconds, num_nodes=event.num_nodes, size_bytes=event.size_bytes)
     elif isinstance(event, CheckpointCommitted):
         tell("durable", step=event.step)
     elif isinstance(event, CheckpointResumed):
         tell("resumed", step=event.step, number=event.number)
-    elif isinstance(event, TOLD):
+    elif isinstance(event, TROUBLE):
         tell("trouble", text=event.line())
 
 
 def train(
     trainer: Trainer, digits: Digits, store: CheckpointStore | None, *, step_seconds: float
 ) -> PendingSave | None:
-    """To the last epoch; gives the last save."""
+    """Train to the last epoch, and return the last save."""
     progress = trainer.progress
     pending: PendingSave | None = None
     started = time.monotonic()
@@ -91,31 +91,31 @@ def train(
 
 
 def main() -> None:
-    """Be one rank."""
-    given = parse_options()
+    """Run one rank."""
+    arguments = parse_options()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     options = Options(
-        store=given.store or "",
+        store=arguments.store or "",
         sharded=True,
-        width=given.width,
-        epochs=given.epochs,
+        width=arguments.width,
+        epochs=arguments.epochs,
         batch_size=BATCH_SIZE,
         seed=0,
         kill_rank=0,
         kill_step=None,
         report=None,
     )
-    trainer, digits = Trainer(options), load_digits(given.digits)[0]
+    trainer, digits = Trainer(options), load_digits(arguments.digits)[0]
     tell("started")
-    if given.store is None:
+    if arguments.store is None:
         train(trainer, digits, None, step_seconds=0.0)
     else:
-        disk = given.disks[dist.get_rank() * len(given.disks) // dist.get_world_size()]
+        disk = arguments.disks[dist.get_rank() * len(arguments.disks) // dist.get_world_size()]
         fast = FastTier(disk, node=disk.name, copies=2)
-        with listening(hear), open_store(given.store, fast=fast) as store:
+        with listening(tell_event), open_store(arguments.store, fast=fast) as store:
             store.resume(trainer.state)
-            pending = train(trainer, digits, store, step_seconds=given.step_seconds)
+            pending = train(trainer, digits, store, step_seconds=arguments.step_seconds)
             if pending is not None:
                 pending.result()
             tell("trained", health=asdict(store.health()))

@@ -1,6 +1,7 @@
-"""One rank of the demo's training job: `python -m ckptstore.tools.demo.train --store URI`, under torchrun.
+"""Run one rank of the demo's training job: `python -m ckptstore.tools.demo.train --store URI`, under torchrun.
 
-It resumes where the store says, saves after every epoch, and prints what it does on rank 0."""
+It resumes from the store, saves after every epoch, and prints its progress on rank 0.
+"""
 
 from __future__ import annotations
 
@@ -72,21 +73,21 @@ def parse_options() -> Options:
 
 @dataclass
 class Progress:
-    """How far the training is; it has `state_dict` and `load_state_dict`, as everything that is saved and restored."""
+    """The progress of the training; `state_dict` and `load_state_dict` make it storable."""
 
     epoch: int = 0
-    """Epochs that are done."""
+    """Completed epochs."""
     losses: list[float] = field(default_factory=list)
     """The mean loss over all ranks, of every step."""
     eval_losses: list[float] = field(default_factory=list)
-    """The loss on digits that are not trained on, after every epoch."""
+    """The loss on held-out digits, after every epoch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on all ranks, so stored once."""
+        """Return the state, the same on all ranks and so stored once."""
         return {"epoch": self.epoch, "losses": self.losses, "eval_losses": self.eval_losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was saved."""
+        """Restore a saved state."""
         self.epoch, self.losses, self.eval_losses = state["epoch"], list(state["losses"]), list(state["eval_losses"])
 
 
@@ -94,17 +95,17 @@ class RandomNumbers:
     """The random numbers of this rank. They differ from rank to rank, so each rank's are stored."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Of torch's generator on the CPU, the only one that the demo uses."""
+        """Return the state of torch's generator on the CPU, the only one that the demo uses."""
         return {"torch": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with them."""
+        """Restore a saved state."""
         torch.set_rng_state(state["torch"])
 
 
 @dataclass
 class Trainer:
-    """What is trained, and what trains it."""
+    """The model, and everything that trains it."""
 
     options: Options
     model: nn.Module = field(init=False)
@@ -123,7 +124,7 @@ class Trainer:
         self.model = model if options.sharded else DistributedDataParallel(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.7)
-        torch.manual_seed(options.seed + 1 + dist.get_rank())  # every rank shifts its images in its own way
+        torch.manual_seed(options.seed + 1 + dist.get_rank())  # every rank shifts its images differently
 
     @property
     def state(self) -> dict[str, Any]:
@@ -137,9 +138,9 @@ class Trainer:
         }
 
     def train_epoch(self, digits: Digits, after_step: Callable[[], None] | None = None) -> None:
-        """One pass over the digits, or what is left of it where a resume went into its middle.
+        """Make one pass over the digits, or the rest of one after a resume in its middle.
 
-        `after_step` is called when the losses have a new one. A resume from there goes on with the next batch.
+        `after_step` is called after each new loss. A resume from a save in it continues with the next batch.
         """
         self.model.train()
         for images, labels in self._batches(digits):
@@ -155,12 +156,12 @@ class Trainer:
         self.progress.epoch += 1
 
     def share_buffers(self) -> None:
-        """Have rank 0's on all ranks: each has seen other images. DDP does this in its forward pass."""
+        """Broadcast rank 0's buffers: each rank has seen other images. DDP does this in its forward pass."""
         for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)
 
     def evaluate(self, digits: Digits) -> dict[str, float]:
-        """Loss and accuracy on digits that were not trained on."""
+        """Return loss and accuracy on held-out digits."""
         self.model.eval()
         mine = slice(dist.get_rank(), None, dist.get_world_size())
         with torch.no_grad():
@@ -171,7 +172,7 @@ class Trainer:
         return {"eval_loss": mean_over_ranks(loss) * share, "eval_accuracy": mean_over_ranks(right) * share}
 
     def _batches(self, digits: Digits) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part of every batch: the order follows from seed and epoch, the shifts from the rank's RNG."""
+        """Yield this rank's part of every batch: the order follows from seed and epoch, shifts from the rank's RNG."""
         generator = torch.Generator().manual_seed(self.options.seed * 1000 + self.progress.epoch)
         order, size = torch.randperm(len(digits), generator=generator), self.options.batch_size
         per_epoch = len(order) // size
@@ -183,14 +184,14 @@ class Trainer:
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """The mean of a scalar over all ranks."""
+    """Return the mean of a scalar over all ranks."""
     value = value.clone().double()
     dist.all_reduce(value)
     return value.item() / dist.get_world_size()
 
 
 def run(options: Options, store: CheckpointStore, tell: Callable[[str], None]) -> None:
-    """Train to the last epoch, from wherever the store is. Rank 0 tells of it."""
+    """Train to the last epoch, resuming from the store. Rank 0 reports."""
     train_digits, eval_digits = load_digits(options.digits)
     trainer = Trainer(options)
     progress = trainer.progress
@@ -217,7 +218,7 @@ def run(options: Options, store: CheckpointStore, tell: Callable[[str], None]) -
 
 
 def open_demo_store(options: Options) -> CheckpointStore:
-    """The store of the command line, with the fault that it asks for."""
+    """Open the store of the command line, with the fault that it requests."""
     store = open_store(options.store, retention=RETENTION)
     if options.kill_step is not None and options.kill_rank == dist.get_rank():
         pattern = f"checkpoints/step-{options.kill_step:010d}-*"
@@ -226,7 +227,7 @@ def open_demo_store(options: Options) -> CheckpointStore:
 
 
 def showing(tell: Callable[[str], None]) -> Callable[[Event], None]:
-    """Tells what the user of a training job wants to see."""
+    """Return a listener that reports what the user of a training job wants to see."""
 
     def show(event: Event) -> None:
         if isinstance(event, CheckpointCommitted):
@@ -239,13 +240,13 @@ def showing(tell: Callable[[str], None]) -> Callable[[Event], None]:
 
 
 def main() -> None:
-    """Be one rank."""
+    """Run one rank."""
     options = parse_options()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     is_first = dist.get_rank() == 0
     handler = logging.StreamHandler()
-    handler.addFilter(lambda record: not hasattr(record, "event"))  # `show` prints those that matter here
+    handler.addFilter(lambda record: not hasattr(record, "event"))  # `show` prints those that matter
     logging.basicConfig(format="%(message)s", level=logging.INFO if is_first else logging.WARNING, handlers=[handler])
 
     def tell(text: str) -> None:
