@@ -18,9 +18,9 @@ from click.testing import CliRunner, Result
 from ckptstore.errors import InvalidInput, StorageFull
 from ckptstore.testing import run_ranks
 from ckptstore.tools.bench.destination import Place, check_room, opened_place
-from ckptstore.tools.bench.figures.report import WORKLOADS, Asked
+from ckptstore.tools.bench.figures.report import WORKLOADS, Options
 from ckptstore.tools.bench.run import contest
-from ckptstore.tools.bench.shapes import PRESETS, asked_bytes, rank_state, shapes_of
+from ckptstore.tools.bench.shapes import PRESETS, rank_state, shapes_of, state_bytes
 from ckptstore.tools.bench.timeline import straggler
 from ckptstore.tools.bench.work import Task
 from ckptstore.tools.bench.workloads.sharded_ranks import commit_of_sharded
@@ -183,9 +183,9 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def test_a_scale_is_that_of_a_preset() -> None:
-    assert asked_bytes("llama-8b", size_bytes=1, scale=0.5) == PRESETS["llama-8b"].size_bytes // 2
+    assert state_bytes("llama-8b", size_bytes=1, scale=0.5) == PRESETS["llama-8b"].size_bytes // 2
     with pytest.raises(InvalidInput, match="is none"):
-        asked_bytes("tensors", size_bytes=1, scale=0.5)
+        state_bytes("tensors", size_bytes=1, scale=0.5)
 
 
 def test_tensors_have_the_size_that_is_asked_for_and_llama_1b_its_146_tensors() -> None:
@@ -280,9 +280,9 @@ def test_two_ranks_on_the_test_server(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_writes_slowly_is_seen_in_the_timeline(tmp_path: Path) -> None:
-    asked = Asked(workloads=("save",), peers=("none",), repeat=1, shape="tensors", ranks=2)
+    options = Options(workloads=("save",), peers=("none",), repeat=1, shape="tensors", ranks=2)
     with opened_place(str(tmp_path), {}) as place:
-        task = Task(name="save", asked=asked, place=place, size_bytes=32 << 20, late_rank=1, late_seconds=0.5)
+        task = Task(name="save", options=options, place=place, size_bytes=32 << 20, late_rank=1, late_seconds=0.5)
         workload = contest(task, 2, lambda *_: None)
     late = straggler(workload.timeline)
     assert late is not None

@@ -11,12 +11,12 @@ from typing import Any
 
 import forked_ranks
 import pytest
+from ckptstore.tools.bench.figures.told import absent
 
 from ckptstore.tools.bench import matrix
 from ckptstore.tools.bench.case import Case, process_group
 from ckptstore.tools.bench.destination import Place, opened_place
-from ckptstore.tools.bench.figures.report import Asked, Workload, WorkloadOutcome
-from ckptstore.tools.bench.figures.told import absent
+from ckptstore.tools.bench.figures.report import Options, Workload, WorkloadOutcome
 from ckptstore.tools.bench.peers.base import Contender
 from ckptstore.tools.bench.peers.registry import CONTENDERS
 from ckptstore.tools.bench.run import contests
@@ -129,11 +129,11 @@ def run(tables: Sequence[str], place: Place, *, ranks: int, **of_task: Any) -> d
     """Contests of all peers of some tables, with tiny tensors, or with the files."""
     tasks = []
     for table in tables:
-        asked = Asked(workloads=(table,), repeat=1, shape="tensors", tensor_bytes=4 << 10)
+        options = Options(workloads=(table,), repeat=1, shape="tensors", tensor_bytes=4 << 10)
         own = replace(place, uri=f"{place.uri}/{table}")
         if own.is_local:
             own.path.mkdir()
-        tasks.append(Task(name=table, asked=asked, place=own, size_bytes=64 << 10, **of_task))
+        tasks.append(Task(name=table, options=options, place=own, size_bytes=64 << 10, **of_task))
     return dict(zip(tables, contests(tasks, ranks, lambda *_: None), strict=True))
 
 

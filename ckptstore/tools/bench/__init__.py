@@ -1,5 +1,5 @@
-"""The benchmark suite: ckptstore beside its peers and the limits of the machine, in one run.
+"""The benchmark suite: ckptstore, its peers and the limits of the machine, in one run.
 
-`ckptstore bench` and `pytest benchmarks/` are two faces of it. `run` asks for workloads and gives a `Report`; the rest
+`ckptstore bench` and `pytest benchmarks/` are its two faces. `run` measures workloads and returns a `Report`; the rest
 reads reports: `figures.compare`, `figures.page` (HTML), `figures.floors`.
 """

@@ -1,4 +1,4 @@
-"""What all contenders of one process share: who this rank is, what is saved, where."""
+"""Share the facts of one process among its contenders: its rank, the state to save, the place."""
 
 from __future__ import annotations
 
@@ -32,64 +32,64 @@ class Case:
     durable: bool
     drop_caches: bool = False
     device: str = "cpu"
-    """Where the tensors are: "cpu", or the GPU of this rank."""
+    """Device of the tensors: "cpu", or the GPU of this rank."""
     size_bytes: int = 0
-    """Of the whole state, as it was asked for."""
+    """The requested size of the whole state."""
     bucket: Place | None = None
-    """Where checkpoints come to behind the training, in the workload that has a place for that."""
+    """Bucket to which checkpoints are drained, in the workload with a fast tier."""
     shape: str = "tensors"
     local: State = field(default_factory=dict)
     """This rank's own tensors."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """The same as the job sees them: rows of DTensors, where there are several ranks."""
+    """The tensors as the job sees them: rows of DTensors, if there are several ranks."""
     local_target: State = field(default_factory=dict)
     target: Mapping[str, Any] = field(default_factory=dict)
     files: Path = Path()
-    """The directory that is saved, in the workloads that save one."""
+    """The directory to save, in the workloads that save one."""
     rank_bytes: int = 0
-    """What this rank brings."""
+    """The bytes of this rank's share."""
 
     @property
     def alone(self) -> bool:
-        """Whether there are no other ranks."""
+        """True if there are no other ranks."""
         return self.world_size == 1
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the tensors are on a GPU."""
+        """True if the tensors are on a GPU."""
         return self.device != "cpu"
 
     def synchronize(self) -> None:
-        """Wait for all that was launched on the device."""
+        """Wait for all work launched on the device."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
     def enter_thread(self) -> None:
-        """Have this thread work on the device. A new one begins on the first GPU, which may be another rank's."""
+        """Have this thread work on the device. A new thread begins on the first GPU, which may be another rank's."""
         if self.is_cuda:
             torch.cuda.set_device(self.device)
 
     def make_state(self, shape: str, size_bytes: int, tensor_bytes: int = TENSOR_BYTES) -> None:
-        """The state of this rank, its share of `size_bytes`."""
+        """Create the state of this rank, its share of `size_bytes`."""
         self.shape = shape
         found = rank_state(shape, size_bytes // self.world_size, rank=self.rank, tensor_bytes=tensor_bytes)
         self.local = {name: tensor.to(self.device) for name, tensor in found.items()}
-        self.state = self._seen(self.local)
+        self.state = self._as_job_sees(self.local)
         self.rank_bytes = size_of(self.local)
 
     def make_target(self) -> None:
-        """Tensors to load into."""
+        """Create tensors to load into."""
         self.local_target = empty_like(self.local)
-        self.target = self._seen(self.local_target)
+        self.target = self._as_job_sees(self.local_target)
 
-    def _seen(self, local: State) -> Mapping[str, Any]:
+    def _as_job_sees(self, local: State) -> Mapping[str, Any]:
         if self.alone:
             return local
         mesh = init_device_mesh("cuda" if self.is_cuda else "cpu", (self.world_size,))
         return {name: DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False) for name, tensor in local.items()}
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks; a barrier too. Collective."""
+        """Return the values of all ranks; a barrier too. Collective."""
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.world_size
@@ -97,14 +97,13 @@ class Case:
         return found
 
     def uri(self, *parts: str) -> str:
-        """A place below the run's."""
+        """Return a place below the run's."""
         return "/".join((self.place.uri, *parts))
 
 
 @contextmanager
 def process_group(device: str = "cpu") -> Iterator[tuple[int, int]]:
-    """gloo over all ranks, which is what peers for the CPU use, and NCCL for tensors on GPUs of their own; yields rank
-    and world size."""
+    """Open a process group, gloo for peers on the CPU and NCCL for tensors on GPUs; yield rank and world size."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
     try:
@@ -116,10 +115,10 @@ def process_group(device: str = "cpu") -> Iterator[tuple[int, int]]:
 
 
 def use_threads(world_size: int, num_cores: int) -> None:
-    """Each rank computes with its share of the cores."""
+    """Let each rank compute with its share of the cores."""
     torch.set_num_threads(max(1, num_cores // world_size))
 
 
 def first(errors: Sequence[str | None]) -> str | None:
-    """The first error with the rank that had it."""
+    """Return the first error, with its rank."""
     return next((f"rank {rank}: {error}" for rank, error in enumerate(errors) if error), None)

@@ -1,4 +1,4 @@
-"""Where a benchmark writes: a new prefix of its own, which is removed at the end; and whether it fits there."""
+"""Create a new prefix for a benchmark, remove it at the end, and check that the benchmark fits there."""
 
 from __future__ import annotations
 
@@ -30,22 +30,21 @@ _SPARE = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A prefix that belongs to one run. It is pickled into the processes of the ranks; it is shown nowhere, for its
-    options may hold secrets."""
+    """A prefix that belongs to one run, pickled into the ranks' processes. Never shown: options may hold secrets."""
 
     uri: str
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     endpoint_url: str | None = None
-    """Of the test server, which counts requests."""
+    """Endpoint of the test server, which counts requests."""
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a directory."""
+        """True for a directory."""
         return not parse_uri(self.uri).scheme
 
     @property
     def is_s3(self) -> bool:
-        """Whether it is in an S3 bucket."""
+        """True for an S3 bucket."""
         return parse_uri(self.uri).kind == "s3"
 
     @property
@@ -54,7 +53,7 @@ class Place:
         return Path(parse_uri(self.uri).prefix)
 
     def remove(self, uri: str) -> None:
-        """Remove all that is below a part of this place."""
+        """Remove everything below a part of this place."""
         if uri != self.uri and not uri.startswith(f"{self.uri}/"):
             raise ValueError(f"{uri} is not below {self.uri}")
         if self.is_local:
@@ -69,7 +68,7 @@ class Place:
             storage.close()
 
     def counts(self) -> tuple[int, int, int]:
-        """Requests so far, bytes sent to and received from the test server."""
+        """Return the number of requests so far, and the bytes sent to and received from the test server."""
         if self.endpoint_url is None:
             return 0, 0, 0
         with urllib.request.urlopen(f"{self.endpoint_url}/_control/log", timeout=60) as answer:
@@ -78,7 +77,7 @@ class Place:
 
 
 def is_disk(to: str | None) -> bool:
-    """Whether a benchmark to there writes to a disk of this machine."""
+    """True if a benchmark to that target writes to a disk of this machine."""
     return to is None or not (to in (S3_TEST, S3_SINK) or parse_uri(to).scheme)
 
 
@@ -90,13 +89,15 @@ def opened_place(
     latency_seconds: float = 0.0,
     bytes_per_second: float | None = None,
 ) -> Iterator[Place]:
-    """A new prefix below `to`; all that was written there is removed at the end, and nothing else. The latency of each
-    request and the speed of the line are those of a test server."""
+    """Create a new prefix below `to`; at the end everything below it is removed, and nothing else.
+
+    The latency of each request and the speed of the line are those of a test server.
+    """
     name = f"ckptstore-bench-{uuid.uuid4().hex[:12]}"
     if to in (S3_TEST, S3_SINK):
         line = ["--latency-seconds", str(latency_seconds)]
         line += [] if bytes_per_second is None else ["--bytes-per-second", str(bytes_per_second)]
-        with _test_server(*line, keeps=to == S3_TEST) as endpoint_url:
+        with _test_server(*line, keeps_bodies=to == S3_TEST) as endpoint_url:
             options = {
                 "key": "test",
                 "secret": "testsecret",
@@ -116,12 +117,12 @@ def opened_place(
         above.mkdir(parents=True, exist_ok=True)
         place = Place(uri=str(above / name))
         place.path.mkdir()
-        posix.spread_directories(str(place.path))  # no turn pays for what another one has deleted
+        posix.spread_directories(str(place.path))  # no turn pays for the deletions of another one
         try:
             yield place
         finally:
             shutil.rmtree(place.path, ignore_errors=True)
-            while above != had:  # what was made above it goes too, where nothing else is in it
+            while above != had:  # parents made above go too, if they are empty
                 try:
                     above.rmdir()
                 except OSError:
@@ -136,14 +137,14 @@ def opened_place(
 
 
 @contextmanager
-def _test_server(*line: str, keeps: bool) -> Iterator[str]:
-    """The S3 server in memory, in a process of its own, so that its work is not counted as the client's.
+def _test_server(*line: str, keeps_bodies: bool) -> Iterator[str]:
+    """Run the S3 server in memory, in a process of its own, so that its work does not count as the client's.
 
-    One that does not keep what is large receives it into the same memory again and again: new memory can cost a server
-    several times what the transfer costs. It believes all digests, for SHA-256 costs it more for some clients.
+    Without `keeps_bodies` it receives large bodies into the same memory again and again.
     """
+    # New memory can cost a server several times the transfer, and SHA-256 even more for some clients.
     command = [sys.executable, "-m", "ckptstore.testing.s3_server", "--bucket", _BUCKET]
-    command += [*line] if keeps else [*line, "--no-verify", "--no-bodies"]
+    command += [*line] if keeps_bodies else [*line, "--no-verify", "--no-bodies"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -175,7 +176,7 @@ def check_room(place: Place, *, disk_bytes: int, memory_bytes: int) -> None:
 
 
 def drop_caches() -> None:
-    """Have the kernel forget the page cache. Raises InvalidInput where that is not allowed."""
+    """Have the kernel forget the page cache. Raises InvalidInput without permission."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -184,7 +185,7 @@ def drop_caches() -> None:
 
 
 def read_through(directory: Path) -> None:
-    """Have all files in the page cache."""
+    """Read all files into the page cache."""
     chunk = bytearray(4 << 20)
     for path in sorted(directory.rglob("*")):
         if path.is_file():

@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code: the machine, and the versions of everything that takes part."""
+"""Describe the machine, and the versions of all packages that take part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("ckptstore", "torch", "numpy", "awscrt", "fsspec", "obstore")
 
 
 def describe(place: Place) -> dict[str, Any]:
-    """The machine, without its name."""
+    """Return the machine, without its name."""
     return {
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -32,15 +32,15 @@ def describe(place: Place) -> dict[str, Any]:
 
 
 def gpus() -> dict[str, Any]:
-    """The GPUs of this machine and their driver, by what `nvidia-smi` says; without it, by what torch says."""
+    """Return the GPUs of this machine and their driver, from `nvidia-smi`; without it, from torch."""
     fields = ("name", "driver_version", "memory.total", "pcie.link.gen.max", "pcie.link.width.max")
-    asked = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:
         found = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return {"gpus": found, "driver": f"unknown: {error}", "cuda": torch.version.cuda}
-    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.strip()]
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
     return {
         "gpus": [f"{name}, {memory}, PCIe {generation} x{width}" for name, _, memory, generation, width in rows],
         "driver": ", ".join(dict.fromkeys(row[1] for row in rows)),
@@ -49,7 +49,7 @@ def gpus() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what ckptstore itself works with."""
+    """Return the versions of ckptstore's own packages."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -70,6 +70,6 @@ def _processor() -> str:
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system that a path is on."""
+    """Return the type of the file system of a path."""
     found = [item for item in psutil.disk_partitions(all=True) if path.is_relative_to(item.mountpoint)]
     return max(found, key=lambda item: len(item.mountpoint)).fstype if found else "a disk"

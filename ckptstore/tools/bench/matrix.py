@@ -1,4 +1,4 @@
-"""Which peer stands in which table, and why one does not. The page on method has it from here."""
+"""List the peers of each table, and the reasons for the missing ones. The page on method is generated from it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
-from ckptstore.tools.bench.figures.told import settings_text
+from ckptstore.tools.bench.figures.text import settings_text
 from ckptstore.tools.bench.peers.base import Contender
 from ckptstore.tools.bench.peers.registry import CONTENDERS, FAMILIES
 from ckptstore.tools.bench.work import LOADS
@@ -19,12 +19,12 @@ TABLES: Mapping[str, Mapping[str, Place]] = {
     **{name: _DISK_ALONE if name.startswith("tier-") else _BOTH for name in CONTENDERS if not name.startswith("gpu-")},
     "ls": _BOTH,
 }
-"""Every table, and where it can be measured; those of a GPU apart, which have the peers that load or stage for one."""
+"""Every table, and the places where it can be measured; without those of a GPU, whose peers load or stage for one."""
 
 _STANDING = {kind.family for name, kinds in CONTENDERS.items() if name in TABLES for kind in kinds}
 _STANDING |= {one.family for one in FINDERS}
 NAMES_OF_PEERS = tuple(name for name in FAMILIES if name in _STANDING)
-"""What `--peers` calls those who stand in any of them."""
+"""The names for `--peers` of those in any table."""
 
 _MANY = 2
 _COPIES = ("cp", "pyarrow", "fsspec")
@@ -59,7 +59,7 @@ HOLES: Mapping[str, Mapping[str, str]] = {
         "ray": "its controller keeps the list in memory, and in a file that is read when the run is restored",
     },
 }
-"""By table and by what `--peers` calls a peer: why none of its contenders is in that table."""
+"""By table and name of a peer: why none of its contenders is in that table."""
 
 ABSENT: Mapping[str, str] = {
     "NVRx": "its saves in the background, its state dict and its reads from another rank call CUDA (0.4.1); on CPUs "
@@ -68,16 +68,16 @@ ABSENT: Mapping[str, str] = {
     "TorchSnapshot": "its last release is of 2022",
     "Run:ai Model Streamer, fastsafetensors": "they load files of safetensors, and save nothing; not tried yet",
 }
-"""Others that one would compare with, which are in no table, and why."""
+"""Other systems that are in no table, and why."""
 
 
 def case_of(place: Place, ranks: int) -> Case:
-    """A case without tensors, as contenders are asked about."""
+    """Return a case without tensors, for questions about contenders."""
     return Case(place=place, rank=0, world_size=ranks, durable=True, bucket=S3)
 
 
 def hole(table: str, place: Place, family: str) -> str | None:
-    """Why no contender of a family takes part in a table there; None when one does."""
+    """Return why no contender of a family takes part in a table there; None when one does."""
     if table == "ls":
         if any(one.family == family for one in FINDERS):
             return None if place.is_local else "it reads directories"
@@ -90,7 +90,7 @@ def hole(table: str, place: Place, family: str) -> str | None:
 
 
 def matrix() -> tuple[list[str], list[list[str]], list[str]]:
-    """Headers, a row for each of the peers, and the reasons by the letters that stand in the holes."""
+    """Return headers, a row for each of the peers, and the reasons by the letters in the holes."""
     columns = [(table, name, place) for table, places in TABLES.items() for name, place in places.items()]
     headers = ["`--peers`", *(f"{table}, {name}" for table, name, _ in columns)]
     letters: dict[str, str] = {}
@@ -105,11 +105,11 @@ def matrix() -> tuple[list[str], list[list[str]], list[str]]:
 
 
 def settings_rows() -> Iterator[list[str]]:
-    """Of each peer its name, what `--peers` calls it, the settings that are tried, and what it checks. Those of the
-    fast tier are the same ones in other places."""
+    """Yield each peer's name, its name for `--peers`, the settings that are tried, and its checks."""
     kinds: dict[type[Contender], list[str]] = {}
     for table, found in CONTENDERS.items():
         for kind in found:
+            # Those of the fast tier are the same ones in other places.
             if kind.role == "peer" and table in TABLES and not table.startswith("tier-"):
                 kinds.setdefault(kind, []).append("load" if table in LOADS else "save")
     for kind, actions in kinds.items():

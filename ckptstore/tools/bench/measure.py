@@ -1,4 +1,4 @@
-"""What one turn takes: seconds, processor time of this process and its children, and memory beside what was there."""
+"""Measure one turn: seconds, processor time of this process and its children, and additional memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and of all that it started, those that still run counted."""
+    """Return the processor time of this process and of all its children, running ones included."""
     found = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
@@ -33,7 +33,7 @@ def cpu_seconds() -> float:
 
 
 def status_bytes(name: str) -> int:
-    """VmRSS, VmHWM and the like of this process. Raises OSError or KeyError where there is no such thing."""
+    """Return VmRSS, VmHWM and the like of this process. Raises OSError or KeyError if the system lacks them."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -41,7 +41,7 @@ def status_bytes(name: str) -> int:
 
 
 class Meter:
-    """Measures while its context lasts; `returned` is called when the call that blocks the training is over."""
+    """Measures during its context; call `returned` when the call that blocks the training is over."""
 
     blocked_seconds = 0.0
     total_seconds = 0.0
@@ -52,14 +52,14 @@ class Meter:
     def __enter__(self) -> Meter:
         gc.collect()
         self._before_bytes = self._resident()
-        self._listening = listening(self._hear)
+        self._listening = listening(self._on_event)
         self._listening.__enter__()
         self._cpu = cpu_seconds()
         self._started = time.perf_counter()
         return self
 
     def returned(self) -> None:
-        """The caller may go on, and change its state."""
+        """Note that the caller may go on, and change its state."""
         self.blocked_seconds = time.perf_counter() - self._started
 
     def __exit__(
@@ -75,7 +75,7 @@ class Meter:
     def sample(
         self, *, requests: int | None = None, sent_bytes: int | None = None, received_bytes: int | None = None
     ) -> Sample:
-        """What was measured, with what a server counted. Only ckptstore tells of its retries."""
+        """Return the measurements, with a server's counts. Only ckptstore reports its retries."""
         return Sample(
             blocked_seconds=self.blocked_seconds,
             total_seconds=self.total_seconds,
@@ -87,13 +87,13 @@ class Meter:
             retries=self.retries,
         )
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, RequestRetried):
             self.retries += 1
 
     @staticmethod
     def _resident() -> int | None:
-        """Resident memory now; from here on the high-water mark counts anew. None where Linux is not the system."""
+        """Return the resident memory and reset the high-water mark. None on systems other than Linux."""
         try:
             _CLEAR.write_text("5")
             return status_bytes("VmRSS")

@@ -1,4 +1,4 @@
-"""What the machine can do: the same bytes between memory and files with system calls alone, and one memcpy."""
+"""Move the same bytes between memory and files with system calls alone, and by one memcpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, 
 
 
 class Memory:
-    """Memory that begins at a page, as direct writes need it, and is there."""
+    """Memory that begins at a page, as direct writes require, and is allocated."""
 
     def __init__(self, size_bytes: int) -> None:
         self.map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -80,14 +80,14 @@ class Way:
 
 
 def settle(directory: Path) -> None:
-    """Have the file system finish what was removed and made in a directory. What others write is not waited for."""
+    """Have the file system finish removals and creations in a directory, without waiting for others' writes."""
     above = os.open(directory, os.O_RDONLY)
     os.fsync(above)
     os.close(above)
 
 
 def ways(*, durable: bool, blocks: tuple[int, ...] = (MIB, 4 * MIB, 16 * MIB)) -> Iterator[Way]:
-    """All ways to write: direct ones are tried when it must be durable, for nothing stays in memory then."""
+    """Yield all ways to write: direct ones only for durable writes, which leave nothing in memory."""
     kinds = ("buffered", "early", "direct") if durable else ("buffered",)
     for kind, block_bytes, one_file in itertools.product(kinds, blocks, (True, False)):
         yield Way(kind=kind, block_bytes=block_bytes, one_file=one_file, durable=durable)
@@ -114,7 +114,7 @@ def read_into(target: memoryview, paths: list[Path], *, num_threads: int, block_
 
 
 def copy(target: Memory, source: Memory, *, num_threads: int = 1) -> None:
-    """memcpy of everything, by so many threads."""
+    """Copy everything by memcpy, with so many threads."""
     size_bytes = len(source.map)
     share = -(-size_bytes // num_threads)
 

@@ -1,4 +1,4 @@
-"""A whole run: every workload in processes of its own, one report."""
+"""Run all workloads, in processes of their own, and return one report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptstore.tools.bench.figures.report import (
     OURS,
     S3_SINK,
     S3_TEST,
-    Asked,
+    Options,
     Report,
     Sample,
     Workload,
@@ -31,7 +31,7 @@ from ckptstore.tools.bench.figures.report import (
 from ckptstore.tools.bench.gpu.on_device import check_device, on_device
 from ckptstore.tools.bench.peers.base import installed_versions
 from ckptstore.tools.bench.peers.registry import CONTENDERS
-from ckptstore.tools.bench.shapes import asked_bytes
+from ckptstore.tools.bench.shapes import state_bytes
 from ckptstore.tools.bench.timeline import aligned, straggler
 from ckptstore.tools.bench.work import LOADS, Task, figure_of, work
 from ckptstore.tools.bench.workloads.fast_nodes import fast_nodes
@@ -62,7 +62,7 @@ _STATES_IN_MEMORY = {
     "ls": 0,
     "gpu": 12,
 }
-"""At the most, as multiples of the size; on the disk also what each peer keeps that loads."""
+"""The most states at a time, as multiples of the size; on the disk also the checkpoints of each peer that loads."""
 _TITLES = {
     "save": "Save a state",
     "load": "Load into tensors that exist",
@@ -72,112 +72,115 @@ _TITLES = {
 }
 
 Show = Callable[[str, int, int], None]
-"""Called with what is done now, how many turns are over, and how many there are."""
+"""Called with the present action, the number of finished turns, and their total."""
 
 
-def run(asked: Asked, *, storage_options: Mapping[str, Any], command: str, show: Show) -> Report:
-    """Measure everything that is asked for. Raises StorageFull before anything is written when it would not fit."""
-    _check(asked)
-    size_bytes = asked_bytes(asked.shape, size_bytes=asked.size_bytes, scale=asked.scale)
+def run(options: Options, *, storage_options: Mapping[str, Any], command: str, show: Show) -> Report:
+    """Measure everything that is requested. Raises StorageFull before anything is written when it would not fit."""
+    _check(options)
+    size_bytes = state_bytes(options.shape, size_bytes=options.size_bytes, scale=options.scale)
     started = time.time()
-    line = {"latency_seconds": asked.latency_seconds or 0.0, "bytes_per_second": asked.bytes_per_second}
-    with opened_place(asked.to, storage_options, **line) as place:  # type: ignore[arg-type]
+    line = {"latency_seconds": options.latency_seconds or 0.0, "bytes_per_second": options.bytes_per_second}
+    with opened_place(options.to, storage_options, **line) as place:  # type: ignore[arg-type]
         check_room(
             place,
-            disk_bytes=size_bytes * max(_states_on_disk(name, asked, place) for name in asked.workloads),
-            memory_bytes=size_bytes * max(_STATES_IN_MEMORY[name] for name in asked.workloads),
+            disk_bytes=size_bytes * max(_states_on_disk(name, options, place) for name in options.workloads),
+            memory_bytes=size_bytes * max(_STATES_IN_MEMORY[name] for name in options.workloads),
         )
         workloads: list[Workload] = []
         curves: Mapping[str, Any] = {}
-        for name in asked.workloads:
+        for name in options.workloads:
             if name == "ls":
-                workloads += finding(place, asked, tell=lambda text: show(f"ls: {text}", 0, 0))
+                workloads += finding(place, options, tell=lambda text: show(f"ls: {text}", 0, 0))
             elif name == "tier":
-                workloads += fast_nodes(place, asked, size_bytes, lambda tasks, ranks: contests(tasks, ranks, show))
+                workloads += fast_nodes(place, options, size_bytes, lambda tasks, ranks: contests(tasks, ranks, show))
             elif name == "gpu":
-                workloads += on_device(place, asked, size_bytes, lambda tasks, ranks: contests(tasks, ranks, show))
+                workloads += on_device(place, options, size_bytes, lambda tasks, ranks: contests(tasks, ranks, show))
             elif name == "ranks":
-                curves = scaling(place, asked, size_bytes, lambda task, ranks: contest(task, ranks, show), show)
+                curves = scaling(place, options, size_bytes, lambda task, ranks: contest(task, ranks, show), show)
             else:
-                workloads.append(_workload(name, asked, place, size_bytes, show))
-        told = machine.describe(place)
-        if asked.device == "cuda":
-            told |= machine.gpus()
+                workloads.append(_workload(name, options, place, size_bytes, show))
+        described = machine.describe(place)
+        if options.device == "cuda":
+            described |= machine.gpus()
     kinds = [
         kind
         for contest_name, found in CONTENDERS.items()
-        if any(contest_name == name or contest_name.startswith(f"{name}-") for name in asked.workloads)
+        if any(contest_name == name or contest_name.startswith(f"{name}-") for name in options.workloads)
         for kind in found
     ]
     return Report(
         created_at=started,
         command=command,
-        machine=told,
+        machine=described,
         versions={**machine.versions(), **installed_versions(kinds)},
-        asked={**asdict(replace(asked, to=None)), "size_bytes": size_bytes},
+        asked={**asdict(replace(options, to=None)), "size_bytes": size_bytes},
         workloads=tuple(workloads),
         scaling=curves,
     )
 
 
-def _check(asked: Asked) -> None:
-    """Raise InvalidInput for what could not be done, and for what would have no effect."""
-    unread = sorted({*asked.workloads} & {"load", "node-cache"}) if asked.to == S3_SINK else []
+def _check(options: Options) -> None:
+    """Raise InvalidInput for impossible options, and for options without effect."""
+    unread = sorted({*options.workloads} & {"load", "node-cache"}) if options.to == S3_SINK else []
     if unread:
         raise InvalidInput(f"{S3_SINK} keeps nothing that {' and '.join(unread)} could read", hint=f"Take {S3_TEST}")
-    if asked.tensor_bytes is not None:
-        if asked.shape != "tensors":
-            raise InvalidInput(f"--tensor-size has no effect on the shape {asked.shape}", hint="Give --shape tensors")
-        if asked.tensor_bytes < 1:
+    if options.tensor_bytes is not None:
+        if options.shape != "tensors":
+            raise InvalidInput(f"--tensor-size has no effect on the shape {options.shape}", hint="Give --shape tensors")
+        if options.tensor_bytes < 1:
             raise InvalidInput("--tensor-size is 0, a tensor has at least 1 byte")
-    if "tier" in asked.workloads and not is_disk(asked.to):
-        raise InvalidInput(f"{asked.to} is no disk, and a fast tier lies on one", hint="Give --to a directory")
-    if asked.device is not None:
-        if "gpu" not in asked.workloads:
+    if "tier" in options.workloads and not is_disk(options.to):
+        raise InvalidInput(f"{options.to} is no disk, and a fast tier lies on one", hint="Give --to a directory")
+    if options.device is not None:
+        if "gpu" not in options.workloads:
             raise InvalidInput("--device has no effect here", hint="It is for the workload gpu")
-        check_device(asked.device)
-    with_line = asked.to in (S3_TEST, S3_SINK) or "tier" in asked.workloads
-    if asked.latency_seconds is not None and not with_line and "ranks" not in asked.workloads:
+        check_device(options.device)
+    with_line = options.to in (S3_TEST, S3_SINK) or "tier" in options.workloads
+    if options.latency_seconds is not None and not with_line and "ranks" not in options.workloads:
         raise InvalidInput(
             "--latency-ms has no effect here: no test server and no simulated rank takes part",
             hint=f"Give --to {S3_TEST}, or measure ranks",
         )
-    if asked.bytes_per_second is not None and not with_line:
+    if options.bytes_per_second is not None and not with_line:
         raise InvalidInput(
             "--bandwidth-mb has no effect here: no test server takes part", hint=f"Give --to {S3_TEST}, or measure tier"
         )
 
 
-def _states_on_disk(name: str, asked: Asked, place: Place) -> int:
-    """What is there at the same time. All that take part in a load have a checkpoint of their own."""
+def _states_on_disk(name: str, options: Options, place: Place) -> int:
+    """Return the most states on the disk at a time. All contenders of a load have a checkpoint of their own."""
     found = _STATES_ON_DISK[name]
     for contest_name in (name, {"tier": "tier-resume", "gpu": "gpu-load"}.get(name, "")):
         if contest_name in LOADS:
-            case = Case(place=place, rank=0, world_size=asked.ranks, durable=asked.durable, bucket=place)
-            kinds = [kind for kind in CONTENDERS[contest_name] if kind.role != "peer" or asked.wants(kind.family)]
+            case = Case(place=place, rank=0, world_size=options.ranks, durable=options.durable, bucket=place)
+            kinds = [kind for kind in CONTENDERS[contest_name] if kind.role != "peer" or options.wants(kind.family)]
             found += sum(kind.unfit(case) is None for kind in kinds)
     return found
 
 
-def _workload(name: str, asked: Asked, place: Place, size_bytes: int, show: Show) -> Workload:
-    task = Task(name=name, asked=asked, place=place, size_bytes=size_bytes)
+def _workload(name: str, options: Options, place: Place, size_bytes: int, show: Show) -> Workload:
+    task = Task(name=name, options=options, place=place, size_bytes=size_bytes)
     if name in ("directory", "node-cache"):
-        with files_of(asked, name, size_bytes, place) as (files, facts):
-            return replace(contest(replace(task, files=str(files)), asked.ranks, show), facts=facts)
-    return contest(task, asked.ranks, show)
+        with files_of(options, name, size_bytes, place) as (files, facts):
+            return replace(contest(replace(task, files=str(files)), options.ranks, show), facts=facts)
+    return contest(task, options.ranks, show)
 
 
 def contest(task: Task, ranks: int, show: Show) -> Workload:
-    """One workload by real processes. Never raises for what a rank does: it is told as every contender's failure."""
+    """Run one workload by real processes. Never raises for an error of a rank: it becomes every contender's failure."""
     return contests([task], ranks, show)[0]
 
 
 def contests(tasks: Sequence[Task], ranks: int, show: Show) -> list[Workload]:
-    """The same for several workloads by the same processes, one after another."""
-    with tempfile.TemporaryDirectory(prefix="ckptstore-bench-") as name, _told(Path(name), tasks[0].name, show) as told:
-        tasks = [replace(task, told=str(told)) for task in tasks]
+    """Run several workloads by the same processes, one after another."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ckptstore-bench-") as name,
+        _progress_file(Path(name), tasks[0].name, show) as progress,
+    ):
+        tasks = [replace(task, progress=str(progress)) for task in tasks]
         try:
-            with redirect_stdout(StringIO()):  # what peers print; of a failure it is in the error
+            with redirect_stdout(StringIO()):  # the peers' output; that of a failure is in the error
                 found = run_ranks(ranks, work, tasks, timeout_seconds=_TIMEOUT_SECONDS, env=_env(tasks[0]))
         except RanksFailed as error:
             return [_failed(task, ranks, str(error)) for task in tasks]
@@ -185,7 +188,7 @@ def contests(tasks: Sequence[Task], ranks: int, show: Show) -> list[Workload]:
 
 
 def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:
-    """One workload from what all ranks returned."""
+    """Combine the results of all ranks for one workload."""
     outcomes = [_joined([rank["outcomes"][index] for rank in found]) for index in range(len(found[0]["outcomes"]))]
     watched = [rank["watched"] for rank in found if rank["watched"]]
     facts: dict[str, Any] = {}
@@ -219,23 +222,23 @@ def _failed(task: Task, ranks: int, reason: str) -> Workload:
     outcomes = [
         WorkloadOutcome(name=kind.name, family=kind.family, role=kind.role, status="failed", reason=reason[:2000])
         for kind in CONTENDERS[task.name]
-        if kind.role != "peer" or task.asked.wants(kind.family)
+        if kind.role != "peer" or task.options.wants(kind.family)
     ]
     title = _TITLES.get(task.name, task.name)
     return Workload(name=task.name, title=title, size_bytes=task.size_bytes, ranks=ranks, outcomes=tuple(outcomes))
 
 
 def _env(task: Task) -> dict[str, str]:
-    """What clients that take no credentials find in their environment: those of the test server only."""
+    """Return the test server's credentials, for clients that take them only from the environment."""
     if (task.bucket or task.place).endpoint_url is None:
         return {}
     return {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_REGION": "us-east-1"}
 
 
 @contextmanager
-def _told(directory: Path, workload: str, show: Show) -> Iterator[Path]:
-    """A file whose lines are shown as they come."""
-    path, over = directory / "told", threading.Event()
+def _progress_file(directory: Path, workload: str, show: Show) -> Iterator[Path]:
+    """Yield a file, and show its lines as they come."""
+    path, over = directory / "progress", threading.Event()
     path.touch()
 
     def follow() -> None:
@@ -243,8 +246,8 @@ def _told(directory: Path, workload: str, show: Show) -> Iterator[Path]:
         with path.open() as file:
             while not over.wait(0.1):
                 for line in file:
-                    told = json.loads(line)
-                    show(f"{workload}: {told['turn']}", count, told["total"])
+                    turn = json.loads(line)
+                    show(f"{workload}: {turn['turn']}", count, turn["total"])
                     count += 1
 
     thread = threading.Thread(target=follow, name="ckptstore-bench-progress", daemon=True)

@@ -1,4 +1,4 @@
-"""The states that are saved and loaded: tensors of one size, or what a rank holds of a Llama 3 in training.
+"""Create the states to save and load: tensors of one size, or a rank's share of a Llama 3 in training.
 
 The Llama presets have the dimensions of the checkpoint workloads of MLPerf Storage: 16-bit weights, and in 32 bits the
 master weights and both moments of Adam, which makes 14 bytes for each parameter. Every rank has the same rows of every
@@ -26,7 +26,7 @@ _PATTERN_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A model of MLPerf Storage, and over how many ranks it is trained there."""
+    """A model of MLPerf Storage, and the number of ranks of its training."""
 
     hidden: int
     inner: int
@@ -36,10 +36,10 @@ class Preset:
     ranks: int
     words: int = 128_256
     is_trained: bool = True
-    """Whether there is an optimizer, and a head with weights of its own."""
+    """True if there is an optimizer, and a head with weights of its own."""
 
     def weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor of the model."""
+        """Yield name and shape of every tensor of the model."""
         kv = self.hidden // self.heads * self.kv_heads
         yield "model.embed_tokens.weight", (self.words, self.hidden)
         inside: dict[str, tuple[int, ...]] = {
@@ -62,7 +62,7 @@ class Preset:
 
     @property
     def size_bytes(self) -> int:
-        """Of a whole checkpoint."""
+        """The bytes of a whole checkpoint."""
         return sum(math.prod(shape) for _, shape in self.weights()) * (TRAINED_BYTES if self.is_trained else 2)
 
 
@@ -75,8 +75,8 @@ PRESETS = {
 SHAPES = ("tensors", *PRESETS, "files")
 
 
-def asked_bytes(shape: str, *, size_bytes: int, scale: float | None) -> int:
-    """The bytes of the whole state. With `scale`, that share of the preset. Raises InvalidInput for no preset."""
+def state_bytes(shape: str, *, size_bytes: int, scale: float | None) -> int:
+    """Return the bytes of the whole state, or that share of the preset. Raises InvalidInput without a preset."""
     if scale is None:
         return size_bytes
     if shape not in PRESETS:
@@ -87,7 +87,7 @@ def asked_bytes(shape: str, *, size_bytes: int, scale: float | None) -> int:
 def shapes_of(
     shape: str, rank_bytes: int, tensor_bytes: int = TENSOR_BYTES
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What one rank holds: about `rank_bytes`, at least one row of every tensor."""
+    """Return the tensors of one rank: about `rank_bytes`, at least one row of every tensor."""
     if shape not in PRESETS:
         count = max(1, round(rank_bytes / tensor_bytes))
         size = rank_bytes // count // 2
@@ -107,7 +107,7 @@ def shapes_of(
 
 
 def rank_state(shape: str, rank_bytes: int, *, rank: int, tensor_bytes: int = TENSOR_BYTES) -> State:
-    """Tensors of one rank, in memory that is there, with bytes that differ from tensor to tensor and rank to rank."""
+    """Create the tensors of one rank, with bytes that differ from tensor to tensor and rank to rank."""
     generator = torch.Generator().manual_seed(rank)
     pattern = torch.randint(0, 256, (_PATTERN_BYTES,), dtype=torch.uint8, generator=generator).repeat(2)
     return {
@@ -126,17 +126,17 @@ def _filled(shape: tuple[int, ...], dtype: torch.dtype, pattern: torch.Tensor) -
 
 
 def empty_like(state: Mapping[str, torch.Tensor]) -> State:
-    """Tensors to load into, whose memory is there."""
+    """Create tensors to load into, in allocated memory."""
     return {name: torch.full_like(tensor, 1) for name, tensor in state.items()}
 
 
 def size_of(state: Mapping[str, torch.Tensor]) -> int:
-    """The bytes of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
 def difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
-    """The first tensor whose bytes differ; None when there is none."""
+    """Return the first tensor whose bytes differ; None when there is none."""
     for name, tensor in expected.items():
         if not torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)):
             return name

@@ -1,4 +1,4 @@
-"""When each rank did what in one save: the calls of its storage and the events, told as phases."""
+"""Divide one save of each rank into phases, from the calls of its storage and its events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UPLOADS = frozenset({"write", "write_part", "write_many", "open_parts", "finish
 
 
 @dataclass(slots=True)
-class Seen:
+class RecordedCall:
     """One call of the storage."""
 
     verb: str
@@ -29,45 +29,45 @@ class Seen:
 
 @dataclass(kw_only=True)
 class Recorder:
-    """A hook around every call of a storage and a listener of events; times are those of the machine's one clock."""
+    """Records every call of a storage, as a hook, and events, as a listener. Times are monotonic."""
 
     rank: int
     started: float = 0.0
     ended: float = 0.0
     staged: float | None = None
     committed: float | None = None
-    calls: list[Seen] = field(default_factory=list)
-    _open: dict[int, Seen] = field(default_factory=dict)
+    calls: list[RecordedCall] = field(default_factory=list)
+    _open: dict[int, RecordedCall] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, call: Call) -> None:
         now, thread = time.monotonic(), threading.get_ident()
         with self._lock:
             if call.phase == "before":
-                self._open[thread] = Seen(call.verb, call.key, thread, now, size_bytes=call.size_bytes)
+                self._open[thread] = RecordedCall(call.verb, call.key, thread, now, size_bytes=call.size_bytes)
             elif (seen := self._open.pop(thread, None)) is not None:
                 seen.end = now
                 self.calls.append(seen)
 
-    def hear(self, event: Event) -> None:
-        """A listener."""
+    def on_event(self, event: Event) -> None:
+        """Record an event."""
         if isinstance(event, StateStaged):
             self.staged = time.monotonic()
         elif isinstance(event, CheckpointCommitted):
             self.committed = time.monotonic()
 
     def counts(self) -> dict[str, int]:
-        """Calls by verb between start and end."""
+        """Count the calls by verb between start and end."""
         found: dict[str, int] = {}
         for seen in self._inside():
             found[seen.verb] = found.get(seen.verb, 0) + 1
         return found
 
-    def _inside(self) -> list[Seen]:
+    def _inside(self) -> list[RecordedCall]:
         return sorted((one for one in self.calls if self.started <= one.start <= self.ended), key=lambda one: one.start)
 
     def phases(self) -> dict[str, Any]:
-        """The rank's spans, in seconds of the machine's clock: what it did on which thread, then waits and commit."""
+        """Return the rank's spans, in seconds of the machine's clock: work by threads, then waits and commit."""
         calls = self._inside()
         own = [one for one in calls if one.verb in _UPLOADS and f"-rank={self.rank:05d}" in one.key]
         flushes = [one for one in calls if one.verb == "persist" and f"-rank={self.rank:05d}" in one.key]
@@ -97,10 +97,10 @@ def _span(phase: str, lane: int, start: float, end: float, what: str, size_bytes
     }
 
 
-def _hashing(own: Sequence[Seen], lanes: Mapping[int, int]) -> list[dict[str, Any]]:
-    """Between two parts of a file a thread reads and hashes the next one."""
+def _hashing(own: Sequence[RecordedCall], lanes: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Return the spans between two parts of a file, when a thread reads and hashes the next one."""
     found: list[dict[str, Any]] = []
-    before: dict[int, Seen] = {}
+    before: dict[int, RecordedCall] = {}
     for one in own:
         last = before.get(one.thread)
         if last is not None and last.key == one.key and one.verb == "write_part" and one.start > last.end:
@@ -110,7 +110,7 @@ def _hashing(own: Sequence[Seen], lanes: Mapping[int, int]) -> list[dict[str, An
 
 
 def aligned(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """All ranks on one clock that begins with the first of them, sorted by rank; times in seconds.
+    """Put all ranks on one clock that begins with the first of them, sorted by rank; times in seconds.
 
     The leader commits from the moment at which the last rank had stored its files.
     """
@@ -124,14 +124,14 @@ def aligned(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {
             **moved(rank),
             "stored": round(rank["stored"] - zero, 6),
-            "spans": sorted(map(moved, _told(rank, all_stored)), key=lambda span: (span["lane"], span["start"])),
+            "spans": sorted(map(moved, _divided(rank, all_stored)), key=lambda span: (span["lane"], span["start"])),
         }
         for rank in sorted(ranks, key=lambda rank: rank["rank"])
     ]
 
 
-def _told(rank: Mapping[str, Any], all_stored: float) -> list[Mapping[str, Any]]:
-    """A rank's spans; the leader's wait is divided into what it waited and its commit."""
+def _divided(rank: Mapping[str, Any], all_stored: float) -> list[Mapping[str, Any]]:
+    """Return a rank's spans; the leader's wait is divided into its real wait and its commit."""
     if rank["rank"] != 0:
         return list(rank["spans"])
     found = [span for span in rank["spans"] if span["phase"] != "wait"]
@@ -142,8 +142,10 @@ def _told(rank: Mapping[str, Any], all_stored: float) -> list[Mapping[str, Any]]
 
 
 def straggler(ranks: Sequence[Mapping[str, Any]]) -> tuple[int, float] | None:
-    """The rank that had stored its files last, and how many seconds after the median rank; None for one rank, or when
-    all ended within a tenth of the save."""
+    """Return the rank that stored its files last, and its seconds after the median rank.
+
+    None for one rank, or when all ended within a tenth of the save.
+    """
     if len(ranks) < 2:
         return None
     ordered = sorted(ranks, key=lambda rank: float(rank["stored"]))

@@ -1,5 +1,8 @@
-"""Contenders in turn, round by round, so that what changes on the machine hits all alike. Each round has an order of
-its own: what one leaves behind, such as pages to be written back, is not always met by the same other one."""
+"""Let contenders take turns, round by round, so that changes on the machine hit all alike.
+
+Each round has an order of its own: the remains of one, such as pages to be written back, do not always meet the same
+other one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from ckptstore.tools.bench.raw import settle
 T = TypeVar("T")
 
 Tell = Callable[[str, int], None]
-"""Called before each turn with what it is, and how many turns there will be in all."""
+"""Called before each turn with its name, and the total number of turns."""
 _SHOWN_CHARACTERS = 500
 
 
@@ -42,7 +45,7 @@ class Entrant:
     samples: list[Sample] = field(default_factory=list)
 
     def outcome(self) -> WorkloadOutcome:
-        """What is to be reported of it, by this rank."""
+        """Return this rank's outcome for the report."""
         return WorkloadOutcome(
             name=self.kind.name,
             family=self.kind.family,
@@ -61,7 +64,7 @@ class Entrant:
         return {name: statistics.median(values) for name, values in self.contender.noted.items()}
 
     def fail(self, error: BaseException) -> None:
-        """It takes part no more."""
+        """Exclude it from further turns."""
         self.status, self.reason = "failed", str(error)[:_SHOWN_CHARACTERS]
 
 
@@ -95,7 +98,7 @@ class Contest:
         return [entrant.outcome() for entrant in entrants]
 
     def _enter(self, entrant: Entrant) -> None:
-        """Every setting takes a turn, and one more before it where that warms up; the fastest one stays."""
+        """Try every setting for a turn, after one more turn if that warms up; keep the fastest."""
         kind = entrant.kind
         objection = first(self.case.gather(kind.objection(self.case)))
         if objection:
@@ -119,13 +122,13 @@ class Contest:
             entrant.fail(failure)
 
     def _dismiss(self, contender: Contender) -> None:
-        """Give back what it holds, and what was stored for it."""
+        """Release its resources and its stored state."""
         self._quietly(contender.close)
         if self.action == "load":
-            self._quietly(lambda: contender.discard(self._kept(contender)) if self.case.rank == 0 else None)
+            self._quietly(lambda: contender.discard(self._stored_place(contender)) if self.case.rank == 0 else None)
 
     def _tries(self, kind: type[Contender]) -> int:
-        """How many turns are taken to judge a setting: the last one counts."""
+        """Return the number of turns to judge a setting by: the last one counts."""
         return 2 if self.action in kind.warmed else 1
 
     def _tried(self, kind: type[Contender], settings: dict[str, Any]) -> tuple[float, Contender]:
@@ -141,8 +144,8 @@ class Contest:
         return max(self.case.gather(getattr(sample, self.figure))), contender
 
     def _store(self, contender: Contender) -> None:
-        """What will be loaded."""
-        place = self._kept(contender)
+        """Store the state to be loaded."""
+        place = self._stored_place(contender)
 
         def store() -> None:
             wait = contender.save(place)
@@ -154,7 +157,7 @@ class Contest:
         self._together(lambda: contender.after(place))
 
     def turn(self, contender: Contender) -> Sample:
-        """One timed turn of all ranks. Raises TurnFailed on all of them when it fails on one."""
+        """Take one timed turn on all ranks. Raises TurnFailed on all of them when it fails on one."""
         self.tell(contender.name, self._total)
         return self._load(contender) if self.action == "load" else self._save(contender)
 
@@ -170,7 +173,7 @@ class Contest:
         return sample
 
     def _load(self, contender: Contender) -> Sample:
-        place = self._kept(contender)
+        place = self._stored_place(contender)
         self._together(lambda: self._even_caches(place))
         sample = self.timed(contender, lambda: contender.load(place))
         wrong = first(self.case.gather(self._together(contender.wrong)))
@@ -179,7 +182,7 @@ class Contest:
         return sample
 
     def timed(self, contender: Contender, call: Callable[[], Any]) -> Sample:
-        """One call of all ranks, and the wait for what it began."""
+        """Time one call on all ranks, and the wait for its work."""
         case, is_first = self.case, self.case.rank == 0
         server = case.bucket or case.place
         before = server.counts() if is_first else (0, 0, 0)
@@ -204,7 +207,7 @@ class Contest:
         return sample if contender.role == "ckptstore" else replace(sample, retries=None)
 
     def _together(self, call: Callable[[], T]) -> T:
-        """The result of a call that all ranks make. Raises TurnFailed on all when it raises on one."""
+        """Return the result of a call that all ranks make. Raises TurnFailed on all when it raises on one."""
         result, error = None, None
         try:
             result = call()
@@ -218,13 +221,13 @@ class Contest:
         return result  # type: ignore[return-value]
 
     def _quietly(self, call: Callable[[], None]) -> None:
-        """What fails at the end of a contender says nothing of its turns."""
+        """Call on all ranks; show a failure, which says nothing of the turns, without raising it."""
         try:
             self._together(call)
         except TurnFailed as error:
             self.tell(str(error), self._total)
 
-    def _kept(self, contender: Contender) -> str:
+    def _stored_place(self, contender: Contender) -> str:
         settings = "-".join(f"{name}-{value}" for name, value in contender.settings.items())
         return self.case.uri("kept-" + re.sub(r"\W+", "-", f"{contender.name} {settings}").strip("-").lower())
 
@@ -235,7 +238,7 @@ class Contest:
                 settle(self.case.place.path)
 
     def _even_caches(self, place: str) -> None:
-        """All files that will be read are in the page cache, or none."""
+        """Bring all files to be read into the page cache, or none."""
         if self.case.rank != 0 or not self.case.place.is_local:
             return
         if self.case.drop_caches:

@@ -1,4 +1,4 @@
-"""What the process of each rank does."""
+"""Work of the process of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptstore.testing import with_faults
 from ckptstore.testing.hooked import Call
 from ckptstore.tools.bench.case import Case, process_group, use_threads
 from ckptstore.tools.bench.destination import Place
-from ckptstore.tools.bench.figures.report import Asked, WorkloadOutcome
+from ckptstore.tools.bench.figures.report import Options, WorkloadOutcome
 from ckptstore.tools.bench.gpu.steps import Steps
 from ckptstore.tools.bench.peers.base import Contender
 from ckptstore.tools.bench.peers.own import AsyncCkptstore, Ckptstore
@@ -27,13 +27,13 @@ from ckptstore.tools.bench.timeline import Recorder
 from ckptstore.tools.bench.turns import Contest, Tell
 
 FIGURES = {"async": "blocked_seconds", "gpu-stall": "blocked_seconds", "gpu-first": "blocked_seconds"}
-"""What the ratios of a workload are taken of; total seconds where nothing else is said."""
+"""The figures for the ratios of workloads; total seconds for all others."""
 LOADS = ("load", "node-cache", "tier-resume", "gpu-load")
 """The contests in which loads are timed."""
 _CONTESTS: dict[str, type[Contest]] = {"gpu-steps": Steps}
 """The contests that time something else than one call."""
 _WATCHED: dict[str, type[Ckptstore]] = {"save": Ckptstore, "async": AsyncCkptstore}
-"""The workloads of which a timeline is taken."""
+"""The workloads with a timeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,30 +41,31 @@ class Task:
     """One workload, for all ranks."""
 
     name: str
-    asked: Asked
+    options: Options
     place: Place
     size_bytes: int
     bucket: Place | None = None
-    """Of a fast tier."""
+    """The bucket behind a fast tier."""
     files: str = ""
-    """The directory that is saved: `rank-N` of it, or all of it in "node-cache"."""
-    told: str = ""
-    """The file to which the first rank writes what it does, a line for each turn."""
+    """The directory to save: `rank-N` of it, or all of it in "node-cache"."""
+    progress: str = ""
+    """The file to which the first rank writes its progress, a line for each turn."""
     late_rank: int = -1
     late_seconds: float = 0.0
-    """Each part that this rank writes in the timeline is so much slower: for looking at a straggler."""
+    """Delays each part that this rank writes in the timeline, to create a straggler."""
 
 
 def figure_of(name: str) -> str:
-    """The figure of a workload."""
+    """Return the figure of a workload."""
     return FIGURES.get(name, "total_seconds")
 
 
 def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    """All turns of some workloads, one after another. Returns for each this rank's outcomes, and what it did in one
-    save that was only watched."""
+    """Take all turns of some workloads, one after another. Return this rank's outcomes for each, and its record of one
+    save that was only watched.
+    """
     warnings.simplefilter("ignore")
-    with process_group(tasks[0].asked.device or "cpu") as (rank, world_size):
+    with process_group(tasks[0].options.device or "cpu") as (rank, world_size):
         use_threads(world_size, os.cpu_count() or 1)
         found = []
         for task in tasks:
@@ -79,10 +80,10 @@ def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
 
 def _turns(case: Case, task: Task) -> dict[str, Any]:
     tell = _teller(task, case.rank)
-    kinds = [kind for kind in CONTENDERS[task.name] if kind.role != "peer" or task.asked.wants(kind.family)]
+    kinds = [kind for kind in CONTENDERS[task.name] if kind.role != "peer" or task.options.wants(kind.family)]
     action = "load" if task.name in LOADS else "save"
     contest = _CONTESTS.get(task.name, Contest)(case, action, figure=figure_of(task.name), tell=tell)
-    outcomes: list[WorkloadOutcome] = contest.run(kinds, repeat=task.asked.repeat)
+    outcomes: list[WorkloadOutcome] = contest.run(kinds, repeat=task.options.repeat)
     watched: dict[str, Any] = {}
     if task.name in _WATCHED and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
         tell("timeline", 0)
@@ -95,17 +96,17 @@ def _case(task: Task, rank: int, world_size: int) -> Case:
         place=task.place,
         rank=rank,
         world_size=world_size,
-        durable=task.asked.durable,
-        drop_caches=task.asked.drop_caches,
-        device=f"cuda:{rank}" if task.asked.device == "cuda" else "cpu",
+        durable=task.options.durable,
+        drop_caches=task.options.drop_caches,
+        device=f"cuda:{rank}" if task.options.device == "cuda" else "cpu",
         size_bytes=task.size_bytes,
         bucket=task.bucket,
     )
     if task.files:
         case.files = Path(task.files) / f"rank-{rank}" if task.name == "directory" else Path(task.files)
         case.rank_bytes = sum(path.stat().st_size for path in case.files.rglob("*") if path.is_file())
-    elif task.name not in _CONTESTS:  # these have a state of their own
-        case.make_state(task.asked.shape, task.size_bytes, task.asked.tensor_bytes or TENSOR_BYTES)
+    elif task.name not in _CONTESTS:  # these create their own state
+        case.make_state(task.options.shape, task.size_bytes, task.options.tensor_bytes or TENSOR_BYTES)
         if task.name in LOADS:
             case.make_target()
     return case
@@ -113,15 +114,15 @@ def _case(task: Task, rank: int, world_size: int) -> Case:
 
 def _teller(task: Task, rank: int) -> Tell:
     def tell(text: str, total: int) -> None:
-        if rank == 0 and task.told:
-            with open(task.told, "a") as file:
+        if rank == 0 and task.progress:
+            with open(task.progress, "a") as file:
                 file.write(json.dumps({"turn": text, "total": total}) + "\n")
 
     return tell
 
 
 def watch(case: Case, kind: type[Ckptstore], task: Task) -> dict[str, Any]:
-    """One more save, of which every call is noted; it is in no sample, for noting takes time."""
+    """Make one more save, recording every call; it is in no sample, for recording takes time."""
     recorder = Recorder(rank=case.rank)
 
     def hook(call: Call) -> None:
@@ -137,7 +138,7 @@ def watch(case: Case, kind: type[Ckptstore], task: Task) -> dict[str, Any]:
     place = case.uri("watched")
     contender.prepare(place)
     case.gather(None)
-    with listening(recorder.hear):
+    with listening(recorder.on_event):
         recorder.started = time.monotonic()
         wait = contender.save(place)
         if wait is not None:

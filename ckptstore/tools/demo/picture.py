@@ -18,7 +18,7 @@ class Shown:
 
     title: str
     losses: Sequence[float]
-    """Of every training step."""
+    """The loss of every training step."""
     eval_losses: Sequence[float]
     """After every epoch; epochs are the steps of the checkpoints, from 1."""
     kept: Mapping[int, float]

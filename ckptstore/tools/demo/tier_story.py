@@ -47,7 +47,7 @@ class JobLog:
     job: RunningJob = field(default_factory=RunningJob)
     loss_at: dict[int, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    """Of the whole training, from the job that ended it."""
+    """The losses of the whole training, from the job that ended it."""
     resumed: dict[str, Any] | None = None
     health: dict[str, dict[str, Any]] = field(default_factory=dict)
     trouble: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ class TierScene:
 
     @property
     def num_steps(self) -> int:
-        """Of the whole training."""
+        """The steps of the whole training."""
         return self.epochs * STEPS_PER_EPOCH
 
     @property

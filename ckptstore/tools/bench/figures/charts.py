@@ -27,7 +27,7 @@ class Bar:
 
 
 def bars(rows: Sequence[Bar], *, unit: str, limit: float | None) -> str:
-    """Horizontal bars; a whisker from the least to the most, and a line where the limit is."""
+    """Draw horizontal bars; a whisker from the least to the most, and a line at the limit."""
     top = max([row.high for row in rows] + ([limit] if limit else []), default=1.0) or 1.0
     room = WIDTH - _LABEL - 130
     height = _ROW * len(rows) + 30
@@ -131,7 +131,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str, *, dash: str = 
 
 
 def _short(value: float) -> str:
-    """A number for an axis: "16384", "1.5 MiB" is for its title to say, "0.01"."""
+    """Format a number for an axis: "16384", "16 Mi", "0.01"."""
     if value >= 1 << 20 and value == int(value):
         return f"{value / (1 << 20):.0f} Mi"
     return f"{value:g}"

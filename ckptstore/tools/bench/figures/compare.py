@@ -1,9 +1,9 @@
-"""Two reports side by side: what changed, and whether the spread of the samples lets one say so.
+"""Compare two reports, and test if the spread of the samples supports a change.
 
 The test is Wilcoxon's rank sum (Mann and Whitney's U) on the raw samples, exact for small numbers of them: of all ways
 to divide the samples among the two runs, the share that differ at least as much. It assumes nothing of their
-distribution; what it cannot see is a machine that was slower during all of one run, so a change of ratios to the limit
-of the same run is told too.
+distribution; it cannot see a machine that was slower during all of one run, so ratios to the limit of the same run are
+compared too.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Change:
     p_value: float
     verdict: Verdict
     limit_before: float | None
-    """The limit's median over its own, in the first run; None where there is no limit."""
+    """The limit's median over its own, in the first run; None without a limit."""
     limit_after: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All of them, and what makes the runs hard to compare."""
+    """All changes, and the differences that make the runs hard to compare."""
 
     changes: tuple[Change, ...]
     differences: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As in the schema."""
+        """Return the comparison as in the schema."""
         return {
             "version": 1,
             "kind": "ckptstore-bench-comparison",
@@ -59,7 +59,7 @@ class Comparison:
 
 
 def compare(before: Report, after: Report) -> Comparison:
-    """What both reports have measured: workloads by name, size and ranks, contenders by name."""
+    """Compare the measurements of both reports: workloads by name, size and ranks, contenders by name."""
     changes = []
     earlier = {_key(workload): workload for workload in before.workloads}
     for workload in after.workloads:
@@ -130,7 +130,7 @@ def _differences(before: Report, after: Report) -> list[str]:
 
 
 def rank_sum_p(first: Sequence[float], second: Sequence[float]) -> float:
-    """The two-sided p-value that both samples come from one distribution; equal values share their ranks.
+    """Return the two-sided p-value that both samples come from one distribution; equal values share their ranks.
 
     Exact up to some hundred thousand divisions, beyond that by the normal distribution with a correction for ties.
     """
@@ -145,7 +145,7 @@ def rank_sum_p(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def smallest_p(size: int, other: int) -> float:
-    """The smallest p-value that so many samples can give."""
+    """Return the smallest p-value that so many samples can give."""
     return min(1.0, 2 / math.comb(size + other, size))
 
 
@@ -160,7 +160,7 @@ def _normal_p(seen: float, ranks: Sequence[float], size: int) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """The rank of each value, from 1; equal values share the mean of theirs."""
+    """Return the rank of each value, from 1; equal values share the mean of theirs."""
     order = sorted(range(len(values)), key=lambda index: values[index])
     ranks = [0.0] * len(values)
     start = 0

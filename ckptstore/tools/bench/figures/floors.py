@@ -1,4 +1,4 @@
-"""Floors below which a ratio may not fall: a guard against getting slower, by ratios of one run alone.
+"""Check floors below which a ratio may not fall: a guard against getting slower, by ratios of one run alone.
 
 A file of floors is a list of {"workload", "contender", "slowest_of" or "role", "floor", "why"}: ckptstore's median must
 be so many times as fast as that contender's, as that of the slowest of some, or as the best one of a role ("peer" or
@@ -22,17 +22,17 @@ _AGAINST = ("contender", "slowest_of", "role")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloorVerdict:
-    """One floor and what was measured."""
+    """One floor and the measured ratio."""
 
     workload: str
     against: str
     floor: float
     ratio: float | None
-    """None where it was not measured."""
+    """None if it was not measured."""
 
     @property
     def holds(self) -> bool:
-        """Whether the ratio was measured and is not below the floor."""
+        """True if the ratio was measured and is not below the floor."""
         return self.ratio is not None and self.ratio >= self.floor
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class FloorVerdict:
 
 
 def read_floors(path: Path) -> list[dict[str, Any]]:
-    """Raises InvalidInput for a file that is none of floors."""
+    """Read a file of floors. Raises InvalidInput for any other file."""
     try:
         found = json.loads(path.read_text())
         for one in found["floors"]:
@@ -53,7 +53,7 @@ def read_floors(path: Path) -> list[dict[str, Any]]:
 
 
 def check(report: Report, floors: Sequence[Mapping[str, Any]]) -> list[FloorVerdict]:
-    """Every floor of a workload that the report has. One whose contender was not measured does not hold."""
+    """Check every floor of a workload in the report. One whose contender was not measured does not hold."""
     verdicts = []
     for floor in floors:
         found = [one for one in report.workloads if one.name == floor["workload"]]
@@ -67,7 +67,7 @@ def check(report: Report, floors: Sequence[Mapping[str, Any]]) -> list[FloorVerd
 
 
 def _other(workload: Workload, floor: Mapping[str, Any]) -> tuple[str, WorkloadOutcome | None]:
-    """What a floor is against, in words, and its figures; None where one of them was not measured."""
+    """Return the opponent of a floor in words, and its figures; None if one of them was not measured."""
     if "slowest_of" in floor:
         found = [one for name in floor["slowest_of"] if (one := workload.measured(name)) is not None]
         is_whole = len(found) == len(floor["slowest_of"]) > 0

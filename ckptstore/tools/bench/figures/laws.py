@@ -1,4 +1,4 @@
-"""How a figure grows: a straight line or a power, fitted to what was measured."""
+"""Fit the growth of a figure: a straight line or a power."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Line:
     base: float
     slope: float
     error: float
-    """The largest share by which a measured value differs from the line."""
+    """The largest relative difference of a measured value from the line."""
 
     def at(self, number: float) -> float:
-        """The value that it predicts."""
+        """Return the predicted value."""
         return self.base + self.slope * number
 
     def __str__(self) -> str:
@@ -25,7 +25,7 @@ class Line:
 
 
 def line(numbers: Sequence[float], values: Sequence[float]) -> Line:
-    """The line with the smallest relative errors, so that small sizes count as much as large ones.
+    """Return the line with the smallest relative errors, so that small sizes count as much as large ones.
 
     Raises ValueError for fewer than two different numbers.
     """
@@ -44,7 +44,7 @@ def line(numbers: Sequence[float], values: Sequence[float]) -> Line:
 
 
 def exponent(numbers: Sequence[float], values: Sequence[float]) -> float:
-    """The power of n by which values grow: 1 is linear, 2 quadratic. Raises ValueError for fewer than two numbers."""
+    """Return the power of n by which values grow: 1 is linear, 2 quadratic. Raises ValueError below two numbers."""
     xs, ys = [math.log(number) for number in numbers], [math.log(max(1e-12, value)) for value in values]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)

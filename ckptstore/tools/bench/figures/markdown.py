@@ -1,4 +1,4 @@
-"""A report as one table in Markdown, for a page: a row for each contender, with its figures or why it has none."""
+"""Write a report as one table in Markdown: a row for each contender, with its figures or the reason for none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from ckptstore.tools.bench.figures.report import Report, Workload, WorkloadOutcome
-from ckptstore.tools.bench.figures.told import label, report_lines
+from ckptstore.tools.bench.figures.text import label, report_lines
 
 _HEADERS = ("measured", "ranks", "contender", "seconds", "min - max", "GB/s", "ratio", "of limit", "besides")
 _LEGEND = (
@@ -18,7 +18,7 @@ _REHEARSAL = "A rehearsal with tensors of the CPU: nothing is locked, and no fig
 
 
 def markdown(report: Report) -> str:
-    """What ran where and when, and the table."""
+    """Return the circumstances of the run, and the table."""
     when = datetime.fromtimestamp(report.created_at, UTC).strftime("%Y-%m-%d")
     lines = [f"- `{report.command}`, {when}", *(f"- {line}" for line in report_lines(report))]
     if report.asked.get("device") == "cpu":

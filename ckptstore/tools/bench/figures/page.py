@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs no network: tables, bar charts, curves and the timelines of saves."""
+"""Write a report as one HTML file that needs no network: tables, bar charts, curves and the timelines of saves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 from string import Template
 from typing import Any
 
-from ckptstore.tools.bench.figures import told
+from ckptstore.tools.bench.figures import text
 from ckptstore.tools.bench.figures.charts import Bar, Curve, bars, curves
 from ckptstore.tools.bench.figures.report import Report, Workload
 from ckptstore.tools.pages.shell import html_page
@@ -38,7 +38,7 @@ drawn();
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """Return the whole page."""
     created = datetime.fromtimestamp(report.created_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
     saves: list[list[dict[str, Any]]] = []
     sections = [_section(workload, saves) for workload in report.workloads if workload.name != "ls"]
@@ -50,15 +50,15 @@ def page(report: Report) -> str:
     body = _BODY.substitute(
         created=created,
         command=escape(report.command),
-        facts="".join(f'<p class="small">{escape(line)}</p>' for line in told.report_lines(report)),
-        legend=escape(told.LEGEND),
+        facts="".join(f'<p class="small">{escape(line)}</p>' for line in text.report_lines(report)),
+        legend=escape(text.LEGEND),
         body="\n".join(sections),
     )
     return html_page(title="ckptstore bench", body=body, document={"saves": saves}, styles=[_STYLE], scripts=[_SCRIPT])
 
 
 def _section(workload: Workload, saves: list[list[dict[str, Any]]]) -> str:
-    """A workload; the ranks of its timeline, where it has one, are added to `saves`, for the page to draw."""
+    """Return a workload's section; the ranks of its timeline, if any, are added to `saves`, for the page to draw."""
     measured = [one for one in workload.outcomes if one.status == "measured"]
     limit = workload.best("limit")
     rows = []
@@ -67,7 +67,7 @@ def _section(workload: Workload, saves: list[list[dict[str, Any]]]) -> str:
         note = f", ratio {ratio:.2f}" if ratio is not None and one.role != "ckptstore" else ""
         rows.append(
             Bar(
-                label=told.label(one),
+                label=text.label(one),
                 role=one.role,
                 median=statistics.median(figures),
                 low=min(figures),
@@ -76,18 +76,18 @@ def _section(workload: Workload, saves: list[list[dict[str, Any]]]) -> str:
             )
         )
     at = statistics.median(workload.figures(limit)) if limit else None
-    parts = [f"<h2>{escape(told.heading(workload))}</h2>"]
+    parts = [f"<h2>{escape(text.heading(workload))}</h2>"]
     if rows:
         parts += [bars(rows, unit="s", limit=at), _table(workload)]
-    absent = told.absent(workload)
+    absent = text.absent(workload)
     if absent:
         parts.append('<p class="absent">' + "<br>".join(map(escape, absent)) + "</p>")
     if workload.timeline:
         late = workload.facts.get("straggler")
-        said = (
+        sentence = (
             f"rank {late['rank']} had stored its files {late['seconds']:.3f} s after the median rank." if late else ""
         )
-        parts.append(f"<h3>One save, rank by rank</h3><p class='small'>A lane for each thread. {escape(said)}</p>")
+        parts.append(f"<h3>One save, rank by rank</h3><p class='small'>A lane for each thread. {escape(sentence)}</p>")
         parts.append(f'<div data-save="{len(saves)}"></div>')
         saves.append(
             [_drawn(rank, is_late=late is not None and rank["rank"] == late["rank"]) for rank in workload.timeline]
@@ -96,16 +96,16 @@ def _section(workload: Workload, saves: list[list[dict[str, Any]]]) -> str:
 
 
 def _drawn(rank: Mapping[str, Any], *, is_late: bool) -> dict[str, Any]:
-    """A rank as the timeline takes it."""
+    """Convert a rank for the timeline."""
     return {"label": f"rank {rank['rank']}", "late": is_late, "spans": rank["spans"]}
 
 
 def _table(workload: Workload) -> str:
     measured = [one for one in workload.outcomes if one.status == "measured"]
-    head = "".join(f"<th>{escape(name)}</th>" for name in told.HEADERS)
+    head = "".join(f"<th>{escape(name)}</th>" for name in text.HEADERS)
     body = "".join(
         f'<tr class="{one.role}">' + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-        for one, row in zip(measured, told.rows(workload), strict=True)
+        for one, row in zip(measured, text.rows(workload), strict=True)
     )
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
@@ -160,6 +160,6 @@ def _growth(scaling: Mapping[str, Any]) -> str:
         parts.append(
             curves([Curve(label="measured", points=points)], x_title="simulated ranks", y_title="seconds to the commit")
         )
-    told_of = {"simulated": simulated, "sharded": sharded}
-    parts += [f'<p class="small">{escape(line)}</p>' for line in told.scaling_lines(told_of)]
+    simulations = {"simulated": simulated, "sharded": sharded}
+    parts += [f'<p class="small">{escape(line)}</p>' for line in text.scaling_lines(simulations)]
     return "\n".join(parts)

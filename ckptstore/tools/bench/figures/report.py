@@ -1,4 +1,4 @@
-"""What is asked of a benchmark and what comes out: plain values, and the figures that follow from them."""
+"""The options and the results of a benchmark: plain values, and the figures that follow from them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Status = Literal["measured", "skipped", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the caller wants measured; it is written into the report as it is, but for secrets."""
+class Options:
+    """The measurements that the caller requests; written into the report as they are, without secrets."""
 
     workloads: tuple[str, ...]
     to: str | None = None
     """A URI, "s3-test", "s3-sink", or None for a temporary directory."""
     size_bytes: int = 2 * GIB
-    """Of the whole state, over all ranks."""
+    """Bytes of the whole state, over all ranks."""
     scale: float | None = None
     """A share of the preset's real size, in place of `size_bytes`."""
     ranks: int = 1
     shape: str = "llama-8b"
     tensor_bytes: int | None = None
-    """Of the shape "tensors"; None is 16 MiB."""
+    """Bytes of a tensor of the shape "tensors"; None is 16 MiB."""
     peers: tuple[str, ...] = ("all",)
     repeat: int = 5
     durable: bool = True
@@ -40,16 +40,17 @@ class Asked:
     max_ranks: int = 16_384
     """The most ranks that are simulated."""
     latency_seconds: float | None = None
-    """What each request waits for, to the test server or of a simulated commit; None is 0 for the one, 0.005 for the
-    other, and 0.03 for the bucket of a fast tier."""
+    """Latency of each request to the test server, or in a simulated commit; None is 0 for the first, 0.005 for the
+    second, and 0.03 for the bucket of a fast tier.
+    """
     bytes_per_second: float | None = None
-    """How fast the line to the test server is, each way; None for no limit, and 200e6 for the bucket of a fast tier."""
+    """Speed of the line to the test server, each way; None for no limit, and 200e6 for the bucket of a fast tier."""
 
     device: str | None = None
     """"cuda" or "cpu", for the workload "gpu"."""
 
     def wants(self, family: str) -> bool:
-        """Whether peers of that family take part."""
+        """True if peers of that family take part."""
         return "all" in self.peers or family in self.peers
 
 
@@ -63,7 +64,7 @@ class Sample:
     """Until everything was stored or loaded."""
     cpu_seconds: float
     peak_bytes: int | None
-    """The most memory that a rank took beside its state; None where the system does not tell."""
+    """The most memory of a rank in addition to its state; None if the system does not report it."""
     requests: int | None = None
     sent_bytes: int | None = None
     received_bytes: int | None = None
@@ -71,7 +72,7 @@ class Sample:
 
     @classmethod
     def over_ranks(cls, samples: Sequence[Sample]) -> Sample:
-        """One sample from those of all ranks."""
+        """Combine the samples of all ranks."""
         return cls(
             blocked_seconds=max(one.blocked_seconds for one in samples),
             total_seconds=max(one.total_seconds for one in samples),
@@ -91,40 +92,40 @@ def _over(joined: Any, values: Iterable[int | None]) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOutcome:
-    """What one contender did in one workload."""
+    """The result of one contender in one workload."""
 
     name: str
     family: str
-    """What `--peers` calls it."""
+    """Its name for `--peers`."""
     role: Role
     status: Status
     reason: str | None = None
-    """Why it was skipped, or what it failed with."""
+    """The reason for skipping, or the failure."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     sweep: tuple[Mapping[str, Any], ...] = ()
-    """Every setting that was tried, with its seconds or with what it failed with."""
+    """Every tried setting, with its seconds or its failure."""
     samples: tuple[Sample, ...] = ()
     calls: Mapping[str, int] = field(default_factory=dict)
     """Calls of the storage by verb, over all ranks, in one more turn that was only watched; of ckptstore alone."""
     facts: Mapping[str, float] = field(default_factory=dict)
-    """What else was measured in its turns, as medians of the first rank."""
+    """Other measurements of its turns, as medians of the first rank."""
 
     @classmethod
     def of(
         cls, name: str, samples: Iterable[Sample], *, role: Role = "ckptstore", family: str | None = None
     ) -> WorkloadOutcome:
-        """A contender that was measured by something else than a contest."""
+        """Create the outcome of a contender that was measured outside of a contest."""
         return cls(name=name, family=family or role, role=role, status="measured", samples=tuple(samples))
 
     @property
     def median_seconds(self) -> float:
-        """Of the total seconds. Only for what was measured."""
+        """The median of the total seconds. Only if measured."""
         return statistics.median(sample.total_seconds for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One workload with all its contenders. `figure` is what ratios are taken of."""
+    """One workload with all its contenders. Ratios are those of `figure`."""
 
     name: str
     title: str
@@ -134,30 +135,30 @@ class Workload:
     figure: str = "total_seconds"
     facts: Mapping[str, Any] = field(default_factory=dict)
     timeline: tuple[Mapping[str, Any], ...] = ()
-    """Of each rank, in one save."""
+    """The spans of each rank, in one save."""
 
     def measured(self, name: str) -> WorkloadOutcome | None:
-        """The contender of that name, if it was measured."""
+        """Return the contender of that name, if it was measured."""
         return next((one for one in self.outcomes if one.name == name and one.status == "measured"), None)
 
     def figures(self, outcome: WorkloadOutcome) -> list[float]:
-        """The samples that ratios are taken of."""
+        """Return the samples that ratios are made of."""
         return [float(getattr(sample, self.figure)) for sample in outcome.samples]
 
     def ratio(self, outcome: WorkloadOutcome) -> float | None:
-        """Its median over ckptstore's: above 1, ckptstore is faster."""
+        """Return its median over ckptstore's: above 1, ckptstore is faster."""
         ours = self.measured(OURS)
         if ours is None or outcome.status != "measured":
             return None
         return statistics.median(self.figures(outcome)) / max(1e-9, statistics.median(self.figures(ours)))
 
     def best(self, role: Role) -> WorkloadOutcome | None:
-        """The fastest one of a role that was measured."""
+        """Return the fastest measured contender of a role."""
         found = [one for one in self.outcomes if one.role == role and one.status == "measured"]
         return min(found, key=lambda one: statistics.median(self.figures(one)), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """As in the schema, with the figures that follow from the samples."""
+        """Return it as in the schema, with the figures that follow from the samples."""
         return {
             "name": self.name,
             "title": self.title,
@@ -174,7 +175,7 @@ class Workload:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Workload:
-        """From what `to_json` made."""
+        """Create it from the result of `to_json`."""
         outcomes = []
         for one in value["outcomes"]:
             fields = {name: item for name, item in one.items() if name not in ("summary", "ratio")}
@@ -199,7 +200,7 @@ class Report:
     """Curves and laws of growth, of the workload "ranks"."""
 
     def to_json(self) -> dict[str, Any]:
-        """As in the schema."""
+        """Return it as in the schema."""
         return {
             "version": VERSION,
             "kind": "ckptstore-bench",
@@ -214,14 +215,14 @@ class Report:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Report:
-        """From what `to_json` made."""
+        """Create it from the result of `to_json`."""
         names = ("created_at", "command", "machine", "versions", "asked", "scaling")
         fields = {name: value[name] for name in names}
         return cls(**fields, workloads=tuple(Workload.from_json(one) for one in value["workloads"]))
 
 
 def summary(outcome: WorkloadOutcome, size_bytes: int) -> dict[str, Any] | None:
-    """Median, minimum and maximum of what was sampled, and the rates that follow; None without samples."""
+    """Return median, minimum and maximum of the samples, and the rates that follow; None without samples."""
     if not outcome.samples:
         return None
     spread = {
@@ -245,5 +246,5 @@ def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:
-    """With so many significant digits; None stays None."""
+    """Round to so many significant digits; None stays None."""
     return None if value is None else float(f"{value:.{digits}g}")

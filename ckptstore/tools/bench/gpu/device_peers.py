@@ -1,4 +1,4 @@
-"""Who else saves from a GPU and loads into it: DCP with a pinned stager, safetensors, fastsafetensors, the bus."""
+"""Peers that save from a GPU and load into it: DCP with a pinned stager, safetensors, fastsafetensors, the bus."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _BLOCK_BYTES = 16 * MIB
 
 
 class DefaultStaged(Dcp):
-    """`dcp.async_save` with torch's DefaultStager, which is kept from save to save.
+    """`dcp.async_save` with torch's DefaultStager, which is reused from save to save.
 
-    `pinned` memory is filled by copies that do not block, on a stream of their own when they are made `behind` the
-    training. Then the state may change only when they have ended. Without both it is what `async_save` makes itself.
+    `pinned` memory is filled by copies that do not block, on a stream of their own if they are made `behind` the
+    training. Then the state may change only when they have ended. Without both it is the stager that `async_save`
+    creates itself.
     """
 
     name = "dcp.async_save, thread"
@@ -47,7 +48,7 @@ class DefaultStaged(Dcp):
         return [{"pinned": True, "behind": True}, {"pinned": True, "behind": False}, {"pinned": False, "behind": False}]
 
     def new_stager(self) -> DefaultStager:
-        """One without any memory yet. Pinned memory, and copies that do not block, take CUDA."""
+        """Return a stager without any memory yet. Pinned memory, and copies that do not block, require CUDA."""
         is_pinned = self.settings["pinned"] and self.case.is_cuda
         return DefaultStager(
             StagingOptions(
@@ -59,7 +60,7 @@ class DefaultStaged(Dcp):
         )
 
     def prepare(self, place: str) -> None:
-        """Its memory is there before the clock runs, as `warm_up` makes that of ckptstore."""
+        """Allocate its memory before the clock runs, as `warm_up` does for ckptstore."""
         if not self._is_warm:
             staged = self.stager.stage(dict(self.case.state))
             if isinstance(staged, Future):
@@ -91,7 +92,7 @@ class DefaultStaged(Dcp):
 
 
 class DefaultStagedProcess(DefaultStaged):
-    """The same from a process of its own, through shared memory, as torchtitan's `async_with_pinned_mem` has it."""
+    """`dcp.async_save` from a process of its own, through shared memory, as in torchtitan's `async_with_pinned_mem`."""
 
     name = "dcp.async_save, process"
     kind = AsyncCheckpointerType.PROCESS
@@ -140,7 +141,7 @@ class FastSafetensors(Safetensors):
 
 
 class FastSafetensorsDirect(FastSafetensors):
-    """The same with GPUDirect Storage."""
+    """fastsafetensors' file loader with GPUDirect Storage."""
 
     name = "fastsafetensors, GDS"
     without_gds = False
@@ -151,8 +152,9 @@ class FastSafetensorsDirect(FastSafetensors):
 
 
 class PinnedCopy(Contender):
-    """One copy of the state from the device to pinned memory that is there: no stall can be shorter. `one_buffer` is a
-    single copy of as many bytes."""
+    """One copy of the state from the device to existing pinned memory: no stall can be shorter. `one_buffer` is a
+    single copy of as many bytes.
+    """
 
     name, family = "pinned copy", "limit"
     role: ClassVar[Role] = "limit"

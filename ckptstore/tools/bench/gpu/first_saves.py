@@ -1,4 +1,4 @@
-"""The first `save_async` of a store, and the memory that it takes and gives back: nothing is kept from turn to turn."""
+"""The first `save_async` of a store, and its memory: nothing is reused from turn to turn."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _STILL_SECONDS, _MOST_SECONDS = 0.3, 600.0
 
 
 class Footprint:
-    """What a turn adds to the memory of this process; locked memory is part of what is resident."""
+    """The memory that a turn adds to this process; locked memory is part of the resident memory."""
 
     def __init__(self, contender: Contender) -> None:
         self._contender = contender
         self._before = self._now()
 
     def note(self, when: str = "") -> None:
-        """Tell how much has been added by now."""
+        """Record the memory added by now."""
         for name, size_bytes in self._now().items():
             self._contender.note(f"{name}_bytes{when}", size_bytes - self._before[name])
 
@@ -36,7 +36,7 @@ class Footprint:
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where the system does not tell."""
+    """Return the resident memory of this process; 0 if the system does not report it."""
     try:
         return status_bytes("VmRSS")
     except (OSError, KeyError):
@@ -44,7 +44,7 @@ def resident_bytes() -> int:
 
 
 class FirstSave(Ckptstore):
-    """A store that is new and has its claim, and nothing made ahead."""
+    """A store that is new and has its claim, with nothing prepared."""
 
     def prepare(self, place: str) -> None:
         self._footprint = Footprint(self)
@@ -61,7 +61,7 @@ class FirstSave(Ckptstore):
 
 
 class FirstSaveWarmed(FirstSave):
-    """`warm_up` before it."""
+    """The first save after `warm_up`."""
 
     name = "ckptstore, after warm_up"
 
@@ -72,7 +72,7 @@ class FirstSaveWarmed(FirstSave):
 
 
 class FirstSaveResumed(FirstSave):
-    """By a job that resumed, when it has made its memory in the background."""
+    """The first save of a resumed job, once it has prepared its memory in the background."""
 
     name = "ckptstore, after resume"
 
@@ -86,7 +86,7 @@ class FirstSaveResumed(FirstSave):
 
 
 def _wait_until_still() -> None:
-    """Until this process takes no more memory."""
+    """Wait until this process allocates no more memory."""
     end, before = time.monotonic() + _MOST_SECONDS, -1
     while (now := resident_bytes()) != before and time.monotonic() < end:
         before = now
@@ -102,5 +102,5 @@ class FirstDefaultStaged(DefaultStaged):
     def after(self, place: str) -> None:
         self._footprint.note()
         self.stager.close()
-        self.stager = self.new_stager()  # the old one holds its last copy as long as it is there
+        self.stager = self.new_stager()  # the old one holds its last copy as long as it lives
         self._footprint.note("_after_close")

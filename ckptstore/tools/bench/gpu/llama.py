@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.down = nn.Linear(shape.hidden, shape.width, bias=False)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        """`x` is (batch, sequence, width); `turns` (sequence, head_size / 2) complex numbers of modulus 1."""
+        """Apply the block to `x` (batch, sequence, width); `turns` are (sequence, head_size / 2) unit numbers."""
         batch, length, width = x.shape
         heads = self.qkv(self.attention_norm(x)).view(batch, length, -1, self.head_size).transpose(1, 2)
         query, key, value = heads.split(self.sizes, dim=1)
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token numbers (batch, sequence) to logits (batch, sequence, vocabulary)."""
+    """Maps token numbers (batch, sequence) to logits (batch, sequence, vocabulary)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class Llama(nn.Module):
 
 
 def angles(length: int, head_size: int, device: torch.device) -> Tensor:
-    """The rotations of all positions (Su et al. 2021)."""
+    """Return the rotations of all positions (Su et al. 2021)."""
     speeds = 10_000.0 ** -(torch.arange(0, head_size, 2, device=device) / head_size)
     each = torch.outer(torch.arange(length, device=device), speeds)
     return torch.polar(torch.ones_like(each), each)
 
 
 def turned(x: Tensor, turns: Tensor) -> Tensor:
-    """Each pair of `x` as a complex number, times that of its position."""
+    """Multiply each pair of `x`, as a complex number, with that of its position."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
 
@@ -94,8 +94,10 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
 def parallel_model(
     shape: Shape, device: torch.device, parallel: Literal["ddp", "fsdp"] | None
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its AdamW on this rank's device, over all ranks by DDP or FSDP2; with FSDP no rank ever holds the
-    whole of it. In 16 bits on a GPU."""
+    """Create a model and its AdamW on this rank's device, over all ranks by DDP or FSDP2; in 16 bits on a GPU.
+
+    With FSDP no rank ever holds the whole of it.
+    """
     torch.manual_seed(0)
     with torch.device("meta"):
         llama = Llama(shape).to(torch.bfloat16 if device.type == "cuda" else torch.float32)

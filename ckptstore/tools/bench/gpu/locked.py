@@ -1,4 +1,4 @@
-"""How much host memory this process has had CUDA lock, and not unlock: by ckptstore, and by torch's stager."""
+"""Count the host memory that this process has locked through CUDA: by ckptstore, and by torch's stager."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 
 class LockedMemory:
-    """Stands before the two functions of CUDA that lock and unlock, which ckptstore and torch's stager both call there.
-    torch's own `pin_memory` of tensors goes another way, and is not counted."""
+    """Wraps the two functions of CUDA that lock and unlock memory, called by ckptstore and torch's stager.
+
+    torch's own `pin_memory` of tensors does not use them, and is not counted.
+    """
 
     def __init__(self, cudart: Any) -> None:
         self._sizes_bytes: dict[int, int] = {}
@@ -30,13 +32,13 @@ class LockedMemory:
 
     @property
     def size_bytes(self) -> int:
-        """What is locked now."""
+        """The bytes locked now."""
         return sum([*self._sizes_bytes.values()])
 
 
 @cache
 def locked_memory() -> LockedMemory:
-    """Of this process, from the first call on. Needs CUDA."""
+    """Return the counter of this process, which counts from the first call on. Needs CUDA."""
     import torch
 
     cuda: Any = torch.cuda

@@ -1,5 +1,6 @@
-"""The contests of the workload "gpu", by one rank and by several, each in processes of its own: what ends one of them
-ends no other."""
+"""The contests of the workload "gpu", by one rank and by several, each in processes of its own, so that a crash of one
+contest does not end the others.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from ckptstore.errors import InvalidInput
 from ckptstore.tools.bench.destination import Place
-from ckptstore.tools.bench.figures.report import OURS, Asked, Workload, WorkloadOutcome
+from ckptstore.tools.bench.figures.report import OURS, Options, Workload, WorkloadOutcome
 from ckptstore.tools.bench.work import Task
 
 _TITLES: Mapping[str, str] = {
@@ -24,7 +25,7 @@ Contests = Callable[[Sequence[Task], int], list[Workload]]
 
 
 def check_device(device: str) -> None:
-    """Raise InvalidInput where there is no such device. No memory of a GPU is taken."""
+    """Raise InvalidInput if the device does not exist. Takes no memory of a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(
             f"torch {torch.__version__} finds no GPU here",
@@ -32,17 +33,17 @@ def check_device(device: str) -> None:
         )
 
 
-def on_device(place: Place, asked: Asked, size_bytes: int, contests: Contests) -> Iterator[Workload]:
-    """Every contest by 1 rank, by 2, and by as many as were asked for, where there are as many GPUs."""
-    for ranks in sorted({1, 2, asked.ranks}):
-        if asked.device == "cuda" and ranks > (count := torch.cuda.device_count()):
+def on_device(place: Place, options: Options, size_bytes: int, contests: Contests) -> Iterator[Workload]:
+    """Run every contest by 1 rank, by 2, and by the requested number, if there are as many GPUs."""
+    for ranks in sorted({1, 2, options.ranks}):
+        if options.device == "cuda" and ranks > (count := torch.cuda.device_count()):
             yield _left_out(ranks, f"each rank needs a GPU of its own, and there are {count}")
             continue
         for name, title in _TITLES.items():
             own = replace(place, uri=f"{place.uri}/{name}-{ranks}")
             if own.is_local:
                 own.path.mkdir()
-            task = Task(name=name, asked=asked, place=own, size_bytes=size_bytes)
+            task = Task(name=name, options=options, place=own, size_bytes=size_bytes)
             (found,) = contests([task], ranks)
             place.remove(own.uri)
             yield replace(found, name=_named(name, ranks), title=title)

@@ -1,4 +1,4 @@
-"""What a save in the background costs the steps of a training, and whether it holds the bytes of its own moment."""
+"""Measure how a save in the background slows the steps of a training, and if it holds the state of its call."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from ckptstore.tools.bench.turns import Contest, Tell
 _ALONE_SECONDS = {"cuda": 3.0, "cpu": 0.05}
 _LEAST_STEPS = 3
 _LEAST_SECONDS = 0.001
-"""Less counts as much: steps vary by more, and a ratio to nothing says nothing."""
+"""The least loss counted: steps vary by more, and a ratio to nothing says nothing."""
 
 
 class Steps(Contest):
-    """The total seconds are those that the training loses to one save: the call, and all that the steps beside it take
-    longer. The state is that of the training, and each step changes all of it."""
+    """Measures the seconds that the training loses to one save: the call, and the longer steps beside it.
+
+    The state is that of the training, and each step changes all of it.
+    """
 
     def __init__(self, case: Case, action: str, *, figure: str, tell: Tell) -> None:
         super().__init__(case, action, figure=figure, tell=tell)
@@ -42,8 +44,10 @@ class Steps(Contest):
         self._num_alone = max(_LEAST_STEPS, *case.gather(wanted))
 
     def timed(self, contender: Contender, call: Callable[[], Any]) -> Sample:
-        """Steps alone, the call, and steps until all is stored. Raises TurnFailed when something else was stored than
-        what was there at the call."""
+        """Take steps alone, the call, and steps until everything is stored.
+
+        Raises TurnFailed when the stored state is not that of the call.
+        """
         case = self.case
         alone = self._steps_alone(self._num_alone) / self._num_alone
         at_call = {name: tensor.clone() for name, tensor in case.local.items()}
@@ -76,7 +80,7 @@ class Steps(Contest):
 
 
 def _begun(call: Callable[[], Wait | None], pool: ThreadPoolExecutor) -> Future[object]:
-    """The end of what the call begins. A call that fails has ended with that: other ranks take steps all the same."""
+    """Return the end of the call's work, which a failing call has reached: other ranks still take steps."""
     try:
         wait = call()
     except (KeyboardInterrupt, SystemExit):
@@ -89,6 +93,6 @@ def _begun(call: Callable[[], Wait | None], pool: ThreadPoolExecutor) -> Future[
 
 
 def _own(tensor: Any) -> torch.Tensor:
-    """This rank's part, in the same memory."""
+    """Return this rank's part, in the same memory."""
     found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found

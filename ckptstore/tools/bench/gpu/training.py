@@ -1,4 +1,4 @@
-"""A training on one device, or over the ranks by FSDP2. Its parameters and moments are the state that is saved."""
+"""Train on one device, or over the ranks by FSDP2. The parameters and moments are the state to save."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ckptstore.tools.bench.gpu.llama import SHAPES, Llama, Shape, parallel_model
 _STATE_TENSORS = 3
 """The parameters, and both moments of AdamW."""
 _TOKENS = {"cuda": (4, 2048), "cpu": (1, 32)}
-"""Of a step: how many sequences, and how long."""
+"""Number of sequences in a step, and their length."""
 
 
 def shape_within(size_bytes: int, itemsize: int) -> Shape:
-    """That of the largest model whose state has at most so many bytes; the smallest one where none has."""
+    """Return the shape of the largest model whose state has at most so many bytes, or of the smallest model."""
     found = next(iter(SHAPES.values()))
     for shape in SHAPES.values():
         with torch.device("meta"):
@@ -41,7 +41,7 @@ class Training:
         self._step(lambda: None)  # the optimizer makes its moments
 
     def state(self) -> Mapping[str, Any]:
-        """The tensors themselves, which each step changes."""
+        """Return the tensors themselves, which each step changes."""
         found = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}
         for name, parameter in self._model.named_parameters():
             moments = self._optimizer.state[parameter]
@@ -49,8 +49,10 @@ class Training:
         return found
 
     def steps(self, is_wanted: Callable[[int], bool], before_update: Callable[[], None]) -> int:
-        """Take steps as long as any rank wants one more, and wait for them; how many there were, the same on all ranks.
-        `is_wanted` is told how many were taken. `before_update` is called when a step is about to change the state."""
+        """Take steps as long as any rank wants one more, and wait for them; return their number, the same on all ranks.
+
+        `is_wanted` gets the number of steps taken. `before_update` is called when a step is about to change the state.
+        """
         count = 0
         while self._any(is_wanted(count)):
             self._step(before_update)
@@ -58,10 +60,10 @@ class Training:
         self._case.synchronize()
         return count
 
-    def _any(self, wish: bool) -> bool:
+    def _any(self, is_wanted: bool) -> bool:
         if self._case.alone:
-            return wish
-        flag = torch.tensor([int(wish)])  # of the CPU: the device goes on with its steps
+            return is_wanted
+        flag = torch.tensor([int(is_wanted)])  # on the CPU: the device goes on with its steps
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 

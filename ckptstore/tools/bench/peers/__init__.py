@@ -1,5 +1,5 @@
-"""Who takes part: ckptstore, others that do the same, and what the machine does without any of them.
+"""The contenders: ckptstore, systems that do the same, and the limits of the machine.
 
-Each is a small class that calls the other's own functions with its own documented settings; what is best among these is
-found by trying. `contenders` says who takes part in a workload.
+Each is a small class that calls the other's own functions with its own documented settings, of which trials choose the
+best. `registry` lists the contenders of a workload.
 """

@@ -1,4 +1,4 @@
-"""torch's own distributed checkpoints that the training waits for: to files, through fsspec and s3torchconnector."""
+"""torch's own distributed checkpoints in the foreground: to files, through fsspec and s3torchconnector."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _THREADS = (1, 2, 4)
 
 
 class Dcp(Contender):
-    """`dcp.save` with FileSystemWriter and `dcp.load` with FileSystemReader. One rank runs without collectives
-    (`no_dist`)."""
+    """`dcp.save` and `dcp.load` with files. One rank runs without collectives (`no_dist`)."""
 
     name = "DCP FileSystemWriter"
     family = "dcp"
@@ -46,23 +45,23 @@ class Dcp(Contender):
 
     @property
     def common(self) -> dict[str, Any]:
-        """What every file writer of DCP takes."""
+        """The options of every file writer of DCP."""
         return {
             "thread_count": self.settings.get("thread_count", 2),
             "single_file_per_rank": not self.settings.get("file_per_tensor", False),
         }
 
     def writer(self, place: str) -> Any:
-        """Its storage writer; the setting of fsync is that of the run."""
+        """Return its storage writer, with the run's setting of fsync."""
         return FileSystemWriter(place, sync_files=self.case.durable, **self.common)
 
     def reader(self, place: str) -> Any:
-        """Its storage reader."""
+        """Return its storage reader."""
         return FileSystemReader(place)
 
     @property
     def planner(self) -> Any:
-        """None is DCP's own one, without cached plans."""
+        """DCP's own planner (None), or one with cached plans."""
         if not self.settings.get("cached_plans"):
             return None
         return save_planner_with_cache(f"{self.name} {self.settings}")
@@ -166,7 +165,7 @@ class DcpS3(Dcp):
         return self._at_endpoint(S3StorageReader(region_of(self.case), place, reader_constructor=how), place, how)
 
     def _at_endpoint(self, used: Any, place: str, reader_constructor: Any) -> Any:
-        """Its constructors take no endpoint, its client does."""
+        """Set the endpoint, which the client accepts and the constructors do not."""
         from s3torchconnector._s3client import S3Client
         from s3torchconnector.dcp.s3_file_system import S3FileSystem
 
@@ -181,12 +180,12 @@ class DcpS3(Dcp):
 
 
 def region_of(case: Case) -> str:
-    """Of the bucket, which s3torchconnector wants to be told."""
+    """Return the region of the bucket, which s3torchconnector requires."""
     return str(case.place.storage_options.get("client_kwargs", {}).get("region_name", "us-east-1"))
 
 
 def client_config(case: Case, settings: dict[str, Any]) -> Any:
-    """What s3torchconnector's client is told, beside the region."""
+    """Return the configuration of s3torchconnector's client, besides the region."""
     from s3torchconnector import S3ClientConfig
 
     sizes = {"part_size": settings["part_bytes"]} if "part_bytes" in settings else {}

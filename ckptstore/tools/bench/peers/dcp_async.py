@@ -15,7 +15,7 @@ from ckptstore.tools.bench.shapes import empty_like
 
 
 class AsyncDcp(Dcp):
-    """`dcp.async_save` from a thread. Its staging memory is kept from save to save, and so are its plans.
+    """`dcp.async_save` from a thread. Its staging memory and its plans are reused from save to save.
 
     Without an accelerator nothing is pinned. It stages before the call returns: DefaultStager can go on afterwards, and
     then the next change of the state waits for it.

@@ -1,4 +1,4 @@
-"""Directories of files: Ray Train's way of persisting one, with tensors in them too, `cp -r`, pyarrow and fsspec."""
+"""Directories of files: Ray Train's persisting, with tensors in them too, `cp -r`, pyarrow and fsspec."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ckptstore.tools.bench.peers.files import OneFile
 
 _RAY_NAME = "checkpoint_000000"
 _LARGE_CHUNK_BYTES = 64 << 20
-"""Of pyarrow's copies, as Ray has it."""
+"""The chunk size of pyarrow's copies in Ray."""
 
 
 def arrow_filesystem(place: Place) -> Any:
-    """pyarrow's file system for a place, with the same credentials."""
+    """Return pyarrow's file system for a place, with the same credentials."""
     from pyarrow import fs
 
     if place.is_local:
@@ -41,18 +41,18 @@ def arrow_filesystem(place: Place) -> Any:
 
 
 def arrow_path(place: str) -> str:
-    """A URI as pyarrow's file systems want it."""
+    """Convert a URI for pyarrow's file systems."""
     location = parse_uri(place)
     return f"{location.container}/{location.prefix}" if location.scheme else location.prefix
 
 
 def unfit_for_arrow(case: Case) -> str | None:
-    """Why pyarrow cannot write there."""
+    """Return why pyarrow cannot write there."""
     return None if case.place.is_local or case.place.is_s3 else "pyarrow gets its credentials for S3 alone here"
 
 
 def ray_context(case: Case, place: str) -> Any:
-    """Ray's storage context for a run whose directory is this place."""
+    """Return Ray's storage context for a run in this directory."""
     from ray.train.v2._internal.execution.storage import StorageContext
 
     above, _, name = arrow_path(place).rpartition("/")
@@ -85,8 +85,7 @@ class RayPersist(Contender):
 
 
 class RayReport(OneFile):
-    """What a training function of Ray does with tensors: `torch.save` to a directory of its own, which is then
-    persisted; and `Checkpoint.as_directory` with `torch.load`."""
+    """`torch.save` to a directory that Ray persists, and `Checkpoint.as_directory` with `torch.load`."""
 
     name, family, suffix = "Ray Train, torch.save and persist", "ray", ".pt"
     modules = ("ray", "pyarrow")
@@ -114,11 +113,11 @@ class RayReport(OneFile):
         return None
 
     def write_staged(self) -> None:
-        """The file in a directory of this rank."""
+        """Write the file in a directory of this rank."""
         torch.save(self.case.local, OneFile.path(self, self._staged.name))
 
     def persist_staged(self, place: str) -> None:
-        """The directory to the storage."""
+        """Copy the directory to the storage."""
         from ray.train import Checkpoint
 
         self._context.persist_current_checkpoint(Checkpoint.from_directory(self._staged.name), _RAY_NAME)
@@ -131,7 +130,7 @@ class RayReport(OneFile):
         from ray.train import Checkpoint
 
         found = Checkpoint(f"{arrow_path(place)}/{_RAY_NAME}", arrow_filesystem(self.case.place))
-        found._uuid = self.case.gather(found._uuid)[0]  # one object for all ranks, as Ray's controller hands it out
+        found._uuid = self.case.gather(found._uuid)[0]  # one object for all ranks, as from Ray's controller
         with found.as_directory() as directory:
             tensors: Mapping[str, torch.Tensor] = torch.load(
                 OneFile.path(self, directory), mmap=self.settings.get("mmap", False), weights_only=True
@@ -141,7 +140,7 @@ class RayReport(OneFile):
 
 
 class RayReportAsync(RayReport):
-    """The same with `CheckpointUploadMode.ASYNC`: `report` returns when the file is there, and a thread persists it."""
+    """The same with `CheckpointUploadMode.ASYNC`: `report` returns when the file exists, and a thread persists it."""
 
     name = "Ray Train, torch.save and persist, ASYNC"
 
@@ -154,7 +153,7 @@ class RayReportAsync(RayReport):
 
 
 class CopyRecursively(Contender):
-    """`cp -r`, and everything made durable where the run is."""
+    """`cp -r`, made durable if the run is."""
 
     name, family = "cp -r", "cp"
 
@@ -172,7 +171,7 @@ class CopyRecursively(Contender):
         return None
 
     def copy(self, target: str) -> None:
-        """The case's directory to a URI where nothing is."""
+        """Copy the case's directory to an empty URI."""
         subprocess.run(["cp", "-r", str(self.case.files), target], check=True)
 
 
@@ -197,7 +196,7 @@ class PyarrowCopy(CopyRecursively):
 
     @property
     def chunk_size(self) -> int:
-        """What it reads and writes at a time."""
+        """The bytes read and written at a time."""
         return int(self.settings.get("chunk_bytes", _LARGE_CHUNK_BYTES))
 
     def copy(self, target: str) -> None:

@@ -1,6 +1,6 @@
 """One file for each rank: torch.save, safetensors, Lightning's checkpoint I/O, s3torchconnector's S3Checkpoint.
 
-Where there are no paths, what knows nothing else goes through fsspec, as its users have it.
+On an object store, formats that know only files go through fsspec, as their users do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptstore.tools.bench.raw import MIB
 
 
 class OneFile(Contender):
-    """Writes this rank's tensors to a file, and makes it durable where the run is: none of these does so itself."""
+    """Writes this rank's tensors to a file, and makes it durable if the run is: none of these does so itself."""
 
     suffix: ClassVar[str] = ""
 
@@ -29,7 +29,7 @@ class OneFile(Contender):
         return None if case.place.is_local else "it writes to paths"
 
     def path(self, place: str) -> str:
-        """This rank's file."""
+        """Return the path of this rank's file."""
         return f"{place}/rank-{self.case.rank}{self.suffix}"
 
     def prepare(self, place: str) -> None:
@@ -42,7 +42,7 @@ class OneFile(Contender):
         return None
 
     def persist(self, place: str) -> None:
-        """Make it durable, where it is not and is to be."""
+        """Make the file durable, if the run is durable and the file is on a disk."""
         if self.case.durable and self.case.place.is_local:
             make_durable(Path(self.path(place)))
 
@@ -51,7 +51,7 @@ class OneFile(Contender):
         raise NotImplementedError
 
     def read(self, path: str) -> Mapping[str, torch.Tensor]:
-        """What is in it."""
+        """Read the file."""
         raise NotImplementedError
 
     def load(self, place: str) -> None:
@@ -159,8 +159,7 @@ class SafetensorsFsspec(ThroughFsspec):
 
 
 class S3Checkpoint(OneFile):
-    """`torch.save` and `torch.load` with the streams of s3torchconnector's S3Checkpoint. Its plugin for Lightning does
-    the same."""
+    """`torch.save` and `torch.load` with the streams of S3Checkpoint, as s3torchconnector's plugin for Lightning."""
 
     name, family, suffix = "s3torchconnector S3Checkpoint", "s3torchconnector", ".pt"
     modules, packages = ("s3torchconnector",), ("torch", "s3torchconnector")
@@ -230,7 +229,7 @@ class Lightning(OneFile):
 
 
 class AsyncLightning(Lightning):
-    """The same from the thread of its `AsyncCheckpointIO`, which copies the tensors first."""
+    """`TorchCheckpointIO` from the thread of its `AsyncCheckpointIO`, which copies the tensors first."""
 
     name = "Lightning AsyncCheckpointIO"
 

@@ -1,4 +1,4 @@
-"""What the machine does with the same bytes and nothing around them: system calls, plain requests, one memcpy."""
+"""The limits of the machine for the same bytes: system calls, plain requests, one memcpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REQUEST_BYTES = 16 * MIB
 
 
 class Limit(Contender):
-    """Has the bytes of this rank in memory of its own."""
+    """Holds the bytes of this rank in memory of its own."""
 
     family = "limit"
     role: ClassVar[Role] = "limit"
@@ -35,7 +35,7 @@ class Limit(Contender):
 
     @property
     def size_bytes(self) -> int:
-        """That of the state, to whole pages: direct writes take nothing else."""
+        """The bytes of the state, in whole pages as direct writes require."""
         return -(-self.case.rank_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
@@ -55,7 +55,7 @@ class Limit(Contender):
 
 
 class RawDisk(Limit):
-    """`pwrite` and `preadv`, in every way that may be the fastest one."""
+    """`pwrite` and `preadv`, with all settings that may be the fastest."""
 
     name = "raw disk"
 
@@ -76,7 +76,7 @@ class RawDisk(Limit):
         return None
 
     def prepare(self, place: str) -> None:
-        assert len(self.memory.view) == self.size_bytes  # it is there before the clock runs
+        assert len(self.memory.view) == self.size_bytes  # allocated before the clock runs
         Path(place).mkdir(parents=True, exist_ok=True)
 
     def load(self, place: str) -> None:
@@ -88,7 +88,7 @@ class RawDisk(Limit):
 
 
 class RawDiskLoad(RawDisk):
-    """What it reads was written in one way."""
+    """`preadv` of files that are all written the same way."""
 
     def save(self, place: str) -> Wait | None:
         way = Way(kind="buffered", block_bytes=16 * MIB, one_file=False, durable=False)
@@ -97,7 +97,7 @@ class RawDiskLoad(RawDisk):
 
 
 class RawRequests(Limit):
-    """Plain writes and ranged reads of 16 MiB with the same client as ckptstore has: no digests, no commit, no plan."""
+    """Plain writes and ranged reads of 16 MiB with the same client as ckptstore: no digests, no commit, no plan."""
 
     name = "raw requests"
 

@@ -14,10 +14,10 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.config import CacheConfig, StoreConfig
 from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.storage.base import Storage
+from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.open import open_storage
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.figures.report import Role
-from ckptstore.tools.bench.no_paths import NoPaths
 from ckptstore.tools.bench.peers.base import Contender, Wait
 from ckptstore.tools.bench.peers.directories import FsspecCopy, PyarrowCopy, RayPersist, arrow_filesystem, arrow_path
 from ckptstore.tools.bench.peers.own import Ckptstore
@@ -25,6 +25,16 @@ from ckptstore.tools.bench.raw import read_into
 from ckptstore.transfer import Transfer
 
 _STEP = 1
+
+
+class _NoPaths:
+    """A disk without paths, as an object store: its files must be downloaded."""
+
+    def __init__(self, root: str) -> None:
+        self._disk = LocalStorage(root)
+        self.uri = f"nopaths:{root}"
+        for verb in ("write", "read", "read_into", "stat", "list", "delete", "close"):
+            setattr(self, verb, getattr(self._disk, verb))
 
 
 class OneDownload(Ckptstore):
@@ -43,7 +53,7 @@ class OneDownload(Ckptstore):
         self._cache = Path(f"{self.case.files}-cache")
         config = StoreConfig(cache=CacheConfig(cache_dir=self._cache))
         storage: Any = (
-            NoPaths(self._uri)
+            _NoPaths(self._uri)
             if self.case.place.is_local
             else open_storage(self._uri, storage_options=self.case.place.storage_options)
         )
@@ -63,7 +73,7 @@ class OneDownload(Ckptstore):
 
 
 class RayAsDirectory(RayPersist):
-    """`ray.train.Checkpoint.as_directory`, one object handed to all processes as Ray's controller does."""
+    """`ray.train.Checkpoint.as_directory`, one object passed to all processes as Ray's controller does."""
 
     name = "Ray Train as_directory"
     _checkpoint: Any = None
@@ -88,7 +98,7 @@ class RayAsDirectory(RayPersist):
             self._found = {file.name: file.stat().st_size for file in Path(path).rglob("*") if file.is_file()}
 
     def _shared(self, place: str) -> Any:
-        """The checkpoint, the same object in all processes as if it had been pickled; made once."""
+        """Return the checkpoint, one object in all processes as if it had been pickled; created once."""
         from ray.train import Checkpoint as RayCheckpoint
 
         if self._checkpoint is None:
@@ -120,7 +130,7 @@ class PyarrowDownload(PyarrowCopy):
         self._found = {file.name: file.stat().st_size for file in self._target.rglob("*") if file.is_file()}
 
     def fetch(self, place: str, target: str) -> None:
-        """All that is there, to a directory that is there."""
+        """Copy everything there to an existing directory."""
         from pyarrow import fs
 
         fs.copy_files(arrow_path(place), target, source_filesystem=self.filesystem, chunk_size=self.chunk_size)

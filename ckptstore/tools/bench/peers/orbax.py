@@ -12,10 +12,10 @@ from ckptstore.tools.bench.peers.base import MOST_FILES, Contender, Wait
 
 
 class Orbax(Contender):
-    """`AsyncCheckpointer` with PyTreeCheckpointHandler, waited for. Its writes are durable always.
+    """`AsyncCheckpointer` with PyTreeCheckpointHandler, in the foreground. Its writes are always durable.
 
-    Of several ranks each is a process of JAX with one device, and a tensor is an array whose rows are spread over
-    them. They meet through JAX's own service.
+    Each of several ranks is a process of JAX with one device, and a tensor is an array whose rows are spread over them.
+    They meet through JAX's own service.
     """
 
     name, family = "Orbax", "orbax"
@@ -73,7 +73,7 @@ class Orbax(Contender):
 
 
 class AsyncOrbax(Orbax):
-    """The same, not waited for. Arrays of JAX never change, so on a CPU it has nothing to copy before it returns."""
+    """Orbax in the background. Arrays of JAX never change, so on a CPU it has nothing to copy before it returns."""
 
     name = "Orbax, async"
 
@@ -89,7 +89,7 @@ class AsyncOrbax(Orbax):
 
 
 def _meet(case: Case) -> None:
-    """Make processes of JAX of the ranks, once in a process and before anything else of JAX."""
+    """Initialize JAX's processes on the ranks, once per process and before any other call of JAX."""
     if case.alone:
         return
     import socket
@@ -105,7 +105,7 @@ def _meet(case: Case) -> None:
 
 
 def _array(tensor: torch.Tensor, world_size: int) -> Any:
-    """The array of which a rank holds these rows."""
+    """Return the array of which this rank holds the rows."""
     import jax
     import ml_dtypes
     import numpy as np
@@ -121,7 +121,7 @@ def _array(tensor: torch.Tensor, world_size: int) -> Any:
 
 
 def _bytes(array: Any) -> bytes:
-    """Those that this rank holds."""
+    """Return the bytes that this rank holds."""
     import numpy as np
 
     (shard,) = array.addressable_shards

@@ -18,7 +18,7 @@ _STEP = 1
 
 
 def drop_files(store: CheckpointStore) -> None:
-    """Remove the files of all checkpoints. Log and manifests stay: without them a job takes its store for lost."""
+    """Remove the files of all checkpoints. Log and manifests stay: without them a job considers its store lost."""
     storage = job_of(store).storage
     for checkpoint in store:
         files = storage.list(f"{CHECKPOINT_PREFIX}{checkpoint.uri.rpartition('/')[2]}/")
@@ -31,14 +31,14 @@ class Ckptstore(Contender):
     name, family, packages = OURS, OURS, ("ckptstore", "torch", "awscrt", "obstore")
     role: ClassVar[Role] = "ckptstore"
     wrap: Callable[[CheckpointStore], CheckpointStore] = staticmethod(lambda store: store)
-    """What stands between the store and its storage."""
+    """Wraps the store's storage."""
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
         self.store: CheckpointStore | None = None
 
     def opened(self, place: str) -> CheckpointStore:
-        """A store whose job has begun."""
+        """Open a store."""
         options = self.case.place.storage_options
         return self.wrap(open_store(place, durable=self.case.durable, storage_options=options))
 
@@ -66,13 +66,13 @@ class Ckptstore(Contender):
 
 
 class FirstSaveCkptstore(Ckptstore):
-    """The first save of a state, with nothing kept from one before."""
+    """The first save of a state, with nothing reused from an earlier one."""
 
     name = "ckptstore, first save"
 
 
 class KeptCkptstore(Ckptstore):
-    """`save` by a store that stays open from save to save, as in a job: what it has found out is used again."""
+    """`save` by a store that stays open from save to save, as in a job, and reuses its earlier findings."""
 
     warmed: ClassVar[Sequence[str]] = ("save",)
 
@@ -86,7 +86,7 @@ class KeptCkptstore(Ckptstore):
             self.store = self.begun()
 
     def begun(self) -> CheckpointStore:
-        """The store of all turns."""
+        """Open the store of all turns."""
         store = self.opened(self.case.uri(f"kept-{self._token}"))
         store.save(0, {"epoch": 0})
         return store
@@ -98,14 +98,14 @@ class KeptCkptstore(Ckptstore):
         return None
 
     def after(self, place: str) -> None:
-        """No turn finds a fuller disk than another."""
+        """Remove the files, so that no turn finds a fuller disk than another."""
         assert self.store is not None
         if self.case.rank == 0:
             drop_files(self.store)
 
 
 class AsyncCkptstore(KeptCkptstore):
-    """`save_async`, warmed up: its memory is used again."""
+    """`save_async`, warmed up: its memory is reused."""
 
     warmed = ()
 
@@ -137,7 +137,7 @@ class DirectoryCkptstore(Ckptstore):
 
 
 class LinkedCkptstore(DirectoryCkptstore):
-    """`save_directory(link=True)`: files that will not change any more become links where that is possible."""
+    """`save_directory(link=True)`: files that no longer change become links where possible."""
 
     name = "ckptstore, linked"
     link = True

@@ -1,4 +1,4 @@
-"""Who takes part in which workload."""
+"""The contenders of each workload."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ CONTENDERS: dict[str, Kinds] = {
     "gpu-first": (FirstSave, FirstSaveWarmed, FirstSaveResumed, FirstDefaultStaged, PinnedCopy),
     "gpu-load": (Ckptstore, Dcp, SafetensorsToDevice, FastSafetensors, FastSafetensorsDirect, RawToDevice),
 }
-"""In the order of the tables. What begins with "tier-" or "gpu-" are the contests of the workload of that name."""
+"""In the order of the tables. Contests that begin with "tier-" or "gpu-" belong to the workload of that name."""
 
 _NAMED = [one.family for found in CONTENDERS.values() for one in found if one.role == "peer"]
 FAMILIES = tuple(dict.fromkeys([*_NAMED, *(one.family for one in FINDERS)]))
-"""What `--peers` knows."""
+"""The names for `--peers`."""

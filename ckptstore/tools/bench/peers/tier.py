@@ -1,4 +1,4 @@
-"""ckptstore with a fast tier, and without one beside it. The disk of each node is a directory of the place."""
+"""ckptstore with a fast tier, and without one. The disk of each node is a directory of the place."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from ckptstore.tools.bench.peers.own import AsyncCkptstore, Ckptstore, drop_file
 
 NUM_NODES = 2
 _NEVER_DUE = KeepEvery(steps=1 << 40)
-"""The first one is due, which has next to no bytes, and none after it."""
+"""The first checkpoint is due, which has almost no bytes, and none after it."""
 _STEP = 1
 _LOOK_SECONDS = 0.01
 _TRIED_STEPS = 50
 _LEAST_SECONDS, _MOST_SECONDS, _BYTES_PER_SECOND = 0.1, 1.5, 100e6
-"""How long the steps take: as long as the bytes of a rank at that speed, within bounds."""
+"""Duration of the steps: as long as the bytes of a rank take at that speed, within bounds."""
 _DRAINS_LONGER = 3
-"""How much longer the drain takes, so that it goes on when a busy machine makes the steps slower."""
+"""The drain takes this much longer, so that it goes on when a busy machine makes the steps slower."""
 
 
 def node_of(case: Case) -> int:
-    """The number of the simulated node that a rank is on: each has equally many."""
+    """Return the number of the simulated node of a rank: each has equally many."""
     return case.rank * NUM_NODES // case.world_size
 
 
 def bucket_of(case: Case) -> Place:
-    """The bucket of the run."""
+    """Return the bucket of the run."""
     assert case.bucket is not None  # no workload without one has these contenders
     return case.bucket
 
 
 def in_bucket(case: Case, place: str) -> str:
-    """Where in the bucket that is, which has this place on the disk."""
+    """Return the counterpart in the bucket of a place on the disk."""
     return f"{bucket_of(case).uri}/{place.rpartition('/')[2]}"
 
 
 def open_tiered(case: Case, place: str, *, copies: Literal[1, 2], **options: Any) -> CheckpointStore:
-    """A store in the bucket, with a fast tier below that place on the disk."""
+    """Open a store in the bucket, with a fast tier below a place on the disk."""
     node, bucket = f"node-{node_of(case)}", bucket_of(case)
     Path(place).mkdir(parents=True, exist_ok=True)
     tier = FastTier(Path(place) / node, copies=copies, keep=1, node=node, **options)
@@ -77,7 +77,7 @@ class OneCopy(AsyncCkptstore):
             self.store.warm_up(self.case.state)
 
     def after(self, place: str) -> None:
-        """What this save supersedes is deleted before others take their turn: it goes on when the save is over."""
+        """Wait until the superseded checkpoint is deleted, which goes on after the save."""
         node = Path(self.case.uri(self._name)) / f"node-{node_of(self.case)}"
         while len([*node.glob("*/checkpoints/*")]) > 1:
             time.sleep(_LOOK_SECONDS)
@@ -92,7 +92,7 @@ class OneCopy(AsyncCkptstore):
 
 
 class TwoCopies(OneCopy):
-    """The same, and each node has the files of the other one too."""
+    """A fast save with two copies: each node has the files of the other one too."""
 
     name = "ckptstore, two copies"
     copies = 2
@@ -108,14 +108,14 @@ class NoTier(AsyncCkptstore):
         return self.wrap(open_store(in_bucket(self.case, place), storage_options=options))
 
     def after(self, place: str) -> None:
-        """The files take memory of the server."""
+        """Remove the files, which take memory of the server."""
         assert self.store is not None
         if self.case.rank == 0:
             drop_files(self.store)
 
 
 class ToDisk(Ckptstore):
-    """A plain save to a store on the same disk, which the training waits for."""
+    """A save in the foreground to a store on the same disk."""
 
     name = "ckptstore, save to the disk"
 
@@ -132,7 +132,7 @@ class FromDisk(Ckptstore):
         assert found.step == _STEP
 
     def wrong(self) -> str | None:
-        """What differs. The target is emptied, so that nobody profits from what was loaded before."""
+        """Return the difference. The target is zeroed, so that nobody profits from an earlier load."""
         found = super().wrong()
         for tensor in self.case.local_target.values():
             tensor.zero_()
@@ -141,7 +141,7 @@ class FromDisk(Ckptstore):
 
 
 class FromBucket(FromDisk):
-    """The same from the bucket."""
+    """`resume` from the bucket."""
 
     name = "ckptstore, no tier, from the bucket"
 
@@ -170,21 +170,21 @@ class FromOwnNode(FromDisk):
 
 
 class FromPartner(FromOwnNode):
-    """The disk of one node is empty."""
+    """`resume` when the disk of one node is empty."""
 
     name = "ckptstore, from the partner"
     lost = (1,)
 
 
 class FromEmptyNodes(FromOwnNode):
-    """The disks of all nodes are empty."""
+    """`resume` when the disks of all nodes are empty."""
 
     name = "ckptstore, from the bucket"
     lost = (0, 1)
 
 
 class CappedDrain(Contender):
-    """Steps of a training while a checkpoint comes into the bucket no faster than is allowed.
+    """Steps of a training while a checkpoint comes into the bucket at a capped speed.
 
     A step is a forward and a backward pass of a small network, and of its optimizer. All turns take equally many.
     """
@@ -208,7 +208,7 @@ class CappedDrain(Contender):
         self._step = 0
 
     def _num_steps_of(self, seconds: float) -> int:
-        """How many take about so long: measured once, so that all contenders take equally many."""
+        """Return the number of steps in so many seconds: measured once, so that all contenders take equally many."""
         if seconds not in self._known_steps:
             began = time.perf_counter()
             self._train(_TRIED_STEPS)
@@ -224,7 +224,7 @@ class CappedDrain(Contender):
             self._optimizer.step()
 
     def prepare(self, place: str) -> None:
-        """A checkpoint is on its way before the steps begin."""
+        """Start the drain of a checkpoint before the steps begin."""
         if self._store is None:
             place = self.case.uri("drained")
             self._store = open_tiered(self.case, place, copies=1, drain_bytes_per_second=self._rate)
@@ -249,13 +249,13 @@ class CappedDrain(Contender):
 
 
 class NoDrain(CappedDrain):
-    """The same steps, and nothing beside them."""
+    """The same steps without a drain."""
 
     name, family = "no drain", "limit"
     role: ClassVar[Role] = "limit"
 
     def prepare(self, place: str) -> None:
-        """Nothing goes on."""
+        """Start nothing."""
 
     def after(self, place: str) -> None:
-        """Nothing went on."""
+        """Wait for nothing."""

@@ -1,4 +1,4 @@
-"""What the machine does with the bytes of a fast tier of two copies: the disk twice, and the line between nodes."""
+"""The limits of the machine for a fast tier of two copies: the disk twice, and the line between nodes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _TIMEOUT_SECONDS = 120.0
 
 
 class RawNode(RawDisk):
-    """The bytes of this rank, in one of few ways."""
+    """The bytes of this rank, with few settings."""
 
     @classmethod
     def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        """The ways that have been the fastest ones."""
+        """Return the settings that have been the fastest."""
         kinds = ("early", "direct") if case.durable else ("buffered",)
         return [
             {"kind": kind, "block_bytes": size, "one_file": False, "num_threads": 2}
@@ -32,7 +32,7 @@ class RawNode(RawDisk):
 
 
 class BothCopies(RawNode):
-    """The bytes of this rank and as many again, which is what a node with two copies writes."""
+    """The bytes of this rank twice, as a node with two copies writes them."""
 
     name = "raw disk, both copies"
 
@@ -48,7 +48,7 @@ class BothCopies(RawNode):
 
 
 class Loopback(Limit):
-    """Every rank sends its bytes to a rank of the other node over TCP, and receives those of that one."""
+    """Every rank sends its bytes to a rank of the other node over TCP, and receives that one's."""
 
     name = "loopback"
 

@@ -1,4 +1,4 @@
-"""Peers beside a fast tier: what they save to the bucket in place of a disk, load from it, and cost the steps."""
+"""Peers of a fast tier: they save to the bucket in place of a disk, load from it, and slow the steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _ToBucket(Contender):
 
 
 class _Transient(_ToBucket):
-    """What it saves goes with the turn, for it takes memory of the server."""
+    """A peer whose saves are removed after the turn, for they take memory of the server."""
 
     def after(self, place: str) -> None:
         super().after(place)
@@ -58,7 +58,7 @@ class AsyncDcpToBucket(_Transient, AsyncDcp):
 
 
 class AsyncDcpProcessToBucket(_Transient, AsyncDcpProcess):
-    """The same from a process."""
+    """`dcp.async_save` straight to the bucket, from a process."""
 
     name = "dcp.async_save, process, to the bucket"
 
@@ -88,7 +88,7 @@ class AsyncLightningToBucket(_Transient, AsyncLightning):
 
 
 class RayReportToBucket(_Transient, RayReportAsync):
-    """What Ray persists from a thread."""
+    """Ray's persisting from a thread."""
 
     name = "Ray Train, torch.save and persist, ASYNC, to the bucket"
 

@@ -34,7 +34,7 @@ class TorchCheckpointing(Contender):
     def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
         if action == "load":
             found: list[dict[str, Any]] = [{"mmap": True}, {"mmap": False}]
-            # What it reads from safetensors it cannot copy into a DTensor.
+            # It cannot copy tensors of safetensors into a DTensor.
             return [*found, {"format": "safetensors"}] if case.alone else found
         return [*({"thread_count": count} for count in (1, 2, 4)), {"thread_count": 2, "format": "safetensors"}]
 
@@ -91,8 +91,11 @@ class TorchCheckpointing(Contender):
 
 
 class AsyncTorchCheckpointing(TorchCheckpointing):
-    """The same from its background process. The copy is made before the call returns, as with everybody else here:
-    by default it goes on afterwards, and the next change of the state waits for it."""
+    """`CheckpointManager.save` from its background process.
+
+    The copy is made before the call returns, as with all peers: by default it goes on afterwards, and the next change
+    of the state waits for it.
+    """
 
     name = "torch_checkpointing, async"
 
@@ -115,7 +118,7 @@ class AsyncTorchCheckpointing(TorchCheckpointing):
         future = self._manager.save(place, self._payload(self.case.state))
 
         def wait() -> None:
-            assert future is not None  # an asynchronous saver gives one
+            assert future is not None  # an asynchronous saver returns one
             future.result()
             self.case.gather(None)
             self._persist(place)

@@ -1,5 +1,4 @@
-"""A fast tier on two simulated nodes: saves, resumes and steps, with a bucket behind a line of a speed and at full
-speed."""
+"""A fast tier on two simulated nodes: saves, resumes and steps, with a slow line to the bucket and at full speed."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptstore.tools.bench.destination import Place, opened_place
-from ckptstore.tools.bench.figures.report import OURS, S3_TEST, Asked, Workload
+from ckptstore.tools.bench.figures.report import OURS, S3_TEST, Options, Workload
 from ckptstore.tools.bench.peers.tier import (
     NUM_NODES,
     FromBucket,
@@ -25,27 +24,27 @@ from ckptstore.tools.bench.peers.tier import (
 from ckptstore.tools.bench.work import Task
 
 BYTES_PER_SECOND, LATENCY_SECONDS = 200e6, 0.03
-"""Of the line to the bucket, where nothing else is asked for."""
+"""The default line to the bucket."""
 _STEPS_BYTES = 256 << 20
-"""What is drained beside the steps at the most: the drain lasts longer than they do, whatever its size."""
+"""The most bytes drained beside the steps: the drain lasts longer than they do, whatever its size."""
 _MEMCPY, _LOOPBACK, _DISK, _BOTH = "memcpy", "loopback", "raw disk", "raw disk, both copies"
 
 _FROM_BUCKET = "from the bucket"
-"""All that a peer can read when the disk of a node is lost."""
+"""The only source of a peer when the disk of a node is lost."""
 
 Contests = Callable[[Sequence[Task], int], list[Workload]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """A part of a contest as a workload of its own: what is called ckptstore in it, and what stands beside that."""
+    """A part of a contest as a workload of its own: the contender called ckptstore in it, and the others."""
 
     name: str
     title: str
     ours: str
     beside: Sequence[str]
     peers: str | None = ""
-    """How the names of its peers end: "" are all of them, None is none."""
+    """The suffix of its peers' names: "" for all of them, None for none."""
     figure: str = "total_seconds"
 
 
@@ -98,24 +97,24 @@ _VIEWS: Mapping[str, Sequence[_View]] = {
 }
 
 
-def fast_nodes(place: Place, asked: Asked, size_bytes: int, contests: Contests) -> Iterator[Workload]:
-    """Every contest behind both lines. Only ratios of one line are comparable; names of the second say so."""
-    speed = BYTES_PER_SECOND if asked.bytes_per_second is None else asked.bytes_per_second
-    latency_seconds = LATENCY_SECONDS if asked.latency_seconds is None else asked.latency_seconds
+def fast_nodes(place: Place, options: Options, size_bytes: int, contests: Contests) -> Iterator[Workload]:
+    """Run every contest behind both lines. Only ratios of one line are comparable; names of the second say so."""
+    speed = BYTES_PER_SECOND if options.bytes_per_second is None else options.bytes_per_second
+    latency_seconds = LATENCY_SECONDS if options.latency_seconds is None else options.latency_seconds
     lines: dict[str, tuple[float | None, float]] = {"": (speed, latency_seconds), "-full-speed": (None, 0.0)}
     tasks: dict[tuple[str, str], Task] = {}
     with ExitStack() as open_buckets:
         for suffix, (bytes_per_second, seconds) in lines.items():
             bucket = opened_place(S3_TEST, {}, bytes_per_second=bytes_per_second, latency_seconds=seconds)
             task = Task(
-                name="", asked=asked, place=place, size_bytes=size_bytes, bucket=open_buckets.enter_context(bucket)
+                name="", options=options, place=place, size_bytes=size_bytes, bucket=open_buckets.enter_context(bucket)
             )
             for name in _VIEWS:
                 own = replace(place, uri=f"{place.uri}/{name}{suffix}")
                 own.path.mkdir()
                 largest = _STEPS_BYTES if name == "tier-steps" else size_bytes
                 tasks[name, suffix] = replace(task, name=name, place=own, size_bytes=min(size_bytes, largest))
-        found = contests(list(tasks.values()), asked.ranks * NUM_NODES)
+        found = contests(list(tasks.values()), options.ranks * NUM_NODES)
     for (name, suffix), workload in zip(tasks, found, strict=True):
         for view in _VIEWS[name]:
             yield _seen(workload, view, suffix, _facts(view, workload, *lines[suffix]))
@@ -136,7 +135,7 @@ def _facts(view: _View, found: Workload, bytes_per_second: float | None, latency
 
 
 def _seen(found: Workload, view: _View, suffix: str, facts: Mapping[str, Any]) -> Workload:
-    """The part of a contest that the view shows."""
+    """Return the part of a contest that the view shows."""
     by_name = {one.name: one for one in found.outcomes}
     outcomes = [replace(by_name[view.ours], name=OURS)]
     outcomes += [

@@ -1,4 +1,4 @@
-"""The directories of files that are saved."""
+"""Create the directories of files to save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.tools.bench.destination import Place
-from ckptstore.tools.bench.figures.report import Asked
+from ckptstore.tools.bench.figures.report import Options
 
 _LARGE_FILES = 4
 _SMALL_BYTES = 10 << 10
@@ -18,13 +18,15 @@ _SMALL_BYTES = 10 << 10
 
 @contextmanager
 def files_of(
-    asked: Asked, name: str, size_bytes: int, place: Place, *, num_files: int | None = None
+    options: Options, name: str, size_bytes: int, place: Place, *, num_files: int | None = None
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The directories that are saved: for each rank one, or for "node-cache" one for all, with large files or, for the
-    shape "files", with many of 10 KiB, or with `num_files` in all."""
-    shares = 1 if name == "node-cache" else asked.ranks
+    """Create the directories to save: one for each rank, or for "node-cache" one for all.
+
+    They have large files or, for the shape "files", many of 10 KiB, or `num_files` in all.
+    """
+    shares = 1 if name == "node-cache" else options.ranks
     if num_files is None:
-        num_files = max(1, size_bytes // _SMALL_BYTES) if asked.shape == "files" else _LARGE_FILES * shares
+        num_files = max(1, size_bytes // _SMALL_BYTES) if options.shape == "files" else _LARGE_FILES * shares
     each = max(1, num_files // shares)
     file_bytes = max(1, size_bytes // (each * shares))
     above = place.path if place.is_local else Path(tempfile.gettempdir())

@@ -1,6 +1,6 @@
-"""`latest()` and a listing, as a store grows: seconds, and requests that do not depend on the machine.
+"""Measure `latest()` and a listing, as a store grows: seconds, and requests, which do not depend on the machine.
 
-Peers find the newest step in the names of directories, which they take for checkpoints without a look into them.
+Peers find the newest step in the names of directories, which they take for checkpoints without looking inside.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptstore.opening import open_store
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import CountCalls, with_faults
 from ckptstore.tools.bench.destination import Place
-from ckptstore.tools.bench.figures.report import OURS, Asked, Sample, Workload, WorkloadOutcome
+from ckptstore.tools.bench.figures.report import OURS, Options, Sample, Workload, WorkloadOutcome
 from ckptstore.tools.bench.measure import Meter
 
 _NUM_LOCAL = (1, 100, 1000)
@@ -36,7 +36,7 @@ class Finder:
     family: str
     module: str
     directory: str
-    """What it calls that of a step."""
+    """Its name for the directory of a step."""
     newest: Callable[[Path], int]
 
 
@@ -71,10 +71,10 @@ FINDERS = (
 )
 
 
-def finding(place: Place, asked: Asked, *, tell: Callable[[str], None]) -> list[Workload]:
-    """One workload for each size of a store. The limit is one listing of the log, which reads no record."""
+def finding(place: Place, options: Options, *, tell: Callable[[str], None]) -> list[Workload]:
+    """Measure one workload for each size of a store. The limit is one listing of the log, which reads no record."""
     found = []
-    finders = [one for one in FINDERS if asked.wants(one.family)]
+    finders = [one for one in FINDERS if options.wants(one.family)]
     objections = {one.name: objection for one in finders if (objection := _objection(one, place))}
     absent = [
         WorkloadOutcome(name=one.name, family=one.family, role="peer", status="skipped", reason=objections[one.name])
@@ -87,14 +87,14 @@ def finding(place: Place, asked: Asked, *, tell: Callable[[str], None]) -> list[
         tell(f"a store of {number}")
         fill(uri, place, number)
         searches = {one: _search(one, place, number) for one in able}
-        workload = _measure(uri, place, searches, number, asked.repeat)
+        workload = _measure(uri, place, searches, number, options.repeat)
         found.append(replace(workload, outcomes=(*workload.outcomes, *absent)))
         place.remove(uri)
     return found
 
 
 def _objection(finder: Finder, place: Place) -> str | None:
-    """Why it cannot take part. What it needs is imported here, before the clock runs."""
+    """Return why a peer cannot take part. Its module is imported now, before the clock runs."""
     if not place.is_local:
         return "it reads directories"
     try:
@@ -105,7 +105,7 @@ def _objection(finder: Finder, place: Place) -> str | None:
 
 
 def _search(finder: Finder, place: Place, number: int) -> Callable[[], None]:
-    """Its way to the newest of so many steps, each a directory."""
+    """Return its search for the newest of so many steps, each a directory."""
     above = place.path / f"{finder.family}-{number}"
     for step in range(number):
         (above / finder.directory.format(step)).mkdir(parents=True)
@@ -117,7 +117,7 @@ def _search(finder: Finder, place: Place, number: int) -> Callable[[], None]:
 
 
 def fill(uri: str, place: Place, num_checkpoints: int) -> None:
-    """A store whose log says that it holds so many checkpoints; their files are not there."""
+    """Create a store whose log has so many checkpoints, without their files."""
     storage = open_storage(uri, storage_options=place.storage_options, durable=False)
     try:
         read_or_create_identity(storage)

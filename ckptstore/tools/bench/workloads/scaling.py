@@ -1,4 +1,4 @@
-"""How a save grows with ranks, bytes and files, and how a commit grows with ranks that only the storage connects."""
+"""Measure the growth of a save with ranks, bytes and files, and of a commit through the storage with ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from ckptstore.testing import run_ranks
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.laws import exponent, line
-from ckptstore.tools.bench.figures.report import Asked, Workload
-from ckptstore.tools.bench.figures.told import absent
+from ckptstore.tools.bench.figures.report import Options, Workload
+from ckptstore.tools.bench.figures.text import absent
 from ckptstore.tools.bench.work import Task
 from ckptstore.tools.bench.workloads.files import files_of
 from ckptstore.tools.bench.workloads.sharded_ranks import NUM_TENSORS, commit_of_sharded
@@ -21,7 +21,7 @@ from ckptstore.tools.bench.workloads.simulated import commit_of
 REAL_RANKS = (1, 2, 4, 8)
 SIMULATED_RANKS = (64, 256, 1024, 4096, 16_384)
 _SIZES = (16, 4, 1)
-"""Parts of the whole size."""
+"""Divisors of the whole size."""
 _FILE_COUNTS = (10, 100, 1000)
 _FILES_BYTES = 256 << 20
 _TIMEOUT_SECONDS = 1800.0
@@ -33,35 +33,34 @@ Contest = Callable[[Task, int], Workload]
 Show = Callable[[str, int, int], None]
 
 
-def scaling(place: Place, asked: Asked, size_bytes: int, contest: Contest, show: Show) -> dict[str, Any]:
-    """Curves of real processes, and of simulated ranks with the law of their growth."""
-    latency_seconds = _LATENCY_SECONDS if asked.latency_seconds is None else asked.latency_seconds
-    task = Task(name="ranks", asked=asked, place=place, size_bytes=size_bytes)
-    ranks = [(count, contest(task, count)) for count in REAL_RANKS if count <= max(8, asked.ranks)]
+def scaling(place: Place, options: Options, size_bytes: int, contest: Contest, show: Show) -> dict[str, Any]:
+    """Return curves of real processes, and of simulated ranks with the law of their growth."""
+    latency_seconds = _LATENCY_SECONDS if options.latency_seconds is None else options.latency_seconds
+    task = Task(name="ranks", options=options, place=place, size_bytes=size_bytes)
+    ranks = [(count, contest(task, count)) for count in REAL_RANKS if count <= max(8, options.ranks)]
     sizes = []
     for part in _SIZES:
         smaller = replace(task, size_bytes=max(1 << 20, size_bytes // part))
-        sizes.append((smaller.size_bytes, contest(smaller, asked.ranks)))
+        sizes.append((smaller.size_bytes, contest(smaller, options.ranks)))
     return {
         "real": {"ranks": _curve(ranks), "bytes": _curve(sizes), "files": _curve(_over_files(task, contest))},
-        "simulated": simulate(place, max_ranks=asked.max_ranks, latency_seconds=latency_seconds, show=show),
-        "sharded": simulate_sharded(place, max_ranks=asked.max_ranks, show=show),
+        "simulated": simulate(place, max_ranks=options.max_ranks, latency_seconds=latency_seconds, show=show),
+        "sharded": simulate_sharded(place, max_ranks=options.max_ranks, show=show),
     }
 
 
 def _over_files(task: Task, contest: Contest) -> list[tuple[int, Workload]]:
-    """The same bytes in more and more files of a directory."""
+    """Measure the same bytes in more and more files of a directory."""
     size_bytes, found = min(task.size_bytes, _FILES_BYTES), []
     for count in _FILE_COUNTS:
-        with files_of(task.asked, "directory", size_bytes, task.place, num_files=count) as (files, facts):
+        with files_of(task.options, "directory", size_bytes, task.place, num_files=count) as (files, facts):
             smaller = replace(task, name="directory", size_bytes=size_bytes, files=str(files))
-            found.append((facts["files"], contest(smaller, task.asked.ranks)))
+            found.append((facts["files"], contest(smaller, task.options.ranks)))
     return found
 
 
 def _curve(points: Sequence[tuple[int, Workload]]) -> list[dict[str, Any]]:
-    """Of each contender that was measured at a point, the median and all samples of its seconds; who is not there, and
-    why."""
+    """Return median and samples of the seconds of each measured contender at each point; and the absent ones."""
     return [
         {
             "at": at,
@@ -78,15 +77,19 @@ def _curve(points: Sequence[tuple[int, Workload]]) -> list[dict[str, Any]]:
 
 
 def simulate(place: Place, *, max_ranks: int, latency_seconds: float, show: Show) -> dict[str, Any]:
-    """Commits of a real leader with so many simulated ranks, and the laws that fit. On a local disk, whose latency is
-    injected."""
+    """Measure commits of a real leader with so many simulated ranks, and the laws that fit.
+
+    On a local disk, whose latency is injected.
+    """
     points = _points(place, max_ranks, "commit", commit_of, latency_seconds, show=show)
     return {"latency_seconds": latency_seconds, "points": points, "laws": laws(points, _FIGURES)}
 
 
 def simulate_sharded(place: Place, *, max_ranks: int, show: Show) -> dict[str, Any]:
-    """The same of a state of many tensors, each divided over all ranks, which torch.distributed connects. Without
-    latency."""
+    """Measure commits of a state of many tensors, each divided over all ranks, which torch.distributed connects.
+
+    Without latency.
+    """
     points = _points(place, max_ranks, "fully sharded state", commit_of_sharded, NUM_TENSORS, show=show)
     return {"tensors": NUM_TENSORS, "points": points, "laws": laws(points, _SHARDED_FIGURES)}
 
@@ -94,7 +97,7 @@ def simulate_sharded(place: Place, *, max_ranks: int, show: Show) -> dict[str, A
 def _points(
     place: Place, max_ranks: int, what: str, commit: Callable[..., dict[str, Any]], *more: Any, show: Show
 ) -> list[dict[str, Any]]:
-    """What `commit` of a directory, a number of ranks and more measures, each time in a process of its own."""
+    """Return the measurements of `commit` for a directory, a number of ranks and more, each in a process of its own."""
     above = place.path if place.is_local else None
     points: list[dict[str, Any]] = []
     for count in [count for count in SIMULATED_RANKS if count <= max_ranks]:
@@ -105,7 +108,7 @@ def _points(
 
 
 def laws(points: Sequence[Mapping[str, Any]], figures: Sequence[str]) -> dict[str, Any]:
-    """For each figure the line that fits, and by which power of the ranks it grows between the two largest."""
+    """For each figure return the fitted line, and the power of the ranks by which it grows between the two largest."""
     found: dict[str, Any] = {}
     if len(points) < 2:
         return found

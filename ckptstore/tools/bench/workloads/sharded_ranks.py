@@ -1,7 +1,7 @@
-"""What the leader of a fully sharded state has to do for many ranks: agree, join what they tell, commit.
+"""Measure the leader's work in a fully sharded state of many ranks: agree, join their reports, commit.
 
-The leader is real. Every other rank is simulated by what it would have told and stored. The ranks are connected by
-torch.distributed, so what it takes them to be heard is not measured here.
+The leader is real. Every other rank is simulated by its messages and its files. The ranks are connected by
+torch.distributed, so the cost of receiving the messages is not measured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ckptstore.tools.bench.measure import Meter
 from ckptstore.transfer import RangeRead
 
 NUM_TENSORS = 4548
-"""Of a Llama 3 405B with its optimizer."""
+"""As in a Llama 3 405B with its optimizer."""
 _ROWS, _COLUMNS = 64, 1024
 _CHUNK_BYTES = _ROWS * _COLUMNS * 4
 _FRAME_BYTES = _CHUNK_BYTES + 1408
@@ -52,7 +52,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class _Case:
-    """Each rank has the n-th rows of every tensor."""
+    """Gives each rank the n-th rows of every tensor."""
 
     def __init__(self, num_ranks: int, num_tensors: int) -> None:
         self.num_ranks, self.num_tensors = num_ranks, num_tensors
@@ -62,11 +62,11 @@ class _Case:
         self.file_bytes = num_tensors * _FRAME_BYTES
 
     def box(self, rank: int, num_ranks: int = 1) -> Box:
-        """The rows of some ranks."""
+        """Return the rows of some ranks."""
         return Box((rank * _ROWS, 0), (num_ranks * _ROWS, _COLUMNS))
 
     def agree(self, leader: Negotiator) -> tuple[Agreement, int]:
-        """What the leader of a first save hears from all ranks, in bytes, and agrees on."""
+        """Return the leader's agreement in a first save, and the bytes that it receives from all ranks."""
         boxes = (self.box(0),)
         leader.begin(
             [Item(key, Mode.SHARD, "float32", self.shape, boxes, layout=self.layout, member=0) for key in self.keys], 0
@@ -81,7 +81,7 @@ class _Case:
         return agreement, sum(map(len, [*roughly, *full]))
 
     def part(self, rank: int) -> bytes:
-        """A rank's part of the index."""
+        """Return a rank's part of the index."""
         builder = PartBuilder(rank)
         builder.add_file(_file_name(rank), [os.urandom(4 * -(-self.file_bytes // _BLOCK_BYTES))])
         builder.add_slab(0, self.file_bytes)
@@ -90,8 +90,8 @@ class _Case:
             builder.add_chunk(row, number * _FRAME_BYTES + 1024, self.box(rank))
         return builder.encode()
 
-    def told(self, rank: int, part_bytes: int, part_crc32c: int) -> bytes:
-        """What a rank tells the leader when it has stored."""
+    def report(self, rank: int, part_bytes: int, part_crc32c: int) -> bytes:
+        """Return a rank's report to the leader after storing."""
         receipts = [
             Receipt(_file_name(rank), self.file_bytes, rank, rank),
             Receipt(part_name(rank, 1), part_bytes, part_crc32c, rank),
@@ -109,16 +109,15 @@ def _file_name(rank: int) -> str:
 
 
 def commit_of_sharded(directory: str, num_ranks: int, num_tensors: int) -> dict[str, Any]:
-    """A commit by the leader, and what a rank does to open the checkpoint. For a process of its own, on a disk; the
-    directory is removed."""
+    """Commit as the leader, and open the checkpoint as a rank. For a process of its own; removes the directory."""
     case, leader = _Case(num_ranks, num_tensors), Negotiator()
     with _timed() as agree:
         agreement, agreed_bytes = case.agree(leader)
-    parts = {rank: case.part(rank) for rank in range(num_ranks - 4, num_ranks)}  # which are read below
+    parts = {rank: case.part(rank) for rank in range(num_ranks - 4, num_ranks)}  # those that are read below
     digests = {rank: crc32c(part) for rank, part in parts.items()}
     some_bytes = len(parts[num_ranks - 1])
-    told = [
-        case.told(rank, some_bytes, digests.get(rank) or int.from_bytes(os.urandom(4), "little"))
+    reports = [
+        case.report(rank, some_bytes, digests.get(rank) or int.from_bytes(os.urandom(4), "little"))
         for rank in range(num_ranks)
     ]
     try:
@@ -136,7 +135,7 @@ def commit_of_sharded(directory: str, num_ranks: int, num_tensors: int) -> dict[
                 upload=job.transfer.upload,
             )
             shard.hear(agreement.encode())
-            used, found = time.process_time(), _committed(job, shard, attempt, told, num_ranks)
+            used, found = time.process_time(), _committed(job, shard, attempt, reports, num_ranks)
             cpu_seconds = time.process_time() - used
             opened = _opened(files_of(job, found.pop("record")), case)
     finally:
@@ -146,7 +145,7 @@ def commit_of_sharded(directory: str, num_ranks: int, num_tensors: int) -> dict[
         "tensors": num_tensors,
         "agree_seconds": agree.seconds,
         "agree_bytes": agreed_bytes,
-        "told_bytes": sum(map(len, told)),
+        "told_bytes": sum(map(len, reports)),
         "cpu_seconds": cpu_seconds,
         **found,
         **opened,
@@ -154,7 +153,7 @@ def commit_of_sharded(directory: str, num_ranks: int, num_tensors: int) -> dict[
 
 
 def _leave_files(place: Path, case: _Case, parts: dict[int, bytes], part_bytes: int) -> None:
-    """What all ranks would have stored; files that nobody reads take no room."""
+    """Store the files of all ranks; those that nobody reads take no room."""
     place.mkdir(parents=True)
     for rank in range(case.num_ranks):
         with open(place / _file_name(rank), "wb") as file:
@@ -163,25 +162,27 @@ def _leave_files(place: Path, case: _Case, parts: dict[int, bytes], part_bytes: 
             file.write(parts[rank]) if rank in parts else file.truncate(part_bytes)
 
 
-def _committed(job: Job, shard: StateShard, attempt: Attempt, told: Sequence[bytes], num_ranks: int) -> dict[str, Any]:
-    """From the last answer to the commit."""
+def _committed(
+    job: Job, shard: StateShard, attempt: Attempt, reports: Sequence[bytes], num_ranks: int
+) -> dict[str, Any]:
+    """Commit, from the last report on."""
     request = Request.of(step=1, kind="state", metrics=None, metadata=None, exists="replace")
     gc.collect()
     with Meter() as meter:
-        contents = shard.join(attempt, told, lambda: None)
+        contents = shard.join(attempt, reports, lambda: None)
         meter.returned()
         record = commit(job, request, attempt, contents, lambda: None, world_size=num_ranks)
     return {
         "seconds": meter.total_seconds,
         "join_seconds": meter.blocked_seconds,
-        "peak_bytes": (meter.peak_bytes or 0) + sum(map(len, told)),
+        "peak_bytes": (meter.peak_bytes or 0) + sum(map(len, reports)),
         "record": record,
     }
 
 
 def _opened(files: CheckpointFiles, case: _Case) -> dict[str, Any]:
-    """What opening takes for a rank that has what it had in the save, and for one of a quarter of the ranks."""
-    gc.collect()  # what the leader has left, and a rank that loads has not
+    """Measure the opening for a rank with the rows of its save, and for one of a quarter of the ranks."""
+    gc.collect()  # the leader's garbage, which a loading rank lacks
     read_bytes, last = 0, case.num_ranks - 1
 
     def read(ranges: Sequence[RangeRead]) -> None:

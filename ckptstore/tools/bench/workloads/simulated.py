@@ -1,11 +1,10 @@
-"""What a commit costs the leader of many ranks, which torch.distributed connects.
+"""Measure the leader's cost of a commit by many ranks, which torch.distributed connects.
 
-The leader is real. Every other rank is simulated by what it would have left: its file in the directory of the attempt,
-and its answer to each meeting in the key-value store, all there before the leader looks. Every request to the storage
-waits for the given latency.
+The leader is real. Every other rank is simulated by its traces: its file in the directory of the attempt, and its
+answer to each meeting in the key-value store, all written before the leader looks. Every request to the storage waits
+for the given latency.
 
-So the seconds are the critical path of each meeting. What it takes to write the files of the simulated ranks is not in
-them.
+So the seconds are the critical path of each meeting. They exclude the time to write the files of the simulated ranks.
 """
 
 from __future__ import annotations
@@ -47,19 +46,19 @@ _TIMEOUT_SECONDS = 600.0
 
 
 def answers() -> dict[int, tuple[str, Any]]:
-    """Return what a rank brings to each meeting of a first save, by the number of the meeting."""
+    """Return a rank's answers in a first save, by the number of the meeting."""
     options = {"kind": "directory", "exists": "replace", "suffix": "auto", "shared": [], "link": False}
     offer = Offer("auto", [_FILE], size_bytes=len(_DATA)).to_json()
-    asked = {"step": 1, "options": options}
+    request = {"step": 1, "options": options}
     return {
         1: ("probe the root", None),
         2: ("read the probe", None),
-        3: ("save", (asked, json.dumps(offer).encode())),
+        3: ("save", (request, json.dumps(offer).encode())),
     }
 
 
 def receipts(rank: int) -> Any:
-    """Return what a rank brings when it has stored its file: what that took, and what the leader needs to know."""
+    """Return a rank's report after storing its file: its timings, and its receipt."""
     seconds = {"agree": 0.1, "upload": 0.1}
     took = RankTimings(rank, f"node-{rank // 8}", seconds, len(_DATA), 1, 0, stalled_seconds=0.0)
     receipt = Receipt(ranked_name(_FILE, rank), len(_DATA), crc32c(_DATA), rank, _FILE)
@@ -84,7 +83,7 @@ class _Leader:
         )
 
     def open_group(self, storage: Storage, config: StoreConfig) -> Group:
-        """Return the group at work."""
+        """Open the group."""
         return BoardGroup(
             self.board(),
             rank=0,
@@ -95,13 +94,13 @@ class _Leader:
 
 
 class Followers:
-    """A hook for the leader's storage: leaves what ranks 1 and above would have."""
+    """A hook for the leader's storage that writes the files and answers of ranks 1 and above."""
 
     def __init__(self, root: Path, world_size: int, board: TorchBoard) -> None:
         self._root, self._world_size, self._board = root, world_size, board
         self._attempt = ""
         self.aside_seconds = 0.0
-        """How long it took to leave files and answers while the leader waited."""
+        """Seconds spent writing files and answers while the leader waited."""
         self.aside_cpu_seconds = 0.0
 
     def leave_first(self) -> None:
@@ -137,10 +136,10 @@ class Followers:
 def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[str, Any]:
     """Measure one save of the leader: seconds, its requests to the storage, memory and processor time.
 
-    The memory has what writing the files of simulated ranks takes in it.
+    The memory includes that for writing the files of simulated ranks.
 
-    For a process of its own: the store is not closed, because nobody would answer, and what it still deletes in the
-    background ends with the process. The caller removes the directory.
+    For a process of its own: the store is not closed, because nobody would answer, and its deletions in the background
+    end with the process. The caller removes the directory.
     """
     root, source = Path(directory) / "store", Path(directory) / "source"
     shutil.rmtree(root, ignore_errors=True)

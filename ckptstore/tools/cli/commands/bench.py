@@ -89,7 +89,7 @@ def command(what: str, files: tuple[Path, ...], json_path: str | None, **given: 
 def _measure(what: str, given: dict[str, Any]) -> Report:
     try:
         from ckptstore.tools.bench.destination import is_disk
-        from ckptstore.tools.bench.figures.report import Asked
+        from ckptstore.tools.bench.figures.report import Options
         from ckptstore.tools.bench.peers.registry import FAMILIES
         from ckptstore.tools.bench.run import run
     except ImportError as error:
@@ -102,7 +102,7 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
     def possible(name: str) -> bool:
         return name != "gpu" and (name != "tier" or is_disk(given["to"]))
 
-    asked = Asked(
+    options = Options(
         workloads=tuple(name for name in _WORKLOADS if what == name or (what == "all" and possible(name))),
         to=given["to"],
         size_bytes=given["size"],
@@ -122,39 +122,39 @@ def _measure(what: str, given: dict[str, Any]) -> Report:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed then too
     try:
         with counting() as show:
-            return run(asked, storage_options=given["storage_options"], command=called(), show=show)
+            return run(options, storage_options=given["storage_options"], command=called(), show=show)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _echo(report: Report) -> None:
-    from ckptstore.tools.bench.figures import told
+    from ckptstore.tools.bench.figures import text
     from ckptstore.tools.bench.figures.markdown import markdown
 
     if report.asked.get("device"):
         click.echo(markdown(report), nl=False)
         return
-    for line in told.report_lines(report):
+    for line in text.report_lines(report):
         click.echo(line)
     for workload in report.workloads:
         echo_workload(workload)
-    lines = told.scaling_lines(report.scaling)
+    lines = text.scaling_lines(report.scaling)
     if lines:
         click.echo("\nGrowth")
     for line in lines:
         click.echo(f"  {line}")
-    click.echo(f"\n{told.LEGEND}")
+    click.echo(f"\n{text.LEGEND}")
 
 
 def echo_workload(workload: Workload) -> None:
     """Its table, its facts, and who is not in it."""
-    from ckptstore.tools.bench.figures import told
+    from ckptstore.tools.bench.figures import text
 
-    click.echo(f"\n{told.heading(workload)}")
-    found = told.rows(workload)
+    click.echo(f"\n{text.heading(workload)}")
+    found = text.rows(workload)
     if found:
-        echo_table(told.HEADERS, found)
-    for line in [*told.facts(workload), *told.absent(workload)]:
+        echo_table(text.HEADERS, found)
+    for line in [*text.facts(workload), *text.absent(workload)]:
         click.echo(f"  {line}")
 
 

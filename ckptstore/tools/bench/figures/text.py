@@ -1,4 +1,4 @@
-"""A report as rows for people."""
+"""Format a report as rows of text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEGEND = (
 
 
 def heading(workload: Workload) -> str:
-    """What was measured."""
+    """Return the workload's heading."""
     figure = "" if workload.figure == "total_seconds" else ", seconds until the call returned"
     size = f", {workload.size_bytes / (1 << 20):.1f} MiB" if workload.size_bytes else ""
     ranks = f"{workload.ranks} rank" + ("s" if workload.ranks > 1 else "")
@@ -23,7 +23,7 @@ def heading(workload: Workload) -> str:
 
 
 def rows(workload: Workload) -> list[list[str]]:
-    """One row for each contender that was measured."""
+    """Return one row for each measured contender."""
     limit = workload.best("limit")
     limit_seconds = statistics.median(workload.figures(limit)) if limit else None
     return [_row(workload, one, limit_seconds) for one in workload.outcomes if one.status == "measured"]
@@ -32,7 +32,7 @@ def rows(workload: Workload) -> list[list[str]]:
 def _row(workload: Workload, one: WorkloadOutcome, limit_seconds: float | None) -> list[str]:
     figures = workload.figures(one)
     median = statistics.median(figures)
-    told = summary(one, workload.size_bytes) or {}
+    spread = summary(one, workload.size_bytes) or {}
     ratio = workload.ratio(one)
     speed = workload.size_bytes / 1e9 / median if workload.size_bytes and median else None
     return [
@@ -40,22 +40,22 @@ def _row(workload: Workload, one: WorkloadOutcome, limit_seconds: float | None) 
         f"{median:.4f}",
         f"{min(figures):.4f} - {max(figures):.4f}",
         _number(speed, "{:.2f}"),
-        _number(told["cpu_seconds_per_gib"], "{:.2f}"),
-        _number(told["peak_bytes"] and told["peak_bytes"]["median"] / (1 << 20), "{:.1f}"),
-        _number(told["requests"] and told["requests"]["median"], "{:.0f}"),
+        _number(spread["cpu_seconds_per_gib"], "{:.2f}"),
+        _number(spread["peak_bytes"] and spread["peak_bytes"]["median"] / (1 << 20), "{:.1f}"),
+        _number(spread["requests"] and spread["requests"]["median"], "{:.0f}"),
         _number(ratio, "{:.2f}"),
         _number(limit_seconds and limit_seconds / median, "{:.2f}"),
     ]
 
 
 def label(one: WorkloadOutcome) -> str:
-    """Its name with its settings."""
+    """Return its name with its settings."""
     settings = settings_text(one.settings)
     return f"{one.name} ({settings})" if settings else one.name
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
-    """Settings in words."""
+    """Return settings in words."""
     tried = {name: value for name, value in settings.items() if name not in ("seconds", "failed")}
     return ", ".join(text for name, value in tried.items() if (text := _setting(name, value)))
 
@@ -71,16 +71,16 @@ def _setting(name: str, value: Any) -> str:
 
 
 def facts(workload: Workload) -> list[str]:
-    """What is known of it besides its contenders, one line each."""
+    """Return the facts of a workload besides its contenders, one line each."""
     return [f"{name}: {value}" for name, value in workload.facts.items() if value is not None]
 
 
 def absent(workload: Workload) -> list[str]:
-    """Who was skipped or failed, and why, and with which settings one failed that was measured with others. A limit of
-    another medium is not worth a line."""
+    """Return the skipped and failed contenders, and the failed settings of measured ones, with the reasons."""
     return [
         f"{one.status}: {one.name}: {one.reason}"
         for one in workload.outcomes
+        # A limit of another medium is not worth a line.
         if one.status == "failed" or (one.status == "skipped" and one.role != "limit")
     ] + [
         f"failed: {one.name} with {settings_text(tried)}: {tried['failed']}"
@@ -92,11 +92,11 @@ def absent(workload: Workload) -> list[str]:
 
 
 def scaling_lines(scaling: Mapping[str, Any]) -> list[str]:
-    """The laws of growth, and the points that they come from."""
+    """Return the laws of growth, and the points that they come from."""
     lines: list[str] = []
     for name, points in scaling.get("real", {}).items():
         for point in points:
-            seconds = ", ".join(f"{who} {told['median']:.4f} s" for who, told in point["seconds"].items())
+            seconds = ", ".join(f"{who} {spread['median']:.4f} s" for who, spread in point["seconds"].items())
             lines.append(f"{name} = {point['at']}: {seconds}")
         lines += dict.fromkeys(f"{name}: {line}" for point in points for line in point["absent"])
     simulated = scaling.get("simulated", {})
@@ -114,11 +114,11 @@ def scaling_lines(scaling: Mapping[str, Any]) -> list[str]:
 
 def _sharded_line(point: Mapping[str, Any]) -> str:
     peak = f"{point['peak_bytes'] / (1 << 20):.0f} MiB"
-    heard, agreed = point["told_bytes"] / (1 << 20), point["agree_bytes"] / (1 << 20)
+    sent, agreed = point["told_bytes"] / (1 << 20), point["agree_bytes"] / (1 << 20)
     return (
         f"{point['ranks']} simulated ranks, {point['tensors']} tensors over all of them: {point['seconds']:.2f} s from "
         f"the last answer to the commit, {point['cpu_seconds']:.2f} s of CPU, {peak}; agreed in "
-        f"{point['agree_seconds']:.2f} s from {agreed:.1f} MiB; heard {heard:.1f} MiB; outline "
+        f"{point['agree_seconds']:.2f} s from {agreed:.1f} MiB; heard {sent:.1f} MiB; outline "
         f"{point['outline_bytes'] / 1000:.0f} kB, manifest {point['manifest_bytes'] / 1000:.0f} kB; opened as saved in "
         f"{point['open_own_seconds']:.2f} s from {point['open_own_bytes'] / 1000:.0f} kB, by a quarter of the ranks in "
         f"{point['open_quarter_seconds']:.2f} s"
@@ -133,7 +133,7 @@ def _law_lines(growth: Mapping[str, Any]) -> list[str]:
 
 
 def report_lines(report: Report) -> Sequence[str]:
-    """The machine and the versions, one line each."""
+    """Return the machine and the versions, one line each."""
     machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
     found = ", ".join(f"{name} {value}" for name, value in report.versions.items())
     return [f"machine: {machine}", f"versions: {found}"]
