@@ -1,1 +1,1 @@
-"""Where ckptstore meets training frameworks. Each integration is a package of its own, loaded when it is asked for."""
+"""Integrations of ckptstore with training frameworks, each a package of its own that is loaded on first use."""

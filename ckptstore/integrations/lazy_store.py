@@ -1,4 +1,4 @@
-"""The store that a callback was given: an open one, or what it takes to open one in each process."""
+"""The store of a callback: an open one, or the means to open one in each process."""
 
 from __future__ import annotations
 
@@ -16,44 +16,46 @@ logger = logging.getLogger("ckptstore")
 
 _LOOK_SECONDS = 1.0
 
-StoreGiven = CheckpointStore | str | os.PathLike[str] | Callable[[], CheckpointStore]
+StoreSource = CheckpointStore | str | os.PathLike[str] | Callable[[], CheckpointStore]
 """An open store, a URI, or a function without arguments that opens one. The last two can go to other processes."""
 
 
-class GivenStore:
-    """Opens the store when it is needed first, and closes only what it has opened itself.
+class LazyStore:
+    """Opens the store on first use, and closes only a store that it opened itself.
 
-    Anything with the methods of a `CheckpointStore` is taken for an open store. `keywords` are those of `open_store`.
+    Anything with the methods of a `CheckpointStore` counts as an open store. `keywords` are those of `open_store`.
     """
 
-    def __init__(self, given: StoreGiven, keywords: Mapping[str, Any]) -> None:
-        self._given = given
+    def __init__(self, source: StoreSource, keywords: Mapping[str, Any]) -> None:
+        self._source = source
         self._keywords = dict(keywords)
         self._opened: CheckpointStore | None = None
-        if keywords and not isinstance(given, str | os.PathLike):
+        if keywords and not isinstance(source, str | os.PathLike):
             raise InvalidInput(
                 f"{', '.join(sorted(keywords))}: only a store that is given by its URI takes keywords of open_store",
                 hint="Give them where the store is opened",
             )
-        if not (isinstance(given, str | os.PathLike) or callable(given) or callable(getattr(given, "save", None))):
-            raise InvalidInput(f"store is a {type(given).__name__}, it is an open store, a URI or a function")
+        if not (isinstance(source, str | os.PathLike) or callable(source) or callable(getattr(source, "save", None))):
+            raise InvalidInput(f"store is a {type(source).__name__}, it is an open store, a URI or a function")
 
     def get(self) -> CheckpointStore:
-        """The open store; opened anew after `close`."""
+        """Return the open store; reopen it after `close`."""
         if self._opened is not None:
             return self._opened
-        given = self._given
-        if isinstance(given, str | os.PathLike):
-            self._opened = open_store(given, **self._keywords)
-        elif isinstance(given, CheckpointStore) or callable(getattr(given, "save", None)):
-            return given  # type: ignore[return-value]
+        source = self._source
+        if isinstance(source, str | os.PathLike):
+            self._opened = open_store(source, **self._keywords)
+        elif isinstance(source, CheckpointStore) or callable(getattr(source, "save", None)):
+            return source  # type: ignore[return-value]
         else:
-            self._opened = given()
+            self._opened = source()
         return self._opened
 
     def settle(self) -> None:
-        """With a fast tier: bring the newest checkpoint into the store, so that what is asked of the store next knows
-        of it. Collective. Given up, with a warning, when the store does not answer, or the time after SIGTERM is over.
+        """Bring the newest fast checkpoint into the store, so that later calls find it there. Collective.
+
+        Gives up with a warning when the store does not answer, or the time after SIGTERM is over. Does nothing without
+        a fast tier.
         """
         store = self._has_tier()
         if store is None:
@@ -66,31 +68,32 @@ class GivenStore:
                 return
 
     def abandon(self, error: BaseException) -> None:
-        """The training has ended with an error, and other ranks may not come. Nothing is raised: that error says more.
+        """Handle a training that ended with an error, after which other ranks may not come. Raises nothing.
 
-        After a SIGTERM that the store knows of, what is in flight has the seconds that are left. What is on the disks
-        of the nodes stays there. A store with a fast tier that was opened here is closed: its thread and connections
-        would go on else, as long as the program does.
+        After a SIGTERM that the store has seen, saves in flight get the remaining seconds. Fast checkpoints stay on the
+        nodes. A store with a fast tier that was opened by this object is closed.
         """
-        store = self._opened or (self._given if isinstance(self._given, CheckpointStore) else None)
+        store = self._opened or (self._source if isinstance(self._source, CheckpointStore) else None)
         try:
             if store is not None and store.stop_requested:
                 store.finish_by()
+            # Its thread and connections would otherwise live as long as the program.
             if self._opened is not None and self._has_tier() is not None:
                 opened, self._opened = self._opened, None
                 opened.__exit__(type(error), error, error.__traceback__)
+        # Only logged: the error of the training says more.
         except CkptstoreError as failure:
             logger.warning("a save has failed too: %s", failure)
 
     def _has_tier(self) -> CheckpointStore | None:
-        """The store, if it is open and has a fast tier."""
-        store = self._opened or self._given
+        """Return the store, if it is open and has a fast tier."""
+        store = self._opened or self._source
         if not isinstance(store, CheckpointStore) or job_of(store).tier is None:
             return None
         return store
 
     def close(self) -> None:
-        """Close the store if it was opened here. Collective where a save was."""
+        """Close the store if this object opened it. Collective if a save was."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()

@@ -1,7 +1,7 @@
-"""MLflow: each committed checkpoint becomes an external LoggedModel of the run, and a call leads from a run back to it.
+"""MLflow: record each committed checkpoint as an external LoggedModel of the run, and open a run's checkpoints again.
 
-A LoggedModel is what MLflow 3 has for a checkpoint: a run lists those that it has made with their steps, they can be
-searched and sorted by their metrics, and "external" says that the bytes lie elsewhere. MLflow is loaded on first use.
+A LoggedModel is MLflow 3's word for a checkpoint: a run lists its models with their steps, they can be searched and
+sorted by their metrics, and "external" says that the bytes lie elsewhere. MLflow is loaded on first use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Run = Any
 
 MODEL_TYPE = "checkpoint"
 TAG = "ckptstore.reference"
-"""The reference as JSON. A longer one goes on in tags with ".1", ".2" behind this."""
+"""The reference as JSON. A longer one continues in tags with the suffixes ".1", ".2"."""
 
 _IS_EXTERNAL = {"mlflow.model.isExternal": "true"}
 _MAX_TAG_LENGTH = 5000
@@ -44,12 +44,12 @@ _FOR_GOOD = (
     "NOT_IMPLEMENTED",
     "RESOURCE_DOES_NOT_EXIST",
 )
-"""What MLflow says of requests that it will never take. Everything else may pass."""
+"""MLflow's error codes of requests that will never succeed. All others may pass."""
 
 
 @bounded
 class MlflowTracker:
-    """Tells an MLflow run of checkpoints, for `ckptstore.integrations.trackers.follow`.
+    """Reports checkpoints to an MLflow run, for `ckptstore.integrations.trackers.follow`.
 
     Args:
         run: a run's id, the run itself, or a function that returns either when the first checkpoint is committed.
@@ -57,10 +57,10 @@ class MlflowTracker:
         tracking_uri: of the server; None for the one that MLflow is set to now.
 
     Each checkpoint becomes a LoggedModel "step-N" of the type "checkpoint": its parameters say where it lies, its
-    metrics are those of the save, at its step. Metrics that are not finite stand in the run alone, because MLflow would
-    turn them into other numbers on the model. A name that MLflow refuses is changed, with a warning.
+    metrics are those of the save, at its step. Metrics that are not finite are recorded in the run alone, because
+    MLflow would turn them into other numbers on the model. A name that MLflow refuses is changed, with a warning.
 
-    Every rank may make one, also without a run: only rank 0 is told of checkpoints.
+    Every rank may create one, also without a run: only rank 0 reports checkpoints.
     """
 
     def __init__(self, run: Run | Callable[[], Run] | None = None, *, tracking_uri: str | None = None) -> None:
@@ -71,7 +71,7 @@ class MlflowTracker:
         self._client: Any = None
         self._run_id = "" if callable(self._run) or self._run is None else run_id_of(self._run)
         self._experiment_id = ""
-        self._told_names: set[str] = set()
+        self._warned_names: set[str] = set()
 
     def log(self, reference: Reference) -> None:
         """See `Tracker.log`."""
@@ -105,13 +105,13 @@ class MlflowTracker:
         self._experiment_id, self._client = info.experiment_id, client
 
     def _find(self, reference: Reference) -> Any:
-        """The model of that reference, from an earlier try; None if there is none."""
-        asked = f"params.manifest_sha256 = '{reference.manifest_sha256}' AND params.number = '{reference.number}'"
-        found = _models(self._client, self._experiment_id, self._run_id, asked)
+        """Find the model of that reference, from an earlier try; None if there is none."""
+        condition = f"params.manifest_sha256 = '{reference.manifest_sha256}' AND params.number = '{reference.number}'"
+        found = _models(self._client, self._experiment_id, self._run_id, condition)
         return next((model for model in found if _decoded(model) == reference.encode()), None)
 
     def _write(self, reference: Reference, known: Any) -> None:
-        """The model, its metrics, its place in the run; last, that it is ready."""
+        """Create the model, its metrics and its place in the run; mark it as ready last."""
         from mlflow.entities import LoggedModelOutput, Metric
 
         client, step = self._client, reference.step
@@ -140,7 +140,7 @@ class MlflowTracker:
         return any(item.model_id == model_id for item in (outputs.model_outputs if outputs else ()))
 
     def _named(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-        """The metrics under names that MLflow takes. Of two that would get one name the second is left out."""
+        """Yield the metrics under names that MLflow accepts. The second of two with one name is left out."""
         taken = {name for name in metrics if metric_name(name) == name}
         for name, value in metrics.items():
             usable = metric_name(name)
@@ -148,11 +148,11 @@ class MlflowTracker:
                 yield name, value
                 continue
             is_free = usable not in taken
-            if name not in self._told_names:
+            if name not in self._warned_names:
                 what = "becomes %r" if is_free else "is left out, for there is %r"
                 text = f"the metric %r has a name that MLflow refuses; in %s it {what}"
                 logger.warning(text, shortened(name), self, shortened(usable))
-                self._told_names.add(name)
+                self._warned_names.add(name)
             if is_free:
                 taken.add(usable)
                 yield usable, value
@@ -160,7 +160,7 @@ class MlflowTracker:
 
 @boundary
 def references(run: Run, *, tracking_uri: str | None = None) -> list[Reference]:
-    """All checkpoints that an MLflow run was told of, in the order of their commits, whether they still exist or not.
+    """Return all checkpoints reported to an MLflow run, in the order of their commits, whether they still exist or not.
 
     Raises InvalidInput when there is no such run.
     """
@@ -183,14 +183,14 @@ def checkpoint_of(
     storage_options: Mapping[str, Any] | None = None,
     group: object = None,
 ) -> Checkpoint:
-    """The checkpoint that an MLflow run was told of: the last one, that of a step, or the best by a metric.
+    """Return a checkpoint reported to an MLflow run: the last one, that of a step, or the best by a metric.
 
     Args:
         run: the run's id, or the run.
-        step: of a step that was committed several times it is the last.
-        best: the name of a metric, as it was given to the save; `mode` is "min" or "max", and may be left out where the
-            name tells it, such as "eval_loss".
-        store: the root of the store that is meant, for a run with checkpoints of several.
+        step: of a step that was committed several times, the last commit counts.
+        best: the name of a metric, as passed to the save; `mode` is "min" or "max", and may be omitted if the name
+            implies it, such as "eval_loss".
+        store: the root of the store, for a run with checkpoints of several.
         tracking_uri: of the server; None for the one that MLflow is set to.
         storage_options, group: as for `open_store`. MLflow has no credentials of the store.
 
@@ -205,7 +205,7 @@ def checkpoint_of(
 
 
 def run_id_of(run: Run) -> str:
-    """The id of a run. Raises InvalidInput for anything that is none."""
+    """Return the id of a run. Raises InvalidInput for anything else."""
     run_id = getattr(getattr(run, "info", None), "run_id", run)
     if not isinstance(run_id, str) or not re.fullmatch(r"[A-Za-z0-9][\w-]{0,255}", run_id):
         raise InvalidInput(f"run is {run!r}, it is the id of an MLflow run, or the run")
@@ -213,7 +213,7 @@ def run_id_of(run: Run) -> str:
 
 
 def metric_name(name: str) -> str:
-    """The name under which MLflow keeps a metric: with "_" for what it refuses, cut off at 250 characters."""
+    """Return MLflow's name for a metric: with "_" for refused characters, cut off at 250 characters."""
     name = re.sub(r"[^/\w.\-: ]", "_", name)[:_MAX_NAME_LENGTH]
     if posixpath.normpath(name) != name or name.startswith("/"):
         name = name.replace("/", "_")
@@ -221,7 +221,7 @@ def metric_name(name: str) -> str:
 
 
 def _params(reference: Reference) -> dict[str, str]:
-    """What people see and search by. A reference is read from the tag alone."""
+    """Return the parameters that people see and search by. A reference is read from the tag alone."""
     names = ("uri", "step", "number", "manifest_sha256", "size_bytes", "world_size")
     return {name: str(getattr(reference, name)) for name in names}
 
@@ -232,7 +232,7 @@ def _tags(text: str) -> dict[str, str]:
 
 
 def _decoded(model: Any) -> str:
-    """The text of the reference in a model; "" when it has none."""
+    """Return the text of the reference in a model; "" if it has none."""
     parts: list[str] = []
     while (part := model.tags.get(f"{TAG}.{len(parts)}" if parts else TAG)) is not None:
         parts.append(part)
@@ -245,13 +245,13 @@ def _client(tracking_uri: str | None) -> Any:
     return MlflowClient(tracking_uri=tracking_uri)
 
 
-def _models(client: Any, experiment_id: str, run_id: str, asked: str = "") -> Sequence[Any]:
-    """The checkpoints among the models of a run, all pages of them."""
-    asked = f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}'" + (f" AND {asked}" if asked else "")
+def _models(client: Any, experiment_id: str, run_id: str, condition: str = "") -> Sequence[Any]:
+    """Return the checkpoints among the models of a run, all pages of them."""
+    wanted = f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}'" + (f" AND {condition}" if condition else "")
     found: list[Any] = []
     page_token = None
     while True:
-        page = client.search_logged_models([experiment_id], asked, max_results=_PAGE_LENGTH, page_token=page_token)
+        page = client.search_logged_models([experiment_id], wanted, max_results=_PAGE_LENGTH, page_token=page_token)
         found += page
         page_token = page.token
         if not page_token:
@@ -260,7 +260,7 @@ def _models(client: Any, experiment_id: str, run_id: str, asked: str = "") -> Se
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What MLflow refuses for good, as InvalidInput."""
+    """Translate permanent refusals of MLflow into InvalidInput."""
     from mlflow.exceptions import MlflowException
 
     try:

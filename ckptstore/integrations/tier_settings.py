@@ -1,7 +1,7 @@
-"""A fast tier from settings: variables of an environment, keys of a YAML file, options of a config. One place for all.
+"""Read a fast tier from settings: environment variables, keys of a YAML file, options of a config.
 
 The settings are `fast`, the path, and `fast_` with the name of another field of `FastTier`. Each integration puts its
-own prefix before them, in the form that its other settings have.
+own prefix before them, in the form of its other settings.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from ckptstore.retention import Policy
 from ckptstore.tools.run.keep import parse_keep
 
 
-def tier_of(given: Mapping[str, Any], *, shown: Callable[[str], str] = str) -> FastTier | None:
-    """The tier that the settings describe, None where there are none of them. A setting that is None is not there.
+def tier_of(settings: Mapping[str, Any], *, shown: Callable[[str], str] = str) -> FastTier | None:
+    """Return the tier of the settings, None without any. A setting of None counts as absent.
 
-    `shown` gives the name by which the user knows a setting. Raises InvalidInput, with that name, for a value that
-    cannot be read, and for settings of a tier that has no path.
+    `shown` returns a setting's name for the user. Raises InvalidInput, with that name, for an unreadable value, and for
+    settings of a tier without a path.
     """
-    told = {name: given[name] for name in FAST_SETTINGS if given.get(name) is not None}
-    if not told:
+    present = {name: settings[name] for name in FAST_SETTINGS if settings.get(name) is not None}
+    if not present:
         return None
-    if FAST not in told:
+    if FAST not in present:
         raise InvalidInput(
-            f"{shown(min(told))} is there, and {shown(FAST)} is not",
+            f"{shown(min(present))} is there, and {shown(FAST)} is not",
             hint=f"{shown(FAST)} is the directory for fast checkpoints, on a disk of each node",
         )
     read = {}
-    for name, value in told.items():
+    for name, value in present.items():
         try:
             read[name.removeprefix(f"{FAST}_")] = _READ[name](value)
         except InvalidInput as error:
@@ -41,7 +41,7 @@ def tier_of(given: Mapping[str, Any], *, shown: Callable[[str], str] = str) -> F
     try:
         return FastTier(path, **read)
     except InvalidInput as error:
-        raise InvalidInput(f"{', '.join(map(shown, told))}: {error.message}") from error
+        raise InvalidInput(f"{', '.join(map(shown, present))}: {error.message}") from error
 
 
 def _text(value: Any) -> str:
@@ -65,7 +65,7 @@ def _rate(value: Any) -> float:
 
 
 def _rules(value: Any) -> Policy | None:
-    """Rules as in `keep`: a list of them, or text with commas between."""
+    """Parse rules as in `keep`: a list of them, or comma-separated text."""
     texts = value.split(",") if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError("it must be rules such as every=1000")
@@ -83,4 +83,4 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "fast_node": _text,
 }
 FAST_SETTINGS = tuple(_READ)
-"""Without a prefix."""
+"""The names of all settings, without a prefix."""

@@ -1,7 +1,7 @@
-"""Weights & Biases: each committed checkpoint becomes a reference artifact of the run, and a call leads back to it.
+"""Weights & Biases: record each committed checkpoint as a reference artifact of the run, and open it again from there.
 
 The artifact holds no byte of the checkpoint: its metadata say where it lies and what it is, and one entry refers to the
-manifest. W&B sends what it was told by itself, later where it is offline. It is loaded on first use.
+manifest. W&B sends its records by itself, later if it is offline. It is loaded on first use.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ __all__ = ["WandbTracker", "checkpoint_of", "reference_of", "references"]
 logger = logging.getLogger("ckptstore.trackers")
 
 Run = Any
-"""A run of W&B, as `wandb.init` or `wandb.Api().run` give it, its name "entity/project/id", or the directory of an
-offline run."""
+"""A run of W&B, from `wandb.init` or `wandb.Api().run`, its name "entity/project/id", or an offline run's directory."""
 
 ARTIFACT_TYPE = "model"
 KEY = "ckptstore_reference"
-"""In the metadata of an artifact: the reference as JSON."""
+"""The key of the reference, as JSON, in the metadata of an artifact."""
 LOCAL_NAME = "ckptstore-references.jsonl"
-"""In the directory of a run: its references, a line each. W&B offers no way to read what an offline run was told."""
+"""The file of references in the directory of a run, one per line. W&B cannot read back an offline run's artifacts."""
 
 _REFERENCE_NAME = "reference.json"
 _MAX_NAME_LENGTH = 128
@@ -46,7 +45,7 @@ _REFERABLE = ("", "s3", "gs")
 
 @bounded
 class WandbTracker:
-    """Tells a W&B run of checkpoints, for `ckptstore.integrations.trackers.follow`.
+    """Reports checkpoints to a W&B run, for `ckptstore.integrations.trackers.follow`.
 
     `run` is the run, or a function that returns it when the first checkpoint is committed; None is `wandb.run` as it is
     now. The run stays open; finish it after the store is closed.
@@ -55,22 +54,22 @@ class WandbTracker:
     "step-N". Its metadata have URI, step, number, digest and metrics. The summary of the run names the last one. The
     history of the run is left alone: there the training loop counts the steps.
 
-    Every rank may make one, also without a run: only rank 0 is told of checkpoints.
+    Every rank may create one, also without a run: only rank 0 reports checkpoints.
     """
 
     def __init__(self, run: Run | Callable[[], Run] | None = None) -> None:
         import wandb
 
-        self._given = wandb.run if run is None else run
+        self._source = wandb.run if run is None else run
         self._run: Any = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def log(self, reference: Reference) -> None:
         """See `Tracker.log`."""
         import wandb
 
         run, text = self._opened(), reference.encode()
-        if run.disabled or text in self._told:
+        if run.disabled or text in self._logged:
             return
         with _refusals():
             artifact = wandb.Artifact(_artifact_name(run.id), type=ARTIFACT_TYPE, metadata=_metadata(reference))
@@ -81,7 +80,7 @@ class WandbTracker:
             shown = {"step": reference.step, "uri": reference.uri, "manifest_sha256": reference.manifest_sha256}
             run.summary.update({f"ckptstore/{name}": value for name, value in shown.items()})
         _write_down(_directory_of(run), text)
-        self._told.add(text)
+        self._logged.add(text)
 
     def close(self) -> None:
         """See `Tracker.close`."""
@@ -91,7 +90,7 @@ class WandbTracker:
 
     def _opened(self) -> Any:
         if self._run is None:
-            run = self._given() if callable(self._given) else self._given
+            run = self._source() if callable(self._source) else self._source
             if run is None:
                 raise InvalidInput(
                     "there was no run when the tracker was made", hint="Call wandb.init before, or give run="
@@ -104,10 +103,10 @@ class WandbTracker:
 
 @boundary
 def references(run: Run) -> list[Reference]:
-    """All checkpoints that a W&B run was told of, in the order of their commits, whether they still exist or not.
+    """Return all checkpoints reported to a W&B run, in the order of their commits, whether they still exist or not.
 
-    An offline run, or its directory, is read from this disk; every other one from the server of W&B, which has what was
-    sent so far. Raises InvalidInput when there is no such run.
+    An offline run, or its directory, is read from this disk; any other one from the server of W&B, which has the
+    records sent so far. Raises InvalidInput when there is no such run.
     """
     directory = _local_directory(run)
     if directory is not None:
@@ -132,15 +131,15 @@ def checkpoint_of(
     storage_options: Mapping[str, Any] | None = None,
     group: object = None,
 ) -> Checkpoint:
-    """The checkpoint that a W&B run was told of: the last one, that of a step, or the best by a metric.
+    """Return a checkpoint reported to a W&B run: the last one, that of a step, or the best by a metric.
 
     Args:
         run: the run, its name "entity/project/id", the directory of an offline run, or an artifact of a checkpoint, as
-            `run.use_artifact` gives it: then it is that checkpoint.
-        step: of a step that was committed several times it is the last.
-        best: the name of a metric, as it was given to the save; `mode` is "min" or "max", and may be left out where the
-            name tells it, such as "eval_loss".
-        store: the root of the store that is meant, for a run with checkpoints of several.
+            `run.use_artifact` returns it: then it is that checkpoint.
+        step: of a step that was committed several times, the last commit counts.
+        best: the name of a metric, as passed to the save; `mode` is "min" or "max", and may be omitted if the name
+            implies it, such as "eval_loss".
+        store: the root of the store, for a run with checkpoints of several.
         storage_options, group: as for `open_store`. W&B has no credentials of the store.
 
     It is found by its number and the digest of its manifest, so it is the one that the run has seen. Raises
@@ -160,7 +159,7 @@ def checkpoint_of(
 
 @boundary
 def reference_of(artifact: Any) -> Reference:
-    """The reference in an artifact. Raises InvalidInput for an artifact of something else."""
+    """Return the reference in an artifact. Raises InvalidInput for an artifact of something else."""
     text = dict(getattr(artifact, "metadata", None) or {}).get(KEY)
     if not isinstance(text, str):
         name = getattr(artifact, "name", type(artifact).__name__)
@@ -169,22 +168,23 @@ def reference_of(artifact: Any) -> Reference:
 
 
 def _metadata(reference: Reference) -> dict[str, Any]:
-    """What people see and search by; a reference is read from its own field alone. W&B takes no infinities."""
+    """Return the fields that people see and search by; a reference is read from its own field alone."""
     names = ("uri", "store", "step", "number", "manifest_sha256", "size_bytes", "world_size", "created_at")
+    # W&B accepts no infinities.
     shown = {name: value for name, value in reference.metrics.items() if math.isfinite(value)}
     metrics = dict(list(shown.items())[:_MAX_SHOWN_METRICS])
     return {**{name: getattr(reference, name) for name in names}, "metrics": metrics, KEY: reference.encode()}
 
 
 def _refer(artifact: Any, reference: Reference) -> None:
-    """Have the artifact refer to the manifest, where W&B knows the scheme and it is still there."""
+    """Add a reference to the manifest, if W&B knows the scheme and the manifest exists."""
     location = parse_uri(reference.uri)
     if location.scheme not in _REFERABLE:
         return
     uri = f"{location.uri if location.scheme else Path(location.uri).as_uri()}/{MANIFEST_NAME}"
     try:
         artifact.add_reference(uri, name=MANIFEST_NAME, checksum=False)
-    except Exception as error:  # deleted meanwhile, or that cloud's SDK is missing: the metadata say it all the same
+    except Exception as error:  # deleted meanwhile, or that cloud's SDK is missing: the metadata suffice
         logger.debug("W&B has no entry for %s: %s", uri, error)
 
 
@@ -193,7 +193,7 @@ def _artifact_name(run_id: str) -> str:
 
 
 def _directory_of(run: Any) -> Path:
-    """Where a run of this process keeps its own files."""
+    """Return the directory of a run of this process, for files of its own."""
     return Path(run.dir).parent
 
 
@@ -206,7 +206,7 @@ def _write_down(directory: Path, text: str) -> None:
 
 
 def _local_directory(run: Run) -> Path | None:
-    """The directory of a run that is, or was, offline; None for one that the server has."""
+    """Return the directory of an offline run; None for one that the server has."""
     if isinstance(run, str | os.PathLike):
         path = Path(run)
         if not any(path.glob("run-*.wandb")):
@@ -220,7 +220,7 @@ def _local_directory(run: Run) -> Path | None:
 
 
 def _stored(run: Run) -> Any:
-    """The run as the server has it."""
+    """Return the run from the server."""
     if callable(getattr(run, "logged_artifacts", None)):
         return run
     name = run if isinstance(run, str) else getattr(run, "path", None)
@@ -247,7 +247,7 @@ def _named(run: Run) -> str:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What W&B refuses for good, as InvalidInput: a run that is finished or unknown, no key."""
+    """Translate permanent refusals of W&B into InvalidInput: a finished or unknown run, no key."""
     import wandb
 
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.errors import InvalidInput, InvalidSource
-from ckptstore.integrations.given_store import GivenStore
+from ckptstore.integrations.lazy_store import LazyStore
 from ckptstore.integrations.transformers.shares import Links, seen_in
 from ckptstore.tools.run.folders.division import divide
 
@@ -67,10 +67,10 @@ def test_a_disk_without_links_is_told(tmp_path: Path) -> None:
 
 
 def test_a_store_that_was_given_open_stays_open(tmp_path: Path) -> None:
-    given = GivenStore(tmp_path / "store", {"grace_seconds": 60})
+    given = LazyStore(tmp_path / "store", {"grace_seconds": 60})
     store = given.get()
     assert given.get() is store
-    again = GivenStore(store, {})
+    again = LazyStore(store, {})
     assert again.get() is store
     again.close()
     store.save_directory(1, tmp_path)
@@ -81,6 +81,6 @@ def test_a_store_that_was_given_open_stays_open(tmp_path: Path) -> None:
 
 def test_keywords_are_for_a_uri_alone(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="grace_seconds"):
-        GivenStore(lambda: None, {"grace_seconds": 60})  # type: ignore[arg-type, return-value]
+        LazyStore(lambda: None, {"grace_seconds": 60})  # type: ignore[arg-type, return-value]
     with pytest.raises(InvalidInput, match="store is a int"):
-        GivenStore(3, {})  # type: ignore[arg-type]
+        LazyStore(3, {})  # type: ignore[arg-type]

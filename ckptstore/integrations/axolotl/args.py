@@ -1,4 +1,4 @@
-"""What the YAML of a run may say about its store; Axolotl joins this model with its own."""
+"""The keys of a store in the YAML of a run; Axolotl joins this model with its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PREFIX = "ckptstore_"
 
 
 class CkptstoreArgs(BaseModel):  # type: ignore[misc] # pydantic is Any to the type checker
-    """The keys that begin with `ckptstore_`. Any other key that begins so is refused."""
+    """The keys that begin with `ckptstore_`. Unknown ones with this prefix are refused."""
 
     ckptstore_store: str | None = Field(default=None, description="The store: a path, s3://, gs://, az://.")
     ckptstore_keep: list[str] | None = Field(

@@ -1,4 +1,4 @@
-"""The plugin: it gives Axolotl's Trainer the callback, and tells it where to go on."""
+"""The plugin: it adds the callback to Axolotl's Trainer, and sets the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptstore.tools.run.keep import parse_keep
 
 
 class CkptstorePlugin(BasePlugin):  # type: ignore[misc] # Axolotl is Any to the type checker
-    """Keeps the checkpoints of an Axolotl run in a store, and resumes from the newest one that is whole.
+    """Stores the checkpoints of an Axolotl run, and resumes from the newest whole one.
 
     Each checkpoint that the Trainer writes to `output_dir` is committed as one, see
     `ckptstore.integrations.transformers.CheckpointStoreCallback`. A restart goes on from the store's newest checkpoint,
@@ -24,13 +24,14 @@ class CkptstorePlugin(BasePlugin):  # type: ignore[misc] # Axolotl is Any to the
     """
 
     def get_input_args(self) -> str:
-        """The model of the keys, by name, as Axolotl wants it."""
+        """Return the name of the model of the keys, as Axolotl requires."""
         return "ckptstore.integrations.axolotl.args.CkptstoreArgs"
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        """The callback. Collective: it claims the store, and the newest checkpoint becomes `resume_from_checkpoint`.
+        """Create the callback. Collective: claims the store, and resumes from its newest checkpoint.
 
-        Raises InvalidInput without `ckptstore_store`, and for what does not go together, before anything is trained.
+        Raises InvalidInput without `ckptstore_store`, and for options that exclude each other, before anything is
+        trained.
         """
         del model
         if not cfg.get("ckptstore_store"):
@@ -52,7 +53,7 @@ class CkptstorePlugin(BasePlugin):  # type: ignore[misc] # Axolotl is Any to the
             **opened,
         )
         if resumes and not cfg.get("resume_from_checkpoint"):
-            PartialState()  # connects the processes, if nobody has: they resume together
+            PartialState()  # connects the processes, if not done yet: they resume together
             path = callback.resume()
             if path is not None:
                 cfg["resume_from_checkpoint"] = path

@@ -1,4 +1,4 @@
-"""A checkpoint of a store as a file that Lightning reads: for `ckpt_path="best"` of test, validate and predict."""
+"""Write a checkpoint of a store as a Lightning file: for `ckpt_path="best"` of test, validate and predict."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _MODEL = "model."
 
 
 def mode_in(policy: Policy, metric: str) -> Mode | None:
-    """Which way a metric is better by the retention of a store, None where it does not rank by it."""
+    """Return whether the retention of a store prefers a high or a low metric, None if it does not rank by it."""
     members = policy.members if isinstance(policy, KeepAny) else (policy,)
     return next((item.mode for item in members if isinstance(item, KeepBest) and item.metric == metric), None)
 
 
 def write_file(checkpoint: Checkpoint, directory: Path, *, version: str, allow_pickle: bool) -> None:
-    """Write the weights, what hooks added and the callbacks' states, as Lightning lays them out; every byte is checked.
+    """Write weights, hooks' entries and callbacks' states, as Lightning lays them out; every byte is checked.
 
-    Of what differs between ranks, the lowest rank's. Needs memory for all weights. `version` is that of Lightning.
+    Where ranks differ, the lowest rank's value is taken. Needs memory for all weights. `version` is that of Lightning.
     Raises InvalidState for tensors that wrap others, which no such file holds.
     """
     files = files_behind(checkpoint).alone()

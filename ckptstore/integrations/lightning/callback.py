@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint import Checkpoint, files_behind
 from ckptstore.format.manifest import sha256_of
-from ckptstore.integrations.given_store import GivenStore, StoreGiven
+from ckptstore.integrations.lazy_store import LazyStore, StoreSource
 from ckptstore.integrations.lightning.best import FILE_NAME, mode_in, write_file
 from ckptstore.integrations.lightning.schedule import Schedule
 from ckptstore.integrations.lightning.trainer_parts import check_strategy, leave_finished_epoch, metrics_of, state_of
@@ -34,20 +34,20 @@ logger = logging.getLogger("ckptstore.lightning")
 class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any to the type checker
     """Saves a Trainer's checkpoints in a store, every rank its own part, and resumes from the newest.
 
-    It stands in the place of `ModelCheckpoint`: with it in the list the Trainer writes no files of its own. Saved and
-    resumed are the model, optimizers, schedulers, loops, precision, DataModule, callbacks, and what
-    `on_save_checkpoint` adds. Nothing is gathered on one rank. Works with one device, DDP, FSDP and
-    ModelParallelStrategy; other strategies are refused with InvalidInput.
+    It replaces `ModelCheckpoint`: with it in the list the Trainer writes no files of its own. Saved and resumed are the
+    model, optimizers, schedulers, loops, precision, DataModule, callbacks, and the entries of `on_save_checkpoint`.
+    Nothing is gathered on one rank. Works with one device, DDP, FSDP and ModelParallelStrategy; other strategies are
+    refused with InvalidInput.
 
-    Which checkpoints stay is decided by the store's retention, for instance
-    `KeepBest(3, metric="val_loss", mode="min") | KeepLatest(1)`.
+    The store's retention decides which checkpoints stay, for instance `KeepBest(3, metric="val_loss", mode="min") |
+    KeepLatest(1)`.
 
     Args:
         store: an open store; or a URI, or a function such as `ckptstore.ray.store`: then each process opens its own.
         every_n_train_steps, every_n_epochs: when to save; every epoch when neither is given. A step is one of the
             optimizer, as in `trainer.global_step`, and gives the checkpoint its number.
         monitor: a metric that every checkpoint must have, logged at its own step. If validations log it, a save waits
-            for the end of the next validation. If that one does not log it, InvalidInput names what was logged.
+            for the end of the next validation. If that one does not log it, InvalidInput names the logged metrics.
         asynchronous: go on training while the state is stored, with `save_async`.
         resume: claim the store at the start of `fit` and load the newest checkpoint that verifies, unless `ckpt_path`
             is given or this Trainer has trained already.
@@ -64,7 +64,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
 
     def __init__(
         self,
-        store: StoreGiven,
+        store: StoreSource,
         *,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
@@ -76,7 +76,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         **open_keywords: Any,
     ) -> None:
         super().__init__()
-        self._given = GivenStore(store, open_keywords)
+        self._lazy_store = LazyStore(store, open_keywords)
         self._schedule = Schedule(
             every_n_train_steps=every_n_train_steps, every_n_epochs=every_n_epochs, monitor=monitor
         )
@@ -89,13 +89,13 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         self._file: tuple[str, str] | None = None
         self._held_file = ExitStack()
         self.resumed: Checkpoint | None = None
-        """What the last `fit` resumed from."""
+        """The checkpoint that the last `fit` resumed from."""
 
     def best(self) -> Checkpoint | None:
-        """The best live checkpoint by `monitor`, or the latest without one; None in an empty store. Not collective.
+        """Return the best live checkpoint by `monitor`, else the latest; None in an empty store. Not collective.
 
-        With a fast tier it is the best of those that have come into the store.
-        The store's retention or the metric's name says which way is better. Raises InvalidInput when neither does.
+        With a fast tier only checkpoints in the store count. The store's retention or the metric's name says which way
+        is better. Raises InvalidInput when neither does.
         """
         store = self.store
         if self._monitor is None or not store.entries():
@@ -104,7 +104,7 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
 
     @property
     def best_model_score(self) -> float | None:
-        """The value of `monitor` of the best checkpoint; None if there is none."""
+        """The best checkpoint's value of `monitor`; None if there is none."""
         if self._monitor is None:
             return None
         checkpoint = self.best()
@@ -112,10 +112,10 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
 
     @property
     def best_model_path(self) -> str:
-        """The weights of `best` as a file of Lightning's own, for `ckpt_path`; empty if there is none.
+        """The weights of `best` as a file in Lightning's format, for `ckpt_path`; empty if there is none.
 
-        One process of each node writes it to the node cache on first use, which takes memory for all weights. It may be
-        gone once this process has ended. Raises what `best` raises.
+        One process of each node writes it to the node cache on first use, which takes memory for all weights. It may
+        disappear once this process has ended. Raises the errors of `best`.
         """
         checkpoint = self.best()
         if checkpoint is None:
@@ -134,22 +134,22 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        """Lightning hands over what a process that it spawned has found; this one finds it itself."""
+        """Ignore the path: Lightning passes that of a spawned process; this one finds its own."""
 
     @property
     def store(self) -> CheckpointStore:
         """The store; opened if it is not open."""
-        return self._given.get()
+        return self._lazy_store.get()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse what cannot be saved before anything is trained."""
+        """Refuse a Trainer that cannot be saved, before anything is trained."""
         if stage == "fit":
             check_strategy(trainer.strategy)
         elif self._file is not None:
             trainer.strategy.optimizers = []  # those of a `fit` before; ModelParallelStrategy wants their states too
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Resume: model and optimizers are in their final form here, under every strategy."""
+        """Resume: model and optimizers are in their final form by now, under every strategy."""
         self.resumed = None
         if trainer.fast_dev_run:
             return
@@ -196,26 +196,26 @@ class CheckpointStoreCallback(_Base):  # type: ignore[misc] # Lightning is Any t
         if pending is not None:
             pending.result()
         if not trainer.fast_dev_run:
-            self._given.settle()
+            self._lazy_store.settle()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """See `GivenStore.abandon`."""
-        self._given.abandon(exception)
+        """See `LazyStore.abandon`."""
+        self._lazy_store.abandon(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Close the store if it was opened here."""
+        """Close the store if this callback opened it."""
         if stage == "fit":
-            self._given.close()
+            self._lazy_store.close()
 
     def _save(self, trainer: Any) -> None:
         if trainer.fast_dev_run:
             return
         step = trainer.global_step
-        asked = {"metrics": metrics_of(trainer), "metadata": {"epoch": trainer.current_epoch}, **self._save_options}
+        options = {"metrics": metrics_of(trainer), "metadata": {"epoch": trainer.current_epoch}, **self._save_options}
         if self._asynchronous:
-            self._pending = self.store.save_async(step, state_of(trainer), **asked)
+            self._pending = self.store.save_async(step, state_of(trainer), **options)
             if self._pending.skipped:
                 return
         else:
-            self.store.save(step, state_of(trainer), **asked)
+            self.store.save(step, state_of(trainer), **options)
         self._schedule.saved(step=step)

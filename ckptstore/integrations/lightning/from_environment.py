@@ -1,4 +1,4 @@
-"""The callback for a program that does not name it: Lightning finds this by the package's entry points.
+"""Create the callback for a program that does not name it: Lightning finds this by the package's entry points.
 
 Nothing happens unless `CKPTSTORE_LIGHTNING_STORE` is set. Every Trainer of the program gets the callback then.
 """
@@ -16,35 +16,37 @@ _PREFIX = "CKPTSTORE_LIGHTNING_"
 
 
 def callbacks(environ: Mapping[str, str] | None = None) -> list[Any]:
-    """A `CheckpointStoreCallback` for the store that the environment names; none without one.
+    """Return a `CheckpointStoreCallback` for the store that the environment names; an empty list without one.
 
-    Variables that begin with `CKPTSTORE_LIGHTNING_FAST` describe a fast tier. Raises InvalidInput for a value that
-    cannot be read, and for a variable of this kind that nobody knows.
+    Variables that begin with `CKPTSTORE_LIGHTNING_FAST` describe a fast tier. Raises InvalidInput for an unreadable
+    value, and for an unknown variable with this prefix.
     """
     environ = os.environ if environ is None else environ
-    given = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
-    if not given:
+    variables = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
+    if not variables:
         return []
 
     from ckptstore.integrations.tier_settings import FAST_SETTINGS, tier_of
 
     known = [STORE, KEEP, EVERY, *map(_variable, FAST_SETTINGS)]
-    unknown = sorted(given.keys() - {*known})
-    if unknown or not given.get(STORE):
+    unknown = sorted(variables.keys() - {*known})
+    if unknown or not variables.get(STORE):
         what = f"{unknown[0]} is no variable of ckptstore" if unknown else f"{STORE} is missing"
         raise InvalidInput(what, hint=f"There are {', '.join(known)}")
-    steps = given.get(EVERY)
+    steps = variables.get(EVERY)
     if steps is not None and not (steps.isdecimal() and int(steps) > 0):
         raise InvalidInput(f"{EVERY}={steps!r} is no number above 0")
 
     from ckptstore.integrations.lightning import CheckpointStoreCallback
     from ckptstore.tools.run.keep import parse_keep
 
-    keep = parse_keep([rule.strip() for rule in given.get(KEEP, "").split(",") if rule.strip()], seconds=float)
-    tier = tier_of({name: given.get(_variable(name)) for name in FAST_SETTINGS}, shown=_variable)
+    keep = parse_keep([rule.strip() for rule in variables.get(KEEP, "").split(",") if rule.strip()], seconds=float)
+    tier = tier_of({name: variables.get(_variable(name)) for name in FAST_SETTINGS}, shown=_variable)
     options: dict[str, Any] = {} if keep is None else {"retention": keep}
     options |= {} if tier is None else {"fast": tier}
-    return [CheckpointStoreCallback(given[STORE], every_n_train_steps=None if steps is None else int(steps), **options)]
+    return [
+        CheckpointStoreCallback(variables[STORE], every_n_train_steps=None if steps is None else int(steps), **options)
+    ]
 
 
 def _variable(setting: str) -> str:

@@ -1,4 +1,4 @@
-"""When a Lightning Trainer's checkpoints are due, and whether the metric that ranks them is that of the weights."""
+"""Decide when a Lightning Trainer's checkpoints are due, and if the metric that ranks them belongs to the weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ckptstore.runtime.near import meant, nearest, shown
 class Schedule:
     """Saves every so many optimizer steps, or every so many epochs, or both; no step twice.
 
-    With `monitor` a save waits until that metric is there and belongs to the present step. A metric that only a
-    validation gives belongs to the step of that validation, so a save that is due between two of them is made at the
-    end of the next. When that one gives none of that name either, InvalidInput is raised with the names that there are,
-    as Lightning's ModelCheckpoint raises. All ranks log the same names, so all decide the same.
+    With `monitor` a save waits until that metric exists and belongs to the present step. A metric that only a
+    validation logs belongs to the step of that validation, so a save that is due between two of them is made at the end
+    of the next. When that one does not log it either, InvalidInput names the existing metrics, as Lightning's
+    ModelCheckpoint does. All ranks log the same names, so all decide the same.
 
-    What is due with the last batch of an epoch is saved at the end of that epoch: Lightning, resuming from a place in
-    between, leaves out the rest of the epoch's end, such as its validation and the hooks of other callbacks.
+    A save that is due with the last batch of an epoch is made at the end of that epoch: Lightning, resuming from a
+    place in between, leaves out the rest of the epoch's end, such as its validation and the hooks of other callbacks.
     """
 
     def __init__(self, *, every_n_train_steps: int | None, every_n_epochs: int | None, monitor: str | None) -> None:
@@ -30,41 +30,41 @@ class Schedule:
         self.restart(step=0)
 
     def restart(self, *, step: int) -> None:
-        """Begin at a step that is stored already, or that nothing has been trained for."""
+        """Begin at a step that is stored already, or for which nothing has been trained."""
         self._saved_step = step
         self.due_step: int | None = None
         """The step of the save that waits for its metric."""
         self._validated_step: int | None = None
-        self._must_be_there = False
-        self._was_there = False
+        self._must_exist = False
+        self._existed = False
         self._is_of_validation = False
 
     def saved(self, *, step: int) -> None:
-        """Take a note of a save."""
+        """Note a save."""
         self._saved_step = step
         self.due_step = None
 
     def at_batch_end(self, *, step: int, is_last_batch: bool, metrics: Collection[str]) -> bool:
-        """Whether to save after a batch. The step does not move while gradients are accumulated."""
+        """True to save after a batch. The step does not move while gradients are accumulated."""
         is_due = self._steps is not None and step % self._steps == 0
         return self._now(is_due, step, metrics, wait=is_last_batch)
 
     def at_epoch_end(self, *, epoch: int, step: int, metrics: Collection[str], validates: bool = True) -> bool:
-        """Whether to save at the end of an epoch, counted from 0; `validates` says whether a validation may follow."""
+        """True to save at the end of an epoch, counted from 0; `validates` is True if a validation may follow."""
         is_due = self._epochs is not None and (epoch + 1) % self._epochs == 0
-        self._must_be_there = self._must_be_there or not validates
+        self._must_exist = self._must_exist or not validates
         return self._now(is_due or self.due_step is not None, step, metrics)
 
     def at_validation_start(self, *, metrics: Collection[str]) -> None:
-        """Note whether the metric was there before a validation."""
-        self._was_there = self._monitor in metrics
+        """Note if the metric existed before a validation."""
+        self._existed = self._monitor in metrics
 
     def at_validation_end(self, *, step: int, is_last_batch: bool, metrics: Collection[str]) -> bool:
-        """Whether to make a save now that has waited for its metric."""
-        if not self._was_there and self._monitor in metrics:
+        """True to make a save now that has waited for its metric."""
+        if not self._existed and self._monitor in metrics:
             self._is_of_validation = True
         self._validated_step = step
-        self._must_be_there = True
+        self._must_exist = True
         return self._now(self.due_step is not None, step, metrics, wait=is_last_batch)
 
     def _now(self, is_due: bool, step: int, metrics: Collection[str], *, wait: bool = False) -> bool:
@@ -72,7 +72,7 @@ class Schedule:
             return False
         if not wait and (self._monitor is None or self._is_known(step, metrics)):
             return True
-        if not wait and self._must_be_there and self._monitor is not None and self._monitor not in metrics:
+        if not wait and self._must_exist and self._monitor is not None and self._monitor not in metrics:
             raise InvalidInput(
                 f"monitor={self._monitor!r} was not logged{meant(nearest(self._monitor, metrics))} "
                 f"There are {shown(metrics)}",
@@ -83,5 +83,5 @@ class Schedule:
         return False
 
     def _is_known(self, step: int, metrics: Collection[str]) -> bool:
-        """Whether the monitored metric is there, and not that of an earlier validation."""
+        """True if the monitored metric exists, and is not that of an earlier validation."""
         return self._monitor in metrics and (not self._is_of_validation or self._validated_step == step)

@@ -1,6 +1,6 @@
-"""What a Lightning Trainer is made of, as a state: its own live objects, so that nothing is gathered or copied.
+"""The parts of a Lightning Trainer as a state: its own live objects, so that nothing is gathered or copied.
 
-The keys follow the wrapped objects' own names, which DDP and sharding leave as they are: what was saved under one
+The keys follow the wrapped objects' own names, which DDP and sharding leave as they are: a state saved under one
 strategy is loaded under another. Only public names of Lightning are used.
 """
 
@@ -31,25 +31,25 @@ def check_strategy(strategy: Any) -> None:
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """Everything that a Trainer needs to go on, for `store.save` and `store.resume`."""
+    """Return everything that a Trainer needs to go on, for `store.save` and `store.resume`."""
     return {
         "model": trainer.model,
         "optimizers": list(trainer.optimizers),
         "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
-        "datamodule": IfGiven(trainer.datamodule),
+        "datamodule": MaybeMissing(trainer.datamodule),
         "hooks": Hooks(trainer),
         "callbacks": Callbacks(trainer),
-        "precision": IfGiven(trainer.precision_plugin),
+        "precision": MaybeMissing(trainer.precision_plugin),
         "loops": trainer.fit_loop,
     }
 
 
 def leave_finished_epoch(trainer: Any) -> None:
-    """Have a fit that was resumed from the end of an epoch begin the next one.
+    """Begin the next epoch in a fit that was resumed from the end of one.
 
-    With `max_steps` and no `max_epochs`, Lightning takes the epoch for one to go on with, and trains its first batch
-    once more (2.6.6, with its own checkpoints of the ends of epochs too). A fit that `max_steps` has ended in the
-    middle of an epoch calls that the end as well, and goes on with it.
+    With `max_steps` and no `max_epochs`, Lightning would continue the finished epoch, and train its first batch once
+    more (2.6.6, with its own checkpoints of the ends of epochs too). A fit that `max_steps` ended in the middle of an
+    epoch calls that the end as well, and goes on with it.
     """
     loop = trainer.fit_loop
     epochs, has_ended = loop.epoch_progress.total, loop.epoch_loop.batch_progress.is_last_batch
@@ -59,7 +59,7 @@ def leave_finished_epoch(trainer: Any) -> None:
 
 
 def metrics_of(trainer: Any) -> dict[str, float]:
-    """The logged metrics that are single numbers."""
+    """Return the logged metrics that are single numbers."""
     found = {}
     for name, value in trainer.callback_metrics.items():
         if getattr(value, "numel", lambda: 1)() == 1:
@@ -67,18 +67,18 @@ def metrics_of(trainer: Any) -> dict[str, float]:
     return found
 
 
-class IfGiven:
-    """An object that may be missing, or may have nothing to keep; then it is not asked to load anything."""
+class MaybeMissing:
+    """Wraps an object that may be missing, or have an empty state; then it is not asked to load anything."""
 
     def __init__(self, item: Any) -> None:
         self._item = item
 
     def state_dict(self) -> dict[str, Any]:
-        """What the object keeps."""
+        """Return the object's state."""
         return {} if self._item is None else dict(self._item.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hand it back."""
+        """Restore the object's state."""
         if state and self._item is not None:
             self._item.load_state_dict(dict(state))
 
@@ -90,12 +90,12 @@ class Callbacks:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Those of the callbacks that have one."""
+        """Return the states that are not empty."""
         states = {callback.state_key: callback.state_dict() for callback in self._trainer.callbacks}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Hand them back; a callback that is new, or gone, is left out."""
+        """Restore the states; callbacks without a saved state, and states without a callback, are left out."""
         own = {callback.state_key: callback for callback in self._trainer.callbacks}
         for key, state in states.items():
             if key in own:
@@ -105,17 +105,17 @@ class Callbacks:
 
 
 class Hooks:
-    """What `on_save_checkpoint` of the LightningModule and of callbacks adds to a checkpoint.
+    """The entries that `on_save_checkpoint` of the LightningModule and of callbacks add to a checkpoint.
 
-    The hooks get a dict with epoch and step, and none with the model: who wants to change what is saved of it cannot do
-    so here. `on_load_checkpoint` gets back the same dict, once model and optimizers are loaded.
+    The hooks get a dict with epoch and step, and without the model, so they cannot change how it is saved.
+    `on_load_checkpoint` gets the same dict back, once model and optimizers are loaded.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Call the hooks. Raises InvalidState when one asks for what is not in the dict."""
+        """Call the hooks. Raises InvalidState when one reads a key that is not in the dict."""
         trainer, module = self._trainer, self._trainer.lightning_module
         contents = _Contents(epoch=trainer.current_epoch, global_step=trainer.global_step)
         for callback in trainer.callbacks:
@@ -126,10 +126,10 @@ class Hooks:
     def load_state_dict(self, contents: Mapping[str, Any]) -> None:
         """Call the hooks for loading, in Lightning's order."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        given = _Contents(copy.deepcopy(dict(contents)))
-        module.on_load_checkpoint(given)
+        contents_copy = _Contents(copy.deepcopy(dict(contents)))
+        module.on_load_checkpoint(contents_copy)
         for callback in trainer.callbacks:
-            callback.on_load_checkpoint(trainer, module, given)
+            callback.on_load_checkpoint(trainer, module, contents_copy)
 
 
 class _Contents(dict[str, Any]):

@@ -1,6 +1,6 @@
-"""OpenTelemetry: one listener that makes spans and metrics of what ckptstore does, through the API alone.
+"""OpenTelemetry: a listener that makes spans and metrics of ckptstore's events, through the API alone.
 
-Where they go is up to the providers of the caller. OpenTelemetry is loaded with `instrument`, on first use.
+The caller's providers export them. OpenTelemetry is loaded with `instrument`, on first use.
 """
 
 from __future__ import annotations

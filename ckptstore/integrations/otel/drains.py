@@ -1,4 +1,4 @@
-"""The instruments of a fast tier: what the nodes have, how far the store is behind, and what drains took.
+"""The instruments of a fast tier: the nodes' newest checkpoint, the lag of the store, and the cost of drains.
 
 A checkpoint that is complete on the nodes waits for the store until it, or a newer one, is there.
 """
@@ -25,7 +25,7 @@ from ckptstore.events import (
 from ckptstore.integrations.otel.names import IS_SUPERSEDED, RANK, STORE
 from ckptstore.runtime.fork import new_lock_in_child
 
-Heard = (
+TierEvent = (
     FastCommitted | CheckpointCommitted | CheckpointResumed | DrainEnded | DrainFailed | DrainStalled | DrainRecovered
 )
 Place = tuple[str, int]
@@ -34,12 +34,12 @@ Place = tuple[str, int]
 
 @dataclass(slots=True)
 class _Tier:
-    """What one rank knows of its fast tier, by the clock of this machine."""
+    """One rank's view of its fast tier, by the clock of this machine."""
 
     step: int
     complete_at: float
     waiting: dict[str, float] = field(default_factory=dict)
-    """By attempt, when those were complete that the store has neither itself nor as a newer one; the oldest first."""
+    """Maps attempts that neither are in the store nor have a newer one there to their completion, oldest first."""
     away_since: float | None = None
 
 
@@ -86,23 +86,23 @@ class DrainMeters:
             meter.create_observable_gauge(f"ckptstore.{name}", [self._observer(value)], unit, description)
 
     def clear(self) -> None:
-        """Gauges have no value until something happens again."""
+        """Drop all values; gauges have none until the next event."""
         with self._lock:
             self._tiers.clear()
 
-    def hear(self, event: Heard) -> None:
-        """Something happened to a fast checkpoint; what happens to others is nothing to count here."""
+    def observe(self, event: TierEvent) -> None:
+        """Take an event of a fast checkpoint; others are ignored."""
         now = time.time()
         with self._lock:
             self._follow(event, (event.store, event.rank), now)
 
     def stored(self, store: str, rank: int) -> None:
-        """A save went to the store directly: it is newer than all that waited."""
+        """Note that a save went to the store directly: it is newer than all waiting ones."""
         with self._lock:
             if (tier := self._tiers.get((store, rank))) is not None:
                 tier.waiting.clear()
 
-    def _follow(self, event: Heard, place: Place, now: float) -> None:
+    def _follow(self, event: TierEvent, place: Place, now: float) -> None:
         where: dict[str, str | int] = {STORE: place[0], RANK: place[1]}
         if isinstance(event, FastCommitted):
             self._complete(place, event.step, now).waiting[event.attempt] = now
@@ -141,7 +141,7 @@ class DrainMeters:
                 return
 
     def _observer(self, value: Callable[[_Tier, float], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        def observe(_options: CallbackOptions) -> Iterable[Observation]:
+        def observations(_options: CallbackOptions) -> Iterable[Observation]:
             now = time.time()
             with self._lock:
                 return [
@@ -149,4 +149,4 @@ class DrainMeters:
                     for (store, rank), tier in self._tiers.items()
                 ]
 
-        return observe
+        return observations

@@ -1,4 +1,4 @@
-"""The instruments: what saves and loads took, how much they moved, how often they failed, and what is durable.
+"""The instruments: the cost of saves and loads, their bytes and failures, and the newest durable checkpoint.
 
 Attributes are few, and have few values: the store, the rank, save or load. Steps and keys are in spans alone.
 """
@@ -15,7 +15,7 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from ckptstore.events import CheckpointCommitted, CheckpointResumed, DrainFailed, LoadEnded, SaveEnded
-from ckptstore.integrations.otel.drains import DrainMeters, Heard
+from ckptstore.integrations.otel.drains import DrainMeters, TierEvent
 from ckptstore.integrations.otel.names import DIRECTION, ERROR_TYPE, IN_BACKGROUND, IS_FAST, OPERATION, RANK, STORE
 from ckptstore.runtime.fork import new_lock_in_child
 
@@ -30,7 +30,7 @@ class Meters:
     def __init__(self, meter: metrics.Meter) -> None:
         self._is_on = False
         self._durable: dict[tuple[str, int], tuple[int, float]] = {}
-        """By store and rank: the step of the last commit that is known, and when it was, since the epoch."""
+        """Maps store and rank to the step of the last known commit and its time since the epoch."""
         self._lock = threading.Lock()
         new_lock_in_child(self, "_lock")
         bounds = {"explicit_bucket_boundaries_advisory": _BOUNDS_SECONDS}
@@ -59,7 +59,7 @@ class Meters:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Gauges have values while the context lasts. No provider lets go of one that it has."""
+        """Report gauges during the context. No provider releases a gauge that it has."""
         self._is_on = True
         try:
             yield
@@ -83,30 +83,28 @@ class Meters:
         self._load_duration.record(event.seconds, self._counted(event, "load", "read"))
 
     def resumed(self, event: CheckpointResumed) -> None:
-        """What a job goes on from is the last durable checkpoint until it saves, or the last fast one where no record
-        has it."""
+        """Take a resumed checkpoint as the newest durable one, or the newest fast one if no record has it."""
         if event.number is not None:
             self._durable_is(event.store, event.rank, event.step, event.created_at)
-        self._drains.hear(event)
+        self._drains.observe(event)
 
-    def fast(self, event: Heard) -> None:
-        """Something happened to a checkpoint that may be a fast one. One that came into the store is as old there as
-        the state in it."""
+    def fast(self, event: TierEvent) -> None:
+        """Take an event of a checkpoint that may be a fast one. One that came into the store is as old as its state."""
         if isinstance(event, CheckpointCommitted) and event.store:
             self._durable_is(event.store, event.rank, event.step, event.created_at)
         elif isinstance(event, DrainFailed):
             self._failures.add(1, {STORE: event.store, RANK: event.rank, OPERATION: "drain"})
-        self._drains.hear(event)
+        self._drains.observe(event)
 
     def _counted(self, event: SaveEnded | LoadEnded, operation: str, direction: str) -> _Attributes:
-        """Count what both have; the attributes of their duration."""
+        """Count the fields that both events have; return the attributes of their duration."""
         where: _Attributes = {STORE: event.store, RANK: event.rank}
         what: _Attributes = {**where, OPERATION: operation}
         self._io.add(event.size_bytes, {**where, DIRECTION: direction})
         self._requests.add(event.requests, what)
         self._retries.add(event.retries, what)
         if event.error_type is None:
-            self._failures.add(0, what)  # so that a rate is there before the first failure
+            self._failures.add(0, what)  # so that a rate exists before the first failure
             return where
         self._failures.add(1, {**what, ERROR_TYPE: event.error_type})
         return {**where, ERROR_TYPE: event.error_type}
@@ -130,13 +128,13 @@ class Meters:
 
 
 _made: weakref.WeakKeyDictionary[metrics.MeterProvider, weakref.ref[Meters]] = weakref.WeakKeyDictionary()
-"""By provider, which holds what it calls back: a second gauge of a name would never be asked."""
+"""By provider, which holds its callbacks: a second gauge of a name would never be called."""
 _of_global: list[Meters] = []
-"""The same for the global provider, whichever that is."""
+"""The meters of the global provider, whichever that is."""
 
 
 def meters_of(provider: metrics.MeterProvider | None, scope: str, version: str | None) -> Meters:
-    """The instruments of a provider, None for the global one."""
+    """Return the instruments of a provider, None for the global one."""
     if provider is None:
         if not _of_global:
             _of_global.append(Meters(metrics.get_meter(scope, version or "")))

@@ -1,4 +1,4 @@
-"""The names of attributes, as the semantic conventions of OpenTelemetry make them: a namespace, then what it is."""
+"""The names of attributes, by the semantic conventions of OpenTelemetry: a namespace, then the attribute."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ RETRIES: Final = "ckptstore.retries"
 DIRECTION: Final = "ckptstore.io.direction"
 OPERATION: Final = "ckptstore.operation"
 ERROR_TYPE: Final = "error.type"
-"""Of the semantic conventions themselves."""
+"""A name of the semantic conventions themselves."""

@@ -1,9 +1,8 @@
 """Spans: a save or a load of a rank, and its phases below. All ranks' spans of one save are in one trace.
 
 A span is begun when the ranks have agreed, with the time of the call; those of phases are made when a phase has ended.
-The leader tells the context of its span with the agreement, and the spans of the other ranks are children of it. What
-a rank was in when it called (the span of a training step, say) is the parent of the leader's span, and a link of the
-others.
+The leader sends the context of its span with the agreement, and the spans of the other ranks are its children. The span
+around the call (that of a training step, say) is the parent of the leader's span, and a link of the others.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ from ckptstore.runtime.fork import in_forked_child
 from ckptstore.runtime.tracing import Traced
 
 _MOST_OPEN = 256
-"""Saves and loads whose end was never told, because a thread was killed for instance, are given up above it."""
+"""The most open spans. The oldest is ended above it: its own end may never come if a thread was killed."""
 
 _Key = tuple[str, int]
 """The name of a save or a load, and the rank."""
 
 
 class Spans:
-    """Makes spans of what it hears; see `ckptstore.runtime.tracing.Tracer`. Safe for threads."""
+    """Makes spans of traced operations and events; see `ckptstore.runtime.tracing.Tracer`. Safe for threads."""
 
     def __init__(self, tracer: trace.Tracer) -> None:
         self._tracer = tracer
@@ -62,25 +61,25 @@ class Spans:
         in_forked_child(self, Spans._after_fork)
 
     def _after_fork(self) -> None:
-        """What its parent has begun ends in the parent."""
+        """Forget the parent's spans, which end in the parent."""
         self._open, self._saved, self._lock = {}, {}, threading.Lock()
 
     def tell(self, operation: Traced) -> Mapping[str, str]:
-        """Leader: the context of its span, as W3C `traceparent`; nothing where nobody collects spans."""
-        told: dict[str, str] = {}
-        span = self._begin(operation, told)
-        self._propagator.inject(told, trace.set_span_in_context(span))
-        return told
+        """Return the leader's span context as W3C `traceparent`; empty if no provider collects spans."""
+        carrier: dict[str, str] = {}
+        span = self._begin(operation, carrier)
+        self._propagator.inject(carrier, trace.set_span_in_context(span))
+        return carrier
 
     def hear(self, operation: Traced, told: Mapping[str, str]) -> None:
-        """Any rank: go on below the span of the leader."""
+        """Continue below the leader's span, on any rank."""
         with self._lock:
             is_open = (operation.name, operation.rank) in self._open
         if not is_open:
             self._begin(operation, told)
 
     def phase(self, event: SavePhase | LoadPhase) -> None:
-        """A phase has ended: a child of the save or load; alone where that one is not known."""
+        """Record a phase that has ended, as a child of its save or load if that one is known."""
         kind, name = ("save", event.attempt) if isinstance(event, SavePhase) else ("load", event.load)
         with self._lock:
             parent = self._open.get((name, event.rank))
@@ -107,8 +106,10 @@ class Spans:
         self._end("load", event.load, event, {STEP: event.step, NUMBER: event.number})
 
     def drain(self, event: DrainStarted | DrainEnded | DrainFailed | DrainStalled | DrainRecovered) -> None:
-        """A fast checkpoint is on its way into the store: a trace of its own on each rank, with a link to its save. One
-        that nobody has seen begin has no span."""
+        """Record the way of a fast checkpoint into the store: a trace of its own on each rank, with a link to its save.
+
+        A drain whose begin was not seen has no span.
+        """
         key = (f"drain {event.attempt}", event.rank)
         with self._lock:
             is_open = key in self._open
@@ -141,16 +142,16 @@ class Spans:
         self._keep_open(key, span)
 
     def end_all(self) -> None:
-        """End, now, all that is open."""
+        """End all open spans now."""
         with self._lock:
             spans, self._open = [*self._open.values()], {}
         for span in spans:
             span.end()
 
-    def _begin(self, operation: Traced, told: Mapping[str, str]) -> trace.Span:
-        here = trace.get_current_span().get_span_context()
-        context = self._propagator.extract(told) if told else None
-        links = [trace.Link(here)] if context is not None and here.is_valid else []
+    def _begin(self, operation: Traced, carrier: Mapping[str, str]) -> trace.Span:
+        caller = trace.get_current_span().get_span_context()
+        context = self._propagator.extract(carrier) if carrier else None
+        links = [trace.Link(caller)] if context is not None and caller.is_valid else []
         span = self._tracer.start_span(
             f"ckptstore.{operation.kind}",
             context,
@@ -171,14 +172,14 @@ class Spans:
     def _end(
         self, kind: str, name: str, event: SaveEnded | LoadEnded, more: Mapping[str, str | int | None]
     ) -> trace.SpanContext:
-        """The context of the span that has ended."""
+        """End a span, and return its context."""
         with self._lock:
             span = self._open.pop((name, event.rank), None)
         if span is None:
             span = self._tracer.start_span(f"ckptstore.{kind}", start_time=_nanoseconds(event.started_at))
         counted = {SIZE: event.size_bytes, REQUESTS: event.requests, RETRIES: event.retries}
         span.set_attributes(_known({RANK: event.rank, STORE: event.store, **more, **counted}))
-        if event.error_type is not None:  # no message: it may name files, and whoever reads traces need not know them
+        if event.error_type is not None:  # no message: it may name files, which readers of traces need not know
             span.set_attribute(ERROR_TYPE, event.error_type)
             span.set_status(trace.StatusCode.ERROR)
         span.end(_nanoseconds(event.started_at + event.seconds))

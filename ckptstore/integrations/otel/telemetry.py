@@ -1,4 +1,4 @@
-"""`instrument`: from now on, spans and metrics. One listener and one tracer for each process, no thread of our own."""
+"""Start spans and metrics with `instrument`. One listener and one tracer for each process, no thread of our own."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ SCOPE = "ckptstore"
 
 
 _OF_TIERS = (FastCommitted, CheckpointCommitted, DrainEnded, DrainFailed, DrainStalled, DrainRecovered)
-_HEARD = (SavePhase, SaveEnded, LoadPhase, LoadEnded, CheckpointResumed, DrainStarted, *_OF_TIERS)
+_EVENTS = (SavePhase, SaveEnded, LoadPhase, LoadEnded, CheckpointResumed, DrainStarted, *_OF_TIERS)
 
 
 class Telemetry:
-    """What `instrument` has begun. `end` ends it; so does leaving it as a context."""
+    """The instrumentation of this process. `end` ends it; so does leaving it as a context."""
 
     def __init__(
         self, tracer_provider: trace.TracerProvider | None, meter_provider: metrics.MeterProvider | None
@@ -53,11 +53,11 @@ class Telemetry:
         self._stack = ExitStack()
         self._stack.callback(self._spans.end_all)
         self._stack.enter_context(self._meters.reporting())
-        self._stack.enter_context(listening(self._hear, *_HEARD))
+        self._stack.enter_context(listening(self._on_event, *_EVENTS))
         self._stack.enter_context(tracing(self._spans))
 
     def end(self) -> None:
-        """Listen no more. Spans of saves that are in flight end now. Does nothing the second time."""
+        """Stop listening. Spans of saves in flight end now. Does nothing the second time."""
         global _telemetry
         with _owner.lock:
             if _telemetry is self:
@@ -72,7 +72,7 @@ class Telemetry:
     ) -> None:
         self.end()
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, SavePhase | LoadPhase):
             self._spans.phase(event)
         elif isinstance(event, SaveEnded):
@@ -90,7 +90,7 @@ class Telemetry:
 
 
 class _Owner:
-    """Of the lock, which a forked child needs anew."""
+    """Owns the lock, which a forked child replaces."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -108,10 +108,10 @@ def instrument(
     """Make spans and metrics of every save and load of this process from now on, until `end` of the result.
 
     Every rank calls it, before its first save. Without providers the global ones of OpenTelemetry are used, also when
-    they are set later. When it is on already, the same object is given back, and nothing counts twice. Nothing that a
-    provider or an exporter raises can fail a save.
+    they are set later. Called again, it returns the same object, and nothing counts twice. No error of a provider or an
+    exporter can fail a save.
 
-    Raises InvalidInput when it is on already with other providers.
+    Raises InvalidInput when it is active already with other providers.
     """
     global _telemetry
     with _owner.lock:

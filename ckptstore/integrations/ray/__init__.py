@@ -1,7 +1,7 @@
 """Checkpoints of Ray Train runs; `ckptstore.ray` has the public names.
 
-It can be imported where Ray is not installed: a training function that runs under torchrun, or in a plain process,
-calls the same names.
+It can be imported without Ray: a training function that runs under torchrun, or in a plain process, calls the same
+names.
 """
 
 from __future__ import annotations

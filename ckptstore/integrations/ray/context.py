@@ -1,7 +1,7 @@
-"""Where this process stands in a Ray Train run: its rank, its node, and the run's storage.
+"""Describe this process in a Ray Train run: its rank, its node, and the run's storage.
 
-Ray Train derives local ranks from IP addresses, so two nodes of one host look like one to it. Here a node is what Ray
-Core calls a node: its node id.
+Ray Train derives local ranks from IP addresses, so two nodes of one host look like one to it. ckptstore's nodes are
+those of Ray Core, by node id.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ class Worker:
     run_path: str
     """The run's directory in `filesystem`, `<storage_path>/<run name>`: Ray's checkpoints lie right below it."""
     filesystem: FileSystem = field(repr=False)
-    """The very object that Ray compares with; another one that leads to the same place may be refused."""
+    """The very object that Ray compares with; another one for the same place may be refused."""
     score: Score | None = None
     """The metric by which Ray ranks the checkpoints of this run, None when it keeps the latest ones."""
 
     def path_of(self, directory_name: str) -> str:
-        """The path of a checkpoint directory of Ray's, in `filesystem`."""
+        """Return the path of a checkpoint directory of Ray's, in `filesystem`."""
         return f"{self.run_path.rstrip('/')}/{directory_name}"
 
     def broadcast(self, value: Any) -> Any:
-        """The small value that rank 0 gives, on every rank. Collective among the workers, in the training thread; it
-        waits without a deadline for a rank that does not call it."""
+        """Return rank 0's small value on every rank. Collective among the workers, in the training thread.
+
+        It waits without a deadline for a rank that does not call it.
+        """
         from ray.train.collective import broadcast_from_rank_zero
 
         return broadcast_from_rank_zero(value)
 
 
 def current_worker() -> Worker | None:
-    """This worker, None outside of one: in the driver, an actor, a plain process, in local mode (`num_workers=0`).
+    """Return this worker; None in the driver, an actor, a plain process, and in local mode (`num_workers=0`).
 
-    Raises InvalidInput in a training function of Ray Train's first version, which has none of what is needed.
+    Raises InvalidInput in a training function of Ray Train's first version, which lacks the necessary calls.
     """
     if "ray.train" not in sys.modules:
         return None
@@ -76,7 +78,7 @@ def current_worker() -> Worker | None:
 
 
 def require_worker(what: str) -> Worker:
-    """This worker. Raises InvalidInput, which names `what` was called, outside of one."""
+    """Return this worker. Raises InvalidInput, which names the call `what`, outside of one."""
     worker = current_worker()
     if worker is None:
         raise InvalidInput(
@@ -87,7 +89,7 @@ def require_worker(what: str) -> Worker:
 
 
 def _score() -> Score | None:
-    """From `RunConfig.checkpoint_config`, which no public name of Ray gives to a worker."""
+    """Read the score from `RunConfig.checkpoint_config`, which no public name of Ray gives to a worker."""
     try:
         from ray.train.v2._internal.execution.context import get_train_context
 
@@ -100,7 +102,7 @@ def _score() -> Score | None:
 
 
 def _refuse_first_version(context: Any) -> None:
-    """The first version gives everybody a context; a worker's has a world size."""
+    """Raise InvalidInput in a worker of the first version, recognized by its context's world size."""
     if context.get_world_size() is not None:
         raise InvalidInput(
             "The first version of Ray Train has no reports without an upload, and is not supported",

@@ -1,7 +1,7 @@
-"""From the file system that Ray uses, of pyarrow or of fsspec, to a storage of ckptstore at the same place.
+"""Translate Ray's file system, of pyarrow or of fsspec, to a storage of ckptstore at the same place.
 
-Bytes do not go through Ray's object: pyarrow loses its retry policy between processes and uploads file after file. What
-it says of the place, the endpoint and the credentials is taken over.
+Bytes do not go through Ray's object: pyarrow loses its retry policy between processes and uploads file after file. Its
+place, endpoint and credentials are taken over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptstore.storage.retried import with_retries
 from ckptstore.storage.uri import parse_uri
 
 RETRIED_S3 = "ckptstore-s3"
-"""How pyarrow calls what `ckptstore.ray.s3_filesystem` gives, after "py::"."""
+"""pyarrow's name for the result of `ckptstore.ray.s3_filesystem`, after "py::"."""
 _LOCAL = frozenset({"file", "local"})
 _BUCKET_FIRST = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 _GIVE_OPTIONS = "Give storage_options, in fsspec's names"
@@ -26,13 +26,13 @@ _GIVE_OPTIONS = "Give storage_options, in fsspec's names"
 
 @dataclass(frozen=True, slots=True)
 class StoragePlace:
-    """Where something lies, in words that `open_storage` takes."""
+    """A place as arguments of `open_storage`."""
 
     uri: str
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def open(self, config: StoreConfig, *, durable: bool | None = None) -> Storage:
-        """The storage there, with retries; nothing is created. `durable` goes before the configuration's."""
+        """Open the storage there, with retries; nothing is created. `durable` overrides the configuration."""
         durable = config.transfer.durable if durable is None else durable
         direct_io = config.transfer.direct_io
         storage = open_storage(self.uri, storage_options=self.storage_options, durable=durable, direct_io=direct_io)
@@ -40,12 +40,12 @@ class StoragePlace:
 
 
 def is_on_s3(filesystem: Any) -> bool:
-    """Whether it is the S3 of pyarrow, with our retries or without."""
+    """True for the S3 of pyarrow, with our retries or without."""
     return filesystem.type_name in ("s3", f"py::{RETRIED_S3}")
 
 
 def local_path_of(ray_checkpoint: Any) -> str:
-    """Where a checkpoint of Ray's lies on this node. Raises InvalidSource when it lies elsewhere."""
+    """Return the local path of a checkpoint of Ray's. Raises InvalidSource if it is not on this node."""
     uri = place_of(ray_checkpoint.filesystem, ray_checkpoint.path).uri
     if parse_uri(uri).scheme:
         raise InvalidSource(
@@ -57,10 +57,10 @@ def local_path_of(ray_checkpoint: Any) -> str:
 
 
 def place_of(filesystem: Any, path: str, *, storage_options: Mapping[str, Any] | None = None) -> StoragePlace:
-    """The place of `path` in a file system of pyarrow.
+    """Return the place of `path` in a file system of pyarrow.
 
-    `storage_options` replace what the file system says of endpoint and credentials. Raises InvalidInput for a file
-    system that cannot be opened again from what it says of itself.
+    `storage_options` replace the file system's endpoint and credentials. Raises InvalidInput for a file system that
+    cannot be reopened from its own description.
     """
     if filesystem.type_name == f"py::{RETRIED_S3}":
         return place_of(filesystem.handler.inner, path, storage_options=storage_options)
@@ -104,39 +104,39 @@ def _joined(root: str, path: str) -> str:
 
 
 def _described(filesystem: Any) -> dict[str, Any]:
-    """What a file system of pyarrow would tell another process to make the same one; what is empty is left out."""
+    """Return the arguments by which pyarrow recreates a file system in another process, without empty ones."""
     (options,) = filesystem.__reduce__()[1]
     return {name: value for name, value in options.items() if value not in (None, "", False)}
 
 
-def _s3(told: Mapping[str, Any]) -> dict[str, Any]:
-    if told.get("role_arn"):
+def _s3(settings: Mapping[str, Any]) -> dict[str, Any]:
+    if settings.get("role_arn"):
         raise InvalidInput("Ray's S3FileSystem assumes a role, which ckptstore cannot do", hint=_GIVE_OPTIONS)
     names = {"key": "access_key", "secret": "secret_key", "token": "session_token", "anon": "anonymous"}
-    options: dict[str, Any] = {name: told[other] for name, other in names.items() if other in told}
-    if endpoint := told.get("endpoint_override"):
-        options["endpoint_url"] = endpoint if "://" in endpoint else f"{told.get('scheme', 'https')}://{endpoint}"
-    if region := told.get("region"):
+    options: dict[str, Any] = {name: settings[other] for name, other in names.items() if other in settings}
+    if endpoint := settings.get("endpoint_override"):
+        options["endpoint_url"] = endpoint if "://" in endpoint else f"{settings.get('scheme', 'https')}://{endpoint}"
+    if region := settings.get("region"):
         options["client_kwargs"] = {"region_name": region}
     return options
 
 
-def _gcs(told: Mapping[str, Any]) -> dict[str, Any]:
-    if "access_token" in told or "target_service_account" in told:
+def _gcs(settings: Mapping[str, Any]) -> dict[str, Any]:
+    if "access_token" in settings or "target_service_account" in settings:
         raise InvalidInput("Ray's GcsFileSystem has a token that ends, or acts for another account", hint=_GIVE_OPTIONS)
-    options: dict[str, Any] = {"token": "anon"} if told.get("anonymous") else {}
-    if endpoint := told.get("endpoint_override"):
-        options["endpoint_url"] = endpoint if "://" in endpoint else f"{told.get('scheme', 'https')}://{endpoint}"
-    if project := told.get("project_id"):
+    options: dict[str, Any] = {"token": "anon"} if settings.get("anonymous") else {}
+    if endpoint := settings.get("endpoint_override"):
+        options["endpoint_url"] = endpoint if "://" in endpoint else f"{settings.get('scheme', 'https')}://{endpoint}"
+    if project := settings.get("project_id"):
         options["project"] = project
     return options
 
 
-def _azure(told: Mapping[str, Any]) -> dict[str, Any]:
-    if told.get("blob_storage_authority") not in (None, ".blob.core.windows.net"):
+def _azure(settings: Mapping[str, Any]) -> dict[str, Any]:
+    if settings.get("blob_storage_authority") not in (None, ".blob.core.windows.net"):
         raise InvalidInput("Ray's AzureFileSystem has an authority of its own", hint=_GIVE_OPTIONS)
     names = ("account_name", "account_key", "sas_token", "client_id", "client_secret", "tenant_id")
-    return {name: told[name] for name in names if name in told}
+    return {name: settings[name] for name in names if name in settings}
 
 
 _OPTIONS_OF = {
@@ -144,4 +144,4 @@ _OPTIONS_OF = {
     "GcsFileSystem": ("gs", _gcs),
     "S3FileSystem": ("s3", _s3),
 }
-"""The scheme, and how its options are called in fsspec."""
+"""The scheme, and a function that returns its options under fsspec's names."""

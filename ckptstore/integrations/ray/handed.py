@@ -1,7 +1,7 @@
-"""What Ray hands back at a start, seen from a store: one of its own checkpoints, one that can be read, or neither.
+"""Judge the checkpoint that Ray hands back at a start: one of the store, a readable one of Ray's own, or neither.
 
-A start that leaves out a checkpoint which Ray has would train again from the beginning, without a word. So what cannot
-be read here is an error that says how to go on.
+A start that ignored Ray's checkpoint would silently train again from the beginning. So an unreadable one is an error
+that says how to go on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 
 logger = logging.getLogger("ckptstore.ray")
 
-ANEW = (
+IGNORE_RAY = (
     "to leave it out on purpose, and begin with what the store has, if anything: ckptstore.ray.store(ignore_ray=True)"
 )
 
@@ -35,13 +35,13 @@ class Handed:
     """The verdict of the leader."""
 
     number: int | None = None
-    """Of a live record of the store, that Ray points to."""
+    """The number of the store's live record to which Ray points."""
     is_read: bool = False
-    """Whether it lies in Ray's own directory, and is the one to go on from."""
+    """True if the checkpoint in Ray's own directory is the one to resume from."""
 
 
 def pointed_uri(ray_checkpoint: Any, pointer: Pointer) -> str:
-    """Where the store lies that a pointer names."""
+    """Return the URI of the store that a pointer names."""
     if pointer.root != ROOT_NAME:
         return parse_uri(pointer.root).uri
     run_path = ray_checkpoint.path.rstrip("/").rpartition("/")[0]
@@ -52,8 +52,10 @@ def pointed_uri(ray_checkpoint: Any, pointer: Pointer) -> str:
 def look(
     ray_checkpoint: Any, job: Job, *, prefers_ray: bool, storage_options: Mapping[str, Any] | None = None
 ) -> Handed:
-    """Leader: what is to become of a checkpoint that Ray hands back. Raises NoUsableCheckpoint, with the way out, when
-    the store has nothing in its place."""
+    """Decide about a checkpoint that Ray hands back, on the leader.
+
+    Raises NoUsableCheckpoint, with the way out, when the store has nothing in its place.
+    """
     newest = job.log.newest()
     live = list(newest.state.live) if newest else []
     try:
@@ -69,7 +71,7 @@ def look(
     if root != job.storage.uri:
         raise NoUsableCheckpoint(
             f"Ray hands back step {pointer.step} of another store, {root}; this one is {job.storage.uri}",
-            hint=f"Open that one, ckptstore.ray.store({root!r}), or copy it with `ckptstore cp`; {ANEW}",
+            hint=f"Open that one, ckptstore.ray.store({root!r}), or copy it with `ckptstore cp`; {IGNORE_RAY}",
             step=pointer.step,
         )
     if pointer.number not in live:
@@ -78,12 +80,12 @@ def look(
 
 
 def _lost(ray_checkpoint: Any, job: Job, live: Sequence[int], reason: str) -> Handed:
-    """The checkpoint is no more. Others of the store take its place, where there are some."""
+    """Fall back from a lost checkpoint to the others of the store. Raises NoUsableCheckpoint if there are none."""
     if not live:
         raise NoUsableCheckpoint(
             f"Ray hands back {ray_checkpoint.path}, which cannot be read: {reason}; and {job.storage.uri} has no "
             "checkpoint",
-            hint=ANEW[0].upper() + ANEW[1:],
+            hint=IGNORE_RAY[0].upper() + IGNORE_RAY[1:],
         )
     logger.warning("what Ray hands back, %s, is passed over: %s", ray_checkpoint.path, reason)
     return Handed()
@@ -96,7 +98,7 @@ def _look_at_files(
     prefers_ray: bool,
     storage_options: Mapping[str, Any] | None,
 ) -> Handed:
-    """A directory of Ray's with files in it: stored by `ckptstore.ray.report`, or by Ray itself."""
+    """Judge a directory of Ray's with files in it: stored by `ckptstore.ray.report`, or by Ray itself."""
     try:
         kept = kept_files(ray_checkpoint, StoreConfig.from_env(), storage_options=storage_options)
     except (CheckpointDamaged, CheckpointGone) as error:
@@ -105,13 +107,13 @@ def _look_at_files(
         raise NoUsableCheckpoint(
             f"Ray hands back a checkpoint that no state can be loaded from: {error.message}",
             hint="Load the files of ray.train.get_checkpoint().as_directory() yourself, save them into the store, and "
-            f"{ANEW}",
+            f"{IGNORE_RAY}",
         ) from error
     step = kept.read_manifest()[0].step
     if prefers_ray or not live:
         return Handed(is_read=True)
     for record in reversed(job.log.records(live)):
-        with suppress(FileMissing):  # damage, which `resume` passes over
+        with suppress(FileMissing):  # damaged: `resume` passes over it
             is_later = _stored_seconds(kept) > _stored_seconds(files_of(job, record))
             break
     else:
@@ -127,10 +129,10 @@ def _look_at_files(
     raise NoUsableCheckpoint(
         f"Ray hands back step {step}, and the store has step {record.entry.step}: by their steps the one is newer, by "
         "the times at which they were stored the other",
-        hint=f'To take that of Ray: ckptstore.ray.resume(..., prefer="ray"); {ANEW}',
+        hint=f'To take that of Ray: ckptstore.ray.resume(..., prefer="ray"); {IGNORE_RAY}',
     )
 
 
 def _stored_seconds(files: CheckpointFiles) -> float:
-    """By the clock of the storage."""
+    """Return the time of storing, by the clock of the storage."""
     return files.storage.stat(files.prefix + MANIFEST_NAME).modified_seconds

@@ -1,9 +1,9 @@
-"""Metrics as Ray's bookkeeping can stand them. Pure, but for warnings.
+"""Convert metrics for Ray's bookkeeping. Pure, but for warnings.
 
-Ray keeps metrics as JSON, and ranks checkpoints by one of them, the score. A scalar of numpy there ends the run. A NaN
-score comes back as null after a restart, and ends the run then. A missing score counts as the lowest number, so that
-with order "min" it is the best, and the best one is deleted. So here a score is always a finite number: what is
-missing, or no finite number, becomes the worst one that there is, and `REPLACED` says what it was.
+Ray keeps metrics as JSON, and ranks checkpoints by one of them, the score. A scalar of numpy in them ends the run. A
+NaN score comes back as null after a restart, and ends the run then. A missing score counts as the lowest number, so
+that with order "min" it is the best, and the best one is deleted. So a score is always made a finite number: a missing
+or not finite one becomes the worst possible, and `REPLACED` records the original.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ logger = logging.getLogger("ckptstore.ray")
 Order = Literal["max", "min"]
 
 REPLACED = "ckptstore_replaced"
-"""The name under which the metrics say which score was replaced, and what it was: {"loss": "NaN"}."""
+"""The metric that names the replaced score and its original value: {"loss": "NaN"}."""
 
 _WORST = {"max": -sys.float_info.max, "min": sys.float_info.max}
 _SEPARATOR = "/"
-"""How Ray writes the name of a metric inside another one."""
+"""Ray's separator in the name of a nested metric."""
 _MAX_DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """By which metric Ray ranks checkpoints."""
+    """The metric by which Ray ranks checkpoints."""
 
     name: str
     """Parts of nested metrics are joined by "/"."""
@@ -50,7 +50,7 @@ class Score:
 
 
 def safe_metrics(metrics: Mapping[str, Any], *, score: Score | None) -> dict[str, Any]:
-    """The metrics of a report with a checkpoint, so that Ray neither fails on them nor keeps the wrong checkpoint.
+    """Convert the metrics of a report with a checkpoint: Ray accepts them, and ranks by finite numbers.
 
     Raises InvalidMetric as `plain_metrics` does, and for a score that is no number.
     """
@@ -70,20 +70,21 @@ def safe_metrics(metrics: Mapping[str, Any], *, score: Score | None) -> dict[str
     return safe
 
 
-def warn_of_worst(told: Mapping[str, Any], *, step: int | None = None, ranked_by: Collection[str] = ()) -> None:
-    """Log which metrics, as `safe_metrics` returned them, count as the worst: the replaced score, and those that the
-    store's retention ranks by and that are not there."""
-    replaced = dict.fromkeys(set(ranked_by) - numbers_of(told).keys(), "missing") | told.get(REPLACED, {})
+def warn_of_worst(metrics: Mapping[str, Any], *, step: int | None = None, ranked_by: Collection[str] = ()) -> None:
+    """Log the metrics, as returned by `safe_metrics`, that rank as the worst: the replaced score, and missing ones by
+    which the store's retention ranks.
+    """
+    replaced = dict.fromkeys(set(ranked_by) - numbers_of(metrics).keys(), "missing") | metrics.get(REPLACED, {})
     for name, fault in sorted(replaced.items()):
         what = "a report" if step is None else f"the report of step {step}"
         logger.warning("the metric %r is %s in %s: it ranks as the worst", name, fault, what)
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics with Python's own numbers in place of scalars of numpy and torch; lists and dicts are copied.
+    """Return the metrics with Python's own numbers in place of scalars of numpy and torch; lists and dicts are copied.
 
-    Raises InvalidMetric, which names it, for anything that JSON cannot hold, a tensor or an array for instance. NaN
-    and infinities stay: only as a score they do harm.
+    Raises InvalidMetric, which names it, for anything that JSON cannot hold, a tensor or an array for instance. NaN and
+    infinities stay: they only do harm as a score.
     """
     if not isinstance(metrics, Mapping):
         raise InvalidMetric(f"metrics is a {type(metrics).__name__}, not a mapping of names to values")
@@ -91,7 +92,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """All numbers of plain metrics by their full names, as a manifest holds them; NaN and infinities included."""
+    """Return all numbers of plain metrics by full names, as in a manifest; NaN and infinities included."""
     found: dict[str, float] = {}
     for name, value in _flat(metrics, ""):
         if isinstance(value, int | float):
@@ -121,7 +122,7 @@ def _plain(value: Any, name: str, depth: int) -> Any:
 
 
 def _unwrapped(item: Callable[[], Any], value: Any, name: str) -> Any:
-    """The Python number in a scalar of numpy or torch."""
+    """Return the Python number in a scalar of numpy or torch."""
     try:
         number = item()
     except Exception as error:  # whatever a library of tensors raises for one without a value
@@ -150,7 +151,7 @@ def _text(text: str, name: str) -> str:
 
 
 def _places(metrics: dict[str, Any], name: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every place where Ray may find the metric: by its full name, or inside others. Names may hold "/" themselves."""
+    """Yield every place where Ray may find the metric: by its full name, or nested. Names may contain "/"."""
     if name in metrics:
         yield metrics, name
     for index, char in enumerate(name):
@@ -160,7 +161,7 @@ def _places(metrics: dict[str, Any], name: str) -> Iterator[tuple[dict[str, Any]
 
 
 def _fault_of(value: Any, name: str) -> str | None:
-    """Why a score cannot stay, None if it can."""
+    """Return the reason why a score cannot stay, None if it can."""
     if value is None:
         return "None"
     if not isinstance(value, int | float):

@@ -1,6 +1,6 @@
-"""The pointer: the small file that stands in Ray's directory of a checkpoint for a checkpoint in a store.
+"""The pointer: the small file in Ray's directory of a checkpoint that stands for a checkpoint in a store.
 
-Ray registers, ranks and deletes pointers. What they point to is the store's, which deletes by its own retention.
+Ray registers, ranks and deletes pointers. Their checkpoints are the store's, which deletes by its own retention.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ POINTER_NAME = "ckptstore-pointer.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Pointer:
-    """What stands in the file."""
+    """The contents of the file."""
 
     root: str
-    """Of the store, without secrets: a URI or a path; relative to the directory of the run when it lies in there."""
+    """The root of the store, without secrets: a URI or a path; relative to the run's directory if inside it."""
     step: int
     number: int | None
-    """Of the record that committed the checkpoint. None when the save failed: then there is nothing to point to."""
+    """The number of the record that committed the checkpoint. None when the save failed and there is no checkpoint."""
     attempt: str = ""
     error: str = ""
-    """What the save failed with."""
+    """The error of a failed save."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that this version does not know; kept."""
+    """Fields that this version does not know; preserved."""
 
     @staticmethod
     def to(checkpoint: Checkpoint, *, root: str) -> Pointer:
-        """The pointer to a committed checkpoint of a store."""
+        """Create the pointer to a committed checkpoint of a store."""
         attempt = checkpoint.uri.rpartition("/")[2]
         return Pointer(root=root, step=checkpoint.step, number=checkpoint.number, attempt=attempt)
 
     def encode(self) -> bytes:
-        """The pointer as bytes."""
+        """Return the pointer as bytes."""
         known = {"root": self.root, "step": self.step, "number": self.number}
         state = {"attempt": self.attempt} if self.number is not None else {"error": self.error}
         return dump_json({**self.extra, "version": FORMAT_VERSION, **known, **state}, what=POINTER_NAME)
@@ -64,13 +64,13 @@ class Pointer:
 
 
 def write_pointer(worker: Worker, directory_name: str, pointer: Pointer, *, retry: RetryConfig) -> None:
-    """Write a pointer into a checkpoint directory of Ray's. May be called again: the same bytes, the same place."""
+    """Write a pointer into a checkpoint directory of Ray's. May be repeated: the same bytes, the same place."""
     directory = worker.path_of(directory_name)
     path, data = f"{directory}/{POINTER_NAME}", pointer.encode()
 
     def write() -> None:
         with _translated(f"Writing {path}"):
-            if not is_on_s3(worker.filesystem):  # there a directory is made of nothing but requests
+            if not is_on_s3(worker.filesystem):  # on S3 creating a directory only costs requests
                 worker.filesystem.create_dir(directory)
             with worker.filesystem.open_output_stream(path) as stream:
                 stream.write(data)
@@ -79,7 +79,7 @@ def write_pointer(worker: Worker, directory_name: str, pointer: Pointer, *, retr
 
 
 def read_pointer(ray_checkpoint: Any, *, retry: RetryConfig) -> Pointer:
-    """The pointer in a checkpoint of Ray's. Raises InvalidInput when it holds none, FileMissing when it is gone."""
+    """Return the pointer in a checkpoint of Ray's. Raises InvalidInput without one, FileMissing when it is gone."""
     path = f"{ray_checkpoint.path.rstrip('/')}/{POINTER_NAME}"
 
     def read() -> bytes:
@@ -89,7 +89,7 @@ def read_pointer(ray_checkpoint: Any, *, retry: RetryConfig) -> Pointer:
     try:
         return Pointer.decode(retrying(retry, f"read {path}", read), file=path)
     except FileMissing:
-        if _is_there(ray_checkpoint):
+        if _exists(ray_checkpoint):
             raise InvalidInput(
                 f"{ray_checkpoint.path} holds no pointer to a checkpoint of a store",
                 hint="What was reported with its files opens with ckptstore.ray.wrap",
@@ -99,7 +99,7 @@ def read_pointer(ray_checkpoint: Any, *, retry: RetryConfig) -> Pointer:
 
 @contextmanager
 def _translated(doing: str) -> Iterator[None]:
-    """Errors of pyarrow, which has the system's, as those of ckptstore."""
+    """Translate errors of pyarrow, which are the system's, into those of ckptstore."""
     try:
         yield
     except FileNotFoundError as error:
@@ -112,7 +112,7 @@ def _translated(doing: str) -> Iterator[None]:
 
 
 def has_pointer(ray_checkpoint: Any) -> bool:
-    """Whether a checkpoint of Ray's is a pointer."""
+    """True if a checkpoint of Ray's is a pointer."""
     from pyarrow.fs import FileType
 
     path = f"{ray_checkpoint.path.rstrip('/')}/{POINTER_NAME}"
@@ -120,7 +120,7 @@ def has_pointer(ray_checkpoint: Any) -> bool:
         return bool(ray_checkpoint.filesystem.get_file_info(path).type == FileType.File)
 
 
-def _is_there(ray_checkpoint: Any) -> bool:
+def _exists(ray_checkpoint: Any) -> bool:
     from pyarrow.fs import FileType
 
     return bool(ray_checkpoint.filesystem.get_file_info(ray_checkpoint.path).type != FileType.NotFound)

@@ -1,4 +1,4 @@
-"""A node is about to be taken away: one more save, if there is time for it."""
+"""Save once more before nodes are taken away, if there is time for it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from ckptstore.checkpoint import Checkpoint
 
 MARGIN = 1.5
-"""How many times the longest save so far the deadline must leave."""
+"""The deadline must leave this multiple of the longest save so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionSave:
-    """What became of a notice that nodes are taken away; the same on all ranks."""
+    """The outcome of a notice that nodes are taken away; the same on all ranks."""
 
     checkpoint: Checkpoint | None
-    """What was saved in time; None when the save was skipped."""
+    """The checkpoint that was saved in time; None when the save was skipped."""
     reason: str
-    """Why it was skipped, "" when it was not."""
+    """The reason for skipping, "" when it was saved."""
     node_ids: tuple[str, ...]
     """The nodes that go, by their ids in Ray."""
     ranks: tuple[int, ...]
@@ -31,12 +31,12 @@ class Notice:
     """A notice of Ray's, the same on all ranks."""
 
     deadline_seconds: float | None
-    """Since the epoch; None when no deadline was told."""
+    """Since the epoch; None without a deadline."""
     node_ids: tuple[str, ...]
     ranks: tuple[int, ...]
 
     def objection(self, *, needed_seconds: float) -> str:
-        """Why a save is not worth a try, "" if it is. By the clock of the process that asks."""
+        """Return the reason why a save is not worth a try, "" if it is. By the clock of the calling process."""
         if self.deadline_seconds is None:
             return ""
         left_seconds = self.deadline_seconds - time.time()
@@ -49,13 +49,13 @@ class Notice:
 
 
 def current_notice() -> Notice | None:
-    """Ray's notice, None when there is none. A barrier of Ray's among the workers."""
+    """Return Ray's notice, None when there is none. A barrier of Ray's among the workers."""
     from ray.train import get_preemption_info
 
-    told: Any = get_preemption_info()
-    if told is None:
+    info: Any = get_preemption_info()
+    if info is None:
         return None
-    deadline_seconds = told.deadline_ms / 1000 if told.deadline_ms else None  # 0 is Ray's word for none
+    deadline_seconds = info.deadline_ms / 1000 if info.deadline_ms else None  # 0 is Ray's word for none
     return Notice(
-        deadline_seconds=deadline_seconds, node_ids=tuple(told.preempted_node_ids), ranks=tuple(told.preempted_ranks)
+        deadline_seconds=deadline_seconds, node_ids=tuple(info.preempted_node_ids), ranks=tuple(info.preempted_ranks)
     )

@@ -1,4 +1,4 @@
-"""`ckptstore.ray.store()`: a store whose saves Ray Train hears of. The contract in which ckptstore keeps the files."""
+"""Create stores whose saves are reported to Ray Train: `ckptstore.ray.store()`. ckptstore keeps the files."""
 
 from __future__ import annotations
 
@@ -36,28 +36,27 @@ Prefer = Literal["newest", "ray"]
 
 
 class RayStore(CheckpointStore):
-    """A `CheckpointStore` that tells Ray Train of every save, by one report on every rank, with a pointer to it.
+    """A `CheckpointStore` that reports every save to Ray Train, by one report on every rank, with a pointer to it.
 
-    Nobody else reports a step that was saved here. In Ray's results a checkpoint is a pointer; `ckptstore.ray.resolve`
-    gives the checkpoint behind it. Ray's retention deletes pointers, the store's own deletes files. Outside of a worker
-    of Ray Train it is a store like any other, and reports nothing.
+    Do not report a step that was saved in it again. In Ray's results a checkpoint is a pointer; `ckptstore.ray.resolve`
+    returns the checkpoint behind it. Ray's retention deletes pointers, the store's own deletes files. Outside of a
+    worker of Ray Train it is a store like any other, and reports nothing.
 
-    With a fast tier Ray hears of a save when it is known what became of it in the store: the save and its checkpoint
-    where it came there, its metrics alone where a newer one did. The training function ends with `close`, which brings
-    the newest there.
+    With a fast tier a save is reported when its outcome in the store is known: the save and its checkpoint if it came
+    there, its metrics alone if a newer one did. The training function ends with `close`, which brings the newest there.
 
-    Metrics may be what Ray takes, text and nested dicts too; the store keeps the numbers, nested ones as "a/b".
-    Collective are `save`, `save_async`, `save_directory`, `load`, `resume`, `warm_up` and `close`; in the training
-    thread, as Ray wants it of reports.
+    Metrics may be anything that Ray takes, text and nested dicts too; the store keeps the numbers, nested ones as
+    "a/b". Collective are `save`, `save_async`, `save_directory`, `load`, `resume`, `warm_up` and `close`; in the
+    training thread, as Ray requires it of reports.
     """
 
     _reports: Reports | None = None
     _late: LateReports | None = None
-    """Where there is a fast tier."""
+    """Present if there is a fast tier."""
     _preempted: tuple[Notice, PreemptionSave] | None = None
     _ignores_ray: bool = False
     _run_options: Mapping[str, Any] | None = None
-    """For what lies in the directory of the run beside the store."""
+    """Storage options for the run's directory, which holds the store."""
 
     @property
     def worker(self) -> Worker | None:
@@ -66,7 +65,7 @@ class RayStore(CheckpointStore):
 
     @property
     def pointer_root(self) -> str:
-        """How pointers name this store."""
+        """The name of this store in pointers."""
         return self._reports.root if self._reports else self.uri
 
     def save(
@@ -118,12 +117,12 @@ class RayStore(CheckpointStore):
     ) -> PendingSave:
         """`CheckpointStore.save_async`, and a report that Ray registers when the checkpoint is committed, not before.
 
-        Returns once the state is copied and Ray has the report in its queue; it waits while `max_in_flight` reports
-        before it are still there. A save that fails is tolerated while no more than `max_failures` have failed in a
-        row: its report carries a pointer that says so, ranks last by Ray's score, and is passed over by `resume`. One
-        more ends this start of the run, as any error in a worker does, and `FailureConfig` decides. A skipped save
+        Returns once the state is copied and Ray has the report in its queue; it waits while `max_in_flight` earlier
+        reports are still in it. A failing save is tolerated while no more than `max_failures` have failed in a row: its
+        report carries a pointer that says so, ranks last by Ray's score, and is passed over by `resume`. One more ends
+        this start of the run, as any error in a worker does, and `FailureConfig` decides. A skipped save
         (`on_busy="skip"`) reports its metrics alone. Metrics are those at the time of the call: the next report counts
-        what became of this one.
+        the outcome of this one.
         """
         reports, started, clock = self._reports, time.monotonic(), SaveClock()
         if reports and on_busy == "wait":
@@ -150,16 +149,17 @@ class RayStore(CheckpointStore):
         needed_seconds: float | None = None,
         **options: Any,
     ) -> PreemptionSave | None:
-        """Once Ray says that nodes of the run are to be taken away, `save` if there is time. Collective: all ranks call
-        it after the same steps, each step or every few, and go on training whatever it returns; when the nodes are
-        gone Ray starts the run anew.
+        """`save` if there is time, once Ray announces that nodes of the run are to be taken away. Collective.
+
+        All ranks call it after the same steps, each step or every few, and go on training whatever it returns; when the
+        nodes are gone Ray restarts the run.
 
         None while there is no notice, and outside of Ray Train; without a notice it costs a barrier of Ray's. For one
-        notice there is one save: later calls return what became of it, until more nodes are to go. When less time is
-        left than a save needs it is skipped, with the reason; the metrics are reported alone then.
+        notice there is one save: later calls return its outcome, until more nodes are to go. When less time is left
+        than a save needs it is skipped, with the reason; the metrics are reported alone then.
 
         Args:
-            needed_seconds: the time that a save needs; 1.5 times the longest one of this start when it is not given.
+            needed_seconds: the time that a save needs; by default 1.5 times the longest one of this start.
             options: the other keywords of `save`.
         """
         reports = self._reports
@@ -179,7 +179,7 @@ class RayStore(CheckpointStore):
         return self._preempted[1]
 
     def _in_time(self, checkpoint: Checkpoint, notice: Notice) -> Checkpoint:
-        """The same in the store, if it comes there before the nodes go; else it is on the nodes alone. Collective."""
+        """Return the checkpoint in the store, if it comes there before the nodes go; else the fast one. Collective."""
         if self._late is None or checkpoint.number is not None:
             return checkpoint
         left = None if notice.deadline_seconds is None else max(0.0, notice.deadline_seconds - time.time())
@@ -197,7 +197,7 @@ class RayStore(CheckpointStore):
         return checkpoint if found is None else self._checkpoint(Record.decode(found[1], found[0]))
 
     def _objection(self, notice: Notice, needed_seconds: float | None, *, longest_seconds: float) -> str:
-        """Why there is no time for a save, "" if there is. Collective; by the leader's clock."""
+        """Return the reason why there is no time for a save, "" if there is time. Collective; by the leader's clock."""
 
         def decide() -> str:
             needed = MARGIN * max(longest) if needed_seconds is None else needed_seconds
@@ -210,14 +210,14 @@ class RayStore(CheckpointStore):
     def resume(
         self, state: Mapping[str, Any] | None = None, *, prefer: Prefer = "newest", **options: Any
     ) -> Checkpoint | None:
-        """Claim the store for this start of the run and load the checkpoint to go on from. Collective.
+        """Claim the store for this start of the run and load the checkpoint to resume from. Collective.
 
-        All ranks get the same one; None, and the state as it was, when there is none. A damaged one is passed over, and
-        so is a save that failed. What `ckptstore.ray.report` stored, and Ray hands back, is loaded where it is newer
-        than what the store has.
+        All ranks get the same one; None, and the state as it was, when there is none. Damaged ones and failed saves are
+        passed over. A checkpoint of `ckptstore.ray.report` that Ray hands back is loaded if it is newer than those of
+        the store.
 
         Args:
-            state: what to load into; None to be given the checkpoint alone, for directories.
+            state: what to load into; None to get the checkpoint alone, for directories.
             prefer: "newest" for the newest checkpoint, which may be ahead of what Ray has registered when the run died
                 in between; "ray" for the one that `ray.train.get_checkpoint()` gives, and from there on older ones,
                 then newer ones. Outside of Ray Train there is only the newest.
@@ -225,8 +225,8 @@ class RayStore(CheckpointStore):
                 `allow_pickle`.
 
         Raises NoUsableCheckpoint and StateMismatch as `CheckpointStore.resume` does. Raises NoUsableCheckpoint too when
-        Ray hands back what cannot be loaded here: files that Ray stored itself, a checkpoint of another store, or one
-        that is gone while the store is empty. `ckptstore.ray.store(ignore_ray=True)` leaves it out on purpose.
+        Ray hands back a checkpoint that cannot be loaded: files that Ray stored itself, a checkpoint of another store,
+        or one that is gone while the store is empty. `ckptstore.ray.store(ignore_ray=True)` leaves it out on purpose.
         """
         if prefer not in ("newest", "ray"):
             raise InvalidInput(f"prefer is {prefer!r}, it is 'newest' or 'ray'")
@@ -259,7 +259,7 @@ class RayStore(CheckpointStore):
         return self.resume_in_order(lambda live: sorted(live, key=lambda it: (it > number, -it)), state, **options)
 
     def _nodes_have_newer(self, step: int) -> bool:
-        """Whether the fast tier has a checkpoint of a later step. Collective."""
+        """True if the fast tier has a checkpoint of a later step. Collective."""
         job = self._in_turn()
         if job.tier is None:
             return False
@@ -267,14 +267,14 @@ class RayStore(CheckpointStore):
         return bool(found) and found[0].step > step
 
     def resume_in_order(self, order: Order, state: Mapping[str, Any] | None, **options: Any) -> Checkpoint | None:
-        """`resume`, but the live checkpoints are tried in an order of one's own. Collective; the leader asks for it."""
+        """`resume`, but try the live checkpoints in the given order. Collective; the leader calls `order`."""
         if state is not None:
             return self._load(state, claim=True, order=order, **options)
         files = resume(self._in_turn(), order=order)
         return Checkpoint(files) if files else None
 
     def at(self, pointer: Pointer) -> Checkpoint:
-        """The checkpoint that a pointer of this store stands for. Raises CheckpointGone, which names what is left."""
+        """Return the checkpoint of a pointer of this store. Raises CheckpointGone, which names the live ones."""
         job = self._job
         newest = job.log.newest()
         live = newest.state.live if newest else ()
@@ -291,7 +291,7 @@ class RayStore(CheckpointStore):
         )
 
     def close(self) -> None:
-        """`CheckpointStore.close`, and Ray knows what became of every save."""
+        """`CheckpointStore.close`, after reporting the outcome of every save to Ray."""
         self._settle()
         super().close()
 
@@ -301,7 +301,7 @@ class RayStore(CheckpointStore):
 
     def _saved(self, saved: Saved) -> Checkpoint:
         checkpoint = super()._saved(saved)
-        if self._late and self._job.is_leader and saved.later is not None:  # who else asks for none
+        if self._late and self._job.is_leader and saved.later is not None:  # the leader alone reports drains
             self._late.drains[saved.later.attempt] = saved.later
         return checkpoint
 
@@ -319,7 +319,7 @@ class RayStore(CheckpointStore):
             self._late = LateReports(job=self._job, reports=self._reports)
 
     def _settle(self) -> None:
-        if self._reports and not self._late:  # those that come late wait for the store, and no save does
+        if self._reports and not self._late:  # late reports wait for the store, and no save does
             self._reports.settle()
 
     def _reported(
@@ -348,22 +348,22 @@ def store(
     ignore_ray: bool = False,
     **options: Any,
 ) -> RayStore:
-    """Open the store of this run, in the training function; on every rank, and nothing is waited for.
+    """Open the store of this run, in the training function; on every rank, without waiting.
 
     Args:
         root: where it lies; by default in the run's own directory, `<storage_path>/<run name>/_ckptstore`, which is
-            reached with the endpoint and the credentials of `RunConfig`. Outside of Ray Train it must be given.
+            reached with the endpoint and the credentials of `RunConfig`. Outside of Ray Train it is required.
         max_in_flight: how many reports of asynchronous saves Ray may be behind before the next `save_async` waits. Of
             saves themselves one at most is in flight.
-        storage_options: in fsspec's names; for the default root they replace what `RunConfig` says.
+        storage_options: in fsspec's names; for the default root they replace those of `RunConfig`.
         group: another group than that of Ray's workers.
-        ignore_ray: have `resume` leave out what Ray hands back, and take what the store has, if anything: to begin anew
-            on purpose, or where you load files that Ray stored itself.
+        ignore_ray: have `resume` leave out what Ray hands back, and take what the store has, if anything: to start
+            from scratch on purpose, or where you load files that Ray stored itself.
         options: the other keywords of `ckptstore.open_store`: `retention`, `grace_seconds`, `fast`...
             `missing` is "worst" in a worker: a save without a metric that retention ranks by is logged as a warning.
 
     Raises InvalidInput for a bad value, when the storage of the run is one that ckptstore cannot open by itself, and in
-    a function of Ray Tune, where `ckptstore.ray.report` is what works.
+    a function of Ray Tune, where `ckptstore.ray.report` works instead.
     """
     refuse_in_tune("ckptstore.ray.store")
     if type(max_in_flight) is not int or max_in_flight < 1:
@@ -390,14 +390,14 @@ def store(
 
 
 def handed_back() -> Any:
-    """What Ray gives this worker to go on from."""
+    """Return the checkpoint that Ray hands back to this worker."""
     from ray.train import get_checkpoint
 
     return get_checkpoint()
 
 
 def current_store() -> RayStore:
-    """The store that this process opened last with `store`; the default one when there is none."""
+    """Return the store that this process opened last with `store`; the default one when there is none."""
     return _opened[0] if _opened else store()
 
 
@@ -405,4 +405,4 @@ def _numbers(metrics: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     try:
         return None if metrics is None else numbers_of(plain_metrics(metrics))
     except InvalidMetric:
-        return metrics  # refused by the save, where all ranks hear of it
+        return metrics  # refused by the save, on all ranks

@@ -1,4 +1,4 @@
-"""`ckptstore.ray.repair`: Ray's own list of a run's checkpoints, made anew from what the run's directory holds."""
+"""Rebuild Ray's own list of a run's checkpoints from the run's directory: `ckptstore.ray.repair`."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ logger = logging.getLogger("ckptstore.ray")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """What `repair` found and did."""
+    """The findings and the changes of `repair`."""
 
     fault: str
-    """Why Ray could not read its list; "" when it could, and nothing was written."""
+    """The reason why Ray could not read its list; "" when it could, and nothing was written."""
     kept: tuple[str, ...]
     """The directories of the checkpoints in the list, in the order of their commits; Ray hands back the last one."""
     steps: tuple[int | None, ...]
     """Their steps; None for those whose files Ray stored itself."""
     left_out: Mapping[str, str]
-    """The directories that are not in the list, and why."""
+    """The directories that are not in the list, with the reasons."""
     unknown: tuple[str, ...]
-    """What could not be known, in sentences."""
+    """Facts that could not be known, in sentences."""
     backup: str
-    """The name of the file with what was there before, in the run's directory; "" when there was nothing."""
+    """The name of the file with the old list, in the run's directory; "" when there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """One directory that Ray can be told of."""
+    """One directory for Ray's list."""
 
     directory: str
     step: int | None
     seconds: float
-    """When it was stored: since the epoch, by the leader's clock, or by the storage's for files of Ray's own."""
+    """The time of storing: since the epoch, by the leader's clock, or by the storage's for files of Ray's own."""
     number: int
-    """Of its record in a store; 0 where there is none."""
+    """The number of its record in a store; 0 without one."""
     metrics: Mapping[str, Any]
 
 
@@ -66,13 +66,13 @@ def repair(
     whole: Collection[str] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> Repair:
-    """Make Ray's list of a run's checkpoints anew where Ray cannot start the run from it: it is torn, since the driver
-    was killed while it wrote, or missing, or names directories that are gone. No run may use the directory meanwhile.
+    """Rebuild Ray's list of a run's checkpoints if Ray cannot start the run from it.
 
-    The list is `checkpoint_manager_snapshot.json` in the run's directory. What can be read of the old one stays, and
-    lies beside it as a file. Each other directory is taken in that holds a pointer to a live checkpoint of a store, or
-    a checkpoint that `ckptstore.ray.report` or `upload_fn` stored whole. Nothing is deleted. What cannot be known is in
-    `Repair.unknown`, and logged as a warning.
+    It may be torn, since the driver was killed while it wrote, or missing, or name directories that are gone. No run
+    may use the directory meanwhile. The list is `checkpoint_manager_snapshot.json` in the run's directory. The readable
+    part of the old one stays, and a copy of it as a file. Each other directory is taken in that holds a pointer to a
+    live checkpoint of a store, or a whole checkpoint of `ckptstore.ray.report` or `upload_fn`. Nothing is deleted.
+    Unknown facts are in `Repair.unknown`, and logged as a warning.
 
     Args:
         path: the run's directory, `<storage_path>/<run name>`: a path or a URI, with the query of Ray's too.
@@ -80,7 +80,7 @@ def repair(
         whole: directories whose files Ray stored itself, and that you know to be whole. Nothing else can tell.
         storage_options: credentials and the like, in fsspec's names; also for a store with a root of its own.
 
-    Raises InvalidInput where there is no run of Ray's or another version of Ray, NoUsableCheckpoint when nothing in the
+    Raises InvalidInput if there is no run of Ray's or another version of Ray, NoUsableCheckpoint when nothing in the
     directory can be shown to be whole, StorageError when something cannot be read at present; nothing is written then.
     """
     place = _place_of_run(path, storage_options)
@@ -106,7 +106,7 @@ def repair(
 
 
 def _directories(keys: Collection[str], snapshot: Snapshot | None) -> dict[str, set[str]]:
-    """The names of the files in each directory right below the run's, and in deeper ones that Ray has listed."""
+    """Return the names of the files in each directory right below the run's, and in deeper ones that Ray has listed."""
     deeper = [item.directory for item in snapshot.listed if "/" in item.directory] if snapshot else []
     found: dict[str, set[str]] = {}
     for key in keys:
@@ -118,7 +118,7 @@ def _directories(keys: Collection[str], snapshot: Snapshot | None) -> dict[str, 
 
 
 def _place_of_run(path: str, storage_options: Mapping[str, Any] | None) -> StoragePlace:
-    """Where it is. Ray takes its own names of options in the query of a URI."""
+    """Return the place of the run. Ray puts options under its own names in the query of a URI."""
     if "://" in path and "?" in path:
         from pyarrow.fs import FileSystem
 
@@ -133,7 +133,7 @@ def _score_of(checkpoint_config: Any) -> Score | None:
 
 
 class _Search:
-    """Looks into every directory of the run."""
+    """Examines every directory of the run."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _Search:
         """The live checkpoints of each store that a pointer has named, by number."""
 
     def run(self) -> tuple[list[_Found], dict[str, str]]:
-        """What Ray can be told of, in the order of the commits; and the others, with the reasons."""
+        """Return the directories for Ray's list, in the order of the commits; and the others, with the reasons."""
         found, left_out = [], {}
         for name in self._whole - self._directories.keys():
             raise InvalidInput(f"There is no directory {name!r} at {self._storage.uri}")
@@ -162,13 +162,13 @@ class _Search:
                 found.append(self._look(name, files))
             except CkptstoreError as error:
                 if isinstance(error, StorageError) and not isinstance(error, FileMissing):
-                    raise  # it may be whole: another try, or other credentials, will tell
+                    raise  # it may be whole: another try, or other credentials, may show it
                 left_out[name] = error.message
         in_one_log = len(self._live) == 1 and all(item.number for item in found)
         return sorted(found, key=lambda item: item.number if in_one_log else item.seconds), left_out
 
     def _look(self, name: str, files: Collection[str]) -> _Found:
-        """One directory. Raises what says why Ray cannot be told of it."""
+        """Examine one directory. Raises an error with the reason why it cannot be listed."""
         if POINTER_NAME in files:
             record = self._record_of(Pointer.decode(self._storage.read(f"{name}/{POINTER_NAME}")))
             metrics = {**record.entry.metrics, "ckptstore_step": record.entry.step}
@@ -184,11 +184,11 @@ class _Search:
         return self._found(name, None, max(times), 0, {})
 
     def _found(self, name: str, step: int | None, seconds: float, number: int, metrics: Mapping[str, Any]) -> _Found:
-        told = self._listed.get(name, metrics)
-        return _Found(directory=name, step=step, seconds=seconds, number=number, metrics=told)
+        listed = self._listed.get(name, metrics)
+        return _Found(directory=name, step=step, seconds=seconds, number=number, metrics=listed)
 
     def _record_of(self, pointer: Pointer) -> Record:
-        """The record of what a pointer leads to. Raises InvalidInput where it is no more."""
+        """Return the record of a pointer. Raises InvalidInput if it is no longer live."""
         if pointer.number is None:
             raise InvalidInput(f"the save of step {pointer.step} failed: {pointer.error}")
         if pointer.root not in self._live:
@@ -216,7 +216,7 @@ def _rewritten(
     left_out: Mapping[str, str],
     score: Score | None,
 ) -> Repair:
-    """Write the list, and the old one beside it. Raises NoUsableCheckpoint rather than a list that is empty."""
+    """Write the list, and a copy of the old one. Raises NoUsableCheckpoint rather than writing an empty list."""
     if not found:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:5])
         raise NoUsableCheckpoint(
@@ -245,7 +245,7 @@ def _write(storage: Storage, key: str, data: bytes) -> None:
 
 
 def _encoded(found: Sequence[_Found], snapshot: Snapshot | None, score: Score | None) -> bytes:
-    """The list as the Ray that is installed writes it, by its own classes. Raises InvalidInput where it has others."""
+    """Return the list as the installed Ray writes it, by its own classes. Raises InvalidInput if Ray lacks them."""
     try:
         from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
             _CheckpointManagerState,
@@ -275,7 +275,7 @@ def _encoded(found: Sequence[_Found], snapshot: Snapshot | None, score: Score | 
 
 
 def _rank(metrics: Mapping[str, Any], score: Score) -> float:
-    """Ray has the worst first; of equal ones the earlier."""
+    """Return the key of Ray's order: the worst first; of equal ones the earlier."""
     value = numbers_of(plain_metrics(metrics))[score.name]
     return value if score.order == "max" else -value
 

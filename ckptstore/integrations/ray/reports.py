@@ -1,8 +1,8 @@
-"""Reports to Ray of what a store has committed: exactly one per save, on every rank, in the order of the saves.
+"""Report a store's commits to Ray: exactly one report per save, on every rank, in the order of the saves.
 
-What Ray registers is committed: a report with a checkpoint is made after the commit, or, for a save in the background,
-Ray is given a function that waits for the commit before Ray counts the report as made. Ray's controller registers
-nothing before rank 0 has reported, and rank 0 writes the pointer before it does.
+Ray registers only committed checkpoints: a report with a checkpoint is made after the commit, or, for a save in the
+background, Ray gets a function that waits for the commit before Ray counts the report as made. Ray's controller
+registers nothing before rank 0 has reported, and rank 0 writes the pointer before it does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NOT_KNOWN = "it is on the nodes, and the store was closed before it came there"
 
 @dataclass
 class Counts:
-    """What the saves of this worker have met so far. It is part of every report."""
+    """Counts of the outcomes of this worker's saves so far. They are part of every report."""
 
     failed_saves: int = 0
     """Saves that failed and were tolerated."""
@@ -46,12 +46,12 @@ class Counts:
     wait_seconds: float = 0.0
 
     def as_metrics(self) -> dict[str, float]:
-        """Under the names that Ray's results show."""
+        """Return the counts under the names that Ray's results show."""
         return {f"ckptstore_{name}": value for name, value in vars(self).items()}
 
     @contextmanager
     def waiting(self, is_waiting: bool) -> Iterator[None]:
-        """Count what is done meanwhile as a wait, if it is one."""
+        """Count the context as a wait, if it is one."""
         started = time.monotonic()
         yield
         if is_waiting:
@@ -65,22 +65,22 @@ class Reports:
 
     worker: Worker
     root: str
-    """As pointers name it."""
+    """The store's name in pointers."""
     retry: RetryConfig
     max_in_flight: int
     forgive: Callable[[PendingSave], None]
-    """Told of a failed save that is tolerated."""
+    """Called with a failed save that is tolerated."""
     ranked_by: frozenset[str] = frozenset()
     """The metrics that the store's retention ranks by."""
     counts: Counts = field(default_factory=Counts)
     longest_save_seconds: float = 0.0
     """From a call to its commit."""
     _waiting: list[threading.Event] = field(default_factory=list)
-    """One for each report in the background whose outcome Ray has not asked for yet, oldest first."""
+    """One for each report in the background whose outcome Ray has not fetched yet, oldest first."""
     _failed_in_row: int = 0
 
     def took(self, seconds: float) -> None:
-        """A save that was committed took so long."""
+        """Note the duration of a committed save."""
         self.longest_save_seconds = max(self.longest_save_seconds, seconds)
 
     def committed(self, checkpoint: Checkpoint, metrics: Mapping[str, Any] | None, *, validation: Any) -> None:
@@ -107,28 +107,32 @@ class Reports:
         validation: Any,
         started: float,
     ) -> None:
-        """Report a save in flight that was `started` then; Ray registers it when it is committed. Returns at once,
-        unless `max_in_flight` reports before it are still waiting."""
+        """Report a save in flight that began at `started`; Ray registers it when it is committed.
+
+        Returns at once, unless `max_in_flight` reports before it are still waiting.
+        """
         import ray.train
 
         self._wait_until_at_most(self.max_in_flight - 1)
         name = _directory_name(pending.step, secrets.token_hex(4))  # that of rank 0 counts
-        told = self.ranked(pending.step, metrics) | {"ckptstore_stalled_seconds": pending.stalled_seconds}
+        ranked = self.ranked(pending.step, metrics) | {"ckptstore_stalled_seconds": pending.stalled_seconds}
         ended = threading.Event()
         self._waiting.append(ended)
         ray.train.report(
-            told,
+            ranked,
             checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
-            checkpoint_upload_fn=self._upload(pending, told, max_failures, started, ended),
+            checkpoint_upload_fn=self._upload(pending, ranked, max_failures, started, ended),
             delete_local_checkpoint_after_upload=False,  # there is nothing but what was just reported
             validation=validation,
         )
 
-    def stored(self, checkpoint: Checkpoint, told: dict[str, Any], *, validation: Any) -> None:
-        """Report a checkpoint that came into the store after its save; returns as `pending` does. The pointer to it is
-        written in the background."""
+    def stored(self, checkpoint: Checkpoint, metrics: dict[str, Any], *, validation: Any) -> None:
+        """Report a checkpoint that came into the store after its save; returns as `pending` does.
+
+        The pointer to it is written in the background.
+        """
         import ray.train
 
         self._wait_until_at_most(self.max_in_flight - 1)
@@ -145,7 +149,7 @@ class Reports:
                 ended.set()
 
         ray.train.report(
-            told,
+            metrics,
             checkpoint=ray.train.Checkpoint(self.worker.path_of(name), self.worker.filesystem),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
@@ -154,11 +158,11 @@ class Reports:
             validation=validation,
         )
 
-    def alone(self, told: dict[str, Any]) -> None:
+    def alone(self, metrics: dict[str, Any]) -> None:
         """Report metrics without a checkpoint, after the reports before them; returns at once."""
         import ray.train
 
-        ray.train.report(told, checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC)
+        ray.train.report(metrics, checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC)
 
     def skipped(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Report the metrics of a save that was left out, after the reports before it; returns at once."""
@@ -166,13 +170,13 @@ class Reports:
         self.alone(self._metrics(step, metrics))
 
     def settle(self) -> None:
-        """Wait until the outcome of every save in the background is known, here and to Ray."""
+        """Wait until this worker and Ray know the outcome of every save in the background."""
         self._wait_until_at_most(0)
 
     def _upload(
-        self, pending: PendingSave, told: dict[str, Any], max_failures: int, started: float, ended: threading.Event
+        self, pending: PendingSave, metrics: dict[str, Any], max_failures: int, started: float, ended: threading.Event
     ) -> Callable[[Any, str], Any]:
-        """What Ray calls, on a thread of its own and in the order of the reports; more than once if it likes."""
+        """Create the function that Ray calls on its own thread in the order of the reports, possibly more than once."""
         judged: list[Pointer] = []
 
         def upload(_reported: Any, directory_name: str) -> Any:
@@ -180,7 +184,7 @@ class Reports:
 
             try:
                 if not judged:
-                    judged.append(self._judge(pending, told, max_failures, started))
+                    judged.append(self._judge(pending, metrics, max_failures, started))
                 if self.worker.rank == 0:
                     write_pointer(self.worker, directory_name, judged[0], retry=self.retry)
                 return ray.train.Checkpoint(self.worker.path_of(directory_name), self.worker.filesystem)
@@ -189,8 +193,8 @@ class Reports:
 
         return upload
 
-    def _judge(self, pending: PendingSave, told: dict[str, Any], max_failures: int, started: float) -> Pointer:
-        """Wait for the save; a failure that is tolerated becomes a pointer that says so."""
+    def _judge(self, pending: PendingSave, metrics: dict[str, Any], max_failures: int, started: float) -> Pointer:
+        """Wait for the save; turn a tolerated failure into a pointer that records it."""
         is_timed = not pending.done()  # else it ended while Ray was behind
         try:
             checkpoint = pending.result()
@@ -202,26 +206,26 @@ class Reports:
             self.counts.failed_saves += 1
             self.forgive(pending)
             logger.warning("step %d is not saved, and training goes on: %s", pending.step, error)
-            self._rank_last(told, str(error))
+            self._rank_last(metrics, str(error))
             return Pointer(root=self.root, step=pending.step, number=None, error=str(error))
         self._failed_in_row = 0
         if is_timed:
             self.took(time.monotonic() - started)
         return Pointer.to(checkpoint, root=self.root)
 
-    def _rank_last(self, told: dict[str, Any], error: str) -> None:
-        """Ray reads the metrics once the upload is over: what failed is not to be the best that Ray has."""
-        told["ckptstore_error"] = error
+    def _rank_last(self, metrics: dict[str, Any], error: str) -> None:
+        """Change the metrics of a failed save, which Ray reads once the upload is over, so that it ranks last."""
+        metrics["ckptstore_error"] = error
         if score := self.worker.score:
-            told[score.name] = score.worst
-            told[REPLACED] = {score.name: "save failed"}
+            metrics[score.name] = score.worst
+            metrics[REPLACED] = {score.name: "save failed"}
 
     def ranked(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The metrics of a checkpoint, with a warning where it ranks last for want of one."""
-        told = self._metrics(step, metrics)
-        if self.worker.rank == 0:  # those of the others count nowhere
-            warn_of_worst(told, step=step, ranked_by=self.ranked_by)
-        return told
+        """Return the metrics of a checkpoint, with a warning if it ranks last for want of one."""
+        safe = self._metrics(step, metrics)
+        if self.worker.rank == 0:  # those of the others are ignored
+            warn_of_worst(safe, step=step, ranked_by=self.ranked_by)
+        return safe
 
     def _metrics(self, step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         own = {"ckptstore_step": step, **self.counts.as_metrics()}
@@ -238,17 +242,17 @@ class Reports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unreported:
-    """A save of which Ray has not heard."""
+    """A save that is not reported to Ray yet."""
 
     step: int
-    told: dict[str, Any]
+    metrics: dict[str, Any]
     """Its metrics, at the time of the call."""
     validation: Any
     saved: PendingSave | Checkpoint | str
-    """The attempt alone of one that is on the nodes: a checkpoint has its manifest."""
+    """Only the attempt for one that is on the nodes: a checkpoint would hold its manifest."""
 
     def shortened(self) -> _Unreported:
-        """The same without what nobody needs any more."""
+        """Return it without references that are no longer needed."""
         saved = self.saved
         if isinstance(saved, PendingSave) and saved.done() and saved.error() is None:
             found = saved.result()
@@ -263,29 +267,28 @@ class _Unreported:
 class LateReports:
     """The reports of a store with a fast tier, in one worker: of saves that are complete before they are in the store.
 
-    Ray registers what is in the store, and nothing else. So a report waits, in the order of the saves, until it is
-    known what became of the save: it is in the store, a newer one took its place there, or it could not be brought
-    there. The leader finds that out between two steps of the training; no rank waits for the store. Called from the
-    training thread.
+    Ray registers only checkpoints in the store. So a report waits, in the order of the saves, until the outcome of the
+    save is known: it is in the store, a newer one took its place there, or it could not be brought there. The leader
+    finds that out between two steps of the training; no rank waits for the store. Called from the training thread.
     """
 
     job: Job
     reports: Reports
     drains: dict[str, Later] = field(default_factory=dict)
-    """Leader: by attempt, the way of a fast checkpoint into the store. Added by the thread of the save."""
+    """On the leader, maps attempts to their drains. Added by the thread of the save."""
     _waiting: list[_Unreported] = field(default_factory=list)
 
     def add(
         self, step: int, metrics: Mapping[str, Any] | None, validation: Any, saved: PendingSave | Checkpoint
     ) -> None:
-        """A save that was made, or begun. All ranks add the same, and call `send` afterwards."""
-        told = self.reports.ranked(step, metrics)
+        """Add a save that was made, or begun. All ranks add the same, and call `send` afterwards."""
+        ranked = self.reports.ranked(step, metrics)
         if isinstance(saved, PendingSave):
-            told["ckptstore_stalled_seconds"] = saved.stalled_seconds
-        self._waiting.append(_Unreported(step=step, told=told, validation=validation, saved=saved))
+            ranked["ckptstore_stalled_seconds"] = saved.stalled_seconds
+        self._waiting.append(_Unreported(step=step, metrics=ranked, validation=validation, saved=saved))
 
     def send(self, *, is_last: bool = False) -> None:
-        """Report the saves of which it is known what became of them, and with `is_last` the others too. Collective."""
+        """Report the saves with a known outcome, and with `is_last` the others too. Collective."""
 
         def look() -> list[Any]:
             found: list[Any] = []
@@ -309,21 +312,23 @@ class LateReports:
         if "record" in outcome:
             number, text = outcome["record"]
             checkpoint = Checkpoint(files_of(self.job, Record.decode(text.encode(), number)))
-            self.reports.stored(checkpoint, save.told, validation=save.validation)
+            self.reports.stored(checkpoint, save.metrics, validation=save.validation)
             return
         if "error" in outcome:
             self.reports.counts.failed_saves += 1
-        self.reports.alone({**save.told, **{f"ckptstore_{name}": text for name, text in outcome.items()}})
+        self.reports.alone({**save.metrics, **{f"ckptstore_{name}": text for name, text in outcome.items()}})
 
     def _outcome(self, save: _Unreported) -> dict[str, Any] | None:
-        """Leader: what became of a save; None where that is not known yet. A dict of a record, of an error, or of the
-        step that took its place."""
+        """Return the outcome of a save, on the leader; None if it is not known yet.
+
+        It is a dict of a record, of an error, or of the step that took its place.
+        """
         saved = save.shortened().saved
         if isinstance(saved, PendingSave):
             return {"error": str(saved.error())} if saved.done() else None
         if isinstance(saved, Checkpoint):  # it went to the store: the disk of a node was full
             assert saved.number is not None  # of what is in the store
-            return _told(self.job.log.records([saved.number])[0])
+            return _record_fields(self.job.log.records([saved.number])[0])
         drain = self.drains[saved]
         if not drain.done():
             return None
@@ -331,13 +336,13 @@ class LateReports:
         if (failed := drain.error()) is not None:
             return {"error": str(failed)}
         newer = drain.superseded_by
-        return _told(drain.result(0.0)) if newer is None else {"superseded_by_step": newer.entry.step}
+        return _record_fields(drain.result(0.0)) if newer is None else {"superseded_by_step": newer.entry.step}
 
 
-def _told(record: Record) -> dict[str, Any]:
+def _record_fields(record: Record) -> dict[str, Any]:
     return {"record": [record.number, record.encode().decode()]}
 
 
 def _directory_name(step: int, mark: str) -> str:
-    """Of Ray's directory for a checkpoint: no two attempts have the same, whatever the step."""
+    """Name Ray's directory for a checkpoint, different for all attempts, whatever the step."""
     return f"checkpoint_step-{step:010d}-{mark}"

@@ -1,4 +1,4 @@
-"""From what Ray hands back to a checkpoint: `resume` in the training function, `resolve` and `wrap` anywhere."""
+"""Open the checkpoint that Ray hands back: `resume` in the training function, `resolve` and `wrap` anywhere."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ckptstore.upkeep.ray_snapshot import ROOT_NAME
 def resume(
     state: Mapping[str, Any] | None = None, store: RayStore | None = None, prefer: Prefer = "newest", **options: Any
 ) -> Checkpoint | None:
-    """`RayStore.resume`: claim the store for this start of the run and load the checkpoint to go on from. Collective.
+    """`RayStore.resume`: claim the store for this start of the run and load the checkpoint to resume from. Collective.
 
     Args:
-        state: what to load into; None to be given the checkpoint alone, for directories.
-        store: that of `ckptstore.ray.store`; the one that was opened last, or the default one, when it is not given.
+        state: what to load into; None to get the checkpoint alone, for directories.
+        store: that of `ckptstore.ray.store`; by default the one that was opened last, or else the default one.
         prefer, options: as for `RayStore.resume`.
     """
     refuse_in_tune("ckptstore.ray.resume")
@@ -36,16 +36,15 @@ def resume(
 
 
 def wrap(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = None, group: object = None) -> Checkpoint:
-    """Open what `ckptstore.ray.report` or `upload_fn` stored, from the checkpoint that Ray hands back for it; or what a
-    store saved, if it is a pointer.
+    """Open the checkpoint of `ckptstore.ray.report`, of `upload_fn`, or of a store's pointer, from Ray's checkpoint.
 
-    In the driver, in workers and anywhere else; one download per node for `as_directory`, whoever asks, every byte
+    In the driver, in workers and anywhere else; one download per node for `as_directory`, whoever calls it, every byte
     checked. In a worker `load` is collective over the workers; with `group="solo"` one of them loads alone.
-    `storage_options` replace what the checkpoint's file system says of endpoint and credentials.
+    `storage_options` replace the endpoint and the credentials of the checkpoint's file system.
 
     Raises CheckpointGone when nothing is there, CheckpointDamaged when it is not whole: a manifest or a file that is
-    missing, a file that has another size or is not in the manifest (of another attempt). Raises InvalidSource for
-    files that Ray stored itself; and what `resolve` raises.
+    missing, a file that has another size or is not in the manifest (of another attempt). Raises InvalidSource for files
+    that Ray stored itself; and the errors of `resolve`.
     """
     worker = current_worker()
     if group is None and worker is not None:
@@ -59,13 +58,13 @@ def wrap(ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = Non
 def resolve(
     ray_checkpoint: Any, *, storage_options: Mapping[str, Any] | None = None, group: object = None
 ) -> Checkpoint:
-    """The checkpoint that a checkpoint of Ray's points to: `result.checkpoint`, one of `result.best_checkpoints`, what
-    a validation function or a Serve deployment is given. In any process that can read the run's storage.
+    """Open the checkpoint to which a checkpoint of Ray's points: `result.checkpoint`, one of `result.best_checkpoints`,
+    or the argument of a validation function or a Serve deployment. In any process that can read the run's storage.
 
-    `storage_options` are for a store that was given a root of its own: they are not stored with it. For the default
-    root the ones of Ray's file system are used. `group="solo"` is for one worker that loads alone.
+    `storage_options` are for a store with a root of its own: they are not stored with it. For the default root those of
+    Ray's file system are used. `group="solo"` is for one worker that loads alone.
 
-    Raises CheckpointGone, which names what is left, when the store's retention has dropped it or when its save failed;
+    Raises CheckpointGone, which names the live ones, when the store's retention has dropped it or when its save failed;
     InvalidInput when `ray_checkpoint` holds no pointer.
     """
     return _resolved(ray_checkpoint, storage_options=storage_options, group=group)

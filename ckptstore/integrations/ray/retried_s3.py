@@ -1,8 +1,8 @@
-"""`ckptstore.ray.s3_filesystem`: the S3 of pyarrow with our retries around it, for `RunConfig(storage_filesystem=...)`.
+"""Wrap the S3 of pyarrow with our retries, for `RunConfig(storage_filesystem=...)`: `ckptstore.ray.s3_filesystem`.
 
 Ray writes a snapshot of its own after each report, and ends the run when that fails. pyarrow tries a request three
-times within about three seconds, and forgets a policy that it is given when it travels to another process. So the
-requests that Ray makes go through a handler that repeats them, and that travels with its policy.
+times within about three seconds, and forgets a given policy when it travels to another process. So Ray's requests go
+through a handler that repeats them, and that travels with its policy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 HELD_BYTES = 8 << 20
 """A file up to this size is held until it is closed, and stored by one request that can be repeated. Below the 10 MiB
-of pyarrow's parts, so that nothing is sent before the end."""
+of pyarrow's parts, so that nothing is sent before the end.
+"""
 
 _AWS = re.compile(r"AWS Error (\w+)(?: \(HTTP status (\d+)\))? during")
 _RETRYABLE_NAMES = frozenset(
@@ -43,25 +44,25 @@ _RETRYABLE_STATUSES = frozenset([408, 429, 500, 502, 503, 504])
 
 
 def s3_filesystem(place: str | S3FileSystem, *, retry: RetryConfig | None = None) -> PyFileSystem:
-    """An S3 file system for `RunConfig(storage_filesystem=...)` whose requests are repeated while S3 has trouble.
+    """Return an S3 file system for `RunConfig(storage_filesystem=...)` that repeats requests while S3 has trouble.
 
-    For all that Ray itself asks of the storage: the snapshot that it writes after each report, its listings and
-    deletions, its uploads and downloads. What ckptstore stores has these retries anyway, with or without this. As with
-    every `storage_filesystem`, Ray wants `storage_path` without scheme and query then: "bucket/runs".
+    It serves all requests of Ray itself: the snapshot after each report, listings, deletions, uploads and downloads.
+    ckptstore's own requests have these retries anyway. As with every `storage_filesystem`, Ray then wants
+    `storage_path` without scheme and query: "bucket/runs".
 
-    Repeated is what has the same outcome when it is done twice. A file of more than 8 MiB is sent in parts while it is
-    written; its parts have pyarrow's own three tries. Moves and appends are not repeated. No request holds a file's
-    content that is not complete: a snapshot is there as a whole, or as it was.
+    Requests are repeated if doing them twice has the same outcome. A file of more than 8 MiB is sent in parts while it
+    is written; its parts have pyarrow's own three tries. Moves and appends are not repeated. No request holds a file's
+    content that is not complete: a snapshot exists as a whole, or as it was.
 
     Args:
         place: "s3://bucket", with the query that pyarrow knows (`?region=...&endpoint_override=...`); a path in it is
-            not looked at. Or an S3FileSystem of pyarrow, whose settings are taken over, but for `retry_strategy`,
+            ignored. Or an S3FileSystem of pyarrow, whose settings are taken over, but for `retry_strategy`,
             which pyarrow loses anyway.
         retry: how often and for how long; by default as the environment of this process says: 25 tries within five
             minutes.
 
-    The file system raises what pyarrow raises, and StorageUnavailable, an OSError with the path in it, when the tries
-    are used up. Raises InvalidInput for a place that is not on S3: pyarrow's GCS and Azure have retries of minutes.
+    The file system raises pyarrow's errors, and StorageUnavailable, an OSError with the path in it, when the tries are
+    used up. Raises InvalidInput for a place that is not on S3: pyarrow's GCS and Azure have retries of minutes.
     """
     config = RetryConfig.from_env() if retry is None else retry
     system = _opened(place, config) if isinstance(place, str) else place
@@ -78,14 +79,14 @@ def _opened(uri: str, config: RetryConfig) -> FileSystem:
     if not uri.startswith("s3://"):
         raise InvalidInput(f"{shown!r} is not on S3", hint="Leave storage_filesystem out, and give it as storage_path")
     try:
-        return _asking(config, "find the region of", shown, lambda: FileSystem.from_uri(uri)[0])
+        return _retried(config, "find the region of", shown, lambda: FileSystem.from_uri(uri)[0])
     except (ArrowException, ValueError) as error:
         reason = str(error).replace(uri, shown)
         raise InvalidInput(f"pyarrow cannot open {shown!r}: {reason}") from None
 
 
-def _asking(config: RetryConfig, what: str, path: str, request: Callable[[], T]) -> T:
-    """What the request returns, with retries. Raises what pyarrow raises where no retry can mend it."""
+def _retried(config: RetryConfig, what: str, path: str, request: Callable[[], T]) -> T:
+    """Return the result of a request, with retries. Raises pyarrow's error if no retry can help."""
 
     def once() -> T:
         try:
@@ -109,7 +110,7 @@ def _is_retryable(error: OSError) -> bool:
 
 
 class Retried(FileSystemHandler):  # type: ignore[misc]
-    """Gives each request to `inner`, again and again where that is safe. Equal where settings and policy are equal."""
+    """Passes requests to `inner`, repeatedly where that is safe. Equal if settings and policy are equal."""
 
     def __init__(self, inner: S3FileSystem, config: RetryConfig) -> None:
         self.inner = inner
@@ -128,13 +129,13 @@ class Retried(FileSystemHandler):  # type: ignore[misc]
         return str(self.inner.normalize_path(path))
 
     def get_file_info(self, paths: Sequence[str]) -> list[FileInfo]:
-        return self._asking("look at", ", ".join(paths), lambda: self.inner.get_file_info(paths))
+        return self._request("look at", ", ".join(paths), lambda: self.inner.get_file_info(paths))
 
     def get_file_info_selector(self, selector: FileSelector) -> list[FileInfo]:
-        return self._asking("list", selector.base_dir, lambda: self.inner.get_file_info(selector))
+        return self._request("list", selector.base_dir, lambda: self.inner.get_file_info(selector))
 
     def create_dir(self, path: str, recursive: bool) -> None:
-        self._asking("create", path, lambda: self.inner.create_dir(path, recursive=recursive))
+        self._request("create", path, lambda: self.inner.create_dir(path, recursive=recursive))
 
     def delete_dir(self, path: str) -> None:
         self._gone("delete", path, lambda: self.inner.delete_dir(path))
@@ -153,7 +154,7 @@ class Retried(FileSystemHandler):  # type: ignore[misc]
         self.inner.move(src, dest)
 
     def copy_file(self, src: str, dest: str) -> None:
-        self._asking("copy to", dest, lambda: self.inner.copy_file(src, dest))
+        self._request("copy to", dest, lambda: self.inner.copy_file(src, dest))
 
     def open_input_stream(self, path: str) -> PythonFile:
         return self.open_input_file(path)
@@ -167,11 +168,11 @@ class Retried(FileSystemHandler):  # type: ignore[misc]
     def open_append_stream(self, path: str, metadata: Mapping[str, str] | None) -> Any:
         return self.inner.open_append_stream(path, metadata=metadata)
 
-    def _asking(self, what: str, path: str, request: Callable[[], T]) -> T:
-        return _asking(self.config, what, path, request)
+    def _request(self, what: str, path: str, request: Callable[[], T]) -> T:
+        return _retried(self.config, what, path, request)
 
     def _gone(self, what: str, path: str, delete: Callable[[], None]) -> None:
-        """Delete. What is missing at a second try was deleted by the first one, whose answer was lost."""
+        """Delete. A file missing at a second try was deleted by the first one, whose reply was lost."""
         tries: list[None] = []
 
         def once() -> None:
@@ -179,15 +180,15 @@ class Retried(FileSystemHandler):  # type: ignore[misc]
             with suppress(*([FileNotFoundError] if len(tries) > 1 else [])):
                 delete()
 
-        self._asking(what, path, once)
+        self._request(what, path, once)
 
 
 class _Reading:
-    """A file that is read; each range is asked for until it is there."""
+    """A file that is read; each range is requested until it arrives."""
 
     def __init__(self, system: Retried, path: str) -> None:
-        self._asking = partial(system._asking, "read", path)
-        self._file = self._asking(lambda: system.inner.open_input_file(path))
+        self._request = partial(system._request, "read", path)
+        self._file = self._request(lambda: system.inner.open_input_file(path))
         self._size = int(self._file.size())
         self._offset = 0
 
@@ -198,7 +199,7 @@ class _Reading:
     def read(self, count: int | None = None) -> bytes:
         left = max(0, self._size - self._offset)
         count = left if count is None or count < 0 else min(count, left)
-        found = bytes(self._asking(lambda: self._file.read_at(count, self._offset)))
+        found = bytes(self._request(lambda: self._file.read_at(count, self._offset)))
         self._offset += len(found)
         return found
 
@@ -217,7 +218,7 @@ class _Writing:
     """A file that is written: held until its end if it is small, else sent in parts."""
 
     def __init__(self, system: Retried, path: str, metadata: Mapping[str, str] | None) -> None:
-        self._asking = partial(system._asking, "write", path)
+        self._request = partial(system._request, "write", path)
         self._open = partial(system.inner.open_output_stream, path, metadata=metadata)
         self._held = bytearray()
         self._parts: Any = None
@@ -226,7 +227,7 @@ class _Writing:
     def write(self, data: Any) -> int:
         view = memoryview(data)
         if self._parts is None and len(self._held) + view.nbytes > HELD_BYTES:
-            self._parts = self._asking(self._open)
+            self._parts = self._request(self._open)
             self._parts.write(self._held)
             self._held.clear()
         if self._parts is None:
@@ -236,14 +237,14 @@ class _Writing:
         return view.nbytes
 
     def flush(self) -> None:
-        """Nothing of a file on S3 is there before its end."""
+        """Do nothing: a file on S3 does not exist before its end."""
 
     def close(self) -> None:
         if self.closed:
             return
         self.closed = True
         if self._parts is None:
-            self._asking(self._store)
+            self._request(self._store)
         else:
             self._parts.close()
 

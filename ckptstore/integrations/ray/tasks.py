@@ -1,4 +1,4 @@
-"""Large jobs off the training path as Ray tasks: one task for each node, with the files dealt to them by size."""
+"""Run large jobs off the training path as Ray tasks: one task for each node, with the files dealt to them by size."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ckptstore.runtime.beat import Beat, no_beat
 from ckptstore.transfer.executor import Item, Result, Task, deal
 
 _TICK_SECONDS = 0.5
-"""How often the caller looks for progress."""
+"""The interval in which the caller checks for progress."""
 _MAX_RETRIES = 3
-"""How often a task is begun anew whose node or process died; what it had done is found there and kept."""
+"""Restarts of a task whose node or process died; its finished work is found and kept."""
 
 
 @contextmanager
 def ray_executor() -> Iterator[RayExecutor]:
-    """An executor over the cluster that this process is connected to, or that Ray finds: RAY_ADDRESS, or a local one.
+    """Create an executor over the cluster of this process, or the one that Ray finds: RAY_ADDRESS, or a local one.
 
     Raises InvalidInput when there is none.
     """
@@ -44,8 +44,8 @@ def ray_executor() -> Iterator[RayExecutor]:
 class RayExecutor:
     """Runs tasks on the nodes of the cluster that have a free CPU.
 
-    Every node has to have ckptstore, and to reach the storages by the same URIs and credentials; a local path has to be
-    on a file system that all nodes share.
+    Every node must have ckptstore, and reach the storages by the same URIs and credentials; a local path must be on a
+    file system that all nodes share.
     """
 
     is_local = False
@@ -53,9 +53,9 @@ class RayExecutor:
     def run(
         self, task: Task[Item, Result], items: Sequence[Item], *, size_bytes: Callable[[Item], int], beat: Beat
     ) -> list[Result]:
-        """As `Executor.run`. A task whose node dies runs again on another one.
+        """Run as `Executor.run`. A task whose node dies runs again on another one.
 
-        Raises what a task raises, and RankFailed where Ray gives one up, whose processes die again and again.
+        Raises the errors of a task, and RankFailed when Ray gives up a task whose processes die again and again.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -92,7 +92,7 @@ def _wait(references: Sequence[Any], beat: Beat) -> None:
 
 
 def _result(reference: Any) -> Any:
-    """What the task returned. Raises what it raised, without Ray's envelope."""
+    """Return a task's result. Raises its error without Ray's envelope."""
     import ray
 
     try:

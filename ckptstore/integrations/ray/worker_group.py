@@ -1,4 +1,4 @@
-"""The group of a store inside a worker of Ray Train: how the workers reach each other."""
+"""Connect the workers of a Ray Train run: the group of a store inside a worker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start_token() -> str:
 class RayWorkers:
     """The workers of this start of the run, with Ray's ranks and Ray's nodes: a value for `open_store(group=...)`.
 
-    Over the process group of torch where the workers have one with Ray's ranks (a gloo group of the store's own, so
+    Over the process group of torch if the workers have one with Ray's ranks (a gloo group of the store's own, so
     no collective of the training is used), else through the storage. Lost workers are Ray's to find: it ends the
     others.
     """
@@ -50,7 +50,7 @@ class RayWorkers:
     worker: Worker
 
     def open_group(self, storage: Storage, config: StoreConfig) -> Group:
-        """The group at work. Collective among the workers that open this storage."""
+        """Open the group. Collective among the workers that open this storage."""
         worker = self.worker
         if worker.world_size == 1:
             return SoloGroup(node=worker.node_id)
@@ -64,5 +64,5 @@ class RayWorkers:
         distributed = getattr(sys.modules.get("torch"), "distributed", None)
         if distributed is None or not distributed.is_available() or not distributed.is_initialized():
             return False
-        there = (distributed.get_rank(), distributed.get_world_size())
-        return bool(there == (self.worker.rank, self.worker.world_size))
+        joined = (distributed.get_rank(), distributed.get_world_size())
+        return bool(joined == (self.worker.rank, self.worker.world_size))

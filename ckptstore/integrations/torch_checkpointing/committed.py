@@ -1,4 +1,4 @@
-"""Committed checkpoints by their names, and their files with the digests of all blocks."""
+"""Find committed checkpoints by their names, and their files with the digests of all blocks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ckptstore.job import Job
 from ckptstore.loading.checkpoint_files import CheckpointFiles, files_of
 
 METADATA_KEY = "torch_checkpointing"
-"""Of the manifest's metadata: what this integration has to know of a checkpoint. {"name": "step_100"}"""
+"""The field of this integration in a manifest's metadata: {"name": "step_100"}"""
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A checkpoint that is live, and was saved through torch_checkpointing."""
+    """A live checkpoint that was saved through torch_checkpointing."""
 
     record: Record
     name: str
@@ -52,11 +52,11 @@ class Committed:
         return blocks
 
     def size_bytes(self, file: str) -> int:
-        """Of one file. Raises FileMissing."""
+        """Return the size of one file. Raises FileMissing."""
         return self._receipted(file).size_bytes
 
     def checked(self, file: str) -> CheckedFile:
-        """One file, with the digests of its blocks. Raises FileMissing, CheckpointDamaged."""
+        """Return one file, with the digests of its blocks. Raises FileMissing, CheckpointDamaged."""
         return checked_file(self.files.prefix, self._receipted(file), self._blocks[file])
 
     def _receipted(self, file: str) -> Receipt:
@@ -66,7 +66,7 @@ class Committed:
 
 
 class Shelf:
-    """What is live, by name. Manifests are read once."""
+    """The live checkpoints, by name. Manifests are read once."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -74,18 +74,18 @@ class Shelf:
         self._lock = threading.Lock()
 
     def live(self) -> Iterator[Committed]:
-        """All that are live now and were saved through torch_checkpointing."""
+        """Yield the live checkpoints that were saved through torch_checkpointing."""
         for record in self._records():
             found = self._opened(record)
             if found is not None:
                 yield found
 
     def of_step(self, step: int) -> Record | None:
-        """Whatever is live of a step."""
+        """Return the live record of a step, of whatever kind."""
         return next((record for record in self._records() if record.entry.step == step), None)
 
     def find(self, name: str, step: int) -> Committed | None:
-        """The live checkpoint with that name, None if there is none now."""
+        """Return the live checkpoint with that name, None if there is none."""
         records = [record for record in self._records() if record.entry.step == step]
         return next((found for record in records if (found := self._opened(record)) and found.name == name), None)
 
@@ -98,7 +98,7 @@ class Shelf:
             if record.number not in self._known:
                 files = files_of(self._job, record)
                 manifest, _ = files.read_manifest()
-                told = manifest.metadata.get(METADATA_KEY)
-                name = told.get("name") if isinstance(told, dict) else None
+                field = manifest.metadata.get(METADATA_KEY)
+                name = field.get("name") if isinstance(field, dict) else None
                 self._known[record.number] = Committed(record, name, files, manifest) if name else None
             return self._known[record.number]

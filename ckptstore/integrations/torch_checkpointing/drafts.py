@@ -2,11 +2,11 @@
 
     checkpoints/<attempt>/<file>                               the bytes
     group/<token>/drafts/<name>/<try>/f=<file>                 the receipt of a file: it is stored whole
-    group/<token>/drafts/<name>/<try>/d=<directory>            a directory that somebody made
+    group/<token>/drafts/<name>/<try>/d=<directory>            a directory that a rank made
     group/<token>/drafts/<name>/<try>.sealed                   its commit has begun: nothing is written to it any more
 
-A listing of receipts is the directory. What is below `group/` goes with the commit; `ckptstore gc` removes what a dead
-job left there.
+A listing of receipts is the directory. The keys below `group/` are removed with the commit; `ckptstore gc` removes
+those of a dead job.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class DraftFile:
 
 
 def encoded_blocks(stored: Stored) -> str:
-    """The digest of each block of 1 MiB: little-endian 32-bit integers in base64."""
+    """Return the digest of each block of 1 MiB: little-endian 32-bit integers in base64."""
     return base64.b64encode(b"".join(stored.block_crcs)).decode()
 
 
 def checked_file(prefix: str, receipt: Receipt, blocks: str) -> CheckedFile:
-    """The file below `prefix` with the digests of its blocks. Raises CheckpointDamaged when these are none."""
+    """Return the file below `prefix` with the digests of its blocks. Raises CheckpointDamaged if they are damaged."""
     try:
         data = base64.b64decode(blocks, validate=True)
     except ValueError:
@@ -67,24 +67,24 @@ class Draft:
     storage: Storage
     name: str
     prefix: str
-    """Of the keys of its receipts."""
+    """The prefix of its receipts' keys."""
     number: int
-    """Of the try, from 0."""
+    """The number of the try, from 0."""
 
     @staticmethod
     def current(storage: Storage, token: str, name: str) -> Draft:
-        """The try that is open: the first one that is not sealed. All ranks find the same, whoever asks first."""
+        """Return the open try: the first one that is not sealed. All ranks find the same, whichever comes first."""
         prefix = f"{GROUP_PREFIX}{token}/drafts/{quote(name, safe='')}/"
         listed = [file.key.removeprefix(prefix) for file in storage.list(prefix)]
         number = sum(key.endswith(_SEALED) and "/" not in key for key in listed)
         return Draft(storage, name, f"{prefix}{number}", number)
 
     def attempt(self, step: int, epoch: int, token: str) -> Attempt:
-        """The directory of its bytes: the same on all ranks of one job, for no other try, and for no other job."""
+        """Return the directory of its bytes: the same on all ranks of one job, and unique to this try."""
         return Attempt(step, epoch, sha256(f"{token}/{self.name}/{self.number}".encode()).hexdigest()[:8])
 
     def entries(self) -> tuple[set[str], set[str]]:
-        """The files and the directories. No directories: there is no draft."""
+        """Return the files and the directories. Without directories there is no draft."""
         files: set[str] = set()
         directories: set[str] = set()
         for file in self.storage.list(f"{self.prefix}/"):
@@ -93,7 +93,7 @@ class Draft:
         return files, directories
 
     def make_directories(self, names: Iterable[str]) -> None:
-        """Make directories, "" is that of the draft itself; those that exist are no error."""
+        """Create directories, "" is that of the draft itself; existing ones are no error."""
         for name in names:
             self._put(f"d={quote(name, safe='')}", b"{}")
 
@@ -108,12 +108,12 @@ class Draft:
         self._put(self._file(name), json.dumps(value).encode())
 
     def read(self, name: str) -> tuple[str, DraftFile]:
-        """The attempt in which a file lies, and the file. Raises FileMissing."""
+        """Return the attempt in which a file lies, and the file. Raises FileMissing."""
         value = json.loads(self.storage.read(f"{self.prefix}/{self._file(name)}"))
         return value["attempt"], DraftFile(Receipt.from_json(value["receipt"]), value["blocks"])
 
     def read_all(self, names: Iterable[str]) -> list[tuple[str, DraftFile]]:
-        """`read` of many, several at a time."""
+        """Read many files, several at a time."""
         return mapped(self.read, list(names), num_threads=_READERS, name="ckptstore-drafts")
 
     def forget(self, name: str) -> None:
@@ -121,11 +121,11 @@ class Draft:
         self.storage.delete([f"{self.prefix}/{self._file(name)}"])
 
     def seal(self) -> None:
-        """Close it: who comes from now on opens the next try."""
+        """Close the draft: later ranks open the next try."""
         self._write(f"{self.prefix}{_SEALED}", b"{}")
 
     def remove(self) -> None:
-        """Remove its receipts and directories. The seal stays: it says which try is the next."""
+        """Remove its receipts and directories. The seal stays: it determines the number of the next try."""
         self.storage.delete([file.key for file in self.storage.list(f"{self.prefix}/")])
         if isinstance(self.storage, Disk):
             self.storage.remove_directories(self.prefix)

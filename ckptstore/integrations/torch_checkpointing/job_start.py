@@ -1,4 +1,4 @@
-"""What the ranks of one job agree on without a meeting: who they are, and which writer epoch is theirs."""
+"""Agree among the ranks of one job without a meeting: on their identity, and on their writer epoch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class JobStart:
 
 
 class Epoch:
-    """The writer epoch of a job: claimed by whichever of its ranks writes first, found in the log by the others."""
+    """The writer epoch of a job: claimed by the rank that writes first, found in the log by the others."""
 
     def __init__(self, job: Job, start: JobStart) -> None:
         self._job = job
@@ -33,7 +33,7 @@ class Epoch:
         self._lock = threading.Lock()
 
     def claimed(self) -> int:
-        """The epoch. Raises StoreFenced when a later job has claimed the store."""
+        """Return the epoch, claimed. Raises StoreFenced when a later job has claimed the store."""
         with self._lock:
             if self._job.epoch is None:
                 self._job.epoch = self._claim_or_join()
@@ -58,8 +58,8 @@ class Epoch:
         return found[0] if record is None else record.state.epoch
 
     def _own_claims(self, newest: Record | None) -> list[int]:
-        """The epoch that another rank of this job has claimed. Were it not for this, a rank that writes for the first
-        time after a later job's claim would take the store back from that job."""
+        """Return the epoch that another rank of this job has claimed."""
+        # Else a rank that writes first after a later job's claim would take the store back from that job.
         numbers = range(self._start.since + 1, (newest.number if newest else 0) + 1)
         records = self._job.log.records(numbers)
         return [

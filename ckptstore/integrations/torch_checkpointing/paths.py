@@ -1,4 +1,4 @@
-"""What the paths of torch_checkpointing mean in a store. Pure.
+"""Interpret the paths of torch_checkpointing in a store. Pure.
 
 The root is the store. Below it lie the checkpoints by their names ("step_100"), and temporary directories that become
 checkpoints ("tmp_step_100"). A name ends in the step.
@@ -23,20 +23,20 @@ _STEP = re.compile(r"(?<![0-9])([0-9]+)$")
 
 @dataclass(frozen=True, slots=True)
 class StoredPath:
-    """What one path stands for."""
+    """The checkpoint and file of a path."""
 
     path: str
-    """As it was given."""
+    """The path, as it was passed."""
     name: str = ""
-    """Of the checkpoint; "" for the root."""
+    """The name of the checkpoint; "" for the root."""
     file: str = ""
-    """Below the checkpoint's directory; "" for that directory itself."""
+    """Path below the checkpoint's directory; "" for that directory itself."""
     is_draft: bool = False
-    """Whether it is in the temporary directory of the checkpoint."""
+    """True for a path in the temporary directory of the checkpoint."""
 
     @property
     def step(self) -> int:
-        """The step at the end of the name. Raises InvalidInput where there is none."""
+        """The step at the end of the name. Raises InvalidInput if there is none."""
         match = _STEP.search(self.name)
         if match is None:
             raise InvalidInput(
@@ -46,7 +46,7 @@ class StoredPath:
         return check_step(int(match[1]))
 
     def check_writable(self) -> None:
-        """Raise InvalidInput, InvalidStep or InvalidName for what cannot be stored in any checkpoint."""
+        """Raise InvalidInput, InvalidStep or InvalidName for a path that cannot be stored in any checkpoint."""
         check_step(self.step)
         if self.file == BLOCKS_NAME:
             raise InvalidInput(f"The name {self.file} is reserved by ckptstore", hint="Rename the file")
@@ -56,13 +56,13 @@ class StoredPath:
 
 @dataclass(frozen=True, slots=True)
 class PathReader:
-    """How the paths of one configuration are read."""
+    """Interprets the paths of one configuration."""
 
     mount: str | None
     temp_dir_prefix: str
 
     def place(self, path: str | os.PathLike[str]) -> StoredPath:
-        """What a path stands for. Raises InvalidInput for a URI and for what is not below the root."""
+        """Interpret a path. Raises InvalidInput for a URI and for a path that is not below the root."""
         text = os.fspath(path)
         if _URI.match(text):
             raise InvalidInput(

@@ -1,4 +1,4 @@
-"""From a draft to a checkpoint: what a rename does."""
+"""Publish a draft as a checkpoint: the work of a rename."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Writing:
     draft: Draft
     attempt: Attempt
     directories: set[str] = field(default_factory=set)
-    """Those that are known to be there."""
+    """The directories that are known to exist."""
     is_sealed: bool = False
-    """Whether this process has begun to commit it."""
+    """True once this process has begun to commit it."""
 
 
 def publish(job: Job, start: JobStart, writing: Writing, place: StoredPath) -> None:
     """Commit the draft. It is sealed first, so that no rank that goes on to another save writes into it.
 
-    Raises FileNotFoundError where nobody wrote anything, and what a commit raises.
+    Raises FileNotFoundError if nothing was written, and the errors of a commit.
     """
     began = time.monotonic()
     draft, attempt = writing.draft, writing.attempt
@@ -73,12 +73,12 @@ def _of_attempt(read: list[tuple[str, DraftFile]], attempt: Attempt) -> list[Dra
 
 
 def _leaves(directories: set[str]) -> list[str]:
-    """Those with no other directory in them."""
+    """Return the directories without other directories in them."""
     return sorted(name for name in directories if not any(other.startswith(f"{name}/") for other in directories))
 
 
 def _write_blocks(job: Job, attempt: Attempt, files: list[DraftFile], *, rank: int) -> Receipt:
-    """The digests of all blocks as one file of the checkpoint, so that a part of a file can be read and checked."""
+    """Write the digests of all blocks as one file of the checkpoint, by which parts of files are checked."""
     value = {"version": 1, "block_bytes": BLOCK_BYTES, "files": {file.receipt.name: file.blocks for file in files}}
     source = MemorySource([memoryview(json.dumps(value).encode())])
     stored = job.transfer.upload([PlannedFile(attempt.key(BLOCKS_NAME), source)])[0]

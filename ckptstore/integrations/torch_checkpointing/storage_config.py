@@ -1,4 +1,4 @@
-"""`StoreStorageConfig`: the configuration that torch_checkpointing takes, and what the ranks of one job agree on."""
+"""Configure torch_checkpointing with a store, and agree on a start among the ranks of one job."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from ckptstore.storage.uri import parse_uri, redact
 from ckptstore.transfer.opened import OpenedPlace, open_place
 
 _alone: dict[tuple[int, str], JobStart] = {}
-"""By process and store, what a process without ranks beside it is called: its managers are one job."""
+"""By process and store, the start of a process without other ranks: its managers are one job."""
 _lock = threading.Lock()
 
 
 @dataclass
 class StoreStorageConfig(StorageConfig):
-    """Checkpoints of torch_checkpointing in the store at `uri`: on a disk, or in any cloud that ckptstore knows.
+    """Stores checkpoints of torch_checkpointing in the store at `uri`: on a disk, or in any cloud that ckptstore knows.
 
-    Make it on every rank, with the same values, and its manager after `init_process_group`. It may be pickled, as the
-    asynchronous saver does. A job takes the store over with the first file that it writes: whoever wrote before is
-    fenced, and can make nothing visible any more.
+    Create it on every rank, with the same values, and its manager after `init_process_group`. It may be pickled, as the
+    asynchronous saver does. A job takes the store over with the first file that it writes: earlier writers are fenced,
+    and can make nothing visible any more.
 
     Args:
-        uri: as for `open_store`. PathReader of checkpoints are relative to it, and end in the step: "step_100".
+        uri: as for `open_store`. Paths of checkpoints are relative to it, and end in the step: "step_100".
         mount: the beginning of all paths, where they are not relative to the store: mount="/ckpt" makes
             "/ckpt/step_100" the checkpoint "step_100".
         temp_dir_prefix: that of the writer's configuration.
@@ -72,20 +72,20 @@ class StoreStorageConfig(StorageConfig):
 
     @property
     def policy(self) -> Policy:
-        """Which checkpoints stay live."""
+        """The policy that keeps checkpoints live."""
         return KeepAll() if self.retention is None else self.retention
 
     @property
     def paths(self) -> PathReader:
-        """How paths are read."""
+        """The reader of paths."""
         return PathReader(self.mount, self.temp_dir_prefix)
 
     def create_storage(self) -> StoreStorage:
-        """Open the store. Nothing is written, and no rank is waited for."""
+        """Open the store. Writes nothing, and waits for no rank."""
         return StoreStorage(self.opened(), self.paths, self.policy, self.job_start())
 
     def opened(self) -> OpenedPlace:
-        """The store's root, open."""
+        """Open the store's root."""
         config = StoreConfig.from_env(
             grace_seconds=self.grace_seconds,
             transfer=TransferConfig.from_env(durable=self.durable, memory_budget_bytes=self.memory_budget_bytes),
@@ -93,11 +93,11 @@ class StoreStorageConfig(StorageConfig):
         return open_place(self.uri, config=config, storage_options=self.storage_options, engine=self.engine)
 
     def job_start(self) -> JobStart:
-        """What the ranks of this job agree on: found on first use, and taken along by a pickle."""
+        """Return the start on which the ranks of this job agree: found on first use, and carried along by a pickle."""
         with _lock:
             if self._start is None and _is_in_group():
                 self._start = self._of_group()
-            return self._start or self._of_process()  # which counts until there is a group
+            return self._start or self._of_process()  # counts until there is a group
 
     def __getstate__(self) -> dict[str, Any]:
         if parse_uri(self.uri).scheme == "memory":
@@ -113,7 +113,7 @@ class StoreStorageConfig(StorageConfig):
         return _alone[key]
 
     def _of_group(self) -> JobStart:
-        """The first rank to come says what all ranks go by. None waits for another."""
+        """Take over the start that the first rank proposes. No rank waits for another."""
         store = default_store()
         if store is None:
             raise InvalidInput("The ranks of torch.distributed have no key-value store", hint="Do not use MPI")

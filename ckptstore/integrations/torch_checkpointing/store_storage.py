@@ -1,4 +1,4 @@
-"""The storage that torch_checkpointing works with: its paths and verbs over a store."""
+"""The storage of torch_checkpointing: its paths and verbs over a store."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ logger = logging.getLogger("ckptstore")
 class StoreStorage(Storage):
     """A store as a tree of two levels: checkpoints, and the files in them. Safe for threads.
 
-    What is in a temporary directory is seen by all ranks of the job and by nobody else. Checkpoints are immutable; the
-    rename of a temporary directory is their commit. Of the table of renames, all rows for directories hold; files
-    cannot be renamed, because object stores can only copy them.
+    All ranks of the job see a temporary directory's files, and nobody else does. Checkpoints are immutable; the rename
+    of a temporary directory is their commit. Of the table of renames, all rows for directories hold; files cannot be
+    renamed, because object stores can only copy them.
     """
 
     def __init__(self, place: OpenedPlace, paths: PathReader, policy: Policy, start: JobStart) -> None:
@@ -69,9 +69,11 @@ class StoreStorage(Storage):
     # Reading
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> Any:
-        """The file as a stream, every block checked. `direct_io` and `timeout_us` count for nothing: the disk engine
-        and the retries of ckptstore decide. Raises FileMissing, CheckpointDamaged; StorageError for another size than
-        `known_size_bytes`."""
+        """Open the file as a stream, every block checked. `direct_io` and `timeout_us` are ignored: the disk engine and
+        the retries of ckptstore decide.
+
+        Raises FileMissing, CheckpointDamaged; StorageError for another size than `known_size_bytes`.
+        """
         file = self._checked_file(path)
         known = read_args.known_size_bytes if read_args else None
         if known is not None and known != file.size_bytes:
@@ -81,11 +83,11 @@ class StoreStorage(Storage):
         return ReadStream(self._job.transfer, file)
 
     def getsize(self, path: Path) -> int:
-        """Of a file, in bytes. Raises FileMissing."""
+        """Return the bytes of a file. Raises FileMissing."""
         return self._checked_file(path).size_bytes
 
     def exists(self, path: Path) -> bool:
-        """Whether there is such a file or directory now."""
+        """True if the file or directory exists now."""
         place = self._paths.place(path)
         if not place.name:
             return True
@@ -93,12 +95,12 @@ class StoreStorage(Storage):
         return place.file in files or place.file in directories
 
     def isdir(self, path: Path) -> bool:
-        """Whether there is such a directory now."""
+        """True if the directory exists now."""
         place = self._paths.place(path)
         return not place.name or place.file in self._entries(place)[1]
 
     def ls(self, path: Path) -> list[str]:
-        """The names in a directory; in the root, all checkpoints. Temporary directories are not listed there."""
+        """List the names in a directory; in the root, all checkpoints, without temporary directories."""
         place = self._paths.place(path)
         if not place.name:
             return sorted(found.name for found in self._shelf.live())
@@ -112,7 +114,7 @@ class StoreStorage(Storage):
         return sorted({name.partition("/")[0] for name in inside if name})
 
     def remap_path(self, path: Path) -> str:
-        """The URI at which it lies. Raises FileMissing."""
+        """Return the URI of a path. Raises FileMissing."""
         place, uri = self._paths.place(path), self._job.storage.uri.rstrip("/")
         if not place.name:
             return uri
@@ -126,7 +128,7 @@ class StoreStorage(Storage):
     # Writing
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Make a directory in a temporary one, or that itself; all ranks see it. One that exists is no error.
+        """Create a directory in a temporary one, or that itself; all ranks see it. An existing one is no error.
 
         The first of a job claims the store. Raises FileExistsError when the step is committed already, StoreFenced when
         a later job has claimed the store, InvalidInput for a path that cannot become a checkpoint.
@@ -141,11 +143,11 @@ class StoreStorage(Storage):
         writing.directories.update(wanted)
 
     def stream_write(self, path: Path) -> WriteStream:
-        """A stream whose bytes become the file when it is closed; nothing is there before."""
+        """Open a stream whose bytes become the file when it is closed, and not before."""
         return self.get_write_stream(path, None)
 
     def get_write_stream(self, path: Path, data: object) -> WriteStream:
-        """The same; the memory of the tensors in `data` is written without a copy."""
+        """Open a stream as `stream_write` does; the memory of the tensors in `data` is written without a copy."""
         place = self._writable(path)
         writing = self._begun(place)
         return WriteStream(lambda views: self._store(writing, place.file, views), data)
@@ -166,7 +168,7 @@ class StoreStorage(Storage):
         self._job.storage.delete([f"checkpoints/{attempt}/{place.file}"])
 
     def rmdir(self, path: Path) -> None:
-        """Remove a temporary directory with all that is in it, or put a checkpoint into the trash.
+        """Remove a temporary directory with all its contents, or put a checkpoint into the trash.
 
         Raises PermissionError for a checkpoint that has to stay: the latest, a pinned one, and the one that was the
         latest when this job began to write.
@@ -192,9 +194,9 @@ class StoreStorage(Storage):
     ) -> None:
         """Commit: the temporary directory becomes the checkpoint of its name, whole, by one record of the log.
 
-        Called again after an answer that was lost, it says that it is done. After an error whose `committed` is None it
-        is not known; `exists` tells. Raises FileExistsError when the step is committed already, StoreFenced when a
-        later job has claimed the store, io.UnsupportedOperation for a file.
+        Called again after a lost reply, it succeeds. After an error whose `committed` is None the outcome is unknown;
+        `exists` tells. Raises FileExistsError when the step is committed already, StoreFenced when a later job has
+        claimed the store, io.UnsupportedOperation for a file.
         """
         source, target = self._paths.place(src_path), self._paths.place(dst_path)
         if source.file or target.file:
@@ -233,7 +235,7 @@ class StoreStorage(Storage):
         return place
 
     def _begin(self, place: StoredPath, *, may_exist: bool = False) -> Writing:
-        """The draft that is open now, for this job."""
+        """Return the open draft, for this job."""
         epoch = self._epoch.claimed()
         taken = None if may_exist else self._shelf.of_step(place.step)
         if taken is not None:
@@ -247,7 +249,7 @@ class StoreStorage(Storage):
             return found
 
     def _begun(self, place: StoredPath) -> Writing:
-        """The draft that `mkdir` has begun. Raises FileNotFoundError where nobody made the directory of a file."""
+        """Return the draft begun by `mkdir`. Raises FileNotFoundError if a file's directory was never made."""
         parent = place.file.rpartition("/")[0]
         with self._lock:
             found = self._writing.get(place.name)

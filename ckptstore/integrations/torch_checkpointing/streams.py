@@ -1,4 +1,4 @@
-"""Two streams: one collects a file and stores it when it is closed, one reads a file and checks each block."""
+"""Streams: one collects a file and stores it when it is closed, one reads a file and checks each block."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _OWN_CHUNK_BYTES = 1 << 20
 
 
 class WriteStream(io.RawIOBase):
-    """Collects what is written. Leaving its context, or closing it, stores the file; an error on the way drops it.
+    """Collects written bytes. Leaving its context, or closing it, stores the file; an error on the way drops it.
 
-    The memory of `data`'s tensors on the CPU is not copied: `torch.save` hands it over as it is.
+    The memory of `data`'s tensors on the CPU is not copied: `torch.save` passes it as it is.
     """
 
     def __init__(self, store: Callable[[Sequence[memoryview]], None], data: object = None) -> None:
@@ -66,7 +66,7 @@ class WriteStream(io.RawIOBase):
             super().close()
 
     def abort(self) -> None:
-        """Drop what was written; nothing is stored."""
+        """Drop the bytes; nothing is stored."""
         self._store = None
         self.close()
 
@@ -78,7 +78,7 @@ class WriteStream(io.RawIOBase):
         else:
             self.close()
 
-    def __del__(self) -> None:  # a stream that nobody closed must not become a file
+    def __del__(self) -> None:  # an unclosed stream must not become a file
         self._store = None
 
     def _end_own(self) -> None:
@@ -95,14 +95,14 @@ class WriteStream(io.RawIOBase):
 
 
 def _address(view: memoryview) -> int:
-    """Where the bytes of a view lie."""
+    """Return the address of a view's bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the view may be read-only, and nothing is written
         return int(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
 
 
 def _memory_of(data: object) -> dict[int, int]:
-    """Where the tensors of a nested state lie in this process's memory: last address by first one."""
+    """Map the first address of each tensor in a nested state to its last, for tensors in this process's memory."""
     found: dict[int, int] = {}
     seen: set[int] = set()
     left = [data]
@@ -126,14 +126,14 @@ def _memory_of(data: object) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class CheckedFile:
-    """A stored file of which the digest of every block is known."""
+    """A stored file with the known digest of every block."""
 
     key: str
     size_bytes: int
     block_crcs: array[int]
 
     def read_into(self, transfer: Transfer, offset: int, view: memoryview) -> None:
-        """Fill the view from a border of blocks on, up to one or to the end. Raises CheckpointDamaged."""
+        """Fill the view from the start of a block, up to the end of one or of the file. Raises CheckpointDamaged."""
         if not len(view):
             return
         first = offset // BLOCK_BYTES
@@ -142,14 +142,14 @@ class CheckedFile:
         transfer.read([RangeRead(self.key, offset, (view,), checks)])
 
     def read(self, transfer: Transfer) -> bytearray:
-        """The whole file, checked."""
+        """Read the whole file, checked."""
         data = bytearray(self.size_bytes)
         self.read_into(transfer, 0, memoryview(data))
         return data
 
 
 class ReadStream(io.RawIOBase):
-    """A stored file from any offset on. Whole blocks go straight to the caller's memory; the last other one is kept."""
+    """Reads a stored file from any offset. Whole blocks go to the caller's memory; the last partial one is cached."""
 
     def __init__(self, transfer: Transfer, file: CheckedFile) -> None:
         super().__init__()
@@ -168,11 +168,11 @@ class ReadStream(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Where the next byte is read."""
+        """Return the offset of the next byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go to an offset; it may lie behind the end, where nothing is read."""
+        """Go to an offset; behind the end nothing is read."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
         if start + offset < 0:
             raise ValueError(f"The offset {start + offset} is below 0")
@@ -180,7 +180,7 @@ class ReadStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill the buffer, as far as the file goes. Raises CheckpointDamaged when a block is not what was written."""
+        """Fill the buffer, as far as the file goes. Raises CheckpointDamaged for a block with a wrong digest."""
         if self.closed:
             raise ValueError("The stream is closed")
         failed: CkptstoreError | None = None

@@ -1,4 +1,4 @@
-"""The states of a Trainer under the keys that torchtitan's own DCP manager gives them.
+"""Arrange the states of a Trainer under the keys of torchtitan's own DCP manager.
 
 The keys name parameters, never ranks or stages: `layers.0.attention.wo.weight`, `optimizer.state.<parameter>.exp_avg`,
 `dataloader.dp_rank_0`. So any layout finds its part again, and stock DCP reads the same checkpoint.
@@ -16,29 +16,29 @@ from ckptstore.errors import InvalidState, StateMismatch
 from ckptstore.state.live.contents import same_random_numbers
 
 MODEL, DATALOADER = "model", "dataloader"
-"""What torchtitan calls these two. The keys of the model have no prefix."""
+"""torchtitan's names of these two. The keys of the model have no prefix."""
 
 
 class FlatStates:
     """The parts of a training, each tensor and each plain value an entry of its own in `entries`.
 
-    Made anew for each save and each load: the tensors are the live ones, the values those of now. Asking for the state
-    of an optimizer that has not stepped makes one, as torchtitan does.
+    Created for each save and each load: the tensors are the live ones, the values the present ones. Reading the state
+    of an optimizer that has not stepped creates one, as torchtitan does.
     """
 
     def __init__(self, states: MutableMapping[str, Any]) -> None:
         self._states = states
         self._keys: dict[str, dict[str, str]] = {}
-        """For each object with a state_dict the entry of each of its items."""
+        """Maps each object with a state_dict to the entry of each of its items."""
         self.entries: dict[str, Any] = {}
-        """What a store saves and loads."""
+        """The state that a store saves and loads."""
         for name, item in states.items():
             if item is None:
                 continue  # a Trainer without a data loader
             if not callable(getattr(item, "state_dict", None)):
                 self._add(name, item)
                 continue
-            with same_random_numbers():  # a data loader that is asked before its first batch draws some
+            with same_random_numbers():  # a data loader's state_dict before its first batch draws some
                 contents = item.state_dict()
             prefix = "" if name == MODEL else f"{name}."
             self._keys[name] = {part: f"{prefix}{part}" for part in _parts(name, contents)}
@@ -47,11 +47,11 @@ class FlatStates:
 
     @property
     def names(self) -> set[str]:
-        """What torchtitan calls the parts."""
+        """torchtitan's names of the parts."""
         return set(self._states)
 
     def hand_back(self) -> None:
-        """Give each object what was loaded into the entries. Raises StateMismatch when one refuses it."""
+        """Load the entries into each object. Raises StateMismatch when one refuses them."""
         for name in self._states:
             if name not in self._keys:
                 if name in self.entries:
@@ -74,8 +74,10 @@ class FlatStates:
 
 
 class Lazily(Mapping[str, Any]):
-    """The entries of states that are made when somebody looks at them: where there is nothing to load, an optimizer is
-    not asked for its state, which would count as a step of it."""
+    """Creates states on first access: where there is nothing to load, an optimizer need not create its state.
+
+    torchtitan's optimizers count that as a step.
+    """
 
     def __init__(self, make: Callable[[], FlatStates]) -> None:
         self._build_states = make
@@ -96,22 +98,22 @@ class Lazily(Mapping[str, Any]):
 
 
 class Value:
-    """A plain value that is stored and loaded as a whole, whatever stands there now."""
+    """A plain value that is stored and loaded as a whole, whatever its present value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def state_dict(self) -> Any:
-        """The value."""
+        """Return the value."""
         return self.value
 
     def load_state_dict(self, value: Any) -> None:
-        """Take what a checkpoint has."""
+        """Take the value of a checkpoint."""
         self.value = value
 
 
 def in_dtype(contents: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A model's contents with its floating-point tensors in a dtype; those that have it already are not copied."""
+    """Return a model's contents with floating-point tensors in a dtype, copying only those in another one."""
     return {
         key: item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
         for key, item in contents.items()

@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's names and files, through the adapter that torchtitan has for each model."""
+"""Load and export weights in Hugging Face's names and files, through torchtitan's adapter for each model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckptstore.store import CheckpointStore
 def load_weights(store: CheckpointStore, model: Any, adapter: Any, source: str, *, is_quantized: bool) -> None:
     """Fill a model from a directory of safetensors, a path or a URI. Collective.
 
-    The adapter's own reader reads them, from this node: what lies elsewhere is downloaded once to the temporary
+    The adapter's own reader reads them, from this node: a remote directory is downloaded once to the temporary
     directory of each node, and removed afterwards.
     """
     with _on_this_node(store, source) as directory:
@@ -59,7 +59,7 @@ def export_weights(store: CheckpointStore, checkpoint: Checkpoint, directory: st
 
 @contextmanager
 def _on_this_node(store: CheckpointStore, source: str) -> Iterator[str]:
-    """The directory as a path of this node; of the ranks on it the lowest downloads. Collective."""
+    """Yield the directory as a path of this node; its lowest rank downloads. Collective."""
     if not is_remote(source):
         if not os.path.isdir(source):
             raise InvalidInput(

@@ -1,4 +1,4 @@
-"""The manager that torchtitan's Trainer builds from its config: when to save and load what, in a store."""
+"""The manager that torchtitan's Trainer builds from its config: it schedules saves and loads in a store."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _PER_RANK: dict[str, Choice] = {"train_state.*": "first"}
 class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] # torchtitan is Any to the type checker
     """Keeps the checkpoints of torchtitan's Trainer in the store at `checkpoint.folder`, on a disk or in any cloud.
 
-    In a config it stands where torchtitan's own manager stands:
+    In a config it replaces torchtitan's own manager:
     `checkpoint=CkptstoreCheckpointManager.Config(enable=True, folder="s3://bucket/run")`. All options of torchtitan's
-    managers mean what they mean there; `Config` has those that are new. A checkpoint becomes visible whole or not at
-    all, so nothing half-written is ever loaded or counted.
+    managers keep their meaning; `Config` has the new ones. A checkpoint becomes visible whole or not at all, so nothing
+    half-written is ever loaded or counted.
 
     A job that finds checkpoints in its store goes on from the newest one that verifies, in any parallel layout and
     number of ranks, and the options for an initial load are ignored. A checkpoint of the model alone, as the last step
-    leaves one, is no such checkpoint: the newest whole one before it is taken. From a seed (step 0) the model is taken.
+    leaves one, does not count: the newest whole one before it is taken. From a seed (step 0) the model is taken.
 
     Keys are those of torchtitan's DCP manager, so its `initial_load_path` takes a checkpoint directory of the store,
     and this one's takes a `step-N` directory of theirs, a store, or STORE@STEP.
@@ -54,29 +54,32 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         """torchtitan's options, and these."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-        """Whether training waits for each save, or goes on while a thread stores a copy. Both
-        asynchronous modes are the same: copies go through pinned memory wherever there is an accelerator. The save of
-        the last step is waited for."""
+        """"disabled": training waits for each save; "async": a thread stores a copy; "async_with_pinned_mem": another
+        process does. (Pinned memory is used wherever there is an accelerator.) Training waits for the save of the last
+        step.
+        """
 
         hf_folder: str = ""
-        """Where `last_save_in_hf` puts safetensors, as `step-N` below it: a path below the dump folder or a URI. By
-        default the folder's name with "-hf"."""
+        """Target of the safetensors of `last_save_in_hf`, as `step-N` below it: a path below the dump folder or a URI.
+        By default the folder's name with "-hf".
+        """
 
         fast: str | None = None
         """A directory on a disk of each node. A save is complete there, and comes into the store behind the training:
-        see `ckptstore.FastTier`, whose other fields the options that follow are."""
+        see `ckptstore.FastTier`, whose other fields are the next options.
+        """
 
         fast_copies: int | None = None
-        """On how many nodes each file lies, 1 or 2."""
+        """The number of nodes that hold each file, 1 or 2."""
 
         fast_keep: int | None = None
-        """How many checkpoints stay on a node."""
+        """The number of checkpoints that stay on a node."""
 
         fast_drain: list[str] | None = None
-        """Which checkpoints come into the store, as rules such as every=1000; as many as it can take by default."""
+        """The checkpoints that come into the store, as rules such as every=1000; as many as it can take by default."""
 
         fast_drain_bytes_per_second: float | None = None
-        """How fast a node sends for that."""
+        """The most bytes per second that a node sends for that."""
 
         fast_interface: str | None = None
         """The network interface by which the other nodes reach this one."""
@@ -85,7 +88,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         """The name of this node."""
 
         def tier(self) -> FastTier | None:
-            """What the options that begin with `fast` say. Raises InvalidInput."""
+            """Return the tier of the options that begin with `fast`. Raises InvalidInput."""
             return tier_of({name: getattr(self, name) for name in FAST_SETTINGS}, shown="checkpoint.{}".format)
 
         def __post_init__(self) -> None:
@@ -98,7 +101,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             shared: Any = self
             if shared.initial_load_path is not None:
                 shared.initial_load_path = shared.initial_load_path.strip()
-            BaseCheckpointManager.Config(**_without_limits_of_dcp(shared))  # has the checks of what all managers share
+            BaseCheckpointManager.Config(**_without_limits_of_dcp(shared))  # checks the options that all managers share
 
     def __init__(
         self,
@@ -155,7 +158,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
 
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save what the step asks for; whether it asks for anything. Collective.
+        """Save the step if it is due; True if it is. Collective.
 
         In an asynchronous mode it returns once the state is copied. The error of a save is raised on all ranks, that of
         an asynchronous one by the next save, `maybe_wait_for_saving` or `close`.
@@ -164,7 +167,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             return False
         with structured_logger.log_trace_span("checkpoint_save"):
             structured_logger.add_step_tag("checkpoint_save")
-            self.save_future = None  # the store waits for it, and raises on all ranks what it failed with
+            self.save_future = None  # the store waits for it, and raises its error on all ranks
             if last_step and self.config.last_save_model_only:
                 self._save_model(curr_step)
             elif last_step or self.config.async_mode == "disabled":
@@ -195,10 +198,10 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        """Go on from the store, or from a step of it, or else carry out the initial load; whether anything was loaded.
+        """Resume from the store, or from a step of it, or else carry out the initial load; True if anything was loaded.
 
-        Collective. Raises FileMissing, which names the steps that are there, for a `step` that is not, StateMismatch
-        for a checkpoint that does not fit, NoUsableCheckpoint when there are some and none can be used.
+        Collective. Raises FileMissing, which names the existing steps, for a missing `step`, StateMismatch for a
+        checkpoint that does not fit, NoUsableCheckpoint when there are some and none can be used.
         """
         with structured_logger.log_trace_span("checkpoint_load"):
             if step != -1:
@@ -266,21 +269,21 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         return FlatStates({name: item for name, item in self.states.items() if name not in excluded})
 
     def _maybe_wait_for_staging(self) -> None:
-        """A save returns once its copy is made, so there is nothing to wait for."""
+        """Do nothing: a save returns once its copy is made."""
 
     def _wait_for_saving(self) -> None:
         self.save_future = None
         settle_saves(self.store)
 
     def _close(self) -> None:
-        """Wait for the save in flight, and raise what it failed with unless that was raised already."""
+        """Wait for the save in flight, and raise its error unless that was raised already."""
         if hasattr(self, "store"):
             self.store.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """A model's contents that are not its own memory any more."""
+    """A model's contents that are no longer its own memory."""
 
     contents: Mapping[str, Any]
 
@@ -289,13 +292,13 @@ class _Contents:
 
 
 def _without_limits_of_dcp(config: Any) -> dict[str, Any]:
-    """The options that torchtitan's managers share, without what only DCP cannot do: safetensors in the cloud, and a
-    single checkpoint, which may go no sooner than the next one is there."""
-    given = {field.name: getattr(config, field.name) for field in fields(BaseCheckpointManager.Config)}
+    """Return the options that torchtitan's managers share, without the limits of DCP alone."""
+    # DCP cannot write safetensors to the cloud. It needs two checkpoints, since it deletes one before the next exists.
+    options = {field.name: getattr(config, field.name) for field in fields(BaseCheckpointManager.Config)}
     if filesystem.is_remote(config.folder):
-        given["folder"] = "checkpoint"
+        options["folder"] = "checkpoint"
     if config.initial_load_path and filesystem.is_remote(config.initial_load_path):
-        given["initial_load_path"] = "/"
+        options["initial_load_path"] = "/"
     if config.keep_latest_k == 1:
-        given["keep_latest_k"] = 0
-    return given
+        options["keep_latest_k"] = 0
+    return options

@@ -1,4 +1,4 @@
-"""Where things lie: what a path of torchtitan's options names, and which checkpoint of a store a job goes on from."""
+"""Resolve the paths of torchtitan's options, and order the checkpoints of a store for a resume."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ckptstore.storage.uri import redact
 from ckptstore.store import CheckpointStore
 
 Contents = Literal["all", "model", "hugging_face"]
-"""What a checkpoint of this integration holds: all states, the model alone, or that under Hugging Face's names."""
+"""The contents of a checkpoint: all states, the model alone, or the model under Hugging Face's names."""
 
 _FIELD = "torchtitan"
 _AT_STEP = re.compile(r"(.+)@(\d+|latest)")
 
 
 def as_metadata(contents: Contents) -> dict[str, dict[str, str]]:
-    """How a checkpoint says what it holds."""
+    """Return the metadata that records a checkpoint's contents."""
     return {_FIELD: {"contents": contents}}
 
 
 def checkpoint_uri(path: str) -> str:
-    """The checkpoint that a path names: STORE@STEP, a store (its latest), or a directory of a checkpoint.
+    """Return the URI of a path's checkpoint: STORE@STEP, a store (its latest), or a checkpoint's directory.
 
     Raises CheckpointGone, InvalidInput for a store without checkpoints.
     """
@@ -44,25 +44,25 @@ def checkpoint_uri(path: str) -> str:
 
 
 class ResumeOrder:
-    """The checkpoints that a job goes on from, in the order to try them; an `Order` of the store. The leader asks.
+    """The checkpoints to resume from, in the order to try them; an `Order` of the store. Called on the leader.
 
-    Without a step: those from which a training can go on, newest first. Those above the newest one that holds all
-    states are left out. Further down nothing is looked at: only a damaged checkpoint leads there.
+    Without a step: the newest one that holds all states, and those below it, newest first. The contents of those below
+    are not checked, since only a damaged checkpoint leads there.
     """
 
     def __init__(self, store: CheckpointStore, step: int | None = None) -> None:
         self._store, self._step = store, step
 
     def __call__(self, _numbers: Sequence[int]) -> list[int]:
-        """The numbers of those in the store."""
-        entries = [entry for entry in reversed(self._store.entries()) if self._is_asked(entry.checkpoint.step)]
+        """Return the numbers of the checkpoints in the store."""
+        entries = [entry for entry in reversed(self._store.entries()) if self._is_wanted(entry.checkpoint.step)]
         if self._step is None:
             entries = list(dropwhile(_is_partial, entries))
         return [_number(entry) for entry in entries]
 
     def of_fast(self, candidates: Sequence[FastCandidate]) -> list[FastCandidate]:
-        """The same of what the nodes and the store have, newest first."""
-        chosen = [candidate for candidate in candidates if self._is_asked(candidate.step)]
+        """Return the candidates of the nodes and the store in the same order."""
+        chosen = [candidate for candidate in candidates if self._is_wanted(candidate.step)]
         if self._step is not None or not chosen:
             return chosen
         entries = {_number(entry): entry for entry in self._store.entries()}
@@ -75,7 +75,7 @@ class ResumeOrder:
 
         return list(dropwhile(is_partial, chosen))
 
-    def _is_asked(self, step: int) -> bool:
+    def _is_wanted(self, step: int) -> bool:
         return step > 0 if self._step is None else step == self._step
 
 
@@ -85,7 +85,7 @@ def _number(entry: Entry) -> int:
 
 
 def _is_partial(entry: Entry) -> bool:
-    """Whether it says that it holds the model alone. What is damaged says nothing, and is found out by the load."""
+    """True if it holds the model alone. A damaged one counts as whole, and fails in the load."""
     try:
         return _says_partial(entry.checkpoint.metadata)
     except (CheckpointDamaged, CheckpointGone):
@@ -93,5 +93,5 @@ def _is_partial(entry: Entry) -> bool:
 
 
 def _says_partial(metadata: Mapping[str, Any]) -> bool:
-    said = metadata.get(_FIELD)
-    return isinstance(said, dict) and said.get("contents") in ("model", "hugging_face")
+    field = metadata.get(_FIELD)
+    return isinstance(field, dict) and field.get("contents") in ("model", "hugging_face")

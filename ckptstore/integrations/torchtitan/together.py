@@ -1,4 +1,4 @@
-"""Work for which ranks wait: an error of any is raised on all, and long work shows that it goes on."""
+"""Run work for which ranks wait: an error of any is raised on all, and long work gives signs of life."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _BEAT_EVERY_SECONDS = 1.0
 
 
 def on_all_ranks(store: CheckpointStore, what: str, work: Callable[[], Any]) -> list[Any]:
-    """What `work` gives on every rank, as JSON holds it. Collective."""
+    """Return the result of `work` from every rank, as JSON holds it. Collective."""
     with job_of(store).group.meeting(what) as meeting:
         values = meeting.gather(beating(work, beat))
         return list(meeting.tell(lambda: values))
 
 
 def on_leader(store: CheckpointStore, what: str, work: Callable[[], Any]) -> Any:
-    """What `work` gives on rank 0, as JSON holds it. Collective."""
+    """Return the result of `work` on rank 0, as JSON holds it. Collective."""
     with job_of(store).group.meeting(what) as meeting:
         return meeting.tell(lambda: beating(work, beat))
 
 
 def beating(work: Callable[[], T], beat: Beat) -> T:
-    """Do something long that gives no signs of life, and give them for it."""
+    """Run long work that gives no signs of life itself, giving them meanwhile."""
     found: list[T] = []
     errors: list[BaseException] = []
 
@@ -55,5 +55,5 @@ def beating(work: Callable[[], T], beat: Beat) -> T:
 
 
 def rank_of(store: CheckpointStore) -> int:
-    """This process's rank in the job."""
+    """Return this process's rank in the job."""
     return job_of(store).group.rank

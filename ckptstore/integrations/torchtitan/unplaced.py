@@ -1,4 +1,4 @@
-"""What a checkpoint has and no rank has taken: layers that the model lacks, positions of data that nobody reads."""
+"""Warn of keys of a checkpoint that no rank loads: layers that the model lacks, positions of unused data."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def warn_of_unplaced(
 ) -> None:
     """Warn, on rank 0, of keys of a checkpoint that no rank has loaded. Collective.
 
-    torchtitan's managers load them nowhere and say nothing. `keys` are those of this rank, `left_out` the names of
-    states that were left out on purpose. Ranks with the same keys, as all are without a pipeline, tell them once.
+    torchtitan's managers ignore them silently. `keys` are those of this rank, `left_out` the names of states that were
+    left out on purpose. Ranks with the same keys, as all are without a pipeline, send them once.
     """
     mine = sorted(keys)
     digests = on_all_ranks(store, "digests of keys", hashlib.sha256(json.dumps(mine).encode()).hexdigest)

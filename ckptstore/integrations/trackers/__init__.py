@@ -1,7 +1,7 @@
-"""Trackers of experiments hear of each commit: a reference, never a copy. From a reference a call leads back.
+"""Report commits to trackers of experiments, as references instead of copies, and open checkpoints from them.
 
     with open_store("runs/first") as store, follow(store, tracker):
-        ...  # every save of this job, of whatever kind, is told to the tracker
+        ...  # the tracker gets every save of this job, of whatever kind
 
 `ckptstore.integrations.mlflow` and its siblings bring trackers; anything with the methods of `Tracker` is one.
 """

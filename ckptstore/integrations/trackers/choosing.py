@@ -1,4 +1,4 @@
-"""Which of the references of a run is meant: of a step, the best, or the last."""
+"""Choose among the references of a run: that of a step, the best, or the last."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def choose(
     mode: Mode | None = None,
     store: str | None = None,
 ) -> Reference:
-    """The reference that is meant; the one that was committed last when neither `step` nor `best` is given.
+    """Choose a reference; the one committed last without `step` and `best`.
 
-    Of a step that was committed several times it is the last. `best` is the name of a metric; `mode` as for
-    `CheckpointStore.best`. `run` names the run in errors. `store` is the root of the store that is meant, for a run
-    with references to several.
+    Of a step that was committed several times the last commit counts. `best` is the name of a metric; `mode` as for
+    `CheckpointStore.best`. `run` names the run in errors. `store` is the root of the store, for a run with references
+    to several.
 
     Raises CheckpointGone when the run has no such reference, InvalidMetric when none has the metric, InvalidInput for
-    contradicting arguments and where it is not clear which store is meant.
+    contradicting arguments and for a run with several stores without `store`.
     """
     if step is not None and best is not None:
         raise InvalidInput(f"step={step!r} and best={best!r}: give one of them")

@@ -1,4 +1,4 @@
-"""Following a store: each commit is told to a tracker, on a thread of its own, and never holds up or fails a save."""
+"""Follow a store: report each commit to a tracker, on a thread of its own, without delaying or failing a save."""
 
 from __future__ import annotations
 
@@ -26,38 +26,37 @@ from ckptstore.store import CheckpointStore, wait_in_flight
 logger = logging.getLogger("ckptstore.trackers")
 
 MAX_WAITING = 1000
-"""References that wait for a tracker; above that the oldest is given up."""
+"""References that wait for a tracker; above that the oldest is dropped."""
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0
 MAX_ERRORS = 3
-"""Of one reference, while the tracker takes others."""
+"""Failures on one reference, while the tracker accepts others."""
 
 
 class Tracker(Protocol):
-    """What hears of checkpoints. The contract, for whoever writes one:
+    """A receiver of references. The contract, for whoever writes one:
 
     - `log` and `close` are called on one thread that belongs to the tracker, one call at a time, in the process of
-      rank 0 alone. They may take their time. References come in the order of commits, but for those tried again.
+      rank 0 alone. They may take their time. References come in the order of commits, except for repeated ones.
     - `log` may be called again with the same reference, after a call that raised: that must leave one reference.
-    - A reference that will never be taken raises InvalidInput, and is given up with a warning. Any other error means
-      that the tracker is away: the reference waits and is tried again. If others are taken meanwhile, it is given up
-      at the third such error.
-    - Making a tracker needs no connection and creates nothing, for every rank makes one. It may find out there which
-      run of the calling thread is meant.
+    - A reference that will never be accepted raises InvalidInput, and is dropped with a warning. Any other error means
+      that the tracker is unavailable: the reference waits and is tried again. If others are accepted meanwhile, it is
+      dropped at the third such error.
+    - Creating a tracker needs no connection and leaves nothing behind, for every rank creates one. It may look up the
+      run of the calling thread.
     - `str(tracker)` names it and its run in messages, without secrets.
     """
 
     def log(self, reference: Reference) -> None:
-        """Keep the reference and its metrics. See the contract above."""
+        """Record the reference and its metrics. See the contract above."""
 
     def close(self) -> None:
-        """After the last reference: give connections back. The run itself belongs to the user, and stays open."""
+        """Release connections after the last reference. The run itself belongs to the user, and stays open."""
 
 
 @bounded
 class Following:
-    """A store that a tracker follows, made by `follow`. A context manager; ends with `close`, with the store, or with
-    the process."""
+    """A store that a tracker follows, created by `follow`. Ends with `close`, its context, the store or the process."""
 
     def __init__(
         self,
@@ -79,32 +78,32 @@ class Following:
         self._given_up: list[Reference] = []
         self._thread: threading.Thread | None = None
         self._ends_at: float | None = None
-        """By the monotonic clock: when nothing more is sent. None while the store is followed."""
+        """The end of sending, by the monotonic clock. None while the store is followed."""
         self._is_forked = False
         self._is_away = False
         self._errors: Counter[Reference] = Counter()
         self._listening = ExitStack()
-        self._listening.enter_context(listening(self._hear))
+        self._listening.enter_context(listening(self._on_event))
         atexit.register(self._end)
         in_forked_child(self, Following._after_fork)
 
     @property
     def unsent(self) -> tuple[Reference, ...]:
-        """References that the tracker does not have, in the order of commits: given up, or still waiting."""
+        """References that the tracker does not have, in the order of commits: dropped, or still waiting."""
         with self._changed:
             sending = () if self._sending is None else (self._sending,)
             return tuple(sorted((*self._given_up, *sending, *self._waiting), key=lambda item: item.number))
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until the tracker has been told of everything committed so far; False when the time was over before."""
+        """Wait until the tracker has everything committed so far; False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and self._sending is None, timeout_seconds)
 
     def close(self) -> None:
-        """Wait for the save in flight, then at most `close_seconds` for the tracker; a warning says what was not sent.
+        """Wait for the save in flight, then up to `close_seconds` for the tracker; warn of references not sent.
 
-        Raises nothing. May be called again. Of an open store with a fast tier nothing ends here, but when the store is
-        closed: the newest checkpoint comes into the store then.
+        Raises nothing. May be called again. An open store with a fast tier is followed on until it is closed: only then
+        does its newest checkpoint come into the store.
         """
         if self._goes_on is None or not self._goes_on():
             self._end()
@@ -139,8 +138,8 @@ class Following:
     ) -> None:
         self.close()
 
-    def _hear(self, event: Event) -> None:
-        """The listener. On the thread of the save, so it only puts the reference in the queue."""
+    def _on_event(self, event: Event) -> None:
+        """Queue the reference of a commit. This runs on the thread of the save."""
         if not isinstance(event, CheckpointCommitted) or event.rank != 0 or event.store != self._store_uri:
             return
         if self._is_forked:
@@ -156,7 +155,7 @@ class Following:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        """The thread: send what waits, in order, until the end."""
+        """Send waiting references, in order, until the end."""
         pause_seconds = FIRST_PAUSE_SECONDS
         while (reference := self._next()) is not None:
             try:
@@ -194,8 +193,7 @@ class Following:
             logger.info("%s answers again", self._tracker)
 
     def _put_back(self, reference: Reference, error: Exception, pause_seconds: float) -> None:
-        """The tracker is away: wait a moment, and have the reference tried again, after those that have not been. Said
-        once until it is back."""
+        """Queue a reference again, behind the others, and wait a moment. Logged once until the tracker is back."""
         if not self._is_away:
             self._is_away = True
             self._errors[reference] += 1
@@ -217,7 +215,7 @@ class Following:
         logger.warning("%s is not told of step %d: %s", self._tracker, reference.step, reason)
 
     def _after_fork(self) -> None:
-        """A forked child has no thread of its parent's, and perhaps a connection in the middle of an answer."""
+        """Reset a forked child. It has no thread of its parent's, and perhaps a connection in the middle of a reply."""
         self._is_forked = True
         self._changed = threading.Condition()
         self._thread, self._sending = None, None
@@ -228,22 +226,22 @@ class Following:
 def follow(
     store: CheckpointStore | str | os.PathLike[str], tracker: Tracker, *, close_seconds: float = 30.0
 ) -> Following:
-    """Tell a tracker of every checkpoint that this process commits in a store from now on.
+    """Report every checkpoint that this process commits in a store from now on to a tracker.
 
-    Every rank may call it; only rank 0 tells. It covers `save`, `save_async`, `save_directory`, torch's `dcp.save` and
-    the callbacks of frameworks. A save never waits for the tracker and never fails because of it. What cannot be sent
-    waits, at most 1000 references, and is tried again.
+    Every rank may call it; only rank 0 reports. It covers `save`, `save_async`, `save_directory`, torch's `dcp.save`
+    and the callbacks of frameworks. A save never waits for the tracker and never fails because of it. References that
+    cannot be sent wait, at most 1000 of them, and are tried again.
 
-    With a fast tier a checkpoint is told when it is in the store; one that never comes there is never told. An open
-    store with one is followed until it is closed.
+    With a fast tier a checkpoint is reported when it is in the store; one that never comes there is never reported. An
+    open store with one is followed until it is closed.
 
     Args:
-        store: an open store, or the URI of one that somebody else in this process opens, such as a callback.
-        tracker: what is told; see `Tracker` for what it may do.
-        close_seconds: how long the end waits at most for a tracker that is slow or away.
+        store: an open store, or the URI of one that other code in this process opens, such as a callback.
+        tracker: see `Tracker` for its contract.
+        close_seconds: the longest wait at the end for a tracker that is slow or unavailable.
 
-    It ends with the `close` of what is returned, at the end of its `with` block, when the open store is closed, or when
-    the process exits. Raises InvalidInput for a closed store and for what is no tracker.
+    It ends with the `close` of the result, at the end of its `with` block, when the open store is closed, or when the
+    process exits. Raises InvalidInput for a closed store and for an object that is no tracker.
     """
     if not callable(getattr(tracker, "log", None)) or not callable(getattr(tracker, "close", None)):
         raise InvalidInput(f"tracker is a {type(tracker).__name__}, it is an object with log and close")
@@ -270,5 +268,5 @@ def _shown(error: Exception) -> str:
 
 
 def _without_secrets(text: str) -> str:
-    """What a tracker's client says, without the user and password of a URL."""
+    """Return a message of a tracker's client without the user and password of a URL."""
     return re.sub(r"://[^/@\s]+@", "://", text)

@@ -1,4 +1,4 @@
-"""A reference: what a tracker keeps of a checkpoint, and the way from it back to the checkpoint."""
+"""A reference to a checkpoint, as a tracker stores it, and the way from it back to the checkpoint."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _VERSION = 1
 @bounded
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """One committed checkpoint, as a tracker keeps it: no bytes of it, and no secrets."""
+    """One committed checkpoint, as a tracker stores it: no bytes of it, and no secrets."""
 
     store: str
     """The root of the store, without secrets."""
     step: int
     number: int
-    """Of the record that committed it. Of two references to one step the higher one was committed later."""
+    """The number of the record that committed it. Of two references to one step the higher one was committed later."""
     attempt: str
     """The name of its directory below `checkpoints/`."""
     manifest_sha256: str
-    """As the record has it. The manifest has the digest of every file, so this stands for every byte."""
+    """The record's digest of the manifest. The manifest has the digest of every file, so this stands for every byte."""
     size_bytes: int
     world_size: int
     created_at: float
@@ -46,14 +46,14 @@ class Reference:
 
     @staticmethod
     def of_event(event: CheckpointCommitted) -> Reference:
-        """The reference to what was just committed."""
+        """Create the reference to a checkpoint that was just committed."""
         return Reference(**{item.name: getattr(event, item.name) for item in fields(Reference)})
 
     @staticmethod
     def to(checkpoint: Checkpoint) -> Reference:
-        """The reference to a checkpoint of a store, such as one that a tracker missed.
+        """Create the reference to a checkpoint of a store, such as one that a tracker missed.
 
-        Raises InvalidInput for a checkpoint directory that lies on its own: no log says what it is.
+        Raises InvalidInput for a checkpoint directory outside of a store: no log says what it is.
         """
         files = files_behind(checkpoint)
         if files.is_on_nodes:
@@ -78,23 +78,23 @@ class Reference:
 
     @property
     def uri(self) -> str:
-        """Where the files lie, without secrets; `Checkpoint.from_uri` opens it."""
+        """Location of the files, without secrets; `Checkpoint.from_uri` opens it."""
         return f"{self.store.rstrip('/')}/{CHECKPOINT_PREFIX}{self.attempt}"
 
     @property
     def target(self) -> str:
-        """STORE@STEP, as the command line takes it."""
+        """STORE@STEP, as the command line accepts it."""
         return f"{self.store}@{self.step}"
 
     def encode(self) -> str:
-        """The reference as JSON text. `decode` gives the same reference for it."""
+        """Return the reference as JSON text. `decode` returns an equal reference for it."""
         return dump_json({"version": _VERSION, "uri": self.uri, **asdict(self)}, what="reference").decode()
 
     @staticmethod
     def decode(text: str | bytes) -> Reference:
-        """Read what `encode` made. Fields of later versions are left out.
+        """Read the result of `encode`. Fields of later versions are left out.
 
-        Raises CheckpointDamaged when it is no JSON object, InvalidInput when it does not hold a reference.
+        Raises CheckpointDamaged for text that is no JSON object, InvalidInput for one without a reference.
         """
         value = load_object(text.encode() if isinstance(text, str) else text, file="reference")
         found: dict[str, Any] = {item.name: value.get(item.name) for item in fields(Reference)}
@@ -115,16 +115,16 @@ class Reference:
         storage_options: Mapping[str, Any] | None = None,
         group: object = None,
     ) -> Checkpoint:
-        """The checkpoint. It is looked up by its number and its digest, so it is this one and no other.
+        """Open the checkpoint. It is looked up by its number and its digest, so it is this one and no other.
 
         Args:
-            at: where the store lies now, if it was moved or copied with `ckptstore cp`.
+            at: the place of the store, if it was moved or copied with `ckptstore cp`.
             storage_options: credentials and the like, as for `open_store`; a reference has none.
             group: which ranks load a state together, as for `open_store`.
 
         Raises StoreMissing where there is no store, AccessDenied without credentials. Raises CheckpointGone, which
-        names what is left, when the checkpoint is in the trash or was deleted. Raises InvalidInput when what is there
-        under its number is another checkpoint: another store lies there, or a copy that does not have this one.
+        names the live checkpoints, when the checkpoint is in the trash or was deleted. Raises InvalidInput when its
+        number is that of another checkpoint: another store lies there, or a copy that does not have this one.
         """
         place = open_place(self.store if at is None else at, storage_options=storage_options)
         try:
@@ -155,11 +155,11 @@ class Reference:
         copies = [record for record in records if self._is_in(record)]
         if copies:
             return copies[-1]
-        there = log.records([self.number])[0] if self.number <= newest.number else None
-        if there is None or not self._is_in(there):
+        found_record = log.records([self.number])[0] if self.number <= newest.number else None
+        if found_record is None or not self._is_in(found_record):
             raise InvalidInput(
                 f"Step {self.step} of the tracker is not in {uri}: record {self.number} "
-                + ("is not there" if there is None else "commits another checkpoint"),
+                + ("is not there" if found_record is None else "commits another checkpoint"),
                 step=self.step,
                 hint="Another store lies there, or a copy without it. Give its place: Reference.open(at=...)",
             )

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: a callback that stores what a Trainer writes to its disk, and hands it back.
+"""Hugging Face Transformers: a callback that stores a Trainer's checkpoints from its disk, and restores them.
 
 transformers is loaded with the callback, on first use.
 """

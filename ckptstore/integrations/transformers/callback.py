@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from ckptstore.errors import CkptstoreError, InvalidInput, InvalidSource, from_wire, to_wire
-from ckptstore.integrations.given_store import GivenStore, StoreGiven
+from ckptstore.integrations.lazy_store import LazyStore, StoreSource
 from ckptstore.integrations.transformers.shares import Links, seen_in
 from ckptstore.saving.directory_shard import directory_of
 from ckptstore.store import CheckpointStore, settle_saves, start_shard
@@ -24,21 +24,21 @@ T = TypeVar("T")
 
 
 class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transformers is Any to the type checker
-    """Stores each checkpoint of a Hugging Face `Trainer` from where Trainer has written it; nothing is copied.
+    """Stores each checkpoint of a Hugging Face `Trainer` from the place where Trainer wrote it; nothing is copied.
 
     Trainer decides when to save (`save_strategy`, `save_steps`) and how many directories stay on its own disk
-    (`save_total_limit`). The store's retention decides what stays in the store. Each file is stored once, by a rank
+    (`save_total_limit`). The store's retention decides which stay in the store. Each file is stored once, by a rank
     that sees it.
 
     `trainer.train(resume_from_checkpoint=callback.resume())` goes on from the newest checkpoint of the store, on nodes
-    that have never seen it too, and begins anew where the store is empty.
+    that have never seen it too, and starts from scratch where the store is empty.
 
     Args:
         store: an open store; or a URI, or a function such as `ckptstore.ray.store`: then each process opens its own.
         asynchronous: go on training while the files are stored. Until then they have a second name in `output_dir`,
             which needs a disk with hard links. At most one save of the store is in flight. The next one waits for it,
-            also one that you make beside Trainer.
-        max_failures: how many asynchronous saves in a row may fail before the next one raises what the last did.
+            also one that you make without Trainer.
+        max_failures: how many asynchronous saves in a row may fail before the next one raises the last one's error.
         save_options: keywords of `save_directory`, such as `{"link": True}`.
         open_keywords: those of `open_store`, for a URI. With `fast`, or an open store that has a fast tier, a save is
             complete when the files are on the disks of the nodes.
@@ -50,27 +50,27 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
 
     def __init__(
         self,
-        store: StoreGiven,
+        store: StoreSource,
         *,
         asynchronous: bool = False,
         max_failures: int = 0,
         save_options: Mapping[str, Any] | None = None,
         **open_keywords: Any,
     ) -> None:
-        self._given = GivenStore(store, open_keywords)
+        self._lazy_store = LazyStore(store, open_keywords)
         self._asynchronous = asynchronous
         self._max_failures = max_failures
         self._save_options = {"suffix": "never", **(save_options or {})}
         self._saves_in: CheckpointStore | None = None
-        """The store that saves of this training are made in, in the background."""
+        """The store of this training's saves in the background."""
         self._resumed_directory = ExitStack()
         self.resumed: Checkpoint | None = None
-        """What `resume` found last."""
+        """The last result of `resume`."""
 
     @property
     def store(self) -> CheckpointStore:
         """The store; opened if it is not open."""
-        return self._given.get()
+        return self._lazy_store.get()
 
     def resume(self) -> str | None:
         """Claim the store and return the newest whole checkpoint as a directory; None in an empty store. Collective.
@@ -92,7 +92,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
         return paths[_rank()]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse what cannot be kept before anything is trained."""
+        """Refuse options that exclude each other, before anything is trained."""
         if self._asynchronous and getattr(self.store, "worker", None) is not None:
             raise InvalidInput(
                 "Ray takes reports from the training thread alone, and asynchronous saves of files end on another one",
@@ -100,29 +100,29 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store what all ranks have just written."""
+        """Store the checkpoint that all ranks have just written."""
         step = state.global_step
         directory = Path(args.output_dir) / f"checkpoint-{step}"
         links = Links(Path(args.output_dir) / f".ckptstore-upload-{_rank():05d}")
         path = self._share(directory, links, step)
-        asked = {"metrics": metrics_of(state), "metadata": {"epoch": state.epoch}, **self._save_options}
+        options = {"metrics": metrics_of(state), "metadata": {"epoch": state.epoch}, **self._save_options}
         if self._asynchronous:
             self._saves_in = self.store
-            start_shard(self.store, lambda job: directory_of(job, step, path, **asked), ended=links.remove)
+            start_shard(self.store, lambda job: directory_of(job, step, path, **options), ended=links.remove)
             return
         try:
-            self.store.save_directory(step, path, **asked)
+            self.store.save_directory(step, path, **options)
         finally:
             links.remove()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait for the save in flight and close what was opened here."""
+        """Wait for the save in flight and close the store if this callback opened it."""
         self.close()
 
     def close(self) -> None:
-        """Wait for the save in flight, give up the directory of `resume`, and close the store if it was opened here.
+        """Wait for the save in flight, release the directory of `resume`, and close a store opened by this callback.
 
-        Raises what the last asynchronous save failed with, unless that was raised already.
+        Raises the error of the last asynchronous save, unless that was raised already.
         """
         store, self._saves_in = self._saves_in, None
         try:
@@ -130,10 +130,10 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
                 settle_saves(store)
         finally:
             self._resumed_directory.close()
-            self._given.close()
+            self._lazy_store.close()
 
     def _share(self, directory: Path, links: Links, step: int) -> Path | None:
-        """The directory with the files that this rank stores; None if it has none. Collective."""
+        """Return a directory with the files that this rank stores; None if it has none. Collective."""
 
         def look() -> Seen:
             if self._asynchronous:  # the save in flight has the second names, and the store stores one at a time
@@ -158,7 +158,7 @@ class CheckpointStoreCallback(TrainerCallback):  # type: ignore[misc] # transfor
 
 
 def metrics_of(state: Any) -> dict[str, float]:
-    """The last number of each name in Trainer's log; of an evaluation only those of the present step."""
+    """Return the last number of each name in Trainer's log; of an evaluation only those of the present step."""
     found: dict[str, float] = {}
     for entry in state.log_history:
         for name, value in entry.items():
@@ -174,7 +174,7 @@ def _rank() -> int:
 
 
 def _exchanged(work: Callable[[], T]) -> list[T]:
-    """What `work` gives on every rank, once all have written what they write. Collective.
+    """Return the result of `work` from every rank, once all have finished it. Collective.
 
     The error of any rank is raised on all, so that none is left waiting.
     """
@@ -182,11 +182,11 @@ def _exchanged(work: Callable[[], T]) -> list[T]:
         return [work()]
     dist.barrier()
     try:
-        told: tuple[bool, Any] = (True, work())
+        part: tuple[bool, Any] = (True, work())
     except Exception as error:  # of whatever kind: the other ranks wait for an answer
-        told = (False, to_wire(error, rank=dist.get_rank()))
+        part = (False, to_wire(error, rank=dist.get_rank()))
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, told)
+    dist.all_gather_object(parts, part)
     failed = next((value for is_good, value in parts if not is_good), None)
     if failed is not None:
         raise from_wire(failed)

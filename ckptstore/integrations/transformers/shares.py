@@ -1,4 +1,4 @@
-"""What a rank of a Trainer sees of a checkpoint, and second names for its share of it."""
+"""List the files of a checkpoint that a rank of a Trainer sees, and give its share of them second names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptstore.saving.directories import scan
 
 
 def seen_in(directory: Path) -> dict[str, tuple[int, int]]:
-    """The files of a directory, none where it is missing. Raises InvalidSource for what cannot be stored."""
+    """List the files of a directory, none if it is missing. Raises InvalidSource for files that cannot be stored."""
     if not directory.is_dir():
         return {}
     return {name: (source.identity[2], source.size_bytes) for name, source in scan(directory).files.items()}
@@ -20,14 +20,15 @@ def seen_in(directory: Path) -> dict[str, tuple[int, int]]:
 class Links:
     """A directory of further names for some files of another one; no byte is copied.
 
-    What is removed there stays here until `remove`, so that Trainer may rotate its checkpoints during an upload.
+    Files removed from the other one stay in this one until `remove`, so that Trainer may rotate its checkpoints during
+    an upload.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def make(self, source: Path, names: set[str]) -> None:
-        """Raises InvalidSource where the disk has no hard links."""
+        """Link the files. Raises InvalidSource if the disk has no hard links."""
         self.remove()
         for name in names:
             target = self.path / name
@@ -43,5 +44,5 @@ class Links:
                 ) from error
 
     def remove(self) -> None:
-        """Remove the names, if there are any."""
+        """Remove the directory, if it exists."""
         shutil.rmtree(self.path, ignore_errors=True)

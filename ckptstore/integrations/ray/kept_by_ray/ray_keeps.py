@@ -1,9 +1,9 @@
 """The story of a checkpoint that Ray keeps: agree on one new directory of the run, fill it, and publish the manifest.
 
-The files lie where Ray expects them, right below the directory of the run. There is no log: Ray's snapshot says what
-there is, and Ray's retention deletes. Ray hears of a directory after its manifest is there, so what Ray has registered
-is whole. An attempt is committed when its manifest is there. Nothing is ever deleted here but the files of an attempt
-that is not: by the leader, which alone knows.
+The files lie where Ray expects them, right below the directory of the run. There is no log: Ray's snapshot lists the
+checkpoints, and Ray's retention deletes them. Ray gets a directory after its manifest exists, so a registered one is
+whole. An attempt is committed when its manifest exists. Only the leader deletes files, of attempts that are not
+committed, since it alone knows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RayAttempt(Attempt):
 
     @property
     def lane(self) -> str:
-        """See `Attempt.lane`. A name that a caller gave is too long for messages, or has slashes."""
+        """See `Attempt.lane`. A caller's name is too long for messages, or has slashes."""
         return str(self).rpartition("-")[2]
 
     @property
@@ -84,7 +84,7 @@ class Run:
         rank_timeout_seconds: float | None = None,
         durable: bool | None = None,
     ) -> Run:
-        """The run of this worker. Raises StoreNotShared when this node does not see what the driver wrote there."""
+        """Open the run of this worker. Raises StoreNotShared when this node does not see the driver's files there."""
         config = StoreConfig.from_env(rank_timeout_seconds=rank_timeout_seconds)
         place = place_of(worker.filesystem, worker.run_path, storage_options=storage_options)
         storage = place.open(config, durable=durable)
@@ -100,7 +100,7 @@ class Run:
         return Run(worker=worker, config=config, storage=storage, transfer=transfer)
 
     def store_id(self) -> str:
-        """Leader: who this directory is. Raises InvalidInput where a log of ckptstore keeps the checkpoints."""
+        """Return the directory's id (leader only). Raises InvalidInput if a log keeps the checkpoints."""
         if not self._identity:
             found = read_or_create_store_json(self.storage, kept_by=KEPT_BY_RAY, retry=self.config.retry)
             if found.kept_by != KEPT_BY_RAY:
@@ -114,11 +114,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RayPublisher:
-    """See `Publisher`; it publishes directories of the run, whose names the attempts are.
+    """See `Publisher`; it publishes directories of the run, named like their attempts.
 
-    The name of a directory is `directory`, that of the leader, and a mark that it draws: no two attempts share one, so
-    nothing that an earlier attempt or another job still writes gets into this one. The leader writes what `beside`
-    gives too; it is not in the manifest.
+    The name of a directory is the leader's `directory`, and a mark that the leader draws: no two attempts share one, so
+    nothing that an earlier attempt or another job still writes gets into this one. The leader also writes the files of
+    `beside`, which are not in the manifest.
     """
 
     run: Run
@@ -152,21 +152,21 @@ class RayPublisher:
         try:
             write_manifest(run.storage, run.config, attempt, contents, manifest.encode())
         except StorageError as error:
-            if not isinstance(error, AccessDenied | StorageFull):  # these are answers; else it may be there, or come
+            if not isinstance(error, AccessDenied | StorageFull):  # these are final; else it may exist, or appear
                 error.committed = None
             if error.committed is False or self._found(attempt) is None:
                 raise
         return str(attempt)
 
     def outcome(self, lane: Group, attempt: Attempt, published: Any, end: Callable[[], Ended]) -> RayAttempt | None:
-        """See `Publisher.outcome`. Ray has not heard of it yet, so nobody is told."""
+        """See `Publisher.outcome`. Emits nothing: Ray does not know of the checkpoint yet."""
         found = self._found(attempt) if published is None else RayAttempt(attempt.step, 0, "", published)
         if found is not None:
             end()
         return found
 
     def _found(self, attempt: Attempt) -> RayAttempt | None:
-        """Return the attempt if its manifest is there: it is committed then."""
+        """Return the attempt if its manifest exists, which commits it."""
         key = attempt.key(MANIFEST_NAME)
         try:
             data = retrying(self.run.config.retry, f"read {key}", lambda: self.run.storage.read(key))
@@ -178,8 +178,8 @@ class RayPublisher:
 
 
 def _marked(directory: str) -> str:
-    """The name of a new attempt. A name that looks free is none: an attempt that failed may write into it later, and
-    who keeps no log has nothing that would refuse it. Raises InvalidName where the mark makes the name too long."""
+    """Name a new attempt. Raises InvalidName if the mark makes the name too long."""
+    # Even a name that looks free needs a mark: a failed attempt may write into it later, and no log would refuse that.
     return check_name(f"{directory}-{secrets.token_hex(8)}")
 
 
@@ -193,5 +193,5 @@ def _check_room(storage: Storage, decision: Decision) -> None:
 
 
 def default_directory(step: int) -> str:
-    """How the directory of a step begins where nobody has given it a name."""
+    """Return the beginning of the name of a step's directory, if the caller gives none."""
     return f"checkpoint_step-{step:010d}"

@@ -1,4 +1,4 @@
-"""What one worker brings to a checkpoint that Ray keeps: its directory, or its part of a state."""
+"""The contribution of one worker to a checkpoint that Ray keeps: its directory, or its part of a state."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class RayDirectoryShard:
-    """The files of a directory, as `ckptstore.saving.shard.Shard` wants them.
+    """The files of a directory, as a `ckptstore.saving.shard.Shard`.
 
-    Ranks that bring one and the same directory, of one node or of the run, bring it once. Metadata that were set on
-    Ray's checkpoint stay where Ray looks for them; those of the lowest rank that has some count.
+    Ranks that bring one and the same directory, of one node or of the run, bring it once. Metadata of Ray's checkpoint
+    stay where Ray looks for them; those of the lowest rank that has some count.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class RayDirectoryShard:
         ranks: Sequence[int],
         shared: Collection[str] = (),
     ) -> None:
-        """`ranks` are those that take part, in the order of the group."""
+        """Create the shard; `ranks` are those that take part, in the order of the group."""
         self._run = run
         self._directory = directory
         self._ranks = ranks
         self._metadata: str | None = None
         self._is_muted = False
-        """Whether another rank brings the same directory."""
+        """True if another rank brings the same directory."""
         self.beside: Mapping[str, bytes] = {}
         self._inner = DirectoryShard(
             find=self._find,
@@ -67,7 +67,7 @@ class RayDirectoryShard:
         return json.dumps(head).encode() + b"\n" + description
 
     def _where(self) -> list[Any] | None:
-        """Which directory of which node it is; what lies in the directory of the run is the same on all nodes."""
+        """Identify the directory by its node; one inside the run's directory is the same on all nodes."""
         if self._directory is None:
             return None
         worker, path = self._run.worker, Path(os.path.realpath(self._directory))

@@ -1,4 +1,4 @@
-"""`ckptstore.ray.report`: a checkpoint of all ranks, stored in Ray's own directory by ckptstore, and then reported."""
+"""Store a checkpoint of all ranks in Ray's own directory and report it: `ckptstore.ray.report`."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def report(
 ) -> Checkpoint | None:
     """Store a checkpoint of all ranks where Ray keeps checkpoints, and report it. Collective, in the training thread.
 
-    In place of `ray.train.report`: Ray ranks, shows, deletes and hands back the checkpoint as any other. Ray hears of
-    it after its manifest is there, and nothing is uploaded by Ray. Returns the checkpoint, None without one.
+    Use it instead of `ray.train.report`: Ray ranks, shows, deletes and hands back the checkpoint as any other. It
+    reports after the manifest exists, and Ray uploads nothing. Returns the checkpoint, None without one.
 
     Args:
-        metrics: what Ray is told, those of rank 0. Scalars of numpy and torch become numbers. Where Ray ranks
-            checkpoints by one of them and it is missing or not finite, Ray is told the worst number there is, and
-            a warning is logged.
+        metrics: those of rank 0 are reported. Scalars of numpy and torch become numbers. Where Ray ranks checkpoints
+            by one of them and it is missing or not finite, the worst possible number is reported, and a warning is
+            logged.
         checkpoint: a local checkpoint of Ray's, `Checkpoint.from_directory(path)`; or
         directory: a local path. None on ranks that have none. Names that several ranks bring get the rank in them.
         state: in place of these, on all ranks: a dict of modules, optimizers, tensors and plain values, as for
@@ -63,15 +63,15 @@ def report(
         validation: as for `ray.train.report`.
         storage_options: credentials and the like for the run's storage, in fsspec's names; Ray's own by default.
 
-    Raises InvalidMetric and other kinds of InvalidInput before anything is written, and what keeps any rank from
-    storing its files; on all ranks, and nothing is reported then. Outside of a worker of Ray Train metrics are checked
-    and nothing is stored: in local mode (`num_workers=0`) Ray is told all but a state, elsewhere there is nobody to
-    tell. A store of ckptstore's own works there. Raises RankTimeout when a worker has not called it within the rank
-    timeout (`CKPTSTORE_RANK_TIMEOUT_SECONDS`, 600).
+    Raises InvalidMetric and other kinds of InvalidInput before anything is written, and the errors of storing any
+    rank's files; on all ranks, and nothing is reported then. Outside of a worker of Ray Train metrics are checked and
+    nothing is stored: in local mode (`num_workers=0`) Ray gets all but a state, elsewhere nothing is reported. A store
+    of ckptstore's own works there. Raises RankTimeout when a worker has not called it within the rank timeout
+    (`CKPTSTORE_RANK_TIMEOUT_SECONDS`, 600).
 
-    In a function of Ray Tune it takes the place of `ray.tune.report`: the checkpoint is made on this node, whole and
-    with its manifest, and Tune copies it. `ckptstore.ray.wrap(ray.tune.get_checkpoint())` opens it, in a clone of
-    another trial too. Tune ranks and deletes.
+    In a function of Ray Tune use it instead of `ray.tune.report`: the checkpoint is made on this node, whole and with
+    its manifest, and Tune copies it. `ckptstore.ray.wrap(ray.tune.get_checkpoint())` opens it, in a clone of another
+    trial too. Tune ranks and deletes.
     """
     brought = _Brought(metrics, checkpoint, directory, state, step, metadata)
     if (session := tune_session()) is not None:
@@ -89,7 +89,7 @@ def report(
 
 @dataclass(frozen=True)
 class _Brought:
-    """What one rank gives to one report."""
+    """The arguments of one rank for one report."""
 
     metrics: Mapping[str, Any]
     checkpoint: Any
@@ -100,22 +100,22 @@ class _Brought:
 
     @property
     def kind(self) -> str:
-        """What it is. Raises InvalidInput when it is several things."""
-        given = {"directory": self.directory, "checkpoint": self.checkpoint, "state": self.state}
-        kinds = [name for name, value in given.items() if value is not None]
+        """ "nothing", "state" or "directory". Raises InvalidInput for several at once."""
+        sources = {"directory": self.directory, "checkpoint": self.checkpoint, "state": self.state}
+        kinds = [name for name, value in sources.items() if value is not None]
         if len(kinds) > 1:
             raise InvalidInput(f"report takes a checkpoint, a directory or a state, not {' and '.join(kinds)}")
         return "nothing" if not kinds else "state" if kinds == ["state"] else "directory"
 
     def path(self) -> str | None:
-        """The local directory. Raises InvalidSource when the checkpoint is not on this node."""
+        """Return the local directory. Raises InvalidSource when the checkpoint is not on this node."""
         if self.checkpoint is not None:
             return local_path_of(self.checkpoint)
         return None if self.directory is None else os.fspath(self.directory)
 
 
 def _agree_on_kind(group: Group, brought: _Brought, *, score: Score | None) -> str:
-    """One meeting: all ranks bring what fits together, and metrics that Ray can keep."""
+    """Check, in one exchange, that all ranks bring compatible kinds, and metrics that Ray can keep."""
     try:
         with group.meeting("report") as meeting:
             safe_metrics(brought.metrics, score=score)
@@ -130,7 +130,7 @@ def _agree_on_kind(group: Group, brought: _Brought, *, score: Score | None) -> s
 
 
 def _agreed_kind(kinds: list[str]) -> str:
-    """What all ranks bring together. Ranks without files are fine beside ranks with files."""
+    """Return the common kind of all ranks. Ranks without files may accompany ranks with files."""
     found = set(kinds)
     if "state" in found and len(found) > 1:
         ranks = tuple(rank for rank, kind in enumerate(kinds) if kind != "state")
@@ -144,7 +144,7 @@ def _agreed_kind(kinds: list[str]) -> str:
 
 @dataclass
 class _Reporter:
-    """What one worker keeps from one report to the next."""
+    """The state of one worker between reports."""
 
     run: Run
     storage_options: Mapping[str, Any] | None
@@ -160,11 +160,11 @@ class _Reporter:
             ray.train.report(plain_metrics(brought.metrics))
             return None
         run, worker = self.run, self.run.worker
-        told = safe_metrics(brought.metrics, score=worker.score)
+        reported = safe_metrics(brought.metrics, score=worker.score)
         if worker.rank == 0:
-            warn_of_worst(told, step=attempt.step)
+            warn_of_worst(reported, step=attempt.step)
         ray.train.report(
-            told,
+            reported,
             checkpoint=ray.train.Checkpoint(worker.path_of(attempt.directory), worker.filesystem),
             checkpoint_dir_name=attempt.directory,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
@@ -173,7 +173,7 @@ class _Reporter:
         return Checkpoint(files_at(run.storage, run.config, prefix=attempt.prefix, group=RayWorkers(worker)))
 
     def _met(self) -> Group:
-        """The group of all reports. Collective when it is used."""
+        """Return the group of all reports. Collective on use."""
         if self._group is None:
             self._group = RayWorkers(self.run.worker).open_group(self.run.storage, self.run.config)
         return self._group
@@ -184,13 +184,13 @@ class _Reporter:
             return None
         step = number_of_report(is_next=True) if brought.step is None else check_step(brought.step)
         metrics = numbers_of(plain_metrics(brought.metrics))
-        asked = {"step": step, "metrics": metrics, "metadata": brought.metadata, "exists": "replace"}
+        options = {"step": step, "metrics": metrics, "metadata": brought.metadata, "exists": "replace"}
         if kind == "state":
-            request = transaction.checked(group, kind="state", **asked)
+            request = transaction.checked(group, kind="state", **options)
             publisher = RayPublisher(self.run, default_directory(step))
             return transaction.save(group, publisher, self._state(group, brought), request, clock=clock)
         shard = RayDirectoryShard(self.run, brought.path(), ranks=range(group.world_size))
-        request = transaction.checked(group, kind="directory", **asked)
+        request = transaction.checked(group, kind="directory", **options)
         publisher = RayPublisher(self.run, default_directory(step), lambda: shard.beside)
         return transaction.save(group, publisher, shard, request, clock=clock)
 
@@ -214,11 +214,11 @@ class _Reporter:
 
 
 _reporters: list[_Reporter] = []
-"""One at most: a worker is a process of its own."""
+"""At most one: a worker is a process of its own."""
 
 
 def _reporter(worker: Worker, storage_options: Mapping[str, Any] | None) -> _Reporter:
-    """The reporter of this worker."""
+    """Return the reporter of this worker."""
     for known in _reporters:
         if known.run.worker.run_path == worker.run_path and known.storage_options == storage_options:
             return known
@@ -229,7 +229,7 @@ def _reporter(worker: Worker, storage_options: Mapping[str, Any] | None) -> _Rep
 
 
 def _report_to_tune(session: Any, brought: _Brought) -> Checkpoint | None:
-    """A trial reports: its checkpoint is made whole on this node, and Tune copies it. Nothing of it stays here."""
+    """Report in a trial: make its checkpoint whole on this node, let Tune copy it, and remove it."""
     if brought.step is None:
         brought = replace(brought, step=session.storage.current_checkpoint_index + 1)
     with staging() as worker:
@@ -242,7 +242,7 @@ def _report_to_tune(session: Any, brought: _Brought) -> Checkpoint | None:
 
 
 def _report_outside(brought: _Brought) -> None:
-    told, path = plain_metrics(brought.metrics), brought.path()
+    plain, path = plain_metrics(brought.metrics), brought.path()
     if brought.kind == "state":
         logger.warning("nothing is stored: report was called with a state outside of a worker of Ray Train")
     if "ray.train" not in sys.modules:
@@ -253,4 +253,4 @@ def _report_outside(brought: _Brought) -> None:
         ray.train.get_context()
     except (RuntimeError, DeprecationWarning):
         return  # outside of a training function
-    ray.train.report(told, checkpoint=None if path is None else ray.train.Checkpoint.from_directory(path))
+    ray.train.report(plain, checkpoint=None if path is None else ray.train.Checkpoint.from_directory(path))

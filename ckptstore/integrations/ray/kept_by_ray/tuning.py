@@ -1,8 +1,8 @@
-"""In a function of Ray Tune: whether this is one, and where its checkpoints are made.
+"""Detect a function of Ray Tune, and stage its checkpoints.
 
-A trial is one process. Tune copies a directory that it is given into the trial's own, with a name of its own, and
-decides by itself which ones to keep and which one another trial goes on from. So what `ckptstore.ray.report` stores
-is made whole on this node first.
+A trial is one process. Tune copies a reported directory into the trial's own, under a name of its own, and decides by
+itself which ones to keep and from which one another trial goes on. So `ckptstore.ray.report` first makes its checkpoint
+whole on this node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptstore.integrations.ray.context import Worker
 
 
 def tune_session() -> Any:
-    """What Ray knows of this trial, None outside of a function of Ray Tune."""
+    """Return Ray's session of this trial, None outside of a function of Ray Tune."""
     if "ray.tune" not in sys.modules:
         return None
     from ray.train._internal.session import get_session
@@ -40,7 +40,7 @@ def refuse_in_tune(what: str) -> None:
 
 @contextmanager
 def staging() -> Iterator[Worker]:
-    """A worker of one whose run is a temporary directory of this node, for as long as the context lasts."""
+    """Yield a worker of one whose run is a temporary directory of this node during the context."""
     import ray
     from pyarrow.fs import LocalFileSystem
 

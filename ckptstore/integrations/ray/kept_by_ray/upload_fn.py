@@ -1,7 +1,7 @@
-"""`ckptstore.ray.upload_fn`: what `ray.train.report` calls in place of its own upload.
+"""Create the function that `ray.train.report` calls in place of its own upload: `ckptstore.ray.upload_fn`.
 
 Ray calls it on every rank that reports a checkpoint, in the training thread or in one of its own, and allows no
-collective of the training in there. So the ranks meet in a group of their own, anew for each report.
+collective of the training in it. So the ranks meet in a new group for each report.
 """
 
 from __future__ import annotations
@@ -36,25 +36,24 @@ def upload_fn(
     shared: Collection[str] = (),
     rank_timeout_seconds: float | None = None,
 ) -> UploadFunction:
-    """A function for `ray.train.report(metrics, checkpoint, checkpoint_upload_fn=...)`, SYNC or ASYNC.
+    """Return a function for `ray.train.report(metrics, checkpoint, checkpoint_upload_fn=...)`, SYNC or ASYNC.
 
     It stores the files of all ranks in Ray's directory for the checkpoint, in parallel and every byte hashed, and
-    returns on each rank when the manifest is there. So a checkpoint that Ray has registered is whole, and opens with
-    `ckptstore.ray.wrap`. The name of the directory begins with the one that Ray gives; a mark follows, so that no two
-    attempts share a directory, under one name too. It is never the directory that is reported, so Ray may delete that
-    one afterwards.
+    returns on each rank when the manifest exists. So a checkpoint that Ray has registered is whole, and opens with
+    `ckptstore.ray.wrap`. The name of the directory begins with Ray's; a mark follows, so that no two attempts share a
+    directory, under one name too. It is never the reported directory, so Ray may delete that one afterwards.
 
     Args:
         storage_options: credentials and the like for the run's storage, in fsspec's names; Ray's own by default.
         ranks: those that report a checkpoint: "all", or [0] where the others report None. Ray does not call this
             function on a rank that reports None, so nobody else can tell.
         step: for `Checkpoint.step`; the number of the report in the run by default.
-        metrics: for `Checkpoint.metrics`; Ray does not show this function those of the report.
+        metrics: for `Checkpoint.metrics`; Ray does not pass those of the report to this function.
         shared: names that have the same bytes on all ranks; stored once, where others get the rank in their name.
         rank_timeout_seconds: how long a rank may give no sign of life (280).
 
-    The function raises, on all ranks, what keeps any rank from storing its files; what was written is removed. In SYNC
-    mode `ray.train.report` lets that out; let it end the training function, since Ray counts the report as begun and
+    The function raises, on all ranks, the errors of storing any rank's files; written files are removed. In SYNC mode
+    `ray.train.report` lets the error out; let it end the training function, since Ray counts the report as begun and
     would wait for it at the next one for ever. An error of `ckptstore.ray.report` can be caught.
     """
     refuse_in_tune("ckptstore.ray.upload_fn")
@@ -68,7 +67,7 @@ def upload_fn(
 
 @dataclass
 class UploadFunction:
-    """What `upload_fn` gives. It can be pickled, and called from several threads, one after another on each."""
+    """The result of `upload_fn`. It can be pickled, and called from several threads, one after another on each."""
 
     storage_options: Mapping[str, Any] | None = field(repr=False)
     ranks: Ranks
@@ -79,7 +78,7 @@ class UploadFunction:
     _runs: dict[str, Run] = field(default_factory=dict, repr=False)
 
     def __call__(self, checkpoint: Any, checkpoint_dir_name: str) -> Any:
-        """Store `checkpoint`, and return the checkpoint of Ray's that stands for what was stored."""
+        """Store `checkpoint`, and return a checkpoint of Ray's for the stored files."""
         import ray.train
 
         clock = SaveClock()
@@ -88,11 +87,11 @@ class UploadFunction:
         run = self._run(worker)
         ranks = self._ranks_of(worker)
         shard = RayDirectoryShard(run, directory, ranks=ranks, shared=self.shared)
-        asked = {"metrics": self.metrics, "metadata": None, "exists": "replace", "shared": sorted(self.shared)}
+        options = {"metrics": self.metrics, "metadata": None, "exists": "replace", "shared": sorted(self.shared)}
         group = _meet(run, ranks, checkpoint_dir_name)
         try:
             step = number_of_report() if self.step is None else self.step
-            request = transaction.checked(group, kind="directory", step=step, **asked)
+            request = transaction.checked(group, kind="directory", step=step, **options)
             publisher = RayPublisher(run, checkpoint_dir_name, lambda: shard.beside)
             attempt = transaction.save(group, publisher, shard, request, clock=clock)
         except CkptstoreError as error:
@@ -126,7 +125,7 @@ class UploadFunction:
 
 
 def _meet(run: Run, ranks: Sequence[int], directory: str) -> Group:
-    """The group of one attempt. Nothing of an attempt that died can be mistaken for something of this one."""
+    """Open the group of one attempt. Messages of an attempt that died cannot be mistaken for its own."""
     if len(ranks) == 1:
         return SoloGroup(node=run.worker.node_id)
     name = f"{run.storage.uri}/{directory}"
@@ -134,7 +133,7 @@ def _meet(run: Run, ranks: Sequence[int], directory: str) -> Group:
 
 
 def number_of_report(*, is_next: bool = False) -> int:
-    """The number of the report that is being made, in the order of the run's reports, from 1 on; or of the next one."""
+    """Return the number of the present report in the run, from 1 on; or of the next one."""
     from ray.train.v2._internal.execution.context import get_train_context
 
     context = get_train_context()
@@ -144,14 +143,15 @@ def number_of_report(*, is_next: bool = False) -> int:
 
 
 def safe_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics for a `ray.train.report` with a checkpoint, so that Ray neither dies of them nor keeps the wrong one.
+    """Convert metrics for a `ray.train.report` with a checkpoint: Ray accepts them, and ranks by finite numbers.
 
     Scalars of numpy and torch become Python's numbers. In a worker of a run that ranks checkpoints by a metric, a
-    missing or not finite one becomes the worst number there is, "ckptstore_replaced" says what it was, and a warning is
-    logged. `ckptstore.ray.report` does the same. Raises InvalidMetric, with the name, for what Ray cannot keep.
+    missing or not finite one becomes the worst possible number, "ckptstore_replaced" records the original, and a
+    warning is logged. `ckptstore.ray.report` does the same. Raises InvalidMetric, with the name, for a value that Ray
+    cannot keep.
     """
     worker = current_worker()
-    told = made_safe(metrics, score=worker.score if worker else None)
+    safe = made_safe(metrics, score=worker.score if worker else None)
     if worker is not None and worker.rank == 0:
-        warn_of_worst(told)
-    return told
+        warn_of_worst(safe)
+    return safe

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that Ray keeps, in its own directory, and that ckptstore stored there."""
+"""Open the files of a checkpoint that Ray keeps in its own directory, and that ckptstore stored there."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def kept_files(
     storage_options: Mapping[str, Any] | None = None,
     group: object = None,
 ) -> CheckpointFiles:
-    """The files of a checkpoint that `report` or `upload_fn` stored. Raises CheckpointGone, CheckpointDamaged,
-    InvalidSource as `wrap` does."""
+    """Open the files of a checkpoint that `report` or `upload_fn` stored.
+
+    Raises CheckpointGone, CheckpointDamaged, InvalidSource as `wrap` does.
+    """
     place = place_of(ray_checkpoint.filesystem, ray_checkpoint.path, storage_options=storage_options)
     files = files_at(place.open(config), config, group=group)
     check_whole(files)
@@ -33,13 +35,13 @@ def kept_files(
 
 
 def files_at(storage: Storage, config: StoreConfig, *, prefix: str = "", group: object = None) -> CheckpointFiles:
-    """The files of a checkpoint that no log knows of."""
+    """Open the files of a checkpoint without a log."""
     transfer = Transfer(storage, config=config.transfer, retry=config.retry)
     return CheckpointFiles(storage=storage, transfer=transfer, config=config, prefix=prefix, given_group=group)
 
 
 def check_whole(files: CheckpointFiles) -> None:
-    """Raise CheckpointGone, CheckpointDamaged or InvalidSource unless every file of its manifest is there."""
+    """Raise CheckpointGone, CheckpointDamaged or InvalidSource unless every file of its manifest exists."""
     manifest = _manifest_of(files)
     problems = check_sizes(manifest.files, files.stored_sizes(manifest))
     if problems:
@@ -56,7 +58,7 @@ def check_whole(files: CheckpointFiles) -> None:
 def _manifest_of(files: CheckpointFiles) -> Manifest:
     try:
         manifest = files.read_manifest()[0]
-        if manifest.store_id:  # else it was made up from a listing
+        if manifest.store_id:  # else it was made from a listing
             return manifest
     except CheckpointGone:
         pass
