@@ -1,5 +1,4 @@
-"""What ckptstore tests itself with, for the tests of back-ends and jobs of your own. pytest is needed for
-`StorageContract` alone."""
+"""Testing tools of ckptstore itself, for tests of your own back-ends and jobs. Only `StorageContract` needs pytest."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Storages that count, delay, fail, tear and kill: `wrap` puts a hook around every call of a storage.
+"""Count, delay, fail, tear and kill in storages: `wrap` puts a hook around every call of a storage.
 
     counted = CountCalls()
     storage = wrap(MemoryStorage("memory://test"), counted)
     storage = wrap(storage, FailAt("create log/*", effect="after"))       # the reply of the next commit is lost
     storage = wrap(storage, KillAt(17, when="during"))                    # this process dies inside its 17th call
 
-A wrapped storage has exactly the powers of the one inside. What a caller does with a path (`local_path`) is no call.
+A wrapped storage has exactly the powers of the one inside. Accesses to a path of `local_path` are not calls.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ RANK_VARIABLE = "CKPTSTORE_TEST_RANK"
 
 
 Match = int | str | Callable[[Call], bool]
-"""Which calls: an index; "verb" or "verb key-pattern" with shell wildcards in both; or a predicate."""
+"""Selects calls: an index; "verb" or "verb key-pattern" with shell wildcards in both; or a predicate."""
 
 
 def combine(*hooks: Hook) -> Hook:
-    """One hook that calls all of them in order; what one raises keeps the later ones from being called."""
+    """Return one hook that calls all of them in order, up to the first one that raises."""
     return _Combined(hooks)
 
 
@@ -63,7 +63,7 @@ class _Combined:
 
 
 class CountCalls:
-    """Counts calls and bytes, and keeps the calls. In another process it starts from nothing."""
+    """Counts calls and bytes, and records the calls. In another process it starts from nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class CountCalls:
 
     @property
     def total(self) -> int:
-        """How many calls there were."""
+        """The number of calls."""
         return self.counts.total()
 
     def __call__(self, call: Call) -> None:
@@ -124,7 +124,7 @@ class _AtMatch:
 
     @property
     def struck(self) -> int:
-        """How often it has struck."""
+        """The number of times it has struck."""
         past = max(0, self._matched - self._skip)
         return past if self._times is None else min(past, self._times)
 
@@ -142,7 +142,7 @@ class _AtMatch:
 
 
 class FailAt(_AtMatch):
-    """Raise `error` at calls that match, before they have an effect or after (a lost reply)."""
+    """Raises `error` at calls that match, before they have an effect or after (a lost reply)."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class FailAt(_AtMatch):
 
 
 class TearAt(_AtMatch):
-    """Do a part of a call, then raise `error`: a torn file, a read that filled half of its views, half a delete."""
+    """Does a part of a call, then raises `error`: a torn file, a read that filled half of its views, half a delete."""
 
     def __init__(self, match: Match, error: Exception | None = None, *, skip: int = 0, times: int | None = 1) -> None:
         super().__init__(match, phase="before", skip=skip, times=times)
@@ -173,7 +173,7 @@ class TearAt(_AtMatch):
 
 
 class KillAt(_AtMatch):
-    """Kill this process with SIGKILL before, during (half done) or after the call that matches."""
+    """Kills this process with SIGKILL before, during (half done) or after the call that matches."""
 
     def __init__(self, match: Match, *, when: Literal["before", "during", "after"] = "before", skip: int = 0) -> None:
         super().__init__(match, phase="after" if when == "after" else "before", skip=skip)
@@ -196,11 +196,11 @@ def _matches(match: Match, call: Call) -> bool:
 
 
 def hook_from_environment(environ: Mapping[str, str] | None = None) -> Hook | None:
-    """The hook that the environment asks for, None if it asks for none or means another rank.
+    """Return the hook of the environment, None without one or if it is for another rank.
 
     CKPTSTORE_TEST_FAULTS holds faults separated by ";": "kill before|during|after MATCH", "fail before|after MATCH",
-    "tear MATCH", "delay SECONDS [VERB]", where MATCH is an index, "verb" or "verb key-pattern".
-    CKPTSTORE_TEST_RANK limits them to the process with that RANK. Raises InvalidInput for any other text.
+    "tear MATCH", "delay SECONDS [VERB]", where MATCH is an index, "verb" or "verb key-pattern". CKPTSTORE_TEST_RANK
+    limits them to the process with that RANK. Raises InvalidInput for any other text.
     """
     environ = os.environ if environ is None else environ
     text, rank = environ.get(FAULTS_VARIABLE, "").strip(), environ.get(RANK_VARIABLE)

@@ -1,4 +1,4 @@
-"""Storages with a hook around every call, of a class with exactly the powers of the storage inside."""
+"""Put a hook around every call of a storage, in a class with exactly the powers of the storage inside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Views = Sequence[memoryview]
 
 
 def _nothing() -> None:
-    """The half of a call that is whole or not at all."""
+    """Do nothing for half of a call that must be whole or not happen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +31,23 @@ class Call:
     key: str
     """The key, the prefix of a listing, or the first of several keys."""
     index: int
-    """How many calls this wrapper had before, over all threads; the same before and after."""
+    """The number of calls of this wrapper before, over all threads; the same before and after."""
     phase: Literal["before", "after"]
     size_bytes: int = 0
-    """Bytes of the payload, as far as they are known: a `read` knows only after."""
+    """Bytes of the payload, as far as they are known: those of a `read` only after it."""
     num_keys: int = 1
     do_half: Callable[[], object] = field(default=_nothing, compare=False, repr=False)
-    """Have the storage inside do a part of it. Does nothing for calls that must be whole or not at all."""
+    """Performs a part of the call in the storage inside. Does nothing for calls that must be whole or not happen."""
 
 
 Hook = Callable[[Call], None]
-"""Called before and after each call, on the caller's thread. What it raises, the caller gets: raised before, the
-call has no effect; raised after, it has its effect and the reply is lost. A call that fails has no "after"."""
+"""Called before and after each call, on the caller's thread. The caller gets its exceptions: raised before, the call
+has no effect; raised after, it has its effect and the reply is lost. A call that fails has no "after".
+"""
 
 
 def wrap(storage: Storage, hook: Hook) -> Any:
-    """A storage that calls `hook` around every call of `storage`, and has the same powers, no more and no fewer."""
+    """Return a storage that calls `hook` around every call of `storage`, with exactly the same powers."""
     powers = tuple(power for power in base.POWERS if isinstance(storage, power))
     return _class_for(powers)(storage, hook)
 
@@ -73,7 +74,7 @@ class _Wrapped:
         *,
         size_bytes: Callable[[T], int] | None = None,
     ) -> T:
-        """Perform a call between its two hooks. `size_bytes` measures what came back."""
+        """Perform a call between its two hooks. `size_bytes` measures the result."""
         call = replace(call, index=next(self._indices), do_half=half)
         self.hook(call)
         result = perform()
@@ -190,7 +191,7 @@ class _WrappedDisk(_Wrapped):
         *,
         version: str | None = None,
     ) -> None:
-        """Seen from outside it is one `read_into` of everything."""
+        """Read in steps; to the hook it is one `read_into` of everything."""
         views = [view for step in steps for view in step]
         self.run(
             _call("read_into", key, size_bytes=_size(views)),
@@ -273,6 +274,6 @@ def _half(views: Views) -> list[memoryview]:
 
 
 def _half_of_files(files: Sequence[tuple[str, Views]]) -> list[tuple[str, Views]]:
-    """The first half, and of the file in the middle the first half."""
+    """Return the first half of the files, and the first half of the middle one."""
     middle = len(files) // 2
     return [*files[:middle], *((key, _half(views)) for key, views in files[middle : middle + 1])]

@@ -43,8 +43,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class RanksFailed(AssertionError):
-    """Some ranks raised, died or hung. `errors` has what a rank raised, where that could be pickled, `signals` the
-    signal that a rank died by."""
+    """Raised when some ranks raised, died or hung.
+
+    `errors` has each rank's exception, if it could be pickled, and `signals` the signal that a rank died by.
+    """
 
     def __init__(self, message: str, errors: dict[int, BaseException], signals: dict[int, int]) -> None:
         super().__init__(message)
@@ -54,7 +56,7 @@ class RanksFailed(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """How one rank ended."""
+    """The outcome of one rank."""
 
     rank: int
     exit_status: int | None
@@ -66,7 +68,7 @@ class _Ended:
     output: str
 
     def fault(self, *, kill_expected: bool) -> str | None:
-        """What is wrong with it, None if nothing."""
+        """Return the fault of a rank, None if there is none."""
         if self.exit_status is None:
             return "hung until the deadline"
         if kill_expected:
@@ -91,11 +93,11 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(*args)` in n processes at once and return their results in rank order.
 
-    Each has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port) set, and `env`
-    above them; and a PYTHONHASHSEED of its own, unless that is set. A rank that fails does not stop the others: they
-    run to their end or to the deadline. Raises RanksFailed with every fault, remote traceback and output when a rank
-    raises, dies, hangs, or survives though it is in `expect_killed`. No process, nor any that they started, is left
-    when it returns.
+    Each has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port) set, overridden
+    by `env`; and a PYTHONHASHSEED of its own, unless that is set. A rank that fails does not stop the others: they run
+    to their end or to the deadline. Raises RanksFailed with every fault, remote traceback and output when a rank
+    raises, dies, hangs, or survives though it is in `expect_killed`. When it returns, none of these processes is left,
+    nor any that they started.
     """
     where = _find(function)
     with tempfile.TemporaryDirectory(prefix="ckptstore-ranks-") as name:
@@ -135,8 +137,8 @@ def _rank_environment(n: int) -> dict[str, str]:
 
 
 def environment_of(rank: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """That of one rank. Each has another hash seed, always the same: else sets of text have the same order on all ranks
-    in some runs, and in some not."""
+    """Return the environment of one rank."""
+    # Hash seeds differ but are fixed: otherwise sets of text would have the same order on all ranks in some runs only.
     return {"PYTHONHASHSEED": str(rank), **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
@@ -161,7 +163,7 @@ def _start(directory: Path, rank: int, environment: Mapping[str, str]) -> subpro
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """The exit status, or None at the deadline. The process stays a zombie, so that its id is not used again."""
+    """Return the exit status, or None at the deadline. The process stays a zombie, so that its id is not used again."""
     pause_seconds = 0.002
     while True:
         found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -174,7 +176,7 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process, if it still runs, and whatever it started and left behind; then reap it."""
+    """Kill the process, if it still runs, and everything that it started; then reap it."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -208,7 +210,7 @@ def _settle(ends: list[_Ended], expect_killed: Collection[int]) -> list[Any]:
 
 
 def _find(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """Module, file and name, by which another process finds the function."""
+    """Return module, file and name, by which another process finds the function."""
     module, name = sys.modules.get(function.__module__), function.__qualname__
     found: Any = module
     for part in name.split("."):
@@ -220,7 +222,7 @@ def _find(function: Callable[..., Any]) -> tuple[str, str, str]:
 
 
 def _be_rank(job: dict[str, Any], end_path: str) -> None:
-    """What runs in the process of a rank."""
+    """Run in the process of a rank."""
     _die_with_parent(job["parent_id"])
     faulthandler.dump_traceback_later(max(0.1, job["timeout_seconds"] - 1), exit=False)
     try:
@@ -269,7 +271,7 @@ def _load(name: str, file: str) -> ModuleType:
 
 
 def _die_with_parent(parent_id: int) -> None:
-    """A rank does not outlive the process that started it, however that ends."""
+    """Have the kernel kill this rank when the process that started it ends, in whatever way."""
     if sys.platform != "linux":
         return
     import ctypes

@@ -6,9 +6,9 @@
 
 or, in a process of its own: `python -m ckptstore.testing.s3_server --port 0`, which prints its endpoint.
 
-It speaks the part of S3 that checkpoint stores use (`ckptstore.testing.s3.service` lists it), checks the digests that
-come with a body, and keeps a log of its requests. It serves on one thread, over plain HTTP, to anybody who can reach
-the address: it is for 127.0.0.1. What it holds is lost when it ends.
+It speaks the part of S3 that checkpoint stores use (`ckptstore.testing.s3.service` lists it), checks the digests of
+bodies, and keeps a log of its requests. It serves on one thread, over plain HTTP, to anybody who can reach the address:
+it is for 127.0.0.1. Its contents are lost when it ends.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _START_SECONDS = 30.0
 class S3Server:
     """One server; `start` and `close` it, or use `s3_server`.
 
-    `verify` compares bodies with the digests that come along (0.05 s/GiB for a CRC, 1 s/GiB and more for a signed
-    payload). `keep_bodies=False` keeps only sizes of larger objects, which then read as zeros, and answers at the
-    speed of the socket. `md5_etags` makes an ETag the MD5 of the body, as real S3 does (1.4 s/GiB). `access_keys` are
-    the access keys let in, None for all; signatures are not checked. `min_part_bytes` defaults to the 5 MiB of S3.
+    `verify` compares bodies with their digests (0.05 s/GiB for a CRC, 1 s/GiB and more for a signed payload).
+    `keep_bodies=False` keeps only sizes of larger objects, which then read as zeros, and answers at the speed of the
+    socket. `md5_etags` makes an ETag the MD5 of the body, as real S3 does (1.4 s/GiB). `access_keys` are the access
+    keys let in, None for all; signatures are not checked. `min_part_bytes` defaults to the 5 MiB of S3.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class S3Server:
 
     @property
     def endpoint_url(self) -> str:
-        """Where it listens."""
+        """The URL of the server."""
         return f"http://{self._host}:{self._port}"
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """What a client needs to reach it."""
+        """The options of a client for it."""
         return {
             "key": "test",
             "secret": "testsecret",
@@ -90,12 +90,12 @@ class S3Server:
 
     @property
     def faults(self) -> Faults:
-        """What goes wrong."""
+        """The rules for faults."""
         return self._shared.faults
 
     @property
     def link(self) -> Link:
-        """The line between it and its clients: at first one that takes no time. Another one may take its place."""
+        """The line between it and its clients: by default one that takes no time. It may be replaced."""
         return self._shared.link
 
     @link.setter
@@ -109,7 +109,7 @@ class S3Server:
 
     @property
     def objects(self) -> Objects:
-        """What is stored. Read it; only the server's thread may change it while requests come in."""
+        """The stored objects. Read them; only the server's thread may change them while requests come in."""
         return self._shared.service.objects
 
     @property
@@ -134,11 +134,11 @@ class S3Server:
             done.wait(_START_SECONDS)
 
     def operations(self) -> list[str]:
-        """What the requests so far asked for, in S3's own words."""
+        """Return the operations of the requests so far, in S3's own words."""
         return [request.operation for request in self._shared.log]
 
     def start(self) -> None:
-        """Listen, on a thread of its own. After `close` it listens again where it did, and has what it had."""
+        """Listen, on a thread of its own. After `close`, listens again at the same address, with its contents."""
         self._listening.clear()
         self._thread = threading.Thread(target=self.run, name="s3-server", daemon=True)
         self._thread.start()
@@ -188,7 +188,7 @@ def _runner() -> Any:
 
 @contextmanager
 def s3_server(**options: Any) -> Iterator[S3Server]:
-    """A server for as long as the context lasts; the options are those of `S3Server`."""
+    """Run a server during the context; the options are those of `S3Server`."""
     server = S3Server(**options)
     server.start()
     try:
@@ -210,9 +210,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--min-part-bytes", type=int, default=None)
     parser.add_argument("--bytes-per-second", type=float, default=None, help="each way, of all connections together")
     parser.add_argument("--latency-seconds", type=float, default=0.0, help="what each request waits for")
-    given = vars(parser.parse_args(arguments))
-    link = Link(bytes_per_second=given.pop("bytes_per_second"), latency_seconds=given.pop("latency_seconds"))
-    server = S3Server(**given)
+    options = vars(parser.parse_args(arguments))
+    link = Link(bytes_per_second=options.pop("bytes_per_second"), latency_seconds=options.pop("latency_seconds"))
+    server = S3Server(**options)
     server.link = link
     server.start()
     print(server.endpoint_url, flush=True)

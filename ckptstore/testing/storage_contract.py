@@ -1,4 +1,4 @@
-"""The contract of `ckptstore.storage.base` as tests: inherit, say where the storage is, and run pytest.
+"""Test the contract of `ckptstore.storage.base`: inherit, provide the storage, and run pytest.
 
     class TestMine(StorageContract):
         powers = {CreatesExclusively}
@@ -11,8 +11,8 @@
         def raw_write(self, key, data): ...
         def raw_read(self, key): ...
 
-The tests of the optional powers stand in `ckptstore.testing.storage_powers` and come along. This module and that one
-are the only ones of ckptstore that need pytest.
+The tests of the optional powers are inherited from `ckptstore.testing.storage_powers`. Only these two modules of
+ckptstore need pytest.
 """
 
 from __future__ import annotations
@@ -63,30 +63,30 @@ ODD_NAMES = (
 
 
 class StorageContract(PowersContract):
-    """Every clause of the storage contract. A subclass gives `storage`, `powers` and raw access to the bytes."""
+    """Tests every clause of the storage contract. A subclass provides `storage`, `powers` and raw access."""
 
     powers: ClassVar[Collection[Any]] = ()
-    """The protocols of `storage.base` that the storage must have, beside `Storage`. It must have no other."""
+    """The protocols of `storage.base` that the storage must have, besides `Storage`. It must have no other."""
     travels: ClassVar[bool] = True
-    """Whether the storage can be pickled and opened in a new process. If not, pickling must be refused with its URI."""
+    """True if the storage can be pickled and opened in a new process. If not, pickling must be refused with its URI."""
     leaves_unfinished: ClassVar[bool] = True
-    """Of a `Bucket`: whether an upload in parts that never ends leaves something behind."""
+    """True if an unfinished upload in parts leaves something behind in a `Bucket`."""
     secrets: ClassVar[Collection[str]] = ()
-    """What the storage was opened with and must never show."""
+    """Secrets of the storage that it must never show."""
     num_listed_files: ClassVar[int] = 1100
-    """So many files are listed at once; more than a page of an object store."""
+    """The number of files in a listing; more than a page of an object store."""
 
     @pytest.fixture
     def storage(self) -> Any:
-        """An empty storage, a new one for each test."""
+        """Return an empty storage, a new one for each test."""
         raise NotImplementedError("The subclass gives a fixture `storage`")
 
     def raw_write(self, key: str, data: bytes) -> None:
-        """Write a file in the place of the storage under test without using it."""
+        """Write a file at the location of the storage under test without using it."""
         raise NotImplementedError("The subclass writes bytes past the storage")
 
     def raw_read(self, key: str) -> bytes:
-        """Read a file in the place of the storage under test without using it."""
+        """Read a file at the location of the storage under test without using it."""
         raise NotImplementedError("The subclass reads bytes past the storage")
 
     def test_it_has_the_powers_that_are_declared(self, storage: Any) -> None:
@@ -314,8 +314,8 @@ class StorageContract(PowersContract):
 
     def test_delete_takes_thousands_of_keys(self, storage: Any) -> None:
         keys = [f"many/{index:05d}" for index in range(2500)]
-        there = [keys[index] for index in (0, 1, 998, 999, 1000, 1001, 1999, 2000, 2001, 2498, 2499)]
-        _write_all(storage, [*there, "many/stays"])
+        existing = [keys[index] for index in (0, 1, 998, 999, 1000, 1001, 1999, 2000, 2001, 2498, 2499)]
+        _write_all(storage, [*existing, "many/stays"])
         retrying(RetryConfig.from_env(), "delete", lambda: storage.delete(keys))  # as all callers do
         assert [file.key for file in storage.list("many/")] == ["many/stays"]
 
@@ -352,8 +352,8 @@ class StorageContract(PowersContract):
         if not self.travels:
             pytest.skip("the storage cannot be sent to a process in which forking is safe")
         storage.write("here", [memoryview(b"x")])
-        (said,) = run_ranks(1, _use_in_fork, storage, timeout_seconds=60)
-        assert said in ("works", "refused")
+        (outcome,) = run_ranks(1, _use_in_fork, storage, timeout_seconds=60)
+        assert outcome in ("works", "refused")
 
     def test_close_comes_last(self, storage: Any) -> None:
         storage.write("f", [memoryview(b"x")])

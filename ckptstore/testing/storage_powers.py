@@ -1,6 +1,6 @@
-"""The part of the storage contract that is about optional powers; see `storage_contract`.
+"""Test the optional powers of the storage contract; see `storage_contract`.
 
-A test runs when the storage has the power; whether it should have it is another test.
+A test runs when the storage has the power; another test checks that it has the declared ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _need(storage: Any, power: type) -> None:
 
 
 class PowersContract:
-    """Create-if-absent, parts, what a disk has, copies, unfinished uploads."""
+    """Tests create-if-absent, parts, the powers of a disk, copies, unfinished uploads."""
 
     travels: ClassVar[bool]
     leaves_unfinished: ClassVar[bool]
@@ -252,10 +252,10 @@ class PowersContract:
         source.write_bytes(b"linked")
         keys = ["some/where", "some/where else", "other"]
         linked = storage.link([(source, key) for key in keys])
-        there = [key for key, is_linked in zip(keys, linked, strict=True) if is_linked]
-        assert {file.key for file in storage.list("")} == set(there)
+        existing = [key for key, is_linked in zip(keys, linked, strict=True) if is_linked]
+        assert {file.key for file in storage.list("")} == set(existing)
         source.unlink()
-        assert all(storage.read(key) == b"linked" for key in there)
+        assert all(storage.read(key) == b"linked" for key in existing)
         assert list(storage.link([])) == []
 
     def test_steps_are_looked_at_as_they_are_filled_and_read_again_if_refused(self, storage: Any) -> None:
@@ -335,9 +335,9 @@ class PowersContract:
 
     def test_what_it_was_told_is_said_in_words(self, storage: Any) -> None:
         _need(storage, base.Configured)
-        told = storage.resolved()
-        assert {"endpoint", "credentials", "proxy"} <= told.keys()
-        assert all(isinstance(value, str) and value for value in told.values())
+        settings = storage.resolved()
+        assert {"endpoint", "credentials", "proxy"} <= settings.keys()
+        assert all(isinstance(value, str) and value for value in settings.values())
 
     # ---- Bucket
 
@@ -370,7 +370,7 @@ class PowersContract:
 
 
 def _parts_of(storage: Any, last_bytes: int) -> tuple[bytes, int]:
-    """Bytes for two whole parts and some more or less, and the size of a part."""
+    """Return bytes for two whole parts and some more or less, and the size of a part."""
     size_bytes = 2 * storage.part_bytes(1) + last_bytes
     while (part_bytes := storage.part_bytes(size_bytes)) * 2 + last_bytes > size_bytes:
         size_bytes = 2 * part_bytes + last_bytes

@@ -1,4 +1,4 @@
-"""A store with faults: the same store, with a hook around every call of its storage."""
+"""Add faults to a store: the same store, with a hook around every call of its storage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptstore.transfer import Transfer
 
 
 def with_faults(store: CheckpointStore, hook: Hook) -> CheckpointStore:
-    """The store with `hook` called around every call of its storage; use it in place of `store`, before any save.
+    """Return the store with `hook` called around every call of its storage. Use it instead of `store`.
 
         store = with_faults(open_store(uri), KillAt("write_part checkpoints/*", when="during"))
 

@@ -54,7 +54,7 @@ def test_every_optimizer_steps(name: str) -> None:
     with group_of(case):
         program = Program(case, frozenset(), salt=0)
         before = program.modules["a"].left.weight.detach().clone()  # type: ignore[union-attr, operator]
-        program.does("step")
+        program.do("step")
         assert not torch.equal(program.modules["a"].left.weight, before)  # type: ignore[arg-type, union-attr]
 
 

@@ -1,8 +1,8 @@
-"""An accelerator for tests on machines that have none: torch's PrivateUse1, in a small C++ extension, built once.
+"""An accelerator for tests on machines without one: torch's PrivateUse1, in a small C++ extension, built once.
 
-Its memory lies where the host cannot read it, its copies end late, it has devices, streams, events and pinned memory of
-its own, and each thread has a current device. What a program gets wrong with these on a GPU now and then goes wrong
-here each time. Operators run on the host, so nothing is fast.
+Its memory is out of the host's reach, its copies end late, it has devices, streams, events and pinned memory of its
+own, and each thread has a current device. Mistakes with these that fail on a GPU now and then fail each time on it.
+Operators run on the host, so nothing is fast.
 """
 
 from ckptstore.testing.accelerator.building import CannotBuild

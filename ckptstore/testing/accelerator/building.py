@@ -1,4 +1,4 @@
-"""The extension of the stand-in accelerator: built once for each torch and each source, and kept for this user."""
+"""Build the extension of the stand-in accelerator once for each torch and each source, and cache it for this user."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _BUILD_SECONDS = 600
 
 
 class CannotBuild(Exception):
-    """The extension cannot be built here, and why: no compiler, no headers, another system."""
+    """Raised with the reason why the extension cannot be built: no compiler, no headers, another system."""
 
 
 def built_extension() -> Path:
-    """Return the shared library, and build it where nobody has yet: that takes about a minute of one processor.
+    """Return the shared library, built first if necessary: that takes about a minute of one processor.
 
-    Processes that ask at once wait for the one that builds. Raises CannotBuild, with the first lines of what the
-    compiler said.
+    Concurrent callers wait for the one that builds. Raises CannotBuild, with the first lines of the compiler's output.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckptstore" / "stand-in-accelerator"
     library = folder / f"{_digest()}.so"
@@ -43,8 +42,8 @@ def built_extension() -> Path:
 
 
 def _digest() -> str:
-    what = f"{torch.__version__} {sysconfig.get_platform()} {_compiler()} ".encode() + _SOURCE.read_bytes()
-    return hashlib.sha256(what).hexdigest()[:32]
+    contents = f"{torch.__version__} {sysconfig.get_platform()} {_compiler()} ".encode() + _SOURCE.read_bytes()
+    return hashlib.sha256(contents).hexdigest()[:32]
 
 
 def _compiler() -> str:
@@ -66,6 +65,6 @@ def _build(library: Path) -> None:
         except subprocess.TimeoutExpired as error:
             raise CannotBuild(f"{_compiler()} did not end within {_BUILD_SECONDS} seconds") from error
         if done.returncode:
-            said = "\n".join(line for line in done.stderr.splitlines() if "error" in line) or done.stderr
-            raise CannotBuild(f"{_compiler()} cannot build the stand-in accelerator: {said[:3000]}")
+            errors = "\n".join(line for line in done.stderr.splitlines() if "error" in line) or done.stderr
+            raise CannotBuild(f"{_compiler()} cannot build the stand-in accelerator: {errors[:3000]}")
         made.replace(library)

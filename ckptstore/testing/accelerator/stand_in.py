@@ -22,11 +22,11 @@ _torch: Any = torch
 
 
 def load() -> None:
-    """Register the stand-in with torch: from here on it is this process's accelerator, for as long as that lives.
+    """Register the stand-in with torch: it becomes this process's accelerator for good.
 
-    To be called before the first backward pass of the process: autograd counts devices then, and never again. Does
-    nothing the second time. Raises CannotBuild where the extension cannot be built, and RuntimeError where the process
-    has another accelerator.
+    Call it before the first backward pass of the process: autograd counts devices then, and never again. Does nothing
+    the second time. Raises CannotBuild if the extension cannot be built, and RuntimeError if the process has another
+    accelerator.
     """
     if hasattr(torch, NAME):
         return
@@ -41,20 +41,20 @@ def load() -> None:
 
 
 def _finish(process: int) -> None:
-    """Have no thread of a stream run on while the process ends. A forked one has none."""
+    """Let no thread of a stream outlive the process. A forked one has none."""
     if os.getpid() == process:
         synchronize()
 
 
 def synchronize() -> None:
-    """Wait for all devices. A gate that is shut is waited for."""
+    """Wait for all devices, closed gates included."""
     for index in range(DEVICE_COUNT):
         torch.accelerator.synchronize(index)
 
 
 @contextmanager
 def delayed_copies(seconds: float) -> Iterator[None]:
-    """Have each copy, to the device, from it and on it, begin that much later than it could."""
+    """Delay the start of each copy, to the device, from it and on it."""
     _ops.copy_delay(seconds)
     try:
         yield
@@ -63,18 +63,18 @@ def delayed_copies(seconds: float) -> Iterator[None]:
 
 
 def sleep(seconds: float, device: int = 0) -> None:
-    """Queue a kernel that takes so long, on the current stream of a device. Returns at once."""
+    """Queue a kernel of that duration on the current stream of a device. Returns at once."""
     _ops.sleep(device, seconds)
 
 
 class Gate:
-    """A kernel on the current stream of a device that ends when it is opened: what is queued later waits for that."""
+    """A kernel on the current stream of a device that ends when it is opened: later work waits for it."""
 
     def __init__(self, device: int = 0) -> None:
         self._number = _ops.put_gate(device)
 
     def open(self) -> None:
-        """Let the work behind it go on. The second time nothing happens."""
+        """Let the work behind it continue. Does nothing the second time."""
         _ops.open_gate(self._number)
 
     def __enter__(self) -> Gate:
@@ -86,8 +86,10 @@ class Gate:
 
 @contextmanager
 def limited_memory(size_bytes: int, device: int = 0) -> Iterator[None]:
-    """Have a device that is full at so many bytes; tensors count with the next power of two, at least 512 bytes.
-    torch.OutOfMemoryError says so."""
+    """Limit the memory of a device; tensors count with the next power of two, at least 512 bytes.
+
+    A full device raises torch.OutOfMemoryError.
+    """
     _, total_bytes = torch.accelerator.get_memory_info(device)
     _ops.set_limit(device, size_bytes)
     try:
@@ -97,23 +99,22 @@ def limited_memory(size_bytes: int, device: int = 0) -> Iterator[None]:
 
 
 def draw_from_host() -> None:
-    """Have the devices take their random numbers from the host's generator from now on: what is drawn on
-    a device is what the host would have drawn, for tests that compare the two."""
+    """Draw the devices' random numbers from the host's generator from now on, for tests that compare the two."""
     _ops.draw_from_host(True)
 
 
 def has_context(device: int) -> bool:
-    """Whether anything was allocated, queued or chosen on a device since `forget_contexts`."""
+    """True if anything was allocated, queued or chosen on a device since `forget_contexts`."""
     return bool(_ops.has_context(device))
 
 
 def forget_contexts() -> None:
-    """Have `has_context` begin anew."""
+    """Reset `has_context`."""
     _ops.forget_contexts()
 
 
 def pinned_bytes() -> int:
-    """How much pinned memory of the host there is."""
+    """Return the bytes of pinned host memory."""
     return int(_ops.pinned_bytes())
 
 
@@ -125,7 +126,7 @@ def _index(device: Any) -> int:
 
 
 def _device_module() -> Any:
-    """What torch asks of `torch.<name>`."""
+    """Create the module `torch.<name>` with the functions that torch requires."""
     made: Any = ModuleType(f"torch.{NAME}")
     made.is_available = lambda: True
     made.is_initialized = lambda: True

@@ -1,14 +1,14 @@
 """The parts of the in-memory S3 server; `ckptstore.testing.s3_server` is its front door.
 
-objects     what is stored: objects, multipart uploads, the log of requests
+objects     stored objects, multipart uploads, the log of requests
 checksums   digests that a request carries, checked against its body
-faults      what goes wrong on purpose
+rules       faults on purpose
 listing     the XML of listings
 messages    a request whose body has arrived, and an answer
 uploads     multipart uploads
 service     one S3 request in, one answer out: no sockets, no waiting
-shared      what all connections of a server share
+shared      the state that all connections of a server share
 control     faults, counts and the log over HTTP
-arriving    a request while its body comes in
+incoming    a request while its body comes in
 connection  HTTP/1.1 on a socket: bodies go straight into an object's memory and out of it again
 """

@@ -1,7 +1,7 @@
-"""The digests that a request carries, and aws-chunked bodies.
+"""Check the digests that a request carries, and decode aws-chunked bodies.
 
-Real S3 answers BadDigest when a body does not match; moto and several other servers do not, so a client that sends a
-wrong digest, or a body that was damaged on its way, goes unseen there.
+Real S3 answers BadDigest when a body does not match; moto and several other servers do not, so they miss a client's
+wrong digest, and a body damaged on its way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 
-from ckptstore.testing.s3.arriving import MAX_LINE_BYTES
+from ckptstore.testing.s3.incoming import MAX_LINE_BYTES
 from ckptstore.testing.s3.objects import S3Error
 
 ALGORITHMS = ("crc32", "crc32c", "crc64nvme", "sha1", "sha256")
@@ -39,7 +39,7 @@ _CRCS: dict[str, tuple[Callable[[memoryview, int], int], str]] = {
 
 
 def digest(algorithm: str, pieces: Iterable[memoryview]) -> bytes:
-    """The digest of the pieces, one after another."""
+    """Return the digest of the pieces, one after another."""
     if algorithm in _CRCS:
         function, layout = _CRCS[algorithm]
         value = 0
@@ -53,12 +53,12 @@ def digest(algorithm: str, pieces: Iterable[memoryview]) -> bytes:
 
 
 def as_header(value: bytes) -> str:
-    """A digest as S3 writes it."""
+    """Encode a digest as S3 does."""
     return base64.b64encode(value).decode()
 
 
 def carried(headers: Mapping[str, str], body: memoryview | None, *, verify: bool) -> dict[str, str]:
-    """The checksums that the headers (or trailers) name, by algorithm, each compared with the body."""
+    """Return the checksums in the headers (or trailers), by algorithm, after comparing each with the body."""
     found: dict[str, str] = {}
     for algorithm in ALGORITHMS:
         value = headers.get(HEADER + algorithm)
@@ -82,14 +82,14 @@ def _verify_body(headers: Mapping[str, str], body: memoryview) -> None:
 
 
 def is_aws_chunked(headers: Mapping[str, str]) -> bool:
-    """Whether the body is framed in chunks with signatures or trailers."""
+    """True if the body is framed in chunks with signatures or trailers."""
     return headers.get("x-amz-content-sha256", "").startswith("STREAMING-") or "aws-chunked" in headers.get(
         "content-encoding", ""
     )
 
 
 def decode_aws_chunked(body: memoryview) -> tuple[memoryview, dict[str, str]]:
-    """The payload and the trailers of an aws-chunked body. The payload is moved together in the body's own memory."""
+    """Return the payload and the trailers of an aws-chunked body. The payload is moved within the body's own memory."""
     size_bytes = position = 0
     while True:
         line_bytes = bytes(body[position : position + MAX_LINE_BYTES]).index(b"\r\n")
@@ -109,5 +109,5 @@ def decode_aws_chunked(body: memoryview) -> tuple[memoryview, dict[str, str]]:
 
 
 def from_header(value: str) -> bytes:
-    """The digest that `as_header` wrote."""
+    """Decode the result of `as_header`."""
     return base64.b64decode(value)

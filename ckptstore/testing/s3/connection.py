@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one socket. A body is received straight into the memory of its object and sent straight from it."""
+"""Speak HTTP/1.1 on one socket. A body is received straight into the memory of its object and sent straight from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 from urllib.parse import parse_qsl
 
 from ckptstore.testing.s3 import checksums, control, listing
-from ckptstore.testing.s3.arriving import Arriving, Unchunker
+from ckptstore.testing.s3.incoming import IncomingRequest, Unchunker
 from ckptstore.testing.s3.messages import Answer, HttpRequest
 from ckptstore.testing.s3.objects import LoggedRequest, S3Error, memory_for, new_id
 from ckptstore.testing.s3.rules import Fault
@@ -27,7 +27,7 @@ _HEAD_BYTES = 1 << 16
 _SMALL_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 18
 _ABSOLUTE = re.compile("^http://[^/]*")
-"""What some clients (the AWS SDK for C++) put before the path; RFC 9112, 3.2.2, has every server accept it."""
+"""The part that some clients (the AWS SDK for C++) put before the path; RFC 9112, 3.2.2, has every server accept it."""
 _NO_BODY = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 
 _log = logging.getLogger(__name__)
@@ -45,13 +45,13 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._chunked = bytearray()
         self._head_view = memoryview(self._head)
         self._head_bytes = 0
-        self._current: Arriving | None = None
+        self._current: IncomingRequest | None = None
         self._answering: asyncio.Task[None] | None = None
         self._writable = asyncio.Event()
         self._writable.set()
         self._broken = False
 
-    # What the loop calls
+    # Called by the loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's has another base class
@@ -111,7 +111,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         headers = {name.lower(): value.strip() for name, _, value in pairs}
         is_control = target.startswith(control.PREFIX)
         fault = None if is_control else self._shared.faults.pick(f"{method} {target}")
-        request = Arriving(method=method, target=target, headers=headers, fault=fault)
+        request = IncomingRequest(method=method, target=target, headers=headers, fault=fault)
         request.body_bytes = int(headers.get("content-length", 0))
         self._current = request
         self._shared.in_flight += 1
@@ -121,18 +121,18 @@ class ClientConnection(asyncio.BufferedProtocol):
             return
         self._begin_body(request, end + 4)
 
-    def _begin_body(self, request: Arriving, start: int) -> None:
-        here = bytes(self._head_view[start : self._head_bytes])
+    def _begin_body(self, request: IncomingRequest, start: int) -> None:
+        arrived = bytes(self._head_view[start : self._head_bytes])
         if "chunked" in request.headers.get("transfer-encoding", ""):
             request.chunks, request.scratch = Unchunker(self._body_memory()), memoryview(bytearray(_CHUNK_BYTES))
             self._head_bytes = 0
             self._continue(request)
-            self._feed_chunks(request, here)
+            self._feed_chunks(request, arrived)
             return
-        mine, rest = here[: request.body_bytes], here[request.body_bytes :]
+        mine, rest = arrived[: request.body_bytes], arrived[request.body_bytes :]
         self._head[: len(rest)] = rest
         self._head_bytes = len(rest)
-        if self._keeps(request, request.body_bytes):
+        if self._keeps_body(request, request.body_bytes):
             request.body = memory_for(request.body_bytes)
             request.body[: len(mine)] = mine
         else:
@@ -141,20 +141,20 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._continue(request)
         self._received(request, len(mine))
 
-    def _keeps(self, request: Arriving, size_bytes: int) -> bool:
+    def _keeps_body(self, request: IncomingRequest, size_bytes: int) -> bool:
         return self._shared.keep_bodies or request.method != "PUT" or size_bytes <= _SMALL_BYTES
 
-    def _continue(self, request: Arriving) -> None:
+    def _continue(self, request: IncomingRequest) -> None:
         if request.headers.get("expect", "").lower() == "100-continue":
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _body_memory(self) -> bytearray:
-        """Memory for a body of unknown size; the same for all of them where bodies are not kept."""
+        """Return memory for a body of unknown size; the same for all of them if bodies are not kept."""
         if self._shared.keep_bodies:
             return bytearray()
         return self._chunked
 
-    def _feed_chunks(self, request: Arriving, data: bytes | memoryview) -> None:
+    def _feed_chunks(self, request: IncomingRequest, data: bytes | memoryview) -> None:
         assert request.chunks is not None
         rest = request.chunks.feed(data)
         if rest is None:
@@ -166,7 +166,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._head_bytes = len(rest)
         self._received(request, request.body_bytes)
 
-    def _received(self, request: Arriving, count: int) -> None:
+    def _received(self, request: IncomingRequest, count: int) -> None:
         request.received_bytes += count
         fault = request.fault
         if fault is not None and fault.action == "reset" and request.received_bytes >= fault.after_bytes:
@@ -177,14 +177,14 @@ class ClientConnection(asyncio.BufferedProtocol):
         elif request.complete:
             self._answer(request)
 
-    def _seconds_of(self, request: Arriving, count: int) -> float:
-        """How long the bytes that have come would have been on their way."""
+    def _seconds_of(self, request: IncomingRequest, count: int) -> float:
+        """Return the travel time of the bytes that have come."""
         if request.hit_by("bandwidth"):
             assert request.fault is not None
             return count / request.fault.bytes_per_second
         return 0.0 if request.target.startswith(control.PREFIX) else self._shared.link.wait_seconds("in", count)
 
-    def _resume(self, request: Arriving) -> None:
+    def _resume(self, request: IncomingRequest) -> None:
         if not self._broken:
             self._transport.resume_reading()
             if request.complete:
@@ -192,10 +192,10 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     # An answer goes out
 
-    def _answer(self, request: Arriving) -> None:
+    def _answer(self, request: IncomingRequest) -> None:
         self._answering = self._loop.create_task(self._answer_to(request))
 
-    async def _answer_to(self, request: Arriving) -> None:
+    async def _answer_to(self, request: IncomingRequest) -> None:
         fault, latency_seconds = request.fault, self._shared.link.latency_seconds
         if latency_seconds and not request.target.startswith(control.PREFIX):
             await asyncio.sleep(latency_seconds)
@@ -216,7 +216,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         if self._head_bytes and not self._broken:
             self._read_head()
 
-    async def _outcome(self, request: Arriving) -> Answer:
+    async def _outcome(self, request: IncomingRequest) -> Answer:
         try:
             if request.target.startswith(control.PREFIX):
                 return control.answer(self._shared, request.path, request.body)
@@ -234,8 +234,8 @@ class ClientConnection(asyncio.BufferedProtocol):
             _log.exception("%s %s", request.method, request.target)
             return Answer.of(listing.error_document(S3Error(500, "InternalError", repr(error)), ""), status=500)
 
-    async def _checked(self, request: Arriving) -> HttpRequest:
-        """The request with its body decoded and compared with the digests that came along."""
+    async def _checked(self, request: IncomingRequest) -> HttpRequest:
+        """Return the request with its body decoded and compared with its digests."""
         body, headers = request.body, request.headers
         if body is not None and checksums.is_aws_chunked(headers):
             body, trailers = checksums.decode_aws_chunked(body)
@@ -245,7 +245,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         if self._shared.md5_etags and body is not None and request.method == "PUT":
             etag = (await self._off_loop(request, partial(checksums.digest, "md5", [body]))).hex()
         body_bytes = request.body_bytes if body is None else len(body)
-        if not self._keeps(request, body_bytes):
+        if not self._keeps_body(request, body_bytes):
             request.body = body = None
         elif body is not None and not self._shared.keep_bodies:  # the connection's memory is used again
             request.body = body = memoryview(bytes(body))
@@ -260,13 +260,13 @@ class ClientConnection(asyncio.BufferedProtocol):
             checksums=carried,
         )
 
-    async def _off_loop(self, request: Arriving, work: Callable[[], T]) -> T:
-        """Large bodies are digested on another thread, so that other connections go on."""
+    async def _off_loop(self, request: IncomingRequest, work: Callable[[], T]) -> T:
+        """Digest large bodies on another thread, so that other connections continue."""
         if request.body_bytes < _CHUNK_BYTES:
             return work()
         return await self._loop.run_in_executor(None, work)
 
-    async def _send(self, request: Arriving, answer: Answer) -> None:
+    async def _send(self, request: IncomingRequest, answer: Answer) -> None:
         status = HTTPStatus(answer.status)
         headers = {
             **answer.headers,
@@ -290,8 +290,8 @@ class ClientConnection(asyncio.BufferedProtocol):
             for piece in pieces:
                 await self._send_piece(request, piece)
 
-    async def _send_piece(self, request: Arriving, piece: bytes | memoryview) -> None:
-        """Send a part of a large body, no faster than the line is."""
+    async def _send_piece(self, request: IncomingRequest, piece: bytes | memoryview) -> None:
+        """Send a part of a large body, no faster than the line."""
         link = self._shared.link
         if link.bytes_per_second is None or request.target.startswith(control.PREFIX):
             await self._write(piece)

@@ -1,4 +1,4 @@
-"""Faults, counts and the log over HTTP, for a server that runs in a process of its own.
+"""Control faults, counts and the log over HTTP, for a server that runs in a process of its own.
 
 GET /_control/stats, GET /_control/log, POST /_control/faults (a JSON list of `Fault` fields), POST /_control/reset.
 """
@@ -17,26 +17,26 @@ PREFIX = "/_control/"
 
 
 def answer(shared: Shared, path: str, body: memoryview | None) -> Answer:
-    """Do what a control request asks for."""
-    what = path.removeprefix(PREFIX)
-    if what == "stats":
+    """Carry out a control request."""
+    command = path.removeprefix(PREFIX)
+    if command == "stats":
         return _json(stats(shared))
-    if what == "log":
+    if command == "log":
         return _json([asdict(request) for request in shared.log])
-    if what == "faults":
+    if command == "faults":
         shared.faults.replace(Fault(**fields) for fields in json.loads(bytes(body or b"[]")))
         return _json({})
-    if what == "reset":
+    if command == "reset":
         shared.service.objects.buckets.clear()
         shared.service.objects.uploads.clear()
         shared.faults.clear()
         shared.log.clear()
         return _json({})
-    raise S3Error(404, "NoSuchControl", what)
+    raise S3Error(404, "NoSuchControl", command)
 
 
 def stats(shared: Shared) -> dict[str, object]:
-    """How much there is."""
+    """Return counts of objects, bytes, uploads and requests."""
     buckets = shared.service.objects.buckets
     return {
         "objects": {name: len(objects) for name, objects in buckets.items()},

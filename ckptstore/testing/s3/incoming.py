@@ -1,4 +1,4 @@
-"""A request while its body comes in."""
+"""Receive a request's body."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_LINE_BYTES = 1 << 12
 
 
 class Unchunker:
-    """A chunked body (Transfer-Encoding), piece by piece as it arrives, into memory that grows when it must."""
+    """Decodes a chunked body (Transfer-Encoding) as it arrives, into memory that grows when it must."""
 
     def __init__(self, memory: bytearray) -> None:
         self._memory = memory
@@ -23,11 +23,11 @@ class Unchunker:
 
     @property
     def body(self) -> memoryview:
-        """What has come so far. The memory cannot grow while somebody has this view."""
+        """The body so far. The memory cannot grow while this view exists."""
         return memoryview(self._memory)[: self._size_bytes]
 
     def feed(self, data: bytes | memoryview) -> bytes | None:
-        """Take more bytes; returns what follows the end, None before it."""
+        """Take more bytes; return those after the end of the body, None before it."""
         view = memoryview(self._pending + bytes(data) if self._pending else data)
         position = 0
         while True:
@@ -57,7 +57,7 @@ class Unchunker:
 
 
 @dataclass(slots=True, kw_only=True)
-class Arriving:
+class IncomingRequest:
     """A request while its body comes in."""
 
     method: str
@@ -67,7 +67,7 @@ class Arriving:
     body_bytes: int = 0
     body: memoryview | None = None
     scratch: memoryview | None = None
-    """Where a body goes that is not kept, or whose size is not known yet."""
+    """Receives a body that is not kept, or whose size is not known yet."""
     received_bytes: int = 0
     chunks: Unchunker | None = None
     started: float = field(default_factory=time.time)
@@ -80,14 +80,14 @@ class Arriving:
 
     @property
     def query(self) -> str:
-        """What follows the question mark."""
+        """The part after the question mark."""
         return self.target.partition("?")[2]
 
     @property
     def complete(self) -> bool:
-        """Whether all of the body is here."""
+        """True when all of the body has arrived."""
         return self.chunks is None and self.received_bytes >= self.body_bytes
 
     def hit_by(self, action: str) -> bool:
-        """Whether a fault with that action hits it."""
+        """True if a fault with that action hits it."""
         return self.fault is not None and self.fault.action == action

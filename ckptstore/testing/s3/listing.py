@@ -1,4 +1,4 @@
-"""The XML of listings and of errors."""
+"""Write the XML of listings and of errors."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _PAGE_KEYS = 1000
 
 
 def document(name: str, *fields: tuple[str, object] | str) -> bytes:
-    """An XML document; a field is a name and a text, or XML as it is."""
+    """Return an XML document; a field is a name and a text, or XML as it is."""
     inner = "".join(field if isinstance(field, str) else element(*field) for field in fields)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n<{name} {_NAMESPACE}>{inner}</{name}>'.encode()
 
 
 def element(name: str, *content: object) -> str:
-    """An element with escaped text in it."""
+    """Return an element with escaped text in it."""
     return f"<{name}>{''.join(escape(str(item), {chr(34): '&quot;'}) for item in content)}</{name}>"
 
 
 def wrapped(name: str, *fields: tuple[str, object]) -> str:
-    """An element with elements in it."""
+    """Return an element with elements in it."""
     return f"<{name}>{''.join(element(*field) for field in fields)}</{name}>"
 
 
 def timestamp(seconds: float) -> str:
-    """A time as S3 writes it."""
+    """Format a time as S3 does."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"
 
 
 def error_document(error: S3Error, path: str) -> bytes:
-    """The body of an answer that is an error."""
+    """Return the body of an error."""
     fields = [("Code", error.code), ("Message", error.message), ("Resource", path)]
     if error.condition:
         fields.append(("Condition", error.condition))
@@ -44,7 +44,7 @@ def error_document(error: S3Error, path: str) -> bytes:
 
 
 def bucket_page(name: str, objects: Mapping[str, StoredObject], query: Mapping[str, str]) -> bytes:
-    """One page of ListObjectsV2, or of its older form."""
+    """Return one page of ListObjectsV2, or of its older form."""
     prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
     limit = min(_PAGE_KEYS, int(query.get("max-keys", _PAGE_KEYS)))
     token = query.get("continuation-token")
@@ -106,7 +106,7 @@ def _page(
 
 
 def uploads_page(bucket: str, uploads: Mapping[str, MultipartUpload], prefix: str) -> bytes:
-    """Every unfinished upload below a prefix, on one page."""
+    """Return every unfinished upload below a prefix, on one page."""
     found = [
         wrapped("Upload", ("Key", upload.key), ("UploadId", upload_id), ("Initiated", timestamp(upload.begun)))
         for upload_id, upload in sorted(uploads.items(), key=lambda item: item[1].key)
@@ -116,7 +116,7 @@ def uploads_page(bucket: str, uploads: Mapping[str, MultipartUpload], prefix: st
 
 
 def parts_page(upload_id: str, upload: MultipartUpload) -> bytes:
-    """Every part of an unfinished upload."""
+    """Return every part of an unfinished upload."""
     found = [
         wrapped(
             "Part",

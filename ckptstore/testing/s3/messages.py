@@ -1,4 +1,4 @@
-"""A request whose body has arrived, the answer to it, and what the operations share."""
+"""Requests whose body has arrived, answers, and helpers of the operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HttpRequest:
     query: Mapping[str, str]
     headers: Mapping[str, str]
     body: memoryview | None
-    """None where only the number of bytes was kept."""
+    """None if only the number of bytes was kept."""
     body_bytes: int
     etag: str = ""
     checksums: dict[str, str] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class HttpRequest:
 
     @property
     def xml(self) -> ElementTree.Element:
-        """The body as XML; its own names have no namespace afterwards."""
+        """The body as XML, without namespaces."""
         try:
             root = ElementTree.fromstring(bytes(self.body or b""))
         except ElementTree.ParseError as error:
@@ -51,7 +51,7 @@ class HttpRequest:
 
 @dataclass(slots=True)
 class Answer:
-    """What is sent back."""
+    """The answer to a request."""
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
@@ -60,12 +60,12 @@ class Answer:
 
     @classmethod
     def of(cls, body: bytes, *, status: int = 200, headers: Mapping[str, str] = XML) -> Answer:
-        """An answer with a body in memory."""
+        """Create an answer with a body in memory."""
         return cls(status, dict(headers), [body], len(body))
 
 
 def check_conditions(request: HttpRequest, stored: StoredObject | None) -> None:
-    """Raise S3Error unless the object is as If-Match and If-None-Match want it."""
+    """Raise S3Error unless the object satisfies If-Match and If-None-Match."""
     wanted, unwanted = request.headers.get("if-match"), request.headers.get("if-none-match")
     if wanted is not None:
         if stored is None:
@@ -79,7 +79,7 @@ def check_conditions(request: HttpRequest, stored: StoredObject | None) -> None:
 
 
 def stored_from(request: HttpRequest, *, headers: dict[str, str]) -> StoredObject:
-    """The body of the request as an object."""
+    """Create an object from the body of the request."""
     pieces = None if request.body is None else [request.body]
     return StoredObject(
         pieces=pieces,
@@ -91,7 +91,7 @@ def stored_from(request: HttpRequest, *, headers: dict[str, str]) -> StoredObjec
 
 
 def kept_headers(request: HttpRequest) -> dict[str, str]:
-    """The headers that an object keeps."""
+    """Return the headers that an object keeps."""
     kept = {
         name: value
         for name, value in request.headers.items()
@@ -103,18 +103,18 @@ def kept_headers(request: HttpRequest) -> dict[str, str]:
 
 
 def put_headers(stored: StoredObject) -> dict[str, str]:
-    """The headers of an answer to a PUT."""
+    """Return the headers of an answer to a PUT."""
     digests = {checksums.HEADER + name: value for name, value in stored.checksums.items()}
     return {"etag": f'"{stored.etag}"', **digests}
 
 
 def copy_result(name: str, stored: StoredObject) -> bytes:
-    """The body of an answer to a copy."""
+    """Return the body of an answer to a copy."""
     return listing.document(name, ("LastModified", listing.timestamp(stored.modified)), ("ETag", f'"{stored.etag}"'))
 
 
 def range_of(first: str, last: str, size_bytes: int) -> tuple[int, int]:
-    """The first and last byte that a Range header means."""
+    """Return the first and last byte of a Range header."""
     begin = int(first) if first else max(0, size_bytes - int(last or 0))
     end = min(size_bytes - 1, int(last) if first and last else size_bytes - 1)
     if begin > end:

@@ -1,4 +1,4 @@
-"""What the server holds: buckets of objects, and multipart uploads that are not finished."""
+"""The contents of the server: buckets of objects, and unfinished multipart uploads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 
 class S3Error(Exception):
-    """An answer that is an error, as S3 words it."""
+    """An answer with an error, in S3's words."""
 
     def __init__(self, status: int, code: str, message: str = "", *, condition: str = "") -> None:
         super().__init__(f"{status} {code} {message}")
@@ -28,7 +28,7 @@ class StoredObject:
     """An object, or a part of one."""
 
     pieces: Sequence[memoryview] | None
-    """The bytes, None where only their number is kept; such an object reads as zeros."""
+    """The bytes, None if only their number is kept; such an object reads as zeros."""
     size_bytes: int
     etag: str
     headers: dict[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class StoredObject:
     modified: float = field(default_factory=time.time)
 
     def slice(self, offset: int, size_bytes: int) -> list[memoryview]:
-        """A range of the bytes, without a copy."""
+        """Return a range of the bytes, without a copy."""
         found: list[memoryview] = []
         if self.pieces is None:
             while size_bytes > 0:
@@ -71,19 +71,19 @@ class MultipartUpload:
 
 @dataclass(slots=True)
 class Objects:
-    """Everything that the server holds. Only the server's loop changes it."""
+    """The contents of the server. Only the server's loop changes them."""
 
     buckets: dict[str, dict[str, StoredObject]] = field(default_factory=dict)
     uploads: dict[str, MultipartUpload] = field(default_factory=dict)
 
     def bucket(self, name: str) -> dict[str, StoredObject]:
-        """The objects of a bucket by key."""
+        """Return the objects of a bucket by key."""
         if name not in self.buckets:
             raise S3Error(404, "NoSuchBucket", name)
         return self.buckets[name]
 
     def upload(self, upload_id: str, bucket: str, key: str) -> MultipartUpload:
-        """An unfinished upload."""
+        """Return an unfinished upload."""
         upload = self.uploads.get(upload_id)
         if upload is None or (upload.bucket, upload.key) != (bucket, key):
             raise S3Error(404, "NoSuchUpload", upload_id)
@@ -91,12 +91,12 @@ class Objects:
 
 
 def new_id() -> str:
-    """32 hexadecimal digits that nothing else has."""
+    """Return 32 hexadecimal digits, unique."""
     return uuid.uuid4().hex
 
 
 def memory_for(size_bytes: int) -> memoryview:
-    """Memory for a body."""
+    """Allocate memory for a body."""
     if size_bytes < HUGE_BYTES:
         return memoryview(bytearray(size_bytes))
     return memoryview(new_memory(size_bytes))

@@ -1,4 +1,4 @@
-"""What goes wrong on purpose: rules that match requests, each good for a number of them."""
+"""Inject faults on purpose: rules that match requests, each good for a number of them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Fault:
     """One rule.
 
     `status`: answer with `status` and `code`, and do nothing. `reset`: reset the connection before anything is done,
-    after `after_bytes` bytes of the request's body. `delay`: wait `seconds` before anything is done. `stall`: the
-    same, but for good unless `seconds` is given. `lose_answer`: do it, then reset instead of answering. `truncate`:
-    reset after `after_bytes` bytes of the answer's body. `corrupt`: flip a bit of the answer's body. `bandwidth`:
-    move the bodies at `bytes_per_second`.
+    after `after_bytes` bytes of the request's body. `delay`: wait `seconds` before anything is done. `stall`: the same,
+    but for good without `seconds`. `lose_answer`: do it, then reset instead of answering. `truncate`: reset after
+    `after_bytes` bytes of the answer's body. `corrupt`: flip a bit of the answer's body. `bandwidth`: move the bodies
+    at `bytes_per_second`.
     """
 
     action: Action
     match: str = ""
     """A regular expression, searched in "METHOD /path?query"."""
     times: int | None = 1
-    """How many requests it hits; None for all."""
+    """The number of requests it hits; None for all."""
     skip: int = 0
-    """How many matching requests it lets pass first."""
+    """The number of matching requests it lets pass first."""
     probability: float = 1.0
     status: int = 503
     code: str = "SlowDown"
@@ -54,23 +54,23 @@ class Faults:
             self._rules.extend(rules)
 
     def replace(self, rules: Iterable[Fault]) -> None:
-        """Have these rules and no others."""
+        """Replace all rules."""
         self.clear()
         self.add(*rules)
 
     def clear(self) -> None:
-        """From now on nothing goes wrong."""
+        """Remove all rules."""
         with self._lock:
             self._rules.clear()
 
     @property
     def pending(self) -> int:
-        """How many rules can still hit a request."""
+        """The number of rules that can still hit a request."""
         with self._lock:
             return sum(rule.times is None or rule.times > 0 for rule in self._rules)
 
     def pick(self, line: str) -> Fault | None:
-        """The rule that hits this request, used up once."""
+        """Return the rule that hits this request, and use it up once."""
         with self._lock:
             for rule in self._rules:
                 if rule.times == 0 or not re.search(rule.match, line):

@@ -1,8 +1,8 @@
-"""One S3 request in, one answer out. No sockets and no waiting, so what happens in here is atomic.
+"""Answer S3 requests, without sockets and without waiting, so each one is atomic.
 
 Known: buckets, PUT (conditional, copy), GET and HEAD (ranges, conditions), DELETE (conditional, in batches), multipart
-uploads (parts, copied parts, listing, conditional completion, abort), ListObjects in both versions, checksums.
-Not known: signatures (only the access key is looked at), versions, access rules, TLS; multipart listings have one page.
+uploads (parts, copied parts, listing, conditional completion, abort), ListObjects in both versions, checksums. Not
+known: signatures (only the access key is checked), versions, access rules, TLS; multipart listings have one page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptstore.testing.s3.uploads import Uploads, copy_source
 
 
 class Service:
-    """The operations over what is stored."""
+    """The operations on the contents."""
 
     def __init__(self, objects: Objects, *, access_keys: frozenset[str] | None, min_part_bytes: int | None) -> None:
         self.objects = objects
@@ -35,7 +35,7 @@ class Service:
         self._uploads = Uploads(objects, min_part_bytes=min_part_bytes)
 
     def answer(self, request: HttpRequest) -> Answer:
-        """Do what is asked; raises S3Error."""
+        """Carry out a request. Raises S3Error."""
         self._authorize(request)
         if not request.bucket:
             return self._list_buckets(request)

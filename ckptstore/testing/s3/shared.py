@@ -1,4 +1,4 @@
-"""What all connections of one server share."""
+"""The state that all connections of one server share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptstore.testing.s3.service import Service
 
 @dataclass(slots=True, kw_only=True)
 class Shared:
-    """Its state and its switches."""
+    """The server's state and switches."""
 
     service: Service
     faults: Faults

@@ -1,4 +1,4 @@
-"""Multipart uploads: begin, parts, copied parts, listing, completion under a condition, abort."""
+"""Multipart uploads: begin, parts, copied parts, listing, conditional completion, abort."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _MIN_PART_BYTES = 5 << 20
 
 
 class Uploads:
-    """The operations on uploads that are not finished."""
+    """The operations on unfinished uploads."""
 
     def __init__(self, objects: Objects, *, min_part_bytes: int | None) -> None:
         self.objects = objects
         self._min_part_bytes = _MIN_PART_BYTES if min_part_bytes is None else min_part_bytes
 
     def answer(self, request: HttpRequest) -> Answer:
-        """Do what is asked; raises S3Error."""
+        """Carry out a request. Raises S3Error."""
         if request.method == "POST" and "uploads" in request.query:
             return self._begin_upload(request)
         upload_id = request.query.get("uploadId", "")
@@ -83,15 +83,15 @@ class Uploads:
         objects = self.objects.bucket(request.bucket)
         check_conditions(request, objects.get(request.key))
         parts = self._listed_parts(request, upload)
-        kept = [piece for part in parts for piece in part.pieces or ()]
+        pieces = [piece for part in parts for piece in part.pieces or ()]
         complete = all(part.pieces is not None for part in parts)
         etag = checksums.digest("md5", [memoryview(bytes.fromhex("".join(part.etag for part in parts)))]).hex()
         stored = StoredObject(
-            pieces=kept if complete else None,
+            pieces=pieces if complete else None,
             size_bytes=sum(part.size_bytes for part in parts),
             etag=f"{etag}-{len(parts)}",
             headers=upload.headers,
-            checksums=_whole_checksum(upload, parts, kept) if complete else {},
+            checksums=_whole_checksum(upload, parts, pieces) if complete else {},
             checksum_type=upload.checksum_type,
         )
         objects[request.key] = stored
@@ -120,7 +120,7 @@ class Uploads:
 
 
 def copy_source(objects: Objects, request: HttpRequest) -> tuple[StoredObject, Sequence[memoryview] | None, int]:
-    """The object that x-amz-copy-source names, and the bytes of it that are asked for."""
+    """Return the object of x-amz-copy-source, and the requested bytes of it."""
     bucket, _, key = unquote(request.headers["x-amz-copy-source"].lstrip("/")).partition("/")
     source = objects.bucket(bucket).get(key)
     if source is None:

@@ -1,5 +1,5 @@
-"""A deterministic simulation: jobs, readers and commands work on one store in virtual time, while a seed decides who
-goes on at each request, each lock and each wait, and what goes wrong. Each promise is checked after every change.
+"""Simulate jobs, readers and commands on one store, deterministically in virtual time. A seed decides who goes on at
+each request, each lock and each wait, and the faults. Each promise is checked after every change.
 
     with Simulation() as simulation:
         outcome = simulation.run(draw(42))

@@ -1,4 +1,4 @@
-"""`python -m ckptstore.testing.simulation`: run seeds, replay one, or make a failing one smaller."""
+"""Run seeds, replay one, or shrink a failing one, by `python -m ckptstore.testing.simulation`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptstore.testing.simulation.simulator import Simulation, report, shrink, w
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; 1 when a promise was broken."""
+    """Run the command; return 1 when a promise was broken."""
     parser = argparse.ArgumentParser(prog="python -m ckptstore.testing.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, help="run this seed; with --seconds or --seeds begin with it")
     parser.add_argument("--seeds", type=int, help="run so many seeds")
@@ -25,49 +25,49 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plan", type=Path, help="run the plan in this file")
     parser.add_argument("--trace", action="store_true", help="show the whole trace of a failing seed")
     parser.add_argument("--verbose", action="store_true", help="show the trace of a seed that does not fail too")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with Simulation() as simulation:
-        if given.plan is not None:
-            return _one(simulation, Plan.from_json(given.plan.read_text()), given)
-        if given.seeds is None and given.seconds is None:
-            return _one(simulation, _drawn(given, given.seed or 0), given)
-        return _many(simulation, given)
+        if options.plan is not None:
+            return _one(simulation, Plan.from_json(options.plan.read_text()), options)
+        if options.seeds is None and options.seconds is None:
+            return _one(simulation, _drawn(options, options.seed or 0), options)
+        return _many(simulation, options)
 
 
-def _drawn(given: argparse.Namespace, seed: int) -> Plan:
-    return draw_fast(seed) if given.fast_tier else draw(seed)
+def _drawn(options: argparse.Namespace, seed: int) -> Plan:
+    return draw_fast(seed) if options.fast_tier else draw(seed)
 
 
-def _one(simulation: Simulation, plan: Plan, given: argparse.Namespace) -> int:
+def _one(simulation: Simulation, plan: Plan, options: argparse.Namespace) -> int:
     outcome = simulation.run(plan)
-    if not outcome.ok and given.shrink:
+    if not outcome.ok and options.shrink:
         outcome = shrink(simulation, outcome)
         write(outcome.plan.to_json())
     if not outcome.ok:
-        write(report(outcome, lines=0 if given.trace else 80))
+        write(report(outcome, lines=0 if options.trace else 80))
         return 1
-    if given.verbose:
+    if options.verbose:
         write("\n".join(outcome.trace))
     write(f"seed {plan.seed}: all promises held, {outcome.steps} steps, run {outcome.digest}")
     return 0
 
 
-def _many(simulation: Simulation, given: argparse.Namespace) -> int:
-    first, began, failed, steps = given.seed or 0, time.monotonic(), 0, 0
+def _many(simulation: Simulation, options: argparse.Namespace) -> int:
+    first, began, failed, steps = options.seed or 0, time.monotonic(), 0, 0
     rules: Counter[str] = Counter()
     seed = first
     while True:
-        if given.seeds is not None and seed - first >= given.seeds:
+        if options.seeds is not None and seed - first >= options.seeds:
             break
-        if given.seconds is not None and time.monotonic() - began > given.seconds:
+        if options.seconds is not None and time.monotonic() - began > options.seconds:
             break
-        outcome = simulation.run(_drawn(given, seed))
+        outcome = simulation.run(_drawn(options, seed))
         steps += outcome.steps
         if not outcome.ok:
             failed += 1
             rules[outcome.rule] += 1
-            write(report(outcome, lines=0 if given.trace else 40) if not given.keep_going else _short(outcome))
-            if not given.keep_going:
+            write(report(outcome, lines=0 if options.trace else 40) if not options.keep_going else _short(outcome))
+            if not options.keep_going:
                 return 1
         seed += 1
     seconds = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""What processes do that are no job: readers, and somebody at the command line."""
+"""Run processes that are no job: readers, and commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptstore.group import StorageGroup
 from ckptstore.interchange.copying import copy_store
 from ckptstore.opening import open_store
 from ckptstore.retention import KeepLatest
-from ckptstore.testing.simulation.model import Violation, told_in
+from ckptstore.testing.simulation.model import Violation, calls_in
 from ckptstore.testing.simulation.plan import POLICIES, Action
 from ckptstore.testing.simulation.virtual.clocks import sleep
 from ckptstore.testing.simulation.world import COPY_URI, STORE_URI, Member, World, kind_of
@@ -28,7 +28,7 @@ from ckptstore.transfer.opened import open_place
 
 
 def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
-    """The store as a process opens it."""
+    """Open the store as a process does."""
     plan, actor = world.plan, member.actor
     group: object = None
     if actor.ranks:
@@ -55,11 +55,11 @@ def open_for(world: World, member: Member, uri: str = STORE_URI) -> Any:
 
 
 _LEASED = frozenset({"directory on this node", "copy to a directory"})
-"""Who reads so must find every byte until it is done."""
+"""Readers that must find every byte until they are done."""
 
 
 def other_program(world: World, member: Member) -> None:
-    """A reader, or somebody at the command line."""
+    """Run a reader, or a command line."""
     pid = member.process.pid
     for index, action in enumerate(member.actor.actions):
         sleep(action.after_seconds)
@@ -127,7 +127,7 @@ def _alone(world: World, member: Member, index: int, action: Action) -> None:
 
 
 def _restore(world: World, member: Member, index: int, store: Any) -> None:
-    """Bring back something in the trash; whether it is pinned, and what it is, follow from the seed."""
+    """Restore something in the trash; the choice, and its pin, follow from the seed."""
     where = f"{member.process.name}/{index}"
     trashed = world.model.newest.state.trash if world.model.newest else {}
     if trashed:
@@ -186,7 +186,7 @@ def _with_checkpoint(world: World, member: Member, index: int, action: Action, s
         path = checkpoint.to_directory(world.directory / where.replace("/", "-"))
         _compare(world, where, checkpoint, {item.name: item.read_bytes() for item in path.iterdir()})
     elif action.kind == "directory on this node":
-        names = [receipt.name for receipt in checkpoint.files]  # a request: others would go on before the next look
+        names = [receipt.name for receipt in checkpoint.files]  # a request: others would go on before the next check
         with checkpoint.as_directory() as path:
             lost = [name for name in names if not (path / name).exists()]
             if lost and not world.model.saved[checkpoint.number].is_damaged:
@@ -202,4 +202,4 @@ def _compare(world: World, where: str, checkpoint: Checkpoint, found: dict[str, 
     saved = world.model.saved[checkpoint.number or 0]
     for name, data in found.items():
         if data != saved.files[name] and not saved.is_damaged:
-            world.fail("what is read is what was saved", f"{where}: {name} of record {saved.number}: {told_in(data)}")
+            world.fail("what is read is what was saved", f"{where}: {name} of record {saved.number}: {calls_in(data)}")

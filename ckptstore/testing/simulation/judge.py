@@ -1,4 +1,4 @@
-"""Whether what came of an action of a rank is what must come of it."""
+"""Judge the result of a rank's action."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAVES = frozenset({"directory", "state", "async", "report"})
 
 
 def judge(world: World, member: Member, index: int, action: Action, mine: Attempted) -> None:
-    """Compare what came of an action with what must."""
+    """Compare the result of an action with the promises."""
     model = world.kept_by_ray if action.kind == "report" else world.model
     actor = member.actor
     call = ((actor.name, index), member.rank)
@@ -53,15 +53,15 @@ def judge(world: World, member: Member, index: int, action: Action, mine: Attemp
                 world.fail("committed=False never becomes visible", f"{where}: {model.by_call[call]}: {kind_of(error)}")
             model.refused.add(call)
         if error is None and model.by_call.get(call) != checkpoint_of(result):
-            there = model.by_call.get(call)
-            world.fail("what returned is committed", f"{where}: {checkpoint_of(result)}, there is {there}")
+            visible = model.by_call.get(call)
+            world.fail("what returned is committed", f"{where}: {checkpoint_of(result)}, there is {visible}")
     if action.kind == "resume" or (action.kind == "load" and world.plan.contents == "state"):
         _judge_resume(world, where, mine)
     _judge_together(world, member, index, action, where)
 
 
 def checkpoint_of(result: Any) -> int | str | None:
-    """Which checkpoint a call returned: the number of its record, or the directory where Ray keeps."""
+    """Return the checkpoint of a call: the number of its record, or the directory where Ray keeps."""
     return result.directory if isinstance(result, RayAttempt) else getattr(result, "number", None)
 
 
@@ -92,7 +92,7 @@ def _judge_resume(world: World, where: str, mine: Attempted) -> None:
 
 
 def _judge_together(world: World, member: Member, index: int, action: Action, where: str) -> None:
-    """All ranks return the same or raise the same, unless something explains it."""
+    """Check that all ranks return the same or raise the same, unless something explains the difference."""
     actor = member.actor
     attempts = world.attempts[actor.name, index]
     mine = attempts[member.rank]
@@ -118,7 +118,7 @@ def _judge_together(world: World, member: Member, index: int, action: Action, wh
 
 
 def _excuse_before(world: World, actor: Actor, index: int) -> str | None:
-    """A job may hear once that a call before has failed on some rank."""
+    """Return an excuse if an earlier call failed on some rank, which a later call may raise once."""
     for earlier in range(index - 1, -1, -1):
         attempts = world.attempts.get((actor.name, earlier))
         is_load = earlier < len(actor.actions) and actor.actions[earlier].kind == "load"
@@ -147,7 +147,7 @@ def _allowed(world: World, member: Member, action: Action, error: BaseException)
 
 
 def is_fenced(world: World, member: Member) -> str | None:
-    """Why nothing of this job can be committed any more, None while it can."""
+    """Return the reason why nothing of this job can be committed any more, None while it can."""
     if world.plan.keeper == "ray":
         return None
     epoch, newest = member.job.epoch, world.model.newest

@@ -1,4 +1,4 @@
-"""The key-value store of torch.distributed, simulated: a server in the process of rank 0, and clients that wait."""
+"""Simulate the key-value store of torch.distributed: a server in the process of rank 0, and clients that wait."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _LATENCY_SECONDS = 0.001
 
 @dataclass
 class Server:
-    """The values of one job. They are gone with the process of rank 0."""
+    """The values of one job. They are lost with the process of rank 0."""
 
     process: Process
     values: dict[str, bytes] = field(default_factory=dict)
     answers_nobody: bool = False
-    """The machine is gone, so clients wait; else they hear of it at once."""
+    """True if the machine is gone, so clients wait; else they get an error at once."""
 
 
 class SimStore:
@@ -42,12 +42,12 @@ class SimStore:
         self._prefix = prefix
 
     def below(self, prefix: str) -> SimStore:
-        """The same, with a prefix for all keys."""
+        """Return a client with a prefix for all keys."""
         return SimStore(self._world, self._server, f"{self._prefix}{prefix}/")
 
     def _request(self, what: str, key: str) -> str:
         scheduler = self._world.scheduler
-        client = self._world.network.here()
+        client = self._world.network.caller()
         self._world.trace(f"{client.process.name} key-value store: {what} {key}")
         scheduler.sleep(_LATENCY_SECONDS * (0.1 + scheduler.rng.random()))
         is_cut_off = any(scheduler.now < outage.until and not outage.prefix for outage in client.outages)
@@ -103,7 +103,7 @@ class KeyValueGroup:
     world_size: int
 
     def open_group(self, storage: Storage, config: StoreConfig) -> Group:
-        """The group, as `open_torch_group` makes it."""
+        """Open the group, as `open_torch_group` does."""
         world, members = self.world, self.world.members_of(self.job)
         server = world.servers.get(self.job)
         if server is None:
@@ -150,4 +150,4 @@ REPLACED: dict[int, tuple[Any, Any]] = {
     id(dist): (dist, _changed),
     id(_real_cloned): (_real_cloned, _cloned),
 }
-"""What is put in the place of what, so that a board takes a simulated store."""
+"""The replacements by which a board takes a simulated store."""

@@ -1,4 +1,4 @@
-"""What must hold, checked after every change of a storage and every end of a call. It looks past all faults."""
+"""Check all promises after every change of a storage and every end of a call. The model sees past all faults."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ckptstore.testing.simulation.plan import KEPT_SINCE_SECONDS, Plan
 from ckptstore.testing.simulation.virtual.storages import File, Space
 
 Tag = tuple[str, int]
-"""Which save of which job."""
+"""The job and the action of a save."""
 Call = tuple[Tag, int]
-"""The part of one rank in it."""
+"""The part of one rank in a save."""
 
 
 _IN_FLIGHT_SECONDS = 0.1
-"""For how long after a loss what was asked for before may arrive."""
+"""Requests from before a loss may still arrive this long after it."""
 
 
 class Violation(AssertionError):
-    """A promise does not hold."""
+    """Raised when a promise is broken."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(f"{rule}: {text}")
@@ -53,15 +53,15 @@ class SavedCheckpoint:
     files: dict[str, bytes]
     is_damaged: bool = False
     is_visibly_damaged: bool = False
-    """Whether a listing shows it."""
+    """True if a listing shows the damage."""
     damaged_at: float = -1.0
     removed_at: float | None = None
-    """When a record took it out of live and trash."""
+    """The time at which a record took it out of live and trash."""
 
 
 @dataclass
 class Model:
-    """What a store must hold, as its log says."""
+    """The expected contents of a store, according to its log."""
 
     space: Space
     plan: Plan
@@ -78,16 +78,16 @@ class Model:
     history: list[tuple[float, int | None]] = field(default_factory=lambda: [(0.0, None)])
     """The number of the newest record from a time on."""
     reading: dict[tuple[int, int], float] = field(default_factory=dict)
-    """By process id and number since when somebody reads a checkpoint, under a lease or not."""
+    """By process id and number, the time since which the process reads a checkpoint, under a lease or not."""
     last_action: dict[str, int] = field(default_factory=dict)
     is_damaging: bool = False
     vanished_at: float | None = None
-    """When files of the store were lost without which no save may succeed; nothing else is promised from then on."""
+    """The time at which essential files of the store were lost; from then on only failing saves are promised."""
     has_arrived: bool = False
-    """Whether a record that was on its way then has arrived afterwards: it is there, and nobody can see what is not."""
+    """True if a record on its way at that time arrived afterwards, which hides the loss from everybody."""
     on_commit: Callable[[], None] = lambda: None
     careful: set[int] = field(default_factory=set)
-    """Process ids of readers that nothing has gone wrong with, and that were never stopped."""
+    """Process ids of readers that met no fault, and were never stopped."""
 
     def __post_init__(self) -> None:
         self.space.watchers.append(self.changed)
@@ -98,12 +98,12 @@ class Model:
         return self.records.get(len(self.records)) if self.records else None
 
     def live(self) -> list[SavedCheckpoint]:
-        """What is live, oldest first."""
+        """Return the live checkpoints, oldest first."""
         newest = self.newest
         return [self.saved[number] for number in newest.state.live] if newest else []
 
     def changed(self, key: str, before: File | None, after: File | None) -> None:
-        """A file was written or removed."""
+        """Handle a write or removal of a file."""
         if key.startswith(LOG_PREFIX):
             self._log_changed(key, before, after)
         elif key.startswith(CHECKPOINT_PREFIX):
@@ -112,23 +112,23 @@ class Model:
             self.reads(*leased)
 
     def reads_file(self, pid: int, key: str) -> None:
-        """A process reads the bytes of a file: on a disk others must see that it does."""
+        """Note that a process reads the bytes of a file; on a disk others must see a lease."""
         attempt, _, name = key.removeprefix(CHECKPOINT_PREFIX).partition("/")
         if self.plan.storage == "disk" and pid in self.careful and name != MANIFEST_NAME and attempt in self.by_attempt:
             self.reads(pid, self.by_attempt[attempt].number)
 
     def reads(self, pid: int, number: int) -> None:
-        """A process begins to read a checkpoint."""
+        """Note that a process begins to read a checkpoint."""
         self.reading.setdefault((pid, number), self.now())
 
     def gives_back(self, pid: int, key: str) -> None:
-        """A process asks for the deletion of its lease: it has read what it wanted, though the call may still last."""
+        """Note that a process deletes its lease: it has read everything, though the call may still last."""
         leased = _leased(key)
         if leased is not None and leased[0] == pid:
             self.reading.pop(leased, None)
 
     def ends_reading(self, pid: int) -> None:
-        """A process reads nothing any more."""
+        """Note that a process reads nothing any more."""
         for key in [key for key in self.reading if key[0] == pid]:
             del self.reading[key]
 
@@ -234,20 +234,20 @@ class Model:
         where = f"record {record.number}{' of the copy' if self.is_copy else ''}, step {entry.step}"
         prefix = f"{CHECKPOINT_PREFIX}{entry.attempt}/"
         held = held_files(self.space, prefix, where, sha256=entry.manifest_sha256, is_copy=self.is_copy)
-        told = told_of(held, where, self.ranks_of, self.step_of)
-        tag = max((tag for tag, _ in told), default=("", -1))
+        calls = calls_of(held, where, self.ranks_of, self.step_of)
+        tag = max((tag for tag, _ in calls), default=("", -1))
         saved = SavedCheckpoint(record.number, entry.step, entry.attempt, tag, self.now(), held)
         self.saved[record.number] = self.by_attempt[entry.attempt] = saved
         if self.is_copy or not tag[0]:
             return
-        if refused := told & self.refused:
+        if refused := calls & self.refused:
             raise Violation("committed=False never becomes visible", f"{where}: {refused} was refused before")
-        if again := told & self.by_call.keys():
+        if again := calls & self.by_call.keys():
             raise Violation("a save commits once", f"{where}: {again} is in another record too")
         if self.last_action.get(tag[0], -1) > tag[1]:
             raise Violation("one order of saves", f"{where}: {tag} after action {self.last_action[tag[0]]}")
         self.last_action[tag[0]] = tag[1]
-        self.by_call |= dict.fromkeys(told, record.number)
+        self.by_call |= dict.fromkeys(calls, record.number)
 
     def _moved(self, record: Record, newest: Record | None) -> None:
         before = set(newest.state.live) | set(newest.state.trash) if newest else set()
@@ -278,7 +278,7 @@ class Model:
                 raise Violation("nothing that is read loses a byte", text)
 
     def damage(self, saved: SavedCheckpoint, name: str, how: str) -> None:
-        """Something else than ckptstore does harm to a file."""
+        """Damage a file, as something outside of ckptstore would."""
         key = f"{CHECKPOINT_PREFIX}{saved.attempt}/{name}"
         file = self.space.files.get(key)
         if file is None:
@@ -294,8 +294,9 @@ class Model:
         self.is_damaging = False
 
     def vanish(self, what: str) -> None:
-        """Something else than ckptstore removes files: those with some prefixes, the newest record, or all that a copy
-        of the store from two records ago has not. Where no save is lost by it nothing is done."""
+        """Remove files, as something outside of ckptstore would: those with some prefixes, the newest record, or all
+        that a copy of the store from two records ago lacks. Does nothing if no save is lost by it.
+        """
         newest = self.newest
         if newest is None or newest.state.latest is None:
             return
@@ -311,19 +312,19 @@ class Model:
             self.space.remove(key)
 
     def claims_since(self, start: float) -> list[int]:
-        """The numbers of the records since then with which somebody has claimed the store."""
+        """Return the numbers of the records since then that are claims."""
         numbers = [number for since, number in self.history if since >= start and number is not None]
         return [number for number in numbers if isinstance(self.records[number].change, Claim)]
 
     def numbers_between(self, start: float, end: float) -> list[int | None]:
-        """The numbers of the records that were the newest at some time between."""
+        """Return the numbers of the records that were the newest at some time in between."""
         found = [number for since, number in self.history if start <= since <= end]
         before = [number for since, number in self.history if since < start]
         return [*before[-1:], *found]
 
 
 def _leased(key: str) -> tuple[int, int] | None:
-    """Who holds a lease, and of what: the id of the process and the number of the checkpoint."""
+    """Return the process id and the checkpoint number of a lease."""
     number, parts = parse_lease_key(key), key.split("-")
     return (int(parts[-2]), number) if number is not None and len(parts) > 3 and parts[-2].isdecimal() else None
 
@@ -331,8 +332,10 @@ def _leased(key: str) -> tuple[int, int] | None:
 def held_files(
     space: Space, prefix: str, where: str, *, sha256: str | None = None, is_copy: bool = False
 ) -> dict[str, bytes]:
-    """The files of a checkpoint that becomes visible now, by name: whole, as their receipts say, and durable. With
-    `sha256`, that of its manifest."""
+    """Return the files of a checkpoint that becomes visible now, by name, after checking them.
+
+    With `sha256`, that of its manifest is checked.
+    """
     files = {key.removeprefix(prefix): file for key, file in space.files.items() if key.startswith(prefix)}
     if MANIFEST_NAME not in files or sha256 not in (None, sha256_of(files[MANIFEST_NAME].data)):
         raise Violation("what is committed is whole", f"{where}: its manifest is not there")
@@ -350,34 +353,36 @@ def held_files(
     return held
 
 
-def told_of(
+def calls_of(
     held: Mapping[str, bytes],
     where: str,
     ranks_of: Callable[[str], int],
     step_of: Callable[[Tag], int | None],
 ) -> set[Call]:
-    """The calls by which these files were made: one of each rank, of one job, and for one step. After a failure ranks
-    may be one call apart within a step."""
-    told = {item for data in held.values() for item in told_in(data)}
-    tags, ranks = {tag for tag, _ in told}, {rank for _, rank in told}
-    if len(told) > len(ranks) or len({job for job, _ in tags}) > 1 or (len(tags) > 1 and None in map(step_of, tags)):
-        raise Violation("no checkpoint mixes attempts", f"{where}: {sorted(told)}")
+    """Return the calls that made these files, after checking that all ranks made them in one job and step.
+
+    After a failure ranks may be one call apart within a step.
+    """
+    calls = {item for data in held.values() for item in calls_in(data)}
+    tags, ranks = {tag for tag, _ in calls}, {rank for _, rank in calls}
+    if len(calls) > len(ranks) or len({job for job, _ in tags}) > 1 or (len(tags) > 1 and None in map(step_of, tags)):
+        raise Violation("no checkpoint mixes attempts", f"{where}: {sorted(calls)}")
     if len(set(map(step_of, tags))) > 1:
-        raise Violation("no checkpoint mixes steps", f"{where}: {sorted(told)}")
+        raise Violation("no checkpoint mixes steps", f"{where}: {sorted(calls)}")
     if ranks and len(ranks) != ranks_of(min(tags)[0]):
         raise Violation("every rank is in a checkpoint", f"{where}: only {sorted(ranks)}")
-    return told
+    return calls
 
 
 def payload(tag: Tag, rank: int, name: str, size_bytes: int) -> bytes:
-    """The contents of a file, which tell what it belongs to."""
+    """Return the contents of a file, which name its save."""
     text = f"<{tag[0]} {tag[1]} {rank} {name}>".encode()
     return text + b"." * max(0, size_bytes - len(text))
 
 
-def told_in(data: bytes) -> list[Call]:
-    """The saves and the ranks that a file's contents tell of."""
-    return [((job.decode(), int(action)), int(rank)) for job, action, rank in _TOLD.findall(data)]
+def calls_in(data: bytes) -> list[Call]:
+    """Return the saves and the ranks that a file's contents name."""
+    return [((job.decode(), int(action)), int(rank)) for job, action, rank in _CALL.findall(data)]
 
 
-_TOLD = re.compile(rb"<(\w+) (\d+) (\d+) [^<>]*>")
+_CALL = re.compile(rb"<(\w+) (\d+) (\d+) [^<>]*>")

@@ -1,4 +1,4 @@
-"""The way to a storage: every request passes the scheduler, takes virtual time, and may go wrong by the plan."""
+"""Connect processes to a storage: every request passes the scheduler, takes virtual time, and may fail by the plan."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _CHANGES = frozenset(
 )
 _OTHER_CHANGES = frozenset(["make_directory", "remove_directories", "abort_unfinished"])
 _LATE = frozenset(["write", "create", "delete", "finish"])
-"""What may take effect after whoever asked has given up."""
+"""Requests that may take effect after their caller has given up."""
 _NO_REQUEST = frozenset(["part_bytes", "useful_threads", "local_path", "close", "uri", "resolved"])
 _READS = frozenset(["read", "read_into", "read_steps"])
 
 
 @dataclass
 class Outage:
-    """A time in which requests of one process go wrong."""
+    """A time in which requests of one process fail."""
 
     kind: str
     prefix: str
     until: float
     tries: dict[str, int] = field(default_factory=dict)
-    """By request how often it was tried, for requests that go through in the end."""
+    """Number of tries by request, for requests that succeed in the end."""
 
     def kind_of(self, verb: str, key: str, now: float) -> str | None:
-        """What a request meets now, None for nothing."""
+        """Return the fault of a request now, None for none."""
         if now >= self.until or not key.startswith(self.prefix):
             return None
         changes = verb in _CHANGES
@@ -62,26 +62,26 @@ class Outage:
 
 @dataclass
 class Client:
-    """One process and what its requests have met."""
+    """One process and the faults of its requests."""
 
     process: Process
     calls: int = 0
     outages: list[Outage] = field(default_factory=list)
     at_calls: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
-    """What happens at a request, by its number."""
+    """Actions by the number of the request at which they happen."""
     failures: dict[int, float] = field(default_factory=dict)
-    """By thread how many of the last requests failed; one that succeeds takes a quarter of one away."""
+    """By thread, the number of recent failures; each success takes a quarter of one away."""
     failing_since: dict[int, float] = field(default_factory=dict)
     hard_at: float = -1.0
-    """When a request failed so often that no retry mends it; below 0 for never."""
+    """The time at which a request failed more often than retries allow; below 0 for never."""
     slow_at: float = -1.0
     flaky_at: float = -1.0
     max_seconds: float = 0.0
-    is_lied_to: bool = False
-    """Whether what it reads of checkpoints comes with other bytes, until it goes another way."""
+    is_corrupted: bool = False
+    """True while its reads of checkpoints return other bytes, until it takes another way."""
     honest_until_call: int = 0
     last_read: bytes = b""
-    """What the last file had that it read whole."""
+    """The contents of the last file that it read whole."""
 
 
 class Network:
@@ -93,45 +93,45 @@ class Network:
         self.trace = trace
         self.is_calm = False
         self.away_until = -1.0
-        """Until when no request of anybody is answered."""
+        """The end of a time in which no request is answered."""
         self.has_own_storage = False
-        """Whether the storages are not the simulation's."""
+        """True if the storages are not the simulation's."""
         self.on_read: Callable[[int, str], None] = lambda pid, key: None
         """Called when a process reads the bytes of a file."""
         self.on_delete: Callable[[Process, str], None] = lambda process, keys: None
-        """Called when a process asks for the deletion of files, whose keys have blanks between them."""
+        """Called when a process requests the deletion of files, with their keys separated by blanks."""
         self.clients: dict[Process, Client] = {}
         self.struck: list[str] = []
-        """Requests at which something went wrong by chance."""
+        """Requests with a random fault."""
         self.undeleted: set[str] = set()
-        """Files whose deletion a process asked for, and was told that it failed."""
+        """Files whose deletion failed, as far as their processes know."""
         self._is_disk = plan.storage == "disk"
         self._unanswered_seconds = 0.0 if self._is_disk else plan.rank_timeout_seconds / 60
-        """How long a client waits for an answer."""
+        """The time that a client waits for an answer."""
         self._latency_seconds = 0.0005 if self._is_disk else 0.02
 
     def client(self, process: Process) -> Client:
-        """What is known of a process."""
+        """Return the client of a process."""
         if process not in self.clients:
             self.clients[process] = Client(process)
         return self.clients[process]
 
-    def here(self) -> Client:
-        """That of the calling thread."""
+    def caller(self) -> Client:
+        """Return the client of the calling thread."""
         current = self.scheduler.current
         assert current is not None
         return self.client(current.owner)
 
     def connect(self, storage: Any, mirror: Space | None = None) -> Any:
-        """The storage as a process reaches it: with the same powers, no more and no fewer.
+        """Return the storage as a process reaches it: with exactly the same powers.
 
-        `mirror` is made to hold what the storage does, after each change; a storage of the simulation needs none.
+        `mirror` is updated with the storage's contents after each change; a storage of the simulation needs none.
         """
         powers = tuple(power for power in base.POWERS if isinstance(storage, power))
         return _class_for(powers)(self, storage, mirror)
 
     def request(self, verb: str, key: str, perform: Callable[[], Any], size_bytes: int = 0) -> Any:
-        """Have a request travel, take effect and be answered; or not."""
+        """Have a request travel, take effect and be answered; or fail."""
         scheduler = self.scheduler
         me = scheduler.current
         assert me is not None
@@ -170,7 +170,7 @@ class Network:
     def _travel(
         self, site: str, fault: str | None, seconds: float, perform: Callable[[], Any], *, changes: bool
     ) -> list[Any]:
-        """Have a request take effect, or not, when it has travelled; the result and the error."""
+        """Have a request take effect, or not, after its travel; return the result and the error."""
         scheduler, box = self.scheduler, [None, None]
         me = scheduler.current
         assert me is not None
@@ -189,7 +189,7 @@ class Network:
             scheduler.at(scheduler.now + late_seconds, self._detached(effect_only(perform)))
             scheduler.block(seconds)
         elif changes:
-            # it arrives though its process may be dead by then
+            # it arrives even if its process is dead by then
             scheduler.at(scheduler.now + seconds, self._detached(effect))
             scheduler.block()
         else:
@@ -197,17 +197,17 @@ class Network:
             effect()
         return box
 
-    def lied(self, key: str, result: Any, views: Sequence[memoryview]) -> Any:
-        """What the calling process gets of a file of which `result`, or what is in `views`, was read."""
-        client = self.here()
+    def corrupted(self, key: str, result: Any, views: Sequence[memoryview]) -> Any:
+        """Return the read result for the calling process, or change `views`, with other bytes if the plan says so."""
+        client = self.caller()
         is_file = key.startswith("checkpoints/")
         if self.is_calm or not (is_file or key.startswith("log/")):
             return result
         site = f"{client.process.name}:{client.calls}"
         other, client.last_read = client.last_read, bytes(result) if isinstance(result, bytes) else client.last_read
         if client.calls >= client.honest_until_call and self.plan.chance(site, "lie") < self.plan.lie_rate:
-            client.is_lied_to = True
-        if not client.is_lied_to:
+            client.is_corrupted = True
+        if not client.is_corrupted:
             return result
         if isinstance(result, bytes) and other and (not is_file or self.plan.chance(site, "other") < 0.5):
             self.trace(f"{site}: what another file has comes of {key}")
@@ -225,15 +225,15 @@ class Network:
         return result
 
     def doubted(self) -> None:
-        """The calling process goes another way from here on, on which nothing lies for a while."""
-        client = self.here()
-        client.is_lied_to, client.honest_until_call = False, client.calls + 100
+        """Switch the calling process to another way, which returns correct bytes for a while."""
+        client = self.caller()
+        client.is_corrupted, client.honest_until_call = False, client.calls + 100
 
     def _detached(self, effect: Callable[[], None]) -> Callable[[], object]:
-        """An effect that belongs to no process. What waits for locks of its own needs a thread for that."""
+        """Return an effect that belongs to no process, on a thread if it may wait for locks of its own."""
         if not self.has_own_storage:
             return effect
-        process = self.here().process
+        process = self.caller().process
         server = Process(f"{process.name} in flight", process.pid)
         return lambda: self.scheduler.spawn(server, effect, "request")
 
@@ -248,7 +248,7 @@ class Network:
             client.hard_at = now
 
     def _fault(self, client: Client, site: str, verb: str, key: str) -> tuple[str | None, float]:
-        """What goes wrong, and how long the request takes."""
+        """Return the fault of a request, and its duration."""
         seconds = self._latency_seconds * (0.1 + self.scheduler.rng.random())
         if self.is_calm:
             return None, seconds
@@ -289,7 +289,7 @@ class Network:
 
 
 def effect_only(perform: Callable[[], Any]) -> Callable[[], None]:
-    """`perform` for nobody: nobody hears what comes of it."""
+    """Return `perform` without its result or error, for a caller that has given up."""
 
     def effect() -> None:
         try:
@@ -317,7 +317,7 @@ class _Connected:
         self.mirror = mirror
 
     def mirrored(self, keys: Sequence[str], perform: Callable[[], Any]) -> Callable[[], Any]:
-        """`perform`, and a look at what has become of the files then."""
+        """Return `perform` followed by an update of the mirror."""
         if self.mirror is None:
             return perform
         mirror = self.mirror
@@ -345,7 +345,7 @@ class _Connected:
         return iter(self.network.request("list", prefix, lambda: [*self.inner.list(prefix)]))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """One request for each, on a disk, as there."""
+        """Delete: on a disk one request for each file."""
         step = 1 if self.network._is_disk else 1000
         for first in range(0, len(keys), step):
             some = list(keys[first : first + step])
@@ -392,8 +392,8 @@ def _doubt(self: _Connected, key: str, offset: int = 0, size_bytes: int | None =
 _OWN: dict[str, Callable[..., Any]] = {"open_parts": _open_parts, "copy_from": _copy_from, "doubt": _doubt}
 
 
-def _lied(network: Network, key: str, perform: Callable[[], Any], views: Sequence[memoryview]) -> Any:
-    return network.lied(key, perform(), views)
+def _corrupted(network: Network, key: str, perform: Callable[[], Any], views: Sequence[memoryview]) -> Any:
+    return network.corrupted(key, perform(), views)
 
 
 def _request(name: str) -> Callable[..., Any]:
@@ -417,7 +417,7 @@ def _request(name: str) -> Callable[..., Any]:
             perform = self.mirrored([key], perform)
         elif name in ("read", "read_into") and self.network.plan.lie_rate:
             views = arguments[2] if name == "read_into" else ()
-            perform = functools.partial(_lied, self.network, shown, perform, views)
+            perform = functools.partial(_corrupted, self.network, shown, perform, views)
         return self.network.request(name, shown, perform)
 
     return call

@@ -1,6 +1,6 @@
-"""What happens in one run, drawn from its seed before it begins: jobs, what they do, what goes wrong.
+"""Draw the events of one run from its seed, before it begins: jobs, their actions, and their troubles.
 
-Plain data, so that it can be printed, read back, and made smaller.
+Plain data, so that it can be printed, read back, and shrunk.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KEPT_SINCE_SECONDS = 5_000.0
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a process does. All ranks of a job do the same actions in the same order."""
+    """One action of a process. All ranks of a job do the same actions in the same order."""
 
     kind: str
     step: int = 0
     after_seconds: float = 0.0
-    """How long the process is busy with something else before."""
+    """The time for which the process is busy with something else before."""
     size_bytes: int = 100
     option: str = ""
 
@@ -49,21 +49,22 @@ class Actor:
     """"at once", "when saved": when there is a checkpoint, or "after NAME": when that one has ended or hangs."""
     after_seconds: float = 0.0
     goes_on: bool = True
-    """Whether it does its next action when one has failed."""
+    """True if it does its next action when one has failed."""
     clock_ahead_seconds: float = 0.0
     nodes: tuple[str, ...] = ()
-    """By rank the node that it runs on, for jobs with a fast tier."""
+    """By rank its node, for jobs with a fast tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Something that goes wrong."""
+    """A fault of the run."""
 
     kind: str
-    """"kill", "stop", "outage", "damage", "power"; "vanish", where files with the prefixes of `what` are lost, the
-    "newest" record, or what an "older" copy has not; "away", where no request of anybody is answered; on disks of nodes
-    "node kill", "node lost", "node full", "node damage", "node deaf", which nobody reaches, or "node mute", which
-    reaches nobody, counted by the requests to those."""
+    """"kill", "stop", "outage", "damage", "power"; "vanish": files with the prefixes of `what` are lost, or the
+    "newest" record, or everything that an "older" copy lacks; "away": no request of anybody is answered; on disks of
+    nodes "node kill", "node lost", "node full", "node damage", "node deaf", which nobody reaches, or "node mute", which
+    reaches nobody, counted by the requests to those.
+    """
     who: str = ""
     at_call: int = 0
     """The request of that process at which it happens."""
@@ -78,11 +79,11 @@ class Plan:
     seed: int
     storage: str = "objects"
     board: str = "storage"
-    """"storage", "torch", or "ray": through the storage, with a token that Ray's workers tell each other."""
+    """"storage", "torch", or "ray": through the storage, with a token broadcast by Ray's workers."""
     keeper: str = "ckptstore"
     """Or "ray", which has a directory for each checkpoint and no log."""
     contents: str = "directory"
-    """What jobs save: "directory", "state", or "mixed"."""
+    """The contents of jobs' saves: "directory", "state", or "mixed"."""
     policy: str = "all"
     grace_seconds: float = 3600.0
     rank_timeout_seconds: float = 60.0
@@ -91,29 +92,28 @@ class Plan:
     late_rate: float = 0.0
     slow_rate: float = 0.0
     lie_rate: float = 0.0
-    """How often something on the way of a process begins to answer reads of files of checkpoints with other bytes. It
-    goes on until the process goes another way."""
+    """Probability that a process begins to read other bytes of checkpoint files, until it takes another way."""
     slow_who: str = ""
-    """How the names of the processes begin that wait long for answers."""
+    """The beginning of the names of processes that wait long for answers."""
     actors: tuple[Actor, ...] = ()
     troubles: tuple[Trouble, ...] = ()
     fast_copies: int = 0
-    """Of each file on disks of nodes; 0 for jobs without a fast tier."""
+    """Copies of each file on disks of nodes; 0 for jobs without a fast tier."""
     without: tuple[str, ...] = ()
-    """Requests at which nothing goes wrong although the seed says so."""
+    """Requests without a fault although the seed says so."""
 
     def chance(self, *where: object) -> float:
-        """A number from 0 to 1 that follows from the seed and a place, whatever else has happened."""
+        """Return a number from 0 to 1 that follows from the seed and a place, independent of all other events."""
         text = f"{self.seed}/{'/'.join(map(str, where))}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest()) / (1 << 48)
 
     def to_json(self) -> str:
-        """As text."""
+        """Return the plan as text."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """From text."""
+        """Read a plan from text."""
         value = json.loads(text)
         actors = tuple(
             Actor(
@@ -134,12 +134,12 @@ CUT_OFF_RATE = 0.15
 LYING_RATE = 0.25
 VANISH_RATE = 0.03
 THEMES = ("any",) * 10 + ("copying", "copying", "reading", "reading", "idle", "damage", "flaky")
-"""What the other processes and the troubles of a run are about. The rare ones meet by chance too seldom."""
+"""The subjects of a run's other processes and troubles. Rare ones would coincide by chance too seldom."""
 
 
-def draw(seed: int, *, num_jobs: int | None = None, **given: Any) -> Plan:
-    """The plan of a seed; `given` fixes some of its fields, and `num_jobs` how many jobs there are."""
-    if not given and num_jobs is None and Plan(seed).chance("vanish") < VANISH_RATE:
+def draw(seed: int, *, num_jobs: int | None = None, **fixed: Any) -> Plan:
+    """Draw the plan of a seed; `fixed` overrides fields, and `num_jobs` the number of jobs."""
+    if not fixed and num_jobs is None and Plan(seed).chance("vanish") < VANISH_RATE:
         return draw_vanishing(seed)
     rng = Random(f"plan {seed}")
     storage = rng.choice(["objects", "objects", "disk", "disk", "plain objects"])
@@ -158,7 +158,7 @@ def draw(seed: int, *, num_jobs: int | None = None, **given: Any) -> Plan:
         slow_rate=rng.choice([0.0, 0.0, 0.02]),
     )
     theme = rng.choice(THEMES)
-    plan = _themed(rng, replace(plan, **given), theme)
+    plan = _themed(rng, replace(plan, **fixed), theme)
     jobs = _jobs(rng, plan, theme, num_jobs or rng.choice([1, 1, 2, 3]))
     others = _others(rng, plan) if theme == "any" else _others_for(rng, plan, theme)
     others = [_restoring(plan, actor) for actor in others]
@@ -172,17 +172,17 @@ def draw(seed: int, *, num_jobs: int | None = None, **given: Any) -> Plan:
     if theme == "any" and plan.chance("cut off") < CUT_OFF_RATE:
         troubles += _cut_off(plan, jobs)
     plan = replace(plan, actors=(*jobs, *others), troubles=tuple(troubles))
-    if "lie_rate" not in given and plan.storage != "disk" and plan.chance("lies") < LYING_RATE:
+    if "lie_rate" not in fixed and plan.storage != "disk" and plan.chance("lies") < LYING_RATE:
         plan = replace(plan, lie_rate=0.05)
-    if "board" not in given and plan.board == "storage" and plan.chance("board") < 0.2:
+    if "board" not in fixed and plan.board == "storage" and plan.chance("board") < 0.2:
         plan = replace(plan, board="ray")
-    if "keeper" not in given and plan.chance("keeper") < RAY_KEEPS_RATE:
+    if "keeper" not in fixed and plan.chance("keeper") < RAY_KEEPS_RATE:
         plan = replace(plan, keeper="ray")
     return _kept_by_ray(plan) if plan.keeper == "ray" else plan
 
 
 def draw_vanishing(seed: int) -> Plan:
-    """A job under which its store, or a part of it, is lost: the saves that begin later fail."""
+    """Draw a job that loses its store, or a part of it: the saves that begin later fail."""
     rng = Random(f"vanishing {seed}")
     storage = rng.choice(["objects", "disk"])
     saves = tuple(Action("directory", step=10 * number, after_seconds=2.0 * rng.random()) for number in range(1, 9))
@@ -194,7 +194,7 @@ def draw_vanishing(seed: int) -> Plan:
 
 
 def _cut_off(plan: Plan, jobs: list[Actor]) -> list[Trouble]:
-    """A rank that does not lead, and does not hear the others for a while, though what it sends may arrive."""
+    """Draw a rank, not the leader, that gets no replies for a while, though its messages may arrive."""
     job = next((job for job in jobs if job.ranks > 1), None)
     if job is None:
         return []
@@ -205,8 +205,11 @@ def _cut_off(plan: Plan, jobs: list[Actor]) -> list[Trouble]:
 
 
 def _kept_by_ray(plan: Plan) -> Plan:
-    """The same jobs alone, with a report to Ray for each save. Half of the jobs name their directories, as uploads are
-    named: one name for all, or one for each two, which other jobs have too. No log refuses who is too late."""
+    """Return the same jobs alone, with a report to Ray for each save.
+
+    Half of the jobs name their directories, as uploads are named: one name for all, or one for each two, which other
+    jobs have too. No log refuses late ones.
+    """
     jobs = []
     has_one_name = plan.chance("one name") < 0.5
     for actor in plan.actors:
@@ -231,7 +234,7 @@ def _kept_by_ray(plan: Plan) -> Plan:
 
 
 def _themed(rng: Random, plan: Plan, theme: str) -> Plan:
-    """The plan with what a theme needs."""
+    """Adapt the plan to a theme."""
     shared = plan.storage if plan.storage != "plain objects" else "objects"
     if theme == "copying":
         return replace(plan, storage=shared, policy="all", error_rate=min(plan.error_rate, 0.01))
@@ -245,7 +248,7 @@ def _themed(rng: Random, plan: Plan, theme: str) -> Plan:
     if theme == "damage":
         return replace(plan, contents=rng.choice(["state", "state", "directory"]), policy="all")
     if theme == "flaky":
-        storage = "objects" if plan.storage == "disk" else plan.storage  # nothing is tried again on a disk
+        storage = "objects" if plan.storage == "disk" else plan.storage  # nothing is retried on a disk
         return replace(plan, storage=storage, error_rate=0.0, slow_rate=0.0, retry_attempts=25)
     return plan
 
@@ -272,13 +275,13 @@ def _jobs(rng: Random, plan: Plan, theme: str, num_jobs: int) -> list[Actor]:
             actions.append(Action("close"))
             if rng.random() < 0.1:
                 actions.append(_save(rng, plan, step + 5, theme))
-        beside = plan.storage != "plain objects" and rng.random() < 0.4
+        is_concurrent = plan.storage != "plain objects" and rng.random() < 0.4
         jobs.append(
             Actor(
                 name=f"job{index + 1}",
                 actions=tuple(actions),
                 ranks=rng.choice([1, 2, 2, 2, 3]),
-                begins="at once" if index == 0 or beside else f"after job{index}",
+                begins="at once" if index == 0 or is_concurrent else f"after job{index}",
                 after_seconds=rng.choice([0.0, 1.0, 30.0]) if index else 0.0,
                 goes_on=rng.random() < 0.8,
                 clock_ahead_seconds=rng.choice([0.0, 0.0, 0.0, 0.0, -3e7, 3e7]),
@@ -308,7 +311,7 @@ _FOR_THEMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "damage": (_READS,),
     "flaky": (_READS,),
 }
-"""For each theme the processes on their own, and what each of them chooses from."""
+"""For each theme the processes on their own, and their choices of actions."""
 
 
 def _others_for(rng: Random, plan: Plan, theme: str) -> list[Actor]:
@@ -351,7 +354,7 @@ def _others(rng: Random, plan: Plan) -> list[Actor]:
 
 
 def _restoring(plan: Plan, actor: Actor) -> Actor:
-    """The same process, but that it restores something in place of some commands."""
+    """Replace some commands of a process by a restore."""
 
     def changed(index: int, action: Action) -> Action:
         is_so = action.kind in _COMMANDS and plan.chance("restore", actor.name, index) < RESTORE_RATE

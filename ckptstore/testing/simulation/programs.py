@@ -1,4 +1,4 @@
-"""What the ranks of a job do, with the public interface of ckptstore, from its first action to the last restart."""
+"""Run the ranks of a job, through the public interface of ckptstore, from the first action to the last restart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptstore.testing.simulation.world import STORE_URI, Attempted, Member, Wor
 
 
 def rank_program(world: World, member: Member) -> None:
-    """One rank of a job."""
+    """Run one rank of a job."""
     actor = member.actor
     _open(world, member)
     for index, action in enumerate(actor.actions):
@@ -44,7 +44,7 @@ def _open(world: World, member: Member) -> Any:
 
 
 def settle(world: World, member: Member, *, wait: bool = False) -> None:
-    """Look after the asynchronous saves that have ended; with `wait` after all."""
+    """Handle the asynchronous saves that have ended; with `wait`, all of them."""
     left = []
     for item in member.in_flight:
         index, action, attempted, pending = item
@@ -61,7 +61,7 @@ def settle(world: World, member: Member, *, wait: bool = False) -> None:
 
 
 def perform(world: World, member: Member, index: int, action: Action) -> BaseException | None:
-    """Do one action, and judge what came of it."""
+    """Do one action, and judge its result."""
     actor = member.actor
     name = f"{actor.name}.{member.rank}"
     attempted = Attempted(world.scheduler.now, was_closed=member.is_closed)
@@ -133,12 +133,12 @@ def _save_state(world: World, member: Member, index: int, action: Action) -> Any
     from ckptstore.testing.simulation.states import state_of
 
     incremental = {"incremental": True, "reference": "reference"}.get(action.option, False)
-    asked = {"metrics": {"loss": round(world.plan.chance("loss", index), 3)}, "incremental": incremental}
+    options = {"metrics": {"loss": round(world.plan.chance("loss", index), 3)}, "incremental": incremental}
     state = state_of((member.actor.name, index), member.rank)
     if action.kind == "state":
-        return member.store.save(action.step, state, **asked)
+        return member.store.save(action.step, state, **options)
     on_busy = "skip" if action.option == "skip" else "wait"
-    return member.store.save_async(action.step, state, on_busy=on_busy, max_failures=1000, **asked)
+    return member.store.save_async(action.step, state, on_busy=on_busy, max_failures=1000, **options)
 
 
 def _load(world: World, member: Member, action: Action) -> Any:
@@ -155,9 +155,9 @@ def _load(world: World, member: Member, action: Action) -> Any:
 
 
 def survive(world: World, member: Member) -> None:
-    """After all troubles: a job that is whole saves again, after two errors at most.
+    """Check after all troubles that a whole job saves again, after two errors at most.
 
-    Ranks that come to the first call a timeout apart do not meet there; the second brings them to one pace.
+    Ranks that come to the first call a timeout apart do not meet; the second call synchronizes them.
     """
     actor = member.actor
     members = world.members_of(actor.name)
@@ -193,7 +193,7 @@ def _last_save(world: World, step: int) -> Action:
 
 
 def check_clean(world: World, member: Member) -> None:
-    """Nothing is left of a process whose store is closed."""
+    """Check that nothing is left of a process whose store is closed."""
     left = [thread.name for thread in member.process.threads if not thread.name.endswith("/main")]
     if left:
         world.fail("close leaves no thread", f"{member.process.name}: {', '.join(left)}")
@@ -208,7 +208,7 @@ def check_clean(world: World, member: Member) -> None:
 
 
 def finale(world: World, member: Member) -> None:
-    """After all that: a new job starts, finds the newest checkpoint, saves, and cleans up."""
+    """Start a new job at the end, which finds the newest checkpoint, saves, and cleans up."""
     store = _open(world, member)
     if world.plan.keeper == "ckptstore":
         _restart(world, member)
@@ -241,7 +241,7 @@ def _restart(world: World, member: Member) -> None:
 
 
 def _check_store(world: World) -> None:
-    """Every checkpoint that is live has its bytes, and nothing else is there."""
+    """Check that every live checkpoint has its bytes, and that nothing else exists."""
     model, files = world.model, world.spaces[STORE_URI].files
     newest = model.newest
     assert newest is not None

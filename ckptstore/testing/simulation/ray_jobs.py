@@ -1,4 +1,4 @@
-"""Jobs of Ray Train, without Ray: workers that Ray ends together, and checkpoints that it keeps in its directory."""
+"""Simulate jobs of Ray Train without Ray: workers that end together, and checkpoints in Ray's directory."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ class SimWorker(Worker):
     member: Member = field(repr=False)
 
     def broadcast(self, value: Any) -> Any:
-        """As Ray's: it waits for all workers without a deadline, and Ray ends this one when another one has ended."""
+        """Broadcast as Ray does: wait without a deadline; Ray ends this worker when another one has ended."""
         world, member = self.world, self.member
         scheduler, job = world.scheduler, member.actor.name
         member.num_broadcasts += 1
-        given = world.broadcasts.setdefault((job, member.num_broadcasts), {})
-        given[member.rank] = value
+        values = world.broadcasts.setdefault((job, member.num_broadcasts), {})
+        values[member.rank] = value
         world.trace(f"{member.process.name} broadcasts, or is given, value {member.num_broadcasts}")
         seconds = 0.01
-        while len(given) < self.world_size:
+        while len(values) < self.world_size:
             if any(world.is_over(other) for other in world.members_of(job)):
                 scheduler.at(scheduler.now, functools.partial(world.kill, member))
                 scheduler.block()
             scheduler.sleep(seconds)
             seconds = min(2 * seconds, _LONGEST_POLL_SECONDS)
-        return given[0]
+        return values[0]
 
 
 @dataclass(frozen=True)
 class SimWorkers:
-    """In the place of `RayWorkers`: the workers meet through the storage, where faults strike."""
+    """Stands in for `RayWorkers`: the workers meet through the storage, which has faults."""
 
     worker: SimWorker
 
     def open_group(self, storage: Storage, config: StoreConfig) -> Group:
-        """The group at work. Collective."""
+        """Open the group. Collective."""
         worker = self.worker
         if worker.world_size == 1:
             return SoloGroup(node=worker.node_id)
@@ -68,7 +68,7 @@ class SimWorkers:
 
 
 def worker_of(world: World, member: Member) -> SimWorker:
-    """The worker that a rank of a job is."""
+    """Create the worker for a rank of a job."""
     return SimWorker(
         rank=member.rank,
         world_size=member.actor.ranks,
@@ -81,7 +81,7 @@ def worker_of(world: World, member: Member) -> SimWorker:
 
 
 class RunOfRay:
-    """What a worker has in the place of a store when Ray keeps its checkpoints."""
+    """Stands in for a store when Ray keeps a worker's checkpoints."""
 
     def __init__(self, world: World, member: Member) -> None:
         self._world, self._member = world, member
@@ -92,14 +92,14 @@ class RunOfRay:
         self.run = Run(worker=self._workers.worker, config=config, storage=storage, transfer=transfer)
 
     def report(self, index: int, action: Action) -> RayAttempt:
-        """`ckptstore.ray.report`, but that nobody hears of it: the ranks meet anew for each."""
+        """Store as `ckptstore.ray.report`, without reporting: the ranks meet in a new group each time."""
         run = self.run
         name = f"{DIRECTORY_PREFIX}{action.option}" if action.option else default_directory(action.step)
         group = self._workers.open_group(run.storage, run.config)
         try:
             is_state = self._world.plan.contents == "state"
-            asked = {"step": action.step, "metrics": None, "metadata": None, "exists": "replace"}
-            request = transaction.checked(group, kind="state" if is_state else "directory", **asked)
+            options = {"step": action.step, "metrics": None, "metadata": None, "exists": "replace"}
+            request = transaction.checked(group, kind="state" if is_state else "directory", **options)
             if is_state:
                 return transaction.save(group, RayPublisher(run, name), self._state(group, index, action), request)
             shard = self._directory(index, action)
@@ -131,7 +131,7 @@ class RunOfRay:
         )
 
     def check_all(self) -> None:
-        """Every checkpoint that ever was visible can be read, and has its bytes."""
+        """Check that every checkpoint that was ever visible can be read, with its bytes."""
         world = self._world
         for directory in world.kept_by_ray.files:
             report = Checkpoint(files_at(self.run.storage, self.run.config, prefix=f"{directory}/")).verify()
@@ -139,6 +139,6 @@ class RunOfRay:
                 world.fail("what is committed verifies", f"{directory}: {report.problems}")
 
     def close(self) -> None:
-        """The worker ends."""
+        """End the worker."""
         self.run.transfer.close()
         self.run.storage.close()

@@ -1,4 +1,4 @@
-"""What must hold of checkpoints that Ray keeps: there is no log, and a manifest makes one visible for good."""
+"""Check the promises of checkpoints that Ray keeps: without a log, a manifest makes one visible for good."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass, field
 
 from ckptstore.format.layout import MANIFEST_NAME
 from ckptstore.format.manifest import Manifest
-from ckptstore.testing.simulation.model import Call, Tag, Violation, held_files, told_in, told_of
+from ckptstore.testing.simulation.model import Call, Tag, Violation, calls_in, calls_of, held_files
 from ckptstore.testing.simulation.virtual.storages import File, Space
 
 DIRECTORY_PREFIX = "checkpoint_"
-"""How the directories of Ray's checkpoints begin in a run."""
+"""The beginning of the names of Ray's directories in a run."""
 
 
 @dataclass
 class RayModel:
-    """What the directory of a run holds."""
+    """The expected contents of a run's directory."""
 
     space: Space
     ranks_of: Callable[[str], int]
     step_of: Callable[[Tag], int | None]
     by_call: dict[Call, str] = field(default_factory=dict)
-    """By a rank's part in a save the directory that it is in."""
+    """Maps a rank's part in a save to its directory."""
     refused: set[Call] = field(default_factory=set)
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    """By directory what was in it when its manifest came."""
+    """By directory, the files at the time of the manifest."""
 
     def __post_init__(self) -> None:
         self.space.watchers.append(self.changed)
 
     def changed(self, key: str, before: File | None, after: File | None) -> None:
-        """A file was written or removed."""
+        """Handle a write or removal of a file."""
         directory, _, name = key.partition("/")
         if not directory.startswith(DIRECTORY_PREFIX):
             return
@@ -50,17 +50,17 @@ class RayModel:
         if manifest.attempt != directory:
             raise Violation("what is committed is whole", f"{directory} has the manifest of {manifest.attempt}")
         held = held_files(self.space, f"{directory}/", directory)
-        told = told_of(held, directory, self.ranks_of, self.step_of)
-        if refused := told & self.refused:
+        calls = calls_of(held, directory, self.ranks_of, self.step_of)
+        if refused := calls & self.refused:
             raise Violation("committed=False never becomes visible", f"{directory}: {refused} was refused before")
-        if again := told & self.by_call.keys():
+        if again := calls & self.by_call.keys():
             raise Violation("a save commits once", f"{directory}: {again} is in another directory too")
-        self.by_call |= dict.fromkeys(told, directory)
+        self.by_call |= dict.fromkeys(calls, directory)
         self.files[directory] = held
 
     def check_delete(self, process: str, rank: int, keys: Sequence[str]) -> None:
-        """A process asks for the deletion of these keys. Of an upload that failed a rank may remove its own file."""
+        """Check a deletion by a process. A rank may only remove its own file of a failed upload."""
         for key in keys:
             file = self.space.files.get(key) if key.startswith(DIRECTORY_PREFIX) else None
-            if rank != 0 and file is not None and {other for _, other in told_in(file.data)} != {rank}:
+            if rank != 0 and file is not None and {other for _, other in calls_in(file.data)} != {rank}:
                 raise Violation("only the leader deletes what others wrote", f"{process} deletes {key}")

@@ -1,4 +1,4 @@
-"""Runs of seeds: one at a time, with everything patched once."""
+"""Run seeds: one at a time, with everything patched once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _DESCRIPTORS = "/proc/self/fd"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one run."""
+    """The outcome of one run."""
 
     plan: Plan
     failure: str
@@ -83,7 +83,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether every promise held."""
+        """True if every promise held."""
         return not self.failure
 
 
@@ -100,14 +100,16 @@ _real_open_storage = opening.open_storage
 
 
 class Simulation:
-    """Runs plans, as often as one likes, while its context lasts. Not safe for threads."""
+    """Runs plans, as often as one likes, during its context. Not safe for threads."""
 
     def __init__(
         self, open_storage: Callable[[str], Storage] | None = None, *, modules: Sequence[str] = (), states: bool = True
     ) -> None:
-        """`open_storage` opens a storage of your own by a URI, which is another one in every run: the same files for
-        the same URI. `modules` are those that it consists of, so that they wait, and tell the time, in the simulation.
-        Without it the storages are the simulation's. `states` has some jobs save tensors, for which torch is needed.
+        """Create a simulation.
+
+        `open_storage` opens a storage of your own by a URI that differs in every run: the same files for the same URI.
+        `modules` are its modules, which then wait, and tell the time, in the simulation. Without it the storages are
+        the simulation's. With `states`, some jobs save tensors, which needs torch.
         """
         self._open_own = open_storage
         self._more = tuple(modules)
@@ -132,11 +134,11 @@ class Simulation:
 
     def run(self, plan: Plan, *, prepare: Callable[[World], None] | None = None) -> Outcome:
         """Run one plan to its end, or to the first broken promise."""
-        before = set(_left_open())  # of processes that were killed in earlier runs: nobody closes them
+        before = set(_left_open())  # of killed processes in earlier runs: nobody closes them
         outcome = self._run(plan, prepare)
         was_killed = any(mark in line for line in outcome.trace for mark in ("--- kill", "--- power", "--- node"))
         if outcome.ok and not was_killed and set(_left_open()) - before:
-            gc.collect()  # what only a cycle holds is closed some time
+            gc.collect()  # files held only by a cycle are closed eventually
             if left := sorted(set(_left_open()) - before):
                 rule = "no file descriptor is left"
                 outcome = replace(outcome, failure=f"Violation: {rule}: {', '.join(left)}", rule=rule)
@@ -156,7 +158,7 @@ class Simulation:
             "CKPTSTORE_RETRY_DEADLINE_SECONDS": str(plan.rank_timeout_seconds * _RETRIED_SHARE),
             "CKPTSTORE_RETRY_WAIT_MAX_SECONDS": str(plan.rank_timeout_seconds / 30),
             "CKPTSTORE_CACHE_DIR": str(world.directory / "cache"),
-            "CKPTSTORE_CACHE_WAIT_SECONDS": "60",  # here nobody takes the turn from a process that was killed
+            "CKPTSTORE_CACHE_WAIT_SECONDS": "60",  # nobody takes the turn from a killed process in a run
         }
         _worlds.append(world)
         failure, rule = "", ""
@@ -166,7 +168,7 @@ class Simulation:
             _begin(world)
             scheduler.run(limit_seconds=LIMIT_SECONDS)
         except Exception as error:
-            failure, rule = _told(error), getattr(error, "rule", type(error).__name__)
+            failure, rule = _described(error), getattr(error, "rule", type(error).__name__)
         finally:
             _worlds.pop()
             world.close()
@@ -189,7 +191,7 @@ class Simulation:
 
 
 def _left_open() -> list[str]:
-    """What this process still has open in the directories of runs, which are over. Found where there is /proc."""
+    """Return the open files of this process in the directories of past runs. Needs /proc."""
     found = []
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
         with contextlib.suppress(OSError):  # that of the listing itself
@@ -199,7 +201,7 @@ def _left_open() -> list[str]:
     return found
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     known = isinstance(error, Violation | Deadlock | Stuck)
     texts = [f"{type(error).__name__}: {error}"] if known else traceback.format_exception(error)
     while (cause := error.__cause__) is not None:
@@ -209,7 +211,7 @@ def _told(error: BaseException) -> str:
 
 
 def _begin(world: World) -> None:
-    """A process that starts all others when their time has come, and ends the run."""
+    """Start a process that starts all others in time, and ends the run."""
     director = world.process("director")
     world.scheduler.spawn(director, functools.partial(_direct, world), "main")
 
@@ -218,7 +220,7 @@ def _direct(world: World) -> None:
     scheduler, plan = world.scheduler, world.plan
     waiting = list(plan.actors)
     rank_program = fast_jobs.fast_program if plan.fast_copies else programs.rank_program
-    scheduler.at(_QUIET_SECONDS, functools.partial(_still_there, world))
+    scheduler.at(_QUIET_SECONDS, functools.partial(_fail_late, world))
 
     def ready(actor: Actor) -> bool:
         if actor.begins == "when saved":
@@ -234,7 +236,7 @@ def _direct(world: World) -> None:
         if waiting:
             world.wait_until(lambda: any(map(ready, waiting)))
     world.wait_until(lambda: all(member.is_done for member in world.members))
-    scheduler.sleep(5 * plan.rank_timeout_seconds)  # what is late arrives
+    scheduler.sleep(5 * plan.rank_timeout_seconds)  # late requests arrive
     if world.model.vanished_at is not None:
         scheduler.finish()
         return
@@ -252,17 +254,17 @@ def _direct(world: World) -> None:
     scheduler.finish()
 
 
-def _still_there(world: World) -> None:
+def _fail_late(world: World) -> None:
     world.fail("every call ends", f"after {_QUIET_SECONDS:g} s of virtual time\n{world.scheduler.describe()}")
 
 
-def run_seed(simulation: Simulation, seed: int, **given: Any) -> Outcome:
+def run_seed(simulation: Simulation, seed: int, **fixed: Any) -> Outcome:
     """Draw the plan of a seed, and run it."""
-    return simulation.run(draw(seed, **given))
+    return simulation.run(draw(seed, **fixed))
 
 
 def report(outcome: Outcome, *, lines: int = 80) -> str:
-    """What went wrong, for people."""
+    """Return a failure for people."""
     shown = outcome.trace if lines <= 0 else outcome.trace[-lines:]
     cut = len(outcome.trace) - len(shown)
     head = [
@@ -276,7 +278,7 @@ def report(outcome: Outcome, *, lines: int = 80) -> str:
 
 
 def shrink(simulation: Simulation, outcome: Outcome, *, seconds: float = 30.0) -> Outcome:
-    """A smaller plan that breaks the same promise: without actors, actions, troubles and errors that it needs not."""
+    """Return a smaller plan that breaks the same promise: without needless actors, actions, troubles and errors."""
     until = time.monotonic() + seconds
     best = outcome
     changed = True
@@ -316,6 +318,6 @@ def _smaller(outcome: Outcome) -> Iterator[Plan]:
 
 
 def write(text: str) -> None:
-    """Show a line now."""
+    """Print a line now."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""One run: the storages, the processes and what they do, from a plan."""
+"""Run one plan: its storages, its processes and their programs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ckptstore.testing.simulation.virtual.scheduler import Process, Scheduler
 STORE_URI = "sim://store"
 COPY_URI = "sim://copy"
 RUN_URI = "sim://run"
-"""The directory of a run of Ray's, which keeps the checkpoints there."""
+"""The directory of a run of Ray, which keeps the checkpoints in it."""
 DIRECTORY_MARK = "ckptstore-simulation-"
-"""How the names of the real directories of runs begin."""
+"""The beginning of the names of the runs' real directories."""
 LONGEST_CALL_SECONDS = 20_000.0
-"""Beyond what timeouts and retries of one call can add up to."""
+"""More than the timeouts and retries of one call can add up to."""
 LAST_CALM_SECONDS = 60_000.0
 
 
@@ -51,10 +51,10 @@ class Member:
     process: Process
     store: Any = None
     job: Any = None
-    """That of the store, None where Ray keeps the checkpoints."""
+    """The job of the store, None where Ray keeps the checkpoints."""
     is_closed: bool = False
     has_saved: bool = False
-    """Whether a save to the disks of nodes has ended well."""
+    """True if a save to the disks of nodes has succeeded."""
     num_groups: int = 0
     num_broadcasts: int = 0
     is_done: bool = False
@@ -62,9 +62,9 @@ class Member:
     stopped_at: float = -1.0
     last_error: BaseException | None = None
     in_flight: list[tuple[int, Action, Attempted, Any]] = field(default_factory=list)
-    """Asynchronous saves that nobody has looked after yet."""
+    """Asynchronous saves that are not handled yet."""
     seen: list[BaseException] = field(default_factory=list)
-    """What asynchronous saves failed with: a later call may raise it again."""
+    """Errors of asynchronous saves: a later call may raise them again."""
 
 
 @dataclass
@@ -74,16 +74,16 @@ class World:
     plan: Plan
     scheduler: Scheduler
     open_own: Callable[[str], Any] | None = None
-    """What opens a storage that is not the simulation's."""
+    """Opens a storage that is not the simulation's."""
     servers: dict[str, Any] = field(default_factory=dict)
-    """By job its key-value store."""
+    """The key-value store of each job."""
     broadcasts: dict[tuple[str, int], dict[int, Any]] = field(default_factory=dict)
-    """By job and number of the broadcast among Ray's workers what each rank came with."""
+    """Each rank's value, by job and number of the broadcast among Ray's workers."""
     events: list[str] = field(default_factory=list)
     """The trace."""
     members: list[Member] = field(default_factory=list)
     attempts: dict[tuple[str, int], dict[int, Attempted]] = field(default_factory=dict)
-    """By job and number of the action what each rank came to."""
+    """Each rank's result, by job and number of the action."""
     is_calm: bool = False
 
     def __post_init__(self) -> None:
@@ -108,24 +108,24 @@ class World:
         self._pids = 1000
 
     def close(self) -> None:
-        """Remove what is on the real disk."""
+        """Remove the real directories."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def trace(self, text: str) -> None:
-        """One line of what happens."""
+        """Record one line of the trace."""
         line = f"{self.scheduler.now:12.4f} {text}"
         self._digest.update(line.encode())
         self.events.append(line)
 
     @property
     def digest(self) -> str:
-        """The same for the same run."""
+        """A digest of the trace, the same for the same run."""
         return self._digest.hexdigest()[:16]
 
     # Storages
 
     def open_storage(self, uri: Any, **_: Any) -> Any:
-        """What `ckptstore.storage.open.open_storage` gives in a run."""
+        """Open a storage in place of `ckptstore.storage.open.open_storage`."""
         uri = str(uri)
         space = self._space(uri)
         if self.open_own is not None:
@@ -141,7 +141,7 @@ class World:
     # Processes
 
     def process(self, name: str, *, clock_ahead_seconds: float = 0.0) -> Process:
-        """A new process."""
+        """Create a process."""
         self._pids += 1
         return Process(name, self._pids, clock_ahead_seconds=clock_ahead_seconds)
 
@@ -206,7 +206,7 @@ class World:
         elif trouble.kind == "node damage":
             self.nodes.damage(node, self.plan.chance("node damage", trouble.at_call))
         elif trouble.kind in ("node deaf", "node mute"):
-            self.nodes.cut_off(node, trouble.seconds, hears=trouble.kind == "node mute")
+            self.nodes.cut_off(node, trouble.seconds, is_mute=trouble.kind == "node mute")
         else:
             for other in self.members:
                 if not other.is_done and other.actor.nodes[other.rank] == node:
@@ -230,55 +230,55 @@ class World:
         rank = next((member.rank for member in self.members if member.process is process), 0)
         try:
             self.kept_by_ray.check_delete(process.name, rank, keys.split())
-        except Violation as broken:  # who deletes would take it for its own error
+        except Violation as broken:  # the caller would take it for its own error
             self.scheduler.fail(broken)
 
     def kill(self, member: Member) -> None:
-        """The process ends here."""
+        """Kill the process."""
         self.scheduler.kill(member.process)
         self.model.ends_reading(member.process.pid)
-        self.model.careful.discard(member.process.pid)  # a lease of it may still arrive
+        self.model.careful.discard(member.process.pid)  # its lease may still arrive
         self.done(member)
 
     def done(self, member: Member) -> None:
-        """It does nothing any more."""
+        """Note that it does nothing any more."""
         member.is_done = True
         self.look()
 
     # Waiting for each other
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds; it is looked at whenever a process ends or waits."""
+        """Wait until the condition holds; it is checked whenever a process ends or waits."""
         while not condition():
             assert self.scheduler.current is not None
             self._waiting.append(self.scheduler.current)
             self.scheduler.block()
 
     def look(self) -> None:
-        """Wake all threads that wait for something to become true."""
+        """Wake all threads that wait for a condition."""
         waiting, self._waiting = self._waiting, []
         for thread in waiting:
             self.scheduler.wake(thread)
 
     def wait_calm(self, member: Member) -> None:
-        """Wait until nobody is at work and nothing goes wrong any more."""
+        """Wait until nobody is at work and no more faults happen."""
         member.is_done = True
         self.look()
         self.wait_until(lambda: self.is_calm)
 
     def is_over(self, member: Member) -> bool:
-        """Whether a process is dead, or has ended before the calm."""
+        """True if a process is dead, or has ended before the calm."""
         return member.process.is_dead or (member.is_done and not self.is_calm)
 
     def has_ended(self, name: str) -> bool:
-        """Whether all processes of an actor have ended, or it never began."""
+        """True if all processes of an actor have ended, or it never began."""
         members = [member for member in self.members if member.actor.name == name]
         return bool(members) and all(member.is_done for member in members)
 
     # Directories to save
 
     def source(self, job: str, index: int, rank: int, action: Action, contents: Callable[[str], bytes]) -> Path:
-        """A real directory with the files of one rank."""
+        """Return a real directory with the files of one rank."""
         path = self.directory / f"{job}-{index}-{rank}"
         if not path.exists():
             path.mkdir()
@@ -286,14 +286,14 @@ class World:
                 (path / name).write_bytes(contents(name))
         return path
 
-    # What is known of a job
+    # Facts about a job
 
     def members_of(self, name: str) -> list[Member]:
-        """The processes of an actor."""
+        """Return the processes of an actor."""
         return [member for member in self.members if member.actor.name == name]
 
     def excuse(self, name: str, since: float) -> str | None:
-        """What went wrong with the processes of an actor since then that may make its calls fail, None for nothing."""
+        """Return a fault of an actor's processes since then that may make its calls fail, None for none."""
         for member in self.members_of(name):
             client = self.network.client(member.process)
             if member.process.is_dead:
@@ -307,7 +307,7 @@ class World:
         return None
 
     def fail(self, rule: str, text: str) -> None:
-        """A promise is broken."""
+        """Raise Violation for a broken promise."""
         raise Violation(rule, text)
 
 
@@ -332,7 +332,7 @@ def _memory_directory() -> str | None:
 
 
 def kind_of(error: BaseException | None) -> str:
-    """How an error is shown."""
+    """Format an error."""
     if error is None:
         return "ok"
     committed = f" committed={error.committed}" if isinstance(error, CkptstoreError) else ""

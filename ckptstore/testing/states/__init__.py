@@ -1,12 +1,12 @@
-"""States as users have them, saved and loaded by ckptstore and by torch.save, and compared bit by bit.
+"""Save and load states like users' with ckptstore and with torch.save, and compare the results bit by bit.
 
     outcome = run(42)                                  # the case of a seed
     assert outcome.ok, outcome.detail
     check(state, make=make_state)                      # your own state
 
-A seed decides what the state holds, what happens to it before it is saved, how it is saved, and into what it is loaded.
-Whatever ckptstore gives back is what `load_state_dict` gives back from `torch.load`, also after one more training step,
-or the refusal is one of `REFUSALS`. `python -m ckptstore.testing.states` runs seeds too.
+A seed decides the contents of the state, its life before the save, the way it is saved, and the target of the load.
+ckptstore must give back what `load_state_dict` gives back from `torch.load`, also after one more training step, or
+refuse with one of `REFUSALS`. `python -m ckptstore.testing.states` runs seeds too.
 """
 
 from __future__ import annotations

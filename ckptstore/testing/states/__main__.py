@@ -1,4 +1,4 @@
-"""`python -m ckptstore.testing.states`: run seeds, or one; a failing one is made smaller and written as a script."""
+"""Run seeds, or one, by `python -m ckptstore.testing.states`; shrink a failing one and write it as a script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AT_ONCE = 200
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; 1 when a case failed."""
+    """Run the command; return 1 when a case failed."""
     parser = argparse.ArgumentParser(prog="python -m ckptstore.testing.states", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, help="how many seeds; 1 without --seconds")
@@ -31,27 +31,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="", help="where modules and tensors lie: cuda, for instance (the host)")
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first seed that fails")
     parser.add_argument("--script", type=Path, help="where to write the script of a failing seed (a temporary file)")
-    given = parser.parse_args(arguments)
-    count = 1 if given.count is None and given.seconds is None else given.count
-    began, seed, ends = time.monotonic(), given.seed, Counter[str]()
+    options = parser.parse_args(arguments)
+    count = 1 if options.count is None and options.seconds is None else options.count
+    began, seed, ends = time.monotonic(), options.seed, Counter[str]()
     first: dict[str, StateOutcome] = {}
-    while (count is None or seed - given.seed < count) and (given.keep_going or not first):
-        if given.seconds is not None and time.monotonic() - began > given.seconds:
+    while (count is None or seed - options.seed < count) and (options.keep_going or not first):
+        if options.seconds is not None and time.monotonic() - began > options.seconds:
             break
-        at_once = 1 if given.ranks == 1 else min(_AT_ONCE, _AT_ONCE if count is None else given.seed + count - seed)
-        cases = [draw(each, num_ranks=given.ranks, device=given.device) for each in range(seed, seed + at_once)]
+        at_once = 1 if options.ranks == 1 else min(_AT_ONCE, _AT_ONCE if count is None else options.seed + count - seed)
+        cases = [draw(each, num_ranks=options.ranks, device=options.device) for each in range(seed, seed + at_once)]
         seed += at_once
         for outcome in _run_all(cases):
             ends[outcome.kind] += 1
             if not outcome.ok:
                 first.setdefault(outcome.kind, outcome)
     seconds = time.monotonic() - began
-    write(f"{seed - given.seed} seeds in {seconds:.1f} s; {sum(ends[kind] for kind in first)} failed")
+    write(f"{seed - options.seed} seeds in {seconds:.1f} s; {sum(ends[kind] for kind in first)} failed")
     for kind, times in ends.most_common():
         where = f" (seed {first[kind].case.seed}: {first[kind].detail[:200]})" if kind in first else ""
         write(f"  {times:5} {kind}{where}")
-    if first and not given.keep_going:
-        _show(next(iter(first.values())), given.script)
+    if first and not options.keep_going:
+        _show(next(iter(first.values())), options.script)
     return 1 if first else 0
 
 

@@ -42,11 +42,11 @@ _HEAVY_TIMES, _HEAVY_BYTES = 8, 300_000
 
 @dataclass(frozen=True, slots=True)
 class StateOutcome:
-    """What came of a case.
+    """The outcome of a case.
 
     `kind` is "same", "refused" (as documented), "torch cannot" (load it either) or "no program" (torch itself does not
-    build or run it); of a fault it says what is wrong and with what, in words that do not change from seed to seed.
-    `detail` is for people: the reason of a refusal, or all about a fault.
+    build or run it); for a fault it names the fault and the maker involved, in words that do not change from seed to
+    seed. `detail` is for people: the reason of a refusal, or all about a fault.
     """
 
     case: StateCase
@@ -55,7 +55,7 @@ class StateOutcome:
 
     @property
     def ok(self) -> bool:
-        """Whether ckptstore did what torch does, or refused as documented."""
+        """True if ckptstore did what torch does, or refused as documented."""
         return self.kind in ("same", "refused", "torch cannot", "no program")
 
 
@@ -66,11 +66,11 @@ class _Fault(Exception):
 
 
 class _Done(Exception):
-    """The case has ended early as it may."""
+    """Raised when the case has ended early as it may."""
 
 
 def run(case: StateCase | int) -> StateOutcome:
-    """Run a case, or the one of a seed, and return what came of it. Leaves nothing behind.
+    """Run a case, or the one of a seed, and return its outcome. Leaves nothing behind.
 
     torch.distributed is initialised for the cases that need it, in a world of one, unless it already is. A case of
     several ranks is run by all of them at once, which have initialised it.
@@ -101,7 +101,7 @@ class _Run:
         self._store = store
         self._flags = frozenset(case.flags)
         self._committed = 0
-        """How many checkpoints the store has."""
+        """The number of checkpoints in the store."""
 
     def run(self) -> None:
         """Save, load, step; raises _Fault or _Done."""
@@ -133,7 +133,7 @@ class _Run:
 
     @contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
-        """End a case on all ranks where it ends on one: the others would wait for it in what follows."""
+        """End a case on all ranks if it ends on one: the others would wait for that one."""
         import torch.distributed as dist
 
         ended: _Fault | _Done | None = None
@@ -157,19 +157,19 @@ class _Run:
         with self._on_all_ranks(), self._on_device():
             try:
                 return Program(self._case, flags, salt=salt), Program(self._case, flags, salt=salt)
-            except Exception as error:  # torch's word on parts that do not go together
+            except Exception as error:  # torch rejects some combinations of parts
                 raise _Done("no program") from error
 
     def _live(self, ours: Program, theirs: Program, events: tuple[str, ...], *, phase: str = "") -> None:
         for event in events:
             with self._on_all_ranks():
                 try:
-                    theirs.does(event)
+                    theirs.do(event)
                 except Exception as error:
                     raise _Done("no program") from error
             with self._on_all_ranks():
                 try:
-                    ours.does(event)
+                    ours.do(event)
                 except Exception as error:
                     raise _Fault(f"{phase or event}: raises {type(error).__name__}", repr(error)) from error
 
@@ -259,7 +259,7 @@ class _Run:
             raise _Fault(f"{phase}: {self._place(found)} {self._words(what)}", found)
 
     def _place(self, found: str) -> str:
-        """Return what a place of the state was made by."""
+        """Return the maker of a place in the state."""
         for key, name in zip("ab", self._case.modules, strict=False):
             if re.match(rf"\('{key}',|{key}\b", found):
                 inner = re.search(r"\b(left|right|head|top|pre|post)\b", found)
@@ -281,7 +281,7 @@ class _Run:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return the last place in ckptstore that an error went through: a module and a function."""
+    """Return the last place in ckptstore that an error passed: a module and a function."""
     trace, found = error.__traceback__, "torch"
     while trace is not None:
         name = str(trace.tb_frame.f_globals.get("__name__"))
@@ -313,7 +313,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave torch's random numbers as they were, and show no warnings of torch."""
+    """Leave torch's random numbers as they were, and suppress warnings of torch."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         yield
@@ -321,7 +321,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def group_of(case: StateCase) -> Iterator[None]:
-    """Initialise torch.distributed in a world of one, where the case needs it and nobody has done so."""
+    """Initialise torch.distributed in a world of one, if the case needs it and it is not initialised yet."""
     import torch.distributed as dist
 
     if not NEEDS_GROUP & {case.wrapper, case.optimizer} or dist.is_initialized():
@@ -337,7 +337,7 @@ def group_of(case: StateCase) -> Iterator[None]:
 
 @contextmanager
 def _place(case: StateCase) -> Iterator[str]:
-    """A place for one store: in memory, or a temporary directory, in memory too where the system has that."""
+    """Create a place for one store: in memory, or a temporary directory, in /dev/shm if the system has that."""
     if case.num_ranks > 1:
         with _shared_place() as uri:
             yield uri
@@ -355,7 +355,7 @@ def _place(case: StateCase) -> Iterator[str]:
 
 @contextmanager
 def _shared_place() -> Iterator[str]:
-    """The place that rank 0 has made, on all ranks."""
+    """Yield rank 0's place on all ranks."""
     import torch.distributed as dist
 
     place: Any

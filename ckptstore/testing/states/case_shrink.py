@@ -1,4 +1,4 @@
-"""From a case that fails to a smaller one that fails in the same way, and to a script that shows it."""
+"""Shrink a failing case to a smaller one that fails in the same way, and write a script that shows it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _smaller(case: StateCase) -> Iterator[StateCase]:
 
 
 def script(outcome: StateOutcome) -> str:
-    """Return a Python program that runs the case alone, prints what came of it, and ends with 1 while it fails."""
+    """Return a Python program that runs the case alone, prints its outcome, and ends with 1 while it fails."""
     runs = "run(case)" if outcome.case.num_ranks == 1 else "run_on_ranks([case])[0]"
     return f'''"""{outcome.kind.replace('"', "'")}"""
 

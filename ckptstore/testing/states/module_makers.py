@@ -1,4 +1,4 @@
-"""Modules for states. Each maker gives one that takes (4, 6) floats and gives (4, 6); weights come from torch's RNG."""
+"""Modules for states. Each maker returns one that maps (4, 6) floats to (4, 6); weights come from torch's RNG."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 4
 
 
 class _Reshaped(nn.Module):
-    """Gives a module its input in another shape, and cuts what it gives to the width."""
+    """Reshapes a module's input, and cuts its output to the width."""
 
     def __init__(self, inner: nn.Module, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Words(nn.Module):
 
 
 class _Experts(nn.Module):
-    """The first rows go to one expert, the others to another; one expert never gets any."""
+    """Sends the first rows to one expert, the others to another; one expert never gets any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _Buffers(nn.Module):
 
 
 class _ExtraState(_Buffers):
-    """Has an extra state of the kind that `gives` says, which depends on how often it was called."""
+    """Has an extra state of the kind `gives`, which depends on the number of calls."""
 
     def __init__(self, gives: str) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _Adapter(nn.Module):
 
 
 class _OtherArgument(nn.Module):
-    """Its load_state_dict calls its argument by another name than torch's."""
+    """Names the argument of load_state_dict differently from torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def _quantised() -> nn.Module:
 
 
 def _compiled(module: nn.Module) -> Any:
-    # The class and the names that torch.compile gives, eighty times as soon: nothing is ever compiled.
+    # The class and the names of torch.compile, eighty times faster: nothing is ever compiled.
     return torch.compiler.disable(module)  # type: ignore[no-untyped-call]
 
 
@@ -326,7 +326,7 @@ WRAPPERS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "hsdp": _wrapped_hsdp,
     "tensor parallel": _tensor_parallel,
 }
-"""What stands in the state in place of the module."""
+"""Wrappers that replace the module in the state."""
 NEEDS_RANKS = frozenset({"hsdp", "tensor parallel"})
 """Wrappers that need several ranks."""
 DIVIDING = NEEDS_RANKS | {"fsdp1", "fsdp1 flat", "fsdp2"}

@@ -1,4 +1,4 @@
-"""Optimizers for states: all of torch.optim that step on a CPU, and small ones whose state is of an uncommon form."""
+"""Optimizers for states: all of torch.optim that step on a CPU, and small ones with uncommon state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class _Plain(Optimizer):
-    """Steps by SGD; the subclasses add what is uncommon."""
+    """Steps by SGD; the subclasses add uncommon state."""
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, {"lr": 0.05, **defaults})
@@ -24,18 +24,18 @@ class _Plain(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._keep(parameter, group)
+                    self._update(parameter, group)
                     parameter.add_(parameter.grad, alpha=-float(group["lr"]))
         return loss
 
-    def _keep(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         """Create or change the state of one parameter."""
 
 
 class _LateState(_Plain):
     """Has no state for a parameter before its first gradient that is not zero."""
 
-    def _keep(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         if parameter.grad.abs().sum() > 0:
             state = self.state[parameter]
@@ -46,7 +46,7 @@ class _LateState(_Plain):
 class _ListsInState(_Plain):
     """Has lists, tuples, dicts and None in its state, as optimizers with preconditioners do."""
 
-    def _keep(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         state, grad = self.state[parameter], parameter.grad
         if not state:
@@ -58,16 +58,16 @@ class _ListsInState(_Plain):
 
 
 class _GlobalItem(_Plain):
-    """Keeps an item for all parameters in its state, and one in its groups."""
+    """Stores an item for all parameters in its state, and one in its groups."""
 
-    def _keep(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state: Any = self.state
         state["all"] = {"steps": state.get("all", {"steps": 0})["steps"] + 1}
         group["d"] = float(group.get("d", 1.0)) * 0.5
 
 
 class _ExtraEntry(_Plain):
-    """Adds an entry beside `state` and `param_groups`, and needs it to load."""
+    """Adds an entry besides `state` and `param_groups`, and needs it to load."""
 
     def __init__(self, params: Any) -> None:
         self.outer = 0
@@ -79,23 +79,23 @@ class _ExtraEntry(_Plain):
         self.outer = state["outer"]
         return {key: value for key, value in state.items() if key != "outer"}
 
-    def _keep(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         self.outer += 1
         self.state[parameter]["buffer"] = parameter.grad.clone()  # type: ignore[union-attr]
 
 
 class _CountingSteps(_Plain):
-    """Counts its steps in an attribute, as optimizers do that warm up; a load must not step."""
+    """Counts its steps in an attribute, as optimizers with a warm-up do; a load must not step."""
 
     steps = 0
 
-    def _keep(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         self.steps += 1
         self.state[parameter]["momentum"] = parameter.grad.clone()  # type: ignore[union-attr]
 
 
 def _matrices(params: Iterable[Any]) -> list[Any]:
-    """Return the parameters that have two dimensions, with their names where they have them."""
+    """Return the parameters with two dimensions, with their names if they have them."""
     return [each for each in params if (each[1] if isinstance(each, tuple) else each).dim() == 2]
 
 
@@ -144,13 +144,13 @@ SPARSE = frozenset({"sparse adam"})
 
 
 def groups_of(named: list[tuple[str, torch.nn.Parameter]], grouping: str) -> Any:
-    """Return what an optimizer is made from: parameters, pairs with names, or groups of either."""
+    """Return the argument of an optimizer: parameters, pairs with names, or groups of either."""
     with_names = grouping.startswith("named")
     params: list[Any] = list(named) if with_names else [parameter for _, parameter in named]
     if grouping.endswith("two"):
         cut = (len(params) + 1) // 2
         groups = [{"params": params[:cut]}, {"params": params[cut:], "lr": 0.02}]
-        return groups if len(params) > 1 else params  # torch wants names in all groups or none, so not in an empty one
+        return groups if len(params) > 1 else params  # torch wants names in all groups or none, not in an empty one
     if grouping == "empty last":
         return [{"params": params}, {"params": []}]
     return params

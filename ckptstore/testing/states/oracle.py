@@ -1,4 +1,4 @@
-"""What torch itself keeps and gives back of a state, and whether two states are the same bit by bit."""
+"""Save and restore a state as torch itself does, and compare two states bit by bit."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ckptstore.testing.states.program import plain_name
 
 Path = tuple[Any, ...]
 _EXACT = frozenset({int, str, bool, bytes, type(None)})
-"""Equal ones of the same type are the same."""
+"""Types whose equal values are the same."""
 _ATOMS = _EXACT | {float, torch.Tensor}
 
 
 def is_lazy(tensor: Any) -> bool:
-    """Return whether a parameter or buffer has no shape yet."""
+    """True if a parameter or buffer has no shape yet."""
     return isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer)
 
 
 def is_object(item: Any) -> bool:
-    """Return whether torch's way for an item is its state_dict and load_state_dict."""
+    """True if torch saves an item by its state_dict and load_state_dict."""
     return not isinstance(item, type) and hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
 
 
 def _objects_and_values(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
     """Yield (path, item, container) for every object with a state_dict, and for every other item as a whole."""
-    for key, given in state.items() if isinstance(state, Mapping) else enumerate(state):
-        item = given.item if isinstance(given, OwnOfRank) else given
+    for key, entry in state.items() if isinstance(state, Mapping) else enumerate(state):
+        item = entry.item if isinstance(entry, OwnOfRank) else entry
         if isinstance(item, dict | list) and _holds_object(item):
             yield from _objects_and_values(item, (*path, key))
         else:
@@ -46,15 +46,15 @@ def _holds_object(item: Any) -> bool:
 
 
 def keep(state: Mapping[str, Any]) -> bytes:
-    """Return what torch.save writes of a state: state_dicts of its objects, everything else as it is."""
-    kept = {path: _told(item) if is_object(item) else item for path, item, _ in _objects_and_values(state)}
+    """Return torch.save's bytes of a state: state_dicts of its objects, everything else as it is."""
+    contents = {path: _state_dict_of(item) if is_object(item) else item for path, item, _ in _objects_and_values(state)}
     memory = io.BytesIO()
-    torch.save(kept, memory)
+    torch.save(contents, memory)
     return memory.getvalue()
 
 
-def _told(item: Any) -> Any:
-    """Return the state_dict of an object. ZeroRedundancyOptimizer brings its parts together first, for each rank."""
+def _state_dict_of(item: Any) -> Any:
+    """Return the state_dict of an object. ZeroRedundancyOptimizer first gathers its parts, for each rank."""
     if not hasattr(item, "consolidate_state_dict"):
         return item.state_dict()
     found = None
@@ -65,15 +65,15 @@ def _told(item: Any) -> Any:
 
 
 def kept_in(data: bytes) -> dict[Path, Any]:
-    """Return the state_dicts and values that `keep` wrote."""
+    """Return the state_dicts and values in the result of `keep`."""
     return torch.load(io.BytesIO(data), weights_only=False)  # type: ignore[no-any-return]
 
 
 def give_back(state: Any, kept: Mapping[Path, Any], *, strict: bool = True, names: Any = None) -> None:
-    """Load into a state what `keep` kept, as torch does it: each object by its load_state_dict, each tensor by copy_.
+    """Load the result of `keep` into a state as torch does: each object by its load_state_dict, each tensor by copy_.
 
-    `names` is (those saved, those of this state) of the parameters of the optimizer, by group, where they differ: its
-    state is given back by name then. Raises whatever torch raises.
+    `names` is (saved ones, those of this state) of the optimizer's parameters, by group, where they differ: its state
+    is then loaded by name. Raises any error of torch.
     """
     order = sorted(_objects_and_values(state), key=lambda each: _rank_of(each[1]))
     for path, item, container in order:
@@ -85,9 +85,9 @@ def give_back(state: Any, kept: Mapping[Path, Any], *, strict: bool = True, name
         elif isinstance(item, torch.optim.Optimizer):
             if hasattr(item, "consolidate_state_dict"):
                 item.optim.state.clear()  # type: ignore[attr-defined]  # it keeps state of parameters that were saved without any
-            told = saved if names is None else _by_name(item, saved, *names)
-            item.load_state_dict(told)
-            _uncast(item, told["state"])
+            own_state = saved if names is None else _by_name(item, saved, *names)
+            item.load_state_dict(own_state)
+            _uncast(item, own_state["state"])
         elif is_object(item):
             item.load_state_dict(saved)
         else:
@@ -103,31 +103,31 @@ def _rank_of(item: Any) -> int:
 
 def _load_module(module: nn.Module, saved: dict[str, Any], *, strict: bool) -> None:
     own = {plain_name(name): name for name in module.state_dict()}
-    given = {own.get(plain_name(name), name): value for name, value in saved.items()}
-    if strict and given.keys() != set(own.values()):
-        raise RuntimeError(f"keys differ: {sorted(given.keys() ^ set(own.values()))}")
-    module.load_state_dict(given, strict=False)  # a module may leave weights out of its own state_dict
+    renamed = {own.get(plain_name(name), name): value for name, value in saved.items()}
+    if strict and renamed.keys() != set(own.values()):
+        raise RuntimeError(f"keys differ: {sorted(renamed.keys() ^ set(own.values()))}")
+    module.load_state_dict(renamed, strict=False)  # a module may leave weights out of its own state_dict
 
 
 def _by_name(optimizer: torch.optim.Optimizer, saved: dict[str, Any], old: Any, new: Any) -> dict[str, Any]:
     numbers = {name: number for number, name in enumerate(name for group in old for name in group)}
     names = [name for group in new for name in group]
-    told = _told(optimizer)
-    state = {key: value for key, value in told["state"].items() if names[key] not in numbers}
+    own_state = _state_dict_of(optimizer)
+    state = {key: value for key, value in own_state["state"].items() if names[key] not in numbers}
     state |= {at: saved["state"][numbers[name]] for at, name in enumerate(names) if numbers.get(name) in saved["state"]}
     rest = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
     groups = []
-    for at, own in enumerate(told["param_groups"]):
-        given = saved["param_groups"][at] if at < len(saved["param_groups"]) else own
-        groups.append({**given, **{key: own[key] for key in ("params", "param_names") if key in own}})
+    for at, own in enumerate(own_state["param_groups"]):
+        group = saved["param_groups"][at] if at < len(saved["param_groups"]) else own
+        groups.append({**group, **{key: own[key] for key in ("params", "param_names") if key in own}})
     return {**saved, "state": {**state, **rest}, "param_groups": groups}
 
 
 def _uncast(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
-    """Give state the dtype that it was saved in. torch rounds it to the dtype of its parameter; ckptstore does not."""
+    """Restore the saved dtype of state, which torch rounds to that of its parameter; ckptstore does not."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in enumerate(parameters):
-        for key, value in (saved.get(number) or {}).items():  # None: of a parameter that another rank cares for
+        for key, value in (saved.get(number) or {}).items():  # None: of a parameter of another rank
             now = optimizer.state[parameter].get(key)
             if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
                 optimizer.state[parameter][key] = value.clone()
@@ -136,7 +136,7 @@ def _uncast(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> None:
 def _filled(item: Any, saved: Any) -> Any:
     if isinstance(saved, torch.Tensor):
         if not isinstance(item, torch.Tensor) or item.is_meta or item.layout is not torch.strided or item.is_nested:
-            return saved.detach().cpu()  # a stored tensor is not known to have been a parameter, or where it was
+            return saved.detach().cpu()  # a stored tensor does not record its device, nor if it was a parameter
         with torch.no_grad():
             item.copy_(saved)
         return item
@@ -148,8 +148,10 @@ def _filled(item: Any, saved: Any) -> Any:
 
 
 def holds(state: Any, kept: Mapping[Path, Any]) -> str | None:
-    """Return None when modules and raw tensors of a state have what was given back to them, else where not: then one
-    memory would have to hold two numbers."""
+    """Return None when modules and raw tensors of a state have the values loaded into them, else the difference.
+
+    A difference means that one memory would have to hold two numbers.
+    """
     for path, item, _ in _objects_and_values(state):
         if isinstance(item, nn.Module) and path in kept:
             own = {plain_name(name): value for name, value in item.state_dict().items()}
@@ -166,8 +168,10 @@ def holds(state: Any, kept: Mapping[Path, Any]) -> str | None:
 
 
 def gives_other_sizes(state: Mapping[str, Any]) -> bool:
-    """Return whether torch has given a flat parameter of FSDP1 state of the size that it had with other layers:
-    `load_state_dict` goes by position and does not look. Then its answer says nothing."""
+    """True if torch has loaded state of the wrong size into a flat parameter of FSDP1.
+
+    `load_state_dict` goes by position and does not check sizes. Then its result proves nothing.
+    """
     return any(
         isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape
         for _, item, _ in _objects_and_values(state)
@@ -179,7 +183,7 @@ def gives_other_sizes(state: Mapping[str, Any]) -> bool:
 
 
 def observed(state: Mapping[str, Any]) -> dict[Path, Any]:
-    """Return all that can be seen of a state: state_dicts, and of modules every parameter and buffer too."""
+    """Return everything visible of a state: state_dicts, and of modules every parameter and buffer too."""
     found: dict[Path, Any] = {}
     for path, item, _ in _objects_and_values(state):
         if isinstance(item, nn.Module):
@@ -191,17 +195,21 @@ def observed(state: Mapping[str, Any]) -> dict[Path, Any]:
                 "ties": [shared.setdefault(id(tensor), len(shared)) for _, tensor in everything],
             }
         elif isinstance(item, torch.optim.Optimizer):
-            told = _told(item)
+            own_state = _state_dict_of(item)
             parameters = [parameter for group in item.param_groups for parameter in group["params"]]
             state_of = {
                 key: _of_parameter(value, parameters[key])
                 if isinstance(key, int) and isinstance(value, dict)
                 else value
-                for key, value in told["state"].items()
+                for key, value in own_state["state"].items()
                 if not _is_empty(value)
             }
             steps = getattr(item, "steps", None)
-            found[path] = {**told, "state": dict(sorted(state_of.items(), key=lambda each: str(each[0]))), "own": steps}
+            found[path] = {
+                **own_state,
+                "state": dict(sorted(state_of.items(), key=lambda each: str(each[0]))),
+                "own": steps,
+            }
         else:
             found[path] = item.state_dict() if is_object(item) else item
     return found
@@ -212,8 +220,8 @@ def _plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_parameter(items: dict[Any, Any], parameter: torch.Tensor) -> dict[Any, Any]:
-    """What counts of the state of a parameter. Not what fills up this rank's part of a flat one of FSDP1, where torch
-    gives zeros back, nor where single numbers are: torch's load moves some that its optimizers make on the host."""
+    """Return the state of a parameter as it is compared: without padding, and with single numbers on the host."""
+    # torch fills the padding of a flat parameter of FSDP1 with zeros, and moves some numbers made on the host.
     padding = getattr(parameter, "_shard_numel_padded", 0)
     found = dict(items)
     for name, item in items.items():
@@ -229,7 +237,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def frozen(value: Any) -> Any:
-    """Return a copy of what `observed` gave that no later change reaches."""
+    """Return a copy of the result of `observed` that no later change reaches."""
     if isinstance(value, torch.Tensor):
         is_plain = value.layout is torch.strided and not is_lazy(value)
         return value.detach().clone().requires_grad_(value.requires_grad) if is_plain and not value.is_meta else value
@@ -241,9 +249,10 @@ def frozen(value: Any) -> Any:
 
 
 def difference(one: Any, other: Any, path: Path = (), *, marks: bool = True) -> str | None:
-    """Return where and how two values differ, None when they are the same bit by bit and type by type.
+    """Return the place and kind of a difference, None when the values are the same bit by bit and type by type.
 
-    Memory formats are not compared. `marks`: whether requires_grad, inference mode and the device of tensors count.
+    Memory formats are not compared. Without `marks`, requires_grad, inference mode and the device of tensors are
+    ignored.
     """
     if type(one) is type(other) and type(one) in _EXACT and one == other:
         return None

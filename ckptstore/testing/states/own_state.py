@@ -1,4 +1,4 @@
-"""For users: whether their own state comes back from ckptstore as it does from torch.save."""
+"""Check for users that their own state comes back from ckptstore as from torch.save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptstore.testing.states.oracle import difference, frozen, give_back, keep,
 
 
 class StateDiffers(AssertionError):
-    """ckptstore gives another state back than torch does, or a save changes the state."""
+    """Raised when ckptstore restores another state than torch, or a save changes the state."""
 
 
 def check(
@@ -25,20 +25,20 @@ def check(
 ) -> None:
     """Save `state` with `save`, with `save_async` and with `torch.save`, load each, and compare them bit by bit.
 
-    Every process does so for itself, in a temporary directory that is removed at the end. Nothing is trained but what
-    `step` does to the states that `make` gives.
+    Every process does so for itself, in a temporary directory that is removed at the end. Only `step` trains, on the
+    states of `make`.
 
     Args:
-        state: what you give to `store.save`; it may have been trained. It is not changed.
-        make: returns a state as a process has it that starts again: the same keys, fresh objects. It is called twice
+        state: the argument of `store.save`; it may have been trained. It is not changed.
+        make: returns a state as in a restarted process: the same keys, fresh objects. It is called twice
             for each way to save, with the same random numbers.
-        step: does a training step with such a state; what it changes is compared too. It must do the same each time.
+        step: does a training step with such a state; its changes are compared too. It must do the same each time.
         allow_pickle: as for `store.save` and `store.load`.
 
-    Raises StateDiffers, with the first key that differs; what `store.save` and `store.load` raise; and what torch
-    raises when it cannot load the state itself.
+    Raises StateDiffers, with the first key that differs; the errors of `store.save` and `store.load`; and torch's error
+    when it cannot load the state itself.
     """
-    kept, before = keep(state), frozen(observed(state))
+    saved, before = keep(state), frozen(observed(state))
     with tempfile.TemporaryDirectory(prefix="ckptstore-states-") as directory:
         for number, how in enumerate(("save", "save_async")):
             with open_store(f"{directory}/{how}", group="solo", durable=False) as store:
@@ -48,7 +48,7 @@ def check(
                     store.save_async(number, state, allow_pickle=allow_pickle).result()
                 _refuse(difference(observed(state), before), f"{how} changes the state")
                 ours, theirs = _seeded(make), _seeded(make)
-                give_back(theirs, kept_in(kept))
+                give_back(theirs, kept_in(saved))
                 store.load(ours, allow_pickle=allow_pickle)
             _refuse(
                 difference(observed(ours), observed(theirs)), f"what {how} stored is loaded otherwise than by torch"

@@ -1,4 +1,4 @@
-"""The live objects of one case, as a training program makes them, and what the program does with them."""
+"""The live objects of one case, as a training program makes them, and the events of that program."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ckptstore.testing.states.value_makers import VALUES
 
 
 class Program:
-    """What one process holds. The same case, flags and salt make the same program bit by bit.
+    """The objects of one process. The same case, flags and salt make the same program bit by bit.
 
-    `state` is what it saves and loads. `modules` are the modules in it without what wraps them.
+    `state` is saved and loaded. `modules` are the modules in it without their wrappers.
     """
 
     def __init__(self, case: StateCase, flags: frozenset[str], *, salt: int) -> None:
-        """Build it. `salt` 0 is the program that saves; with another one every number differs."""
+        """Build the program. `salt` 0 is the program that saves; with another one every number differs."""
         torch.default_generator.manual_seed(2 * case.seed + salt)
         self._random = Random(2 * case.seed + salt)
         self._case = case
@@ -90,14 +90,14 @@ class Program:
             self.state[name] = per_rank(loader) if name == "per rank loader" else loader
 
     def use_targets(self, saved: Program) -> None:
-        """Put in place of the raw tensors those that the case loads into."""
+        """Replace the raw tensors by the targets of the case."""
         if "raw" not in self.state:
             return
         for key, item in saved.state["raw"].items():
             self.state["raw"][key] = _targets(item, self._case.target)
 
-    def does(self, event: str) -> None:
-        """Do one thing of `EVENTS`, `LATER` or `MEANWHILE`."""
+    def do(self, event: str) -> None:
+        """Perform one of `EVENTS`, `LATER` or `MEANWHILE`."""
         if event:
             _EVENTS[event](self)
 
@@ -155,7 +155,7 @@ class Program:
         return [parameter for group in groups for parameter in group["params"]]
 
     def all_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the state; those that share memory are all in it."""
+        """Return the tensors of the state, including all that share memory."""
         states = [] if self.optimizer is None else list(self.optimizer.state.values())
         return _tensors_in(
             [
@@ -171,7 +171,7 @@ class Program:
             _fill(tensor)
 
     def _overwrite(self) -> None:
-        """Change in place all that can be: what a copy that is not one would show."""
+        """Change everything in place that can change, to expose a copy that is not one."""
         for tensor in self.all_tensors():
             _fill(tensor)
         for value in self.state.get("values", {}).values():
@@ -213,7 +213,7 @@ class _Loader:
 
 
 def plain_name(name: str) -> str:
-    """Return a name of a module's tensor without the parts that wrappers add."""
+    """Return the name of a module's tensor without the parts that wrappers add."""
     for part in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module."):
         name = name.replace(part, "")
     return name

@@ -1,4 +1,4 @@
-"""What ckptstore refuses though torch would do it: each with the error, how it reads, and when that is no fault."""
+"""List the states that ckptstore refuses though torch accepts them, each with its error and its condition."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Refusal:
     """"save" or "load"."""
     error: type[CkptstoreError]
     pattern: str
-    """Fits the error's text, which names the key."""
+    """Matches the error's text, which names the key."""
     reason: str
     applies: Callable[[StateCase], bool]
-    """Whether the case has what is refused."""
+    """Returns True if the case has the refused contents."""
 
     def fits(self, case: StateCase, phase: str, error: CkptstoreError) -> bool:
-        """Return whether this refusal explains the error of a case in a phase."""
+        """True if this refusal explains the error of a case in a phase."""
         is_it = phase == self.phase and isinstance(error, self.error) and self.applies(case)
         return is_it and re.search(self.pattern, str(error)) is not None
 
@@ -94,9 +94,9 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda case: case.strict and case.into == "running" and case.optimizer == "global item",
     ),
 )  # fmt: skip
-"""In the order in which they are looked at. What none of them explains is a fault."""
+"""In the order of matching. An error that none of them explains is a fault."""
 
 
 def explanation(case: StateCase, phase: str, error: CkptstoreError) -> Refusal | None:
-    """Return the documented refusal that explains an error, None where there is none."""
+    """Return the documented refusal that explains an error, None if there is none."""
     return next((refusal for refusal in REFUSALS if refusal.fits(case, phase, error)), None)

@@ -1,4 +1,4 @@
-"""Cases that several ranks run at once: processes of one machine, which meet through gloo."""
+"""Run cases on several ranks at once: processes of one machine, which meet through gloo."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def run_on_ranks(
 ) -> list[StateOutcome]:
     """Run cases one after the other, on as many ranks as the first one has, and return an outcome for each.
 
-    It is that of the first rank on which there was a fault, else of rank 0. Where the ranks do not end alike, the kind
-    is "ranks differ". `start` is `run_ranks`, or what has its arguments. Raises RanksFailed when a rank dies or hangs,
-    with the case in which the ranks went apart.
+    It is that of the first rank with a fault, else of rank 0. Where the ranks do not end alike, the kind is "ranks
+    differ". `start` is `run_ranks`, or a function with its arguments. Raises RanksFailed when a rank dies or hangs,
+    with the case in which the ranks diverged.
     """
     found = start(cases[0].num_ranks, _run_all, [case.to_json() for case in cases], timeout_seconds=timeout_seconds)
     return [_joined(case, outcomes) for case, outcomes in zip(cases, zip(*found, strict=True), strict=True)]
@@ -48,7 +48,7 @@ def _run_all(texts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _run_together(text: str) -> StateOutcome:
-    """Run a case, and see that the other ranks come to its end too: what follows would only be noise."""
+    """Run a case, and wait until the other ranks end it too: otherwise later cases would fail as well."""
     import torch.distributed as dist
 
     try:

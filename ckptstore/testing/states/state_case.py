@@ -1,5 +1,6 @@
-"""One case as plain data: what a state holds, how it lives, is saved and is loaded. Drawn from a seed, made smaller,
-printed and read back."""
+"""Describe one case as plain data: the contents of a state, its life, its save and its load. Drawn from a seed, shrunk,
+printed and read back.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ from ckptstore.testing.states.tensor_makers import TARGETS, TENSORS
 from ckptstore.testing.states.value_makers import VALUES
 
 FLAGS = ("tie", "share", "first layer", "last layer", "no head", "renamed head", "renamed body", "over one", "frozen")
-"""What a program may be built with: two tied layers, a layer that two modules share, a layer more, one fewer, another
-name, an optimizer over the first module only, a frozen body."""
+"""Options of a program: two tied layers, a layer that two modules share, a layer more, one fewer, another name, an
+optimizer over the first module only, a frozen body.
+"""
 CHANGES = ("", *FLAGS, "unwrapped")
 """The flag in which the program that loads differs from the one that saved."""
 EVENTS = ("step", "zero step", "lower lr", "freeze", "thaw", "drop optimizer state", "swap storages")
 BETWEEN = ("step", "overwrite", "overwrite one tensor")
-"""What happens last before the second of two incremental saves; `life` has them too."""
+"""The last event before the second of two incremental saves; `life` has them too."""
 LATER = ("step", "zero step", "lower lr", "drop optimizer state", "overwrite")
 MEANWHILE = ("", "step", "overwrite")
 EXTRAS = ("scheduler", "one cycle", "plateau", "scaler", "rng", "loader", "per rank loader")
@@ -34,13 +36,13 @@ class StateCase:
 
     seed: int
     num_ranks: int = 1
-    """In how many processes it runs at once. Each rank has the same modules, and raw tensors and values of its own."""
+    """The number of processes. Each rank has the same modules, and raw tensors and values of its own."""
     device: str = ""
-    """Where modules and tensors are made, "" for the host."""
+    """Device of modules and tensors, "" for the host."""
     modules: tuple[str, ...] = ()
-    """Of `MODULES`; the first stands in the state as "a", the second as "b"."""
+    """Names from `MODULES`; the first has the key "a", the second "b"."""
     bare: bool = False
-    """Whether the modules stand there themselves, not as the body of a network with more layers."""
+    """True if the modules are not the body of a network with more layers."""
     wrapper: str = ""
     flags: tuple[str, ...] = ()
     optimizer: str = ""
@@ -53,36 +55,38 @@ class StateCase:
     stock_readable: bool = True
     storage: str = "disk"
     meanwhile: str = ""
-    """What the program does after the call of save_async returns, before the checkpoint is committed."""
+    """The program's event after the call of save_async returns, before the checkpoint is committed."""
     later: tuple[str, ...] = ()
-    """What a running program does between the save and the load into it."""
+    """The events of a running program between the save and the load into it."""
     into: str = "fresh"
     change: str = ""
     target: str = "zeros"
-    """Of `TARGETS`, or "one memory": what raw tensors are loaded into by a fresh program."""
+    """A name from `TARGETS`, or "one memory": the target of raw tensors in a fresh program."""
     strict: bool = True
     context: str = ""
 
     def to_json(self) -> str:
         """Return the case as text, without the fields that have their defaults."""
         plain = StateCase(self.seed)
-        told = {key: value for key, value in asdict(self).items() if value != getattr(plain, key) or key == "seed"}
-        return json.dumps(told)
+        values = {key: value for key, value in asdict(self).items() if value != getattr(plain, key) or key == "seed"}
+        return json.dumps(values)
 
     @staticmethod
     def from_json(text: str) -> StateCase:
-        """Return the case of a text. Raises ValueError for a field that there is not."""
-        told: dict[str, Any] = json.loads(text)
-        if unknown := told.keys() - {field.name for field in fields(StateCase)}:
+        """Read a case from text. Raises ValueError for an unknown field."""
+        values: dict[str, Any] = json.loads(text)
+        if unknown := values.keys() - {field.name for field in fields(StateCase)}:
             raise ValueError(f"a case has no field {min(unknown)!r}")
-        given: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in told.items()}
-        return StateCase(**given)
+        arguments: dict[str, Any] = {
+            key: tuple(item) if isinstance(item, list) else item for key, item in values.items()
+        }
+        return StateCase(**arguments)
 
 
 def draw(seed: int, *, num_ranks: int = 1, device: str = "") -> StateCase:
     """Return the case of a seed; the same for ever as long as the tables stay the same.
 
-    With several ranks modules are wrapped and trained more often, and the program that loads is built as the one that
+    With several ranks modules are wrapped and trained more often, and the program that loads is built like the one that
     saved.
     """
     random = Random(seed)
@@ -98,7 +102,7 @@ def draw(seed: int, *, num_ranks: int = 1, device: str = "") -> StateCase:
     into = "running" if random.random() < 0.3 else "fresh"
     change = random.choice(CHANGES) if into == "fresh" and modules and random.random() < 0.4 and not several else ""
     if change in ("tie", "share"):
-        has_optimizer = False  # whose moments belong to which of two layers is nobody's promise
+        has_optimizer = False  # no rule says which of two layers owns the moments
     wrapper = random.choice(wrappers) if modules and random.random() < (0.9 if several else 0.4) else ""
     save = random.choice((*SAVES, "save", "save_async"))
     case = StateCase(
@@ -127,7 +131,7 @@ def draw(seed: int, *, num_ranks: int = 1, device: str = "") -> StateCase:
         context="" if random.random() < 0.8 else random.choice(CONTEXTS),
     )
     if case.optimizer in ("zero redundancy", "sparse adam") and (wrapper in DIVIDING or device):
-        case = replace(case, optimizer="adamw")  # who divides parameters needs no optimizer that does, nor sparse parts
+        case = replace(case, optimizer="adamw")  # sharded parameters need no optimizer that shards, nor sparse parts
     if several and wrapper in DIVIDING:  # torch raises of quantised modules, on the ranks that have a part of them
         case = replace(case, modules=tuple("linear" if name == "quantised" else name for name in modules))
     if save.startswith("incremental"):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 LARGE = (560, 600)
-"""Above 1 MiB in float32: what is copied in blocks, and packed apart from small tensors, begins there."""
+"""Above 1 MiB in float32, where tensors are copied in blocks, and packed apart from small ones."""
 
 DTYPES = (
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16"),
@@ -19,9 +19,9 @@ DTYPES = (
 
 
 def _of_dtype(name: str) -> torch.Tensor:
-    """Return a (3, 4) tensor of the dtype with random bits, so NaN and denormal numbers too; bool has 0 and 1.
+    """Return a (3, 4) tensor of the dtype with random bits, including NaN and denormal numbers; bool has 0 and 1.
 
-    No NaN of complex32 is a signalling one, which torch makes quiet where it copies to a conjugate.
+    No NaN of complex32 is a signalling one, which torch makes quiet when it copies to a conjugate.
     """
     if name == "bool":
         return torch.rand(3, 4) < 0.5
@@ -91,9 +91,9 @@ TENSORS: Mapping[str, Callable[[], Any]] = {
     "jagged": lambda: torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged),
     "meta": lambda: torch.empty(3, 3, device="meta"),
 }
-"""A maker gives one tensor, or several that share memory as a dict."""
+"""Each maker returns one tensor, or a dict of several that share memory."""
 OVERLAPPING = ("expanded", "large expanded", "sliding window")
-"""Tensors, and targets, of which several elements lie in the same memory."""
+"""Tensors, and targets, with several elements in the same memory."""
 
 
 def _zeros(tensor: torch.Tensor) -> Any:
@@ -149,4 +149,4 @@ TARGETS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "other dtype": _other_dtype,
     "nothing": lambda tensor: None,
 }
-"""From a tensor of the saved state, what stands in its place in the state that is loaded."""
+"""Maps a tensor of the saved state to its counterpart in the state that is loaded."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 MANY = 1500
-"""Of values: what costs too much for each of them shows in the bytes of the checkpoint."""
+"""Number of values in large containers: overhead per value shows in the bytes of the checkpoint."""
 
 
 class _Colour(enum.Enum):

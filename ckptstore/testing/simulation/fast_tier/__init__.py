@@ -1,1 +1,1 @@
-"""Jobs with a fast tier on simulated nodes, and what must hold of them."""
+"""Jobs with a fast tier on simulated nodes, and their promises."""

@@ -1,4 +1,4 @@
-"""Jobs with a fast tier on simulated nodes: their plans, what they do, and whether what came of it is right."""
+"""Run jobs with a fast tier on simulated nodes: their plans, their actions, and the judgement of their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CUTS = frozenset({"node deaf", "node mute"})
 
 
 def draw_fast(seed: int) -> Plan:
-    """The plan of a seed: jobs one after another or beside each other on three nodes, and what goes wrong there."""
+    """Draw the plan of a seed: jobs in turn or concurrently on three nodes, and their troubles."""
     rng = Random(f"fast plan {seed}")
     copies = rng.choice([1, 2])
     jobs: list[Actor] = []
@@ -38,8 +38,8 @@ def draw_fast(seed: int) -> Plan:
             actions.append(Action(kind, step=step, after_seconds=rng.choice([0.1, 1.0, 100.0]) * rng.random()))
         if rng.random() < 0.8:
             actions.append(Action("close"))
-        beside = rng.random() < 0.3
-        begins = "at once" if index == 0 or beside else f"after job{index}"
+        is_concurrent = rng.random() < 0.3
+        begins = "at once" if index == 0 or is_concurrent else f"after job{index}"
         late = rng.choice([0.0, 1.0, 30.0]) if index else 0.0
         jobs.append(
             Actor(f"job{index + 1}", tuple(actions), ranks=ranks, begins=begins, after_seconds=late, nodes=nodes)
@@ -77,7 +77,7 @@ def _trouble(rng: Random, job: Actor) -> Trouble:
 
 
 def _cut(rng: Random, jobs: list[Actor]) -> Trouble:
-    """A node whose server takes nobody any more, or one behind a proxy that lets nothing out."""
+    """Return a node whose server accepts no connection, or one behind a proxy that lets nothing out."""
     job = rng.choice(jobs)
     kind = rng.choice(sorted(_CUTS))
     at_call, seconds = rng.randrange(1, 60), rng.choice([2.0, 30.0, 3600.0])
@@ -85,7 +85,7 @@ def _cut(rng: Random, jobs: list[Actor]) -> Trouble:
 
 
 def fast_program(world: World, member: Member) -> None:
-    """One rank of a job with a fast tier."""
+    """Run one rank of a job with a fast tier."""
     member.store = open_for(world, member)
     member.job = job_of(member.store)
     for index, action in enumerate(member.actor.actions):
@@ -97,7 +97,7 @@ def fast_program(world: World, member: Member) -> None:
 
 
 def act(world: World, member: Member, index: int, action: Action) -> BaseException | None:
-    """Do one action, and judge what came of it."""
+    """Do one action, and judge its result."""
     where = f"{member.process.name}, action {index} ({action.kind} {action.step})"
     began = world.scheduler.now
     world.trace(f"{where} begins")
@@ -127,10 +127,10 @@ def act(world: World, member: Member, index: int, action: Action) -> BaseExcepti
 
 
 def _is_disturbed(world: World, member: Member, action: Action, began: float) -> bool:
-    """Whether something may make the action fail. Nodes that do not reach each other disturb no save, but a resume, for
-    which that is no reason to take something older. A bucket that is away disturbs no save of a job that has claimed
-    the store and whose ranks do not meet there."""
+    """True if something may make the action fail."""
     plan = world.plan
+    # Unreachable nodes disturb no save, but a resume, which must not take something older for that reason. A bucket
+    # that is away disturbs no save of a job that has claimed the store and whose ranks do not meet there.
     if any(other.begins == "at once" for other in plan.actors[1:]):
         return True
     kinds = {trouble.kind for trouble in plan.troubles}
@@ -185,8 +185,8 @@ def _resume(world: World, member: Member, where: str) -> Any:
     if needed is not None and order < needed:
         world.fail("a resume takes the newest", f"{where}: got {order}, there is {needed}")
     report = found.load_report
-    is_told = report is not None and bool(report.passed_over)
-    if newest is not None and order < newest and not is_told and _is_left_alone(world.plan):
+    is_reported = report is not None and bool(report.passed_over)
+    if newest is not None and order < newest and not is_reported and _is_left_alone(world.plan):
         world.fail("what a resume passes over is told", f"{where}: got {order}, there was {newest}")
     if attempt not in world.model.by_attempt and attempt not in before and world.nodes.is_void(order):
         world.fail("nothing void is resumed from", f"{where}: {attempt} is {order}")
@@ -198,14 +198,14 @@ def _resume(world: World, member: Member, where: str) -> Any:
 
 
 def _is_left_alone(plan: Plan) -> bool:
-    """Whether nothing but the job that resumes changes what nodes have."""
+    """True if only the resuming job changes the nodes' contents."""
     harms = {"node lost", "node full", "node damage"}
-    beside = any(actor.begins == "at once" for actor in plan.actors[1:])
-    return not beside and harms.isdisjoint(trouble.kind for trouble in plan.troubles)
+    is_concurrent = any(actor.begins == "at once" for actor in plan.actors[1:])
+    return not is_concurrent and harms.isdisjoint(trouble.kind for trouble in plan.troubles)
 
 
 def fast_finale(world: World, member: Member) -> None:
-    """After all troubles: a new job resumes from the newest, saves, has that in the store, and leaves nothing."""
+    """Resume in a new job after all troubles, save, wait for the store, and check that nothing is left behind."""
     from ckptstore.testing.simulation.programs import check_clean
     from ckptstore.testing.simulation.states import state_of
 

@@ -1,4 +1,4 @@
-"""Disks of nodes in a run, how nodes reach each other, and what must hold of fast checkpoints after every change."""
+"""Simulate the disks of nodes and their connections, and check fast checkpoints after every change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptstore.format.digest import crc32c
 from ckptstore.format.layout import CHECKPOINT_PREFIX, Attempt
 from ckptstore.format.order import SaveOrder, void_of
 from ckptstore.retention import KeepEvery
-from ckptstore.testing.simulation.model import Model, Tag, Violation, told_in
+from ckptstore.testing.simulation.model import Model, Tag, Violation, calls_in
 from ckptstore.testing.simulation.network import Network
 from ckptstore.testing.simulation.plan import Actor, Plan
 from ckptstore.testing.simulation.virtual import storages
@@ -40,7 +40,7 @@ class SavedOnNodes:
 
 
 class _NodeStore(storages.DiskStore):
-    """The mark of an epoch is written to the real directory, past the storage."""
+    """Reads the mark of an epoch from the real directory, to which it is written without the storage."""
 
     def read(self, key: str) -> bytes:
         path = self.local_path(key)
@@ -48,7 +48,7 @@ class _NodeStore(storages.DiskStore):
 
 
 class NodeDisks:
-    """The disks of all nodes, and the judge of what happens on them. Nodes of one name share a disk."""
+    """The disks of all nodes, and the judge of their changes. Nodes of one name share a disk."""
 
     def __init__(
         self, scheduler: Scheduler, plan: Plan, trace: Callable[[str], None], directory: Path, durable: Model
@@ -67,13 +67,13 @@ class NodeDisks:
         self._deaf_until: dict[str, float] = {}
         self._mute_until: dict[str, float] = {}
         self._harmed: set[tuple[str, str]] = set()
-        """Nodes and attempts: what something else than ckptstore did harm to, there and nowhere else."""
+        """Nodes and attempts that were damaged from outside of ckptstore, only there."""
         self._is_struck = False
 
     def tier(self, actor: Actor, rank: int) -> FastTier:
-        """What a rank of a job opens its store with."""
+        """Return the fast tier of a rank of a job."""
         node = actor.nodes[rank]
-        self._homes[self.network.here().process] = node
+        self._homes[self.network.caller().process] = node
         self.directory.mkdir(exist_ok=True)
         copies = cast(Literal[1, 2], self.plan.fast_copies)
         copies = copies if len(set(actor.nodes)) > 1 else 1
@@ -81,7 +81,7 @@ class NodeDisks:
         return FastTier(self.directory / node, copies=copies, keep=KEEP, node=node, drain=drain)
 
     def open_storage(self, path: Path, **_: Any) -> Any:
-        """What `node_disk.disk_storage` gives in a run."""
+        """Open a disk in place of `node_disk.disk_storage`."""
         node = path.parent.name
         if node not in self.spaces:
             space = storages.Space(self.scheduler, str(path), real=path)
@@ -90,8 +90,8 @@ class NodeDisks:
         return self.network.connect(_NodeStore(self.spaces[node]))
 
     def lock(self, descriptor: int, path: str) -> None:
-        """What `node_disk.lock` does: here nobody closes what a killed process has open."""
-        me, until = self.network.here().process, self.scheduler.now + node_disk.LOCK_SECONDS
+        """Lock in place of `node_disk.lock`: nobody closes the files of a killed process in the simulation."""
+        me, until = self.network.caller().process, self.scheduler.now + node_disk.LOCK_SECONDS
         while self._is_locked(descriptor, path):
             if self.scheduler.now > until:
                 raise StorageError(f"{path} is locked")
@@ -108,11 +108,11 @@ class NodeDisks:
             return False
 
     def lose(self, node: str) -> None:
-        """The disk of a node is gone with everything on it."""
+        """Remove the disk of a node with everything on it."""
         self._lost_at[node] = self.scheduler.now
         if (space := self.spaces.pop(node, None)) is not None:
             space.watchers.clear()
-            space.real = self.directory.parent / "lost"  # what is on its way arrives nowhere
+            space.real = self.directory.parent / "lost"  # requests on their way arrive nowhere
         shutil.rmtree(self.directory / node, ignore_errors=True)
 
     def damage(self, node: str, which: float) -> None:
@@ -127,25 +127,25 @@ class NodeDisks:
             space.put(key, bytes([data[0] ^ 1]) + data[1:] if data else b"x")
             self._is_struck = False
 
-    def cut_off(self, node: str, seconds: float, *, hears: bool) -> None:
-        """For a while nobody reaches a node, whose server takes no connection; or, if it hears, it reaches nobody."""
-        which = self._mute_until if hears else self._deaf_until
+    def cut_off(self, node: str, seconds: float, *, is_mute: bool) -> None:
+        """Cut a node off for a while: nobody reaches its server, or, if mute, it reaches nobody."""
+        which = self._mute_until if is_mute else self._deaf_until
         which[node] = max(which.get(node, 0.0), self.scheduler.now + seconds)
 
     def is_cut(self, source: str, target: str) -> bool:
-        """Whether one node cannot reach another now."""
+        """True if one node cannot reach another now."""
         until = max(self._mute_until.get(source, 0.0), self._deaf_until.get(target, 0.0))
         return not self.network.is_calm and self.scheduler.now < until
 
     def was_cut(self, node: str, since: float) -> bool:
-        """Whether somebody could not reach a node, or it nobody, at some time since then."""
+        """True if a node could not be reached, or could reach nobody, at some time since then."""
         return max(self._mute_until.get(node, 0.0), self._deaf_until.get(node, 0.0)) > since
 
     def home(self, process: Process) -> str:
-        """The node of a process."""
+        """Return the node of a process."""
         return self._homes[process]
 
-    # What must hold
+    # Promises
 
     def _changed(self, node: str, key: str, before: storages.File | None, after: storages.File | None) -> None:
         if not key.startswith(CHECKPOINT_PREFIX) or self._is_struck:
@@ -180,10 +180,10 @@ class NodeDisks:
     def _tag(self, node: str, certificate: Certificate) -> Tag:
         space = self.spaces[node]
         prefix = certificate.attempt.prefix
-        told = {call for key, file in space.files.items() if key.startswith(prefix) for call in told_in(file.data)}
-        tags = {tag for tag, _ in told}
+        calls = {call for key, file in space.files.items() if key.startswith(prefix) for call in calls_in(file.data)}
+        tags = {tag for tag, _ in calls}
         if len({self.durable.step_of(tag) for tag in tags}) > 1 or len({job for job, _ in tags}) > 1:
-            raise Violation("no checkpoint mixes attempts", f"{certificate.attempt} on {node}: {sorted(told)}")
+            raise Violation("no checkpoint mixes attempts", f"{certificate.attempt} on {node}: {sorted(calls)}")
         return max(tags, default=("", -1))
 
     def _deleted(self, node: str, name: str) -> None:
@@ -193,7 +193,7 @@ class NodeDisks:
         newest, space = self.durable.newest, self.spaces[node]
         mark = space.real / "epoch" if space.real else None
         marked = int(mark.read_text() or 0) if mark is not None and mark.exists() else 0
-        # where no later job has come, one that was fenced does not know it: its own void saves supersede there
+        # on nodes without a later job a fenced one does not know it: its own void saves supersede there
         behind = marked if newest is not None and marked < newest.state.epoch else None
         newer = [
             one.order
@@ -220,11 +220,11 @@ class NodeDisks:
         return True
 
     def is_void(self, order: SaveOrder) -> bool:
-        """Whether the log says that nobody may go on from it."""
+        """True if the log voids it, so that no job may resume from it."""
         return self._is_void(order)
 
     def usable(self, nodes: Sequence[str]) -> Mapping[str, SaveOrder]:
-        """By attempt what a job on these nodes may resume from now: whole there, or in the store."""
+        """Return the attempts from which a job on these nodes may resume now: whole there, or in the store."""
         found = {}
         for name, saved in self.saved.items():
             key, data = f"{CHECKPOINT_PREFIX}{name}/{CERTIFICATE_NAME}", saved.certificate.encode()
@@ -244,30 +244,30 @@ class NodeDisks:
 
 
 class SimulatedServer:
-    """In the place of a `NodeServer`: others reach the disk while its process lives."""
+    """Stands in for a `NodeServer`: others reach the disk while its process lives."""
 
     def __init__(self, nodes: NodeDisks, disk: node_disk.NodeDisk) -> None:
         self.disk, self.is_closed = disk, False
-        process = nodes.network.here().process
+        process = nodes.network.caller().process
         nodes.servers.append((self, process))
         self.addresses = [(str(len(nodes.servers) - 1), 0)]
 
     def close(self) -> None:
-        """Serve nobody."""
+        """Stop serving."""
         self.is_closed = True
 
 
 class SimulatedClient:
-    """In the place of a `NodeClient`: every request is one to the disk of the other node."""
+    """Stands in for a `NodeClient`: every request is one to the disk of the other node."""
 
     def __init__(self, nodes: NodeDisks, node: str, addresses: Sequence[tuple[str, int]]) -> None:
         self.node = node
         self._server, self._process = nodes.servers[int(addresses[0][0])]
         self._nodes = nodes
-        self._here = nodes.home(nodes.network.here().process)
+        self._own_node = nodes.home(nodes.network.caller().process)
 
     def _reached(self) -> Any:
-        if self._server.is_closed or self._process.is_dead or self._nodes.is_cut(self._here, self.node):
+        if self._server.is_closed or self._process.is_dead or self._nodes.is_cut(self._own_node, self.node):
             raise StorageUnavailable(f"{self.node} cannot be reached")
         return self._server.disk.storage
 
@@ -292,29 +292,29 @@ class SimulatedClient:
         return crc32c(memoryview(data))
 
     def interrupt(self) -> None:
-        """A write ends by itself here."""
+        """Do nothing: a simulated write ends by itself."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 def replaced(nodes: Callable[[], NodeDisks]) -> dict[int, tuple[Any, Any]]:
-    """What stands in the place of what, for `patched`; outside of a simulated thread the real ones work."""
+    """Return the replacements for `patched`; outside of a simulated thread the real ones work."""
     real_lock = node_disk.lock
     real_open, real_server, real_client = node_disk.disk_storage, node_server.NodeServer, node_server.NodeClient
 
-    def open_storage(path: Path, **given: Any) -> Any:
-        return real_open(path, **given) if running() is None else nodes().open_storage(path)
+    def open_storage(path: Path, **options: Any) -> Any:
+        return real_open(path, **options) if running() is None else nodes().open_storage(path)
 
     def lock(descriptor: int, path: str) -> None:
         (real_lock if running() is None else nodes().lock)(descriptor, path)
 
-    def server(disk: Any, keys: Any, **given: Any) -> Any:
-        return real_server(disk, keys, **given) if running() is None else SimulatedServer(nodes(), disk)
+    def server(disk: Any, keys: Any, **options: Any) -> Any:
+        return real_server(disk, keys, **options) if running() is None else SimulatedServer(nodes(), disk)
 
-    def client(node: str, addresses: Any, keys: Any, **given: Any) -> Any:
+    def client(node: str, addresses: Any, keys: Any, **options: Any) -> Any:
         if running() is None:
-            return real_client(node, addresses, keys, **given)
+            return real_client(node, addresses, keys, **options)
         return SimulatedClient(nodes(), node, addresses)
 
     pairs: list[tuple[Any, Any]] = [

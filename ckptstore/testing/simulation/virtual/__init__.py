@@ -1,4 +1,4 @@
-"""The simulated machine: threads in virtual time, what code waits with, clocks and storages.
+"""Simulate a machine: threads in virtual time, primitives to wait with, clocks and storages.
 
-It may know the primitives that it stands in for, and nothing of what simulated programs do. It gives runs that repeat.
+It may know the primitives that it replaces, and nothing of the simulated programs. It gives runs that repeat.
 """

@@ -1,4 +1,4 @@
-"""Simulated clocks and random numbers, and what is put in the place of what in the modules of a program."""
+"""Simulate clocks and random numbers, and list the replacements in the modules of a program."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def uuid4() -> uuid.UUID:
 
 
 class _Environment(Mapping[str, str]):
-    """`os.environ`: in a simulation what the scheduler has."""
+    """`os.environ`: in a simulation that of the scheduler."""
 
     @staticmethod
     def _values() -> Mapping[str, str]:
@@ -160,7 +160,7 @@ MODULES = {
     queue: _copy(queue, SimpleQueue=simple_queue, Queue=simple_queue),
     concurrent.futures: _copy(concurrent.futures, ThreadPoolExecutor=executor, Future=future_class),
 }
-"""By the module that a program has imported the one that it sees in a simulation."""
+"""Maps the modules that a program imports to those that it sees in a simulation."""
 
 VALUES: dict[int, tuple[Any, Any]] = {
     id(real): (real, simulated)
@@ -174,4 +174,4 @@ VALUES: dict[int, tuple[Any, Any]] = {
         ),
     )
 }
-"""What is put in the place of what, wherever it is found, by the identity of the real thing."""
+"""The replacements, by the identity of the real thing."""

@@ -1,8 +1,8 @@
-"""Puts the simulation's primitives in the place of the real ones, in every module of ckptstore and of tenacity.
+"""Replace the real primitives by the simulation's, in every module of ckptstore and of tenacity.
 
-Looked for by identity, not by name: globals of modules, defaults of arguments, what the `__init__` of a dataclass
-closes over. What modules hold for their process (open leases, counters, locks) is found too, and each simulated
-process has its own.
+They are found by identity, not by name: globals of modules, defaults of arguments, closures of a dataclass's
+`__init__`. Per-process state of modules (open leases, counters, locks) is found too, and each simulated process has its
+own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Replaced = dict[int, tuple[Any, Any]]
 
 
 class _NoLock:
-    """In the place of the lock in a `cached_property`, which all instances share, in all simulated processes."""
+    """Replaces the lock in a `cached_property`, which all instances share, in all simulated processes."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -56,21 +56,21 @@ def _modules(more: Sequence[str] = ()) -> list[types.ModuleType]:
 
 
 def load(*names: str) -> None:
-    """Import modules before they are looked through: one that is loaded later waits with real locks."""
+    """Import modules before they are patched: one that is loaded later waits with real locks."""
     for name in names:
         importlib.import_module(name)
 
 
 @contextlib.contextmanager
 def patched(extra: Replaced | None = None, *, modules: Sequence[str] = ()) -> Iterator[None]:
-    """Every module that is loaded now works with simulated primitives, on simulated threads, while this lasts.
+    """Patch every loaded module with simulated primitives, on simulated threads, during the context.
 
-    `extra` is more to replace, by the identity of the real thing; `modules` are more to look through.
+    `extra` is more to replace, by the identity of the real thing; `modules` are more to patch.
     """
     values = {**clocks.VALUES, **(extra or {})}
     undo: list[Undo] = []
     find = getattr(typing, "_get_protocol_attrs", None)
-    if find is not None:  # a quarter of the time of a run, and always the same
+    if find is not None:  # a quarter of a run's time, with constant results
         undo.append(functools.partial(setattr, typing, "_get_protocol_attrs", find))
         typing._get_protocol_attrs = functools.cache(find)  # type: ignore[attr-defined]
     logger = logging.getLogger("ckptstore")
@@ -125,7 +125,7 @@ def _other(value: Any, values: Replaced) -> Any:
 
 
 class ModuleState:
-    """What modules hold for their process: found once, swapped when the baton goes to another process."""
+    """The per-process state of modules: found once, swapped when the baton goes to another process."""
 
     def __init__(self) -> None:
         self._places = [
@@ -137,11 +137,11 @@ class ModuleState:
         self._real = [names[name] for names, name in self._places]
 
     def names(self) -> list[str]:
-        """Which they are, for a look at what was found."""
+        """Return the names of the state, for inspection."""
         return [f"{names['__name__']}.{name}" for names, name in self._places]
 
     def swap(self, before: Process | None, after: Process | None) -> None:
-        """Put away what `before` holds, and take out what `after` does; None is the real process."""
+        """Store the state of `before`, and restore that of `after`; None is the real process."""
         if before is not None:
             before.globals = {index: names[name] for index, (names, name) in enumerate(self._places)}
         if after is None:
@@ -155,7 +155,7 @@ class ModuleState:
 
 
 def _held_names(module: types.ModuleType) -> set[str]:
-    """Globals that functions assign, and private containers and locks in small letters."""
+    """Return globals that functions assign, and private containers and locks in small letters."""
     found = set()
     for name, value in vars(module).items():
         is_private = name.startswith("_") and not name.startswith("__") and name == name.lower()
@@ -176,7 +176,7 @@ def _held_names(module: types.ModuleType) -> set[str]:
 
 
 def _fresh(value: Any) -> Any:
-    """As a new process has it."""
+    """Return a value as in a new process."""
     if isinstance(value, _CONTAINERS):
         return value.copy()
     if isinstance(value, threading.Event):

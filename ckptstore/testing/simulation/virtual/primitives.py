@@ -1,5 +1,4 @@
-"""Stand-ins for what code waits with, and for clocks and random numbers. Outside of a simulated thread they are the
-real ones."""
+"""Simulate the primitives that code waits with. Outside of a simulated thread they are the real ones."""
 
 from __future__ import annotations
 
@@ -163,7 +162,7 @@ class SimEvent:
             woken = scheduler.block(left)
             if me in self._waiters:
                 self._waiters.remove(me)
-            if woken:  # it was set, whatever has become of it since
+            if woken:  # it was set, even if cleared since
                 return True
         return True
 
@@ -201,18 +200,18 @@ class SimBarrier:
     def __init__(self, parties: int, action: Callable[[], object] | None = None, timeout: float | None = None) -> None:
         self._parties = parties
         self._action = action
-        self._there = 0
+        self._num_waiting = 0
         self._round = 0
         self._condition = SimCondition()
 
     def wait(self, timeout: float | None = None) -> int:
         with self._condition:
-            index, mine = self._there, self._round
-            self._there += 1
-            if self._there == self._parties:
+            index, mine = self._num_waiting, self._round
+            self._num_waiting += 1
+            if self._num_waiting == self._parties:
                 if self._action is not None:
                     self._action()
-                self._there, self._round = 0, self._round + 1
+                self._num_waiting, self._round = 0, self._round + 1
                 self._condition.notify_all()
             else:
                 self._condition.wait_for(lambda: self._round != mine)
@@ -283,7 +282,7 @@ _objects: dict[SimThread, ThreadObject] = {}
 
 
 def current_thread() -> Any:
-    """`threading.current_thread`: the object that was started; a fresh one for the first thread of a process."""
+    """`threading.current_thread`: the started object; a fresh one for the first thread of a process."""
     scheduler = running()
     if scheduler is None:
         return threading.current_thread()

@@ -1,8 +1,8 @@
 """Simulated threads that run one at a time, in virtual time, in an order that a seed decides.
 
-Each simulated thread is a thread of the system that runs only while it holds the baton. It gives the baton away
-where it waits: in a lock, a sleep, a request to a storage. Nothing else runs meanwhile, so between two waits a thread
-is alone. When nobody can run, the clock jumps to the next timer; when there is none either, that is a deadlock.
+Each simulated thread is a thread of the system that runs only while it holds the baton. It passes the baton on where it
+waits: in a lock, a sleep, a request to a storage. Nothing else runs meanwhile, so between two waits a thread is alone.
+When nobody can run, the clock jumps to the next timer; when there is none either, that is a deadlock.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from random import Random
 from typing import Any
 
 START_OF_TIME = 1_700_000_000.0
-"""What every clock shows when a run begins."""
+"""The time of every clock when a run begins."""
 MAX_STEPS = 400_000
-"""More hand-overs than any seed needs: a loop that waits for nothing."""
+"""More hand-overs than any seed needs: beyond it, a loop waits for nothing."""
 
 _here = threading.local()
 _idle_workers: list[_Worker] = []
 
 
 class Killed(BaseException):
-    """The simulated thread ends here, whatever it was doing: its process is dead or the run is over."""
+    """Raised to end a simulated thread, whatever it is doing: its process is dead or the run is over."""
 
 
 class Deadlock(Exception):
-    """Nobody can run, and no timer will change that."""
+    """Raised when nobody can run, and no timer will change that."""
 
 
 class Stuck(Exception):
-    """A simulated thread waits outside of the simulation, so nobody else can run."""
+    """Raised when a simulated thread waits outside of the simulation, so nobody else can run."""
 
 
 def running() -> Scheduler | None:
-    """The scheduler of the calling thread, None outside of a simulation."""
+    """Return the scheduler of the calling thread, None outside of a simulation."""
     return getattr(_here, "scheduler", None)
 
 
@@ -66,7 +66,7 @@ class SimThread:
 
 
 class Process:
-    """One simulated process: its threads, what its modules hold, and how wrong its clock is."""
+    """One simulated process: its threads, the state of its modules, and the error of its clock."""
 
     def __init__(self, name: str, pid: int, *, clock_ahead_seconds: float = 0.0) -> None:
         self.name = name
@@ -77,14 +77,14 @@ class Process:
         self.parked: list[SimThread] = []
         self.threads: list[SimThread] = []
         self.globals: dict[int, Any] | None = None
-        """What the modules hold for this process while another one runs."""
+        """The state of the modules for this process while another one runs."""
 
 
 class Scheduler:
-    """Runs simulated threads. Made anew for every run."""
+    """Runs simulated threads. Created for every run."""
 
     def __init__(self, seed: object, *, swap: Callable[[Process | None, Process | None], None] | None = None) -> None:
-        """`swap` is called when the baton goes from one process to another."""
+        """Create the scheduler; `swap` is called when the baton goes from one process to another."""
         self.now = 0.0
         self.steps = 0
         self.rng = Random(f"schedule {seed}")
@@ -92,7 +92,7 @@ class Scheduler:
         """For tokens and the like, so that more of them change no schedule."""
         self.environment: dict[str, str] = {}
         self.preempts = 0.02
-        """How often a thread loses the baton where it could go on."""
+        """The probability that a thread loses the baton where it could go on."""
         self.current: SimThread | None = None
         self.failures: list[str] = []
         self._swap = swap
@@ -114,7 +114,7 @@ class Scheduler:
     def run(self, *, limit_seconds: float = 60.0) -> None:
         """Run until every thread of a living process has ended, at most so many real seconds.
 
-        Raises Deadlock or Stuck, and what `fail` was given.
+        Raises Deadlock or Stuck, and the error of `fail`.
         """
         try:
             self._give(self._choose())
@@ -130,7 +130,7 @@ class Scheduler:
             raise self._failure
 
     def _end_all(self, limit_seconds: float) -> None:
-        """Unwind the threads that are left, so that their generators and files are closed."""
+        """Unwind the remaining threads, so that their generators and files are closed."""
         self._is_over = True
         for thread in self._threads:
             if not thread.ended and not thread.killed:
@@ -145,7 +145,7 @@ class Scheduler:
     # Called from anywhere in the simulation
 
     def spawn(self, owner: Process, function: Callable[[], object], name: str) -> SimThread:
-        """A new thread, which can run from now on."""
+        """Create a thread, which can run from now on."""
         if self.current is not None and self.current.killed:
             raise Killed
         worker = _idle_workers.pop() if _idle_workers else _Worker()
@@ -162,7 +162,7 @@ class Scheduler:
         heapq.heappush(self._timers, (seconds, next(self._sequence), action, -1))
 
     def block(self, seconds: float | None = None) -> bool:
-        """The calling thread waits until it is woken, True, or the time is over, False."""
+        """Block the calling thread until it is woken (True), or the time is over (False)."""
         me = self.current
         assert me is not None
         if me.killed:
@@ -181,7 +181,7 @@ class Scheduler:
             self._runnable.append(thread)
 
     def pause(self) -> None:
-        """Let anybody go on, the calling thread too."""
+        """Let anybody go on, including the calling thread."""
         me = self.current
         assert me is not None
         if me.killed:
@@ -190,7 +190,7 @@ class Scheduler:
         self._hand_over(me)
 
     def maybe_pause(self) -> None:
-        """`pause`, now and then."""
+        """Call `pause` now and then."""
         if self._runnable and self.rng.random() < self.preempts:
             self.pause()
 
@@ -204,11 +204,11 @@ class Scheduler:
             self._failure = error
 
     def finish(self) -> None:
-        """End the run, whoever is still there."""
+        """End the run, even with running threads."""
         self._is_finished = True
 
     def kill(self, process: Process) -> None:
-        """None of its threads runs again. When it is the caller's own, this does not return."""
+        """Run none of its threads again. Does not return if it is the caller's own."""
         process.is_dead = True
         me = self.current
         if me is not None and me.owner is process and not me.killed:
@@ -216,7 +216,7 @@ class Scheduler:
             self._hand_over(me)
 
     def stop(self, process: Process, seconds: float) -> None:
-        """None of its threads runs for that time."""
+        """Run none of its threads for that time."""
         process.is_stopped = True
         self.at(self.now + seconds, lambda: self.resume(process))
 
@@ -230,7 +230,7 @@ class Scheduler:
     # The baton
 
     def _choose(self) -> SimThread | None:
-        """Who runs next; None when the run is over."""
+        """Return the thread that runs next; None when the run is over."""
         runnable = self._runnable
         while self._failure is None and not self._is_finished:
             self.steps += 1
@@ -314,7 +314,7 @@ class Scheduler:
         self._give(self._choose())
 
     def describe(self) -> str:
-        """Who is there and what it does."""
+        """Return the threads and their states."""
         left = [thread for thread in self._threads if not thread.ended]
         return "\n".join(f"  {thread.name}{' (waits)' if thread.is_blocked else ''}" for thread in left)
 
@@ -331,8 +331,9 @@ class _Worker:
         self._thread.start()
 
     def stay_on(self, cpu: int | None) -> None:
-        """Run on this processor from now on: only one of the threads runs at a time, and to wake another one on the
-        same processor takes a fifth less of the time of a run."""
+        """Run on this processor from now on."""
+        # Only one of the threads runs at a time, and waking another one on the same processor saves a fifth of a run's
+        # time.
         if cpu is not None and cpu != self._cpu and self._thread.native_id is not None:
             self._cpu = cpu
             with contextlib.suppress(OSError):
@@ -361,7 +362,7 @@ class _Worker:
 
 
 def _this_cpu() -> int | None:
-    """The processor on which the calling thread runs now, None where nobody can tell."""
+    """Return the present processor of the calling thread, None if it is unknown."""
     try:
         status = Path("/proc/thread-self/stat").read_text()
     except OSError:
@@ -370,7 +371,7 @@ def _this_cpu() -> int | None:
 
 
 def _stacks() -> str:
-    """The stacks of all threads, but for those that wait for work. faulthandler shows a hundred at most."""
+    """Return the stacks of all threads, except those that wait for work. faulthandler shows a hundred at most."""
     found = []
     for number, frame in sys._current_frames().items():
         if frame.f_code is not _Worker._loop.__code__:

@@ -1,7 +1,6 @@
 """Storages in memory that behave as a disk, an object store, or an object store without create-if-absent.
 
-They are what a storage is at its best. What goes wrong on the way to them is added by `network`. A disk knows which
-bytes would survive a loss of power.
+They work perfectly; `network` adds faults on the way to them. A disk knows which bytes would survive a loss of power.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ckptstore.testing.simulation.virtual.scheduler import START_OF_TIME, Schedu
 
 PART_BYTES = 256
 _STORAGE_AHEAD_SECONDS = 7_777.0
-"""The storage's clock is nobody's."""
+"""The storage's clock differs from all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class File:
     modified_seconds: float
     version: str
     is_durable: bool = False
-    """Whether it survives a loss of power."""
+    """True if it survives a loss of power."""
 
 
 Watcher = Callable[[str, File | None, File | None], None]
@@ -39,7 +38,7 @@ Watcher = Callable[[str, File | None, File | None], None]
 
 @dataclass
 class Space:
-    """All files at one URI, and who watches them."""
+    """All files at one URI, and their watchers."""
 
     scheduler: Scheduler
     uri: str
@@ -48,14 +47,14 @@ class Space:
     uploads: dict[str, str] = field(default_factory=dict)
     """Unfinished uploads of parts: their ids with the key."""
     real: pathlib.Path | None = None
-    """Of a disk, a real directory with the same files, for those who open paths."""
+    """A real directory with the same files, on a disk, for programs that open paths."""
     lost_names: dict[str, File] = field(default_factory=dict)
     """On a disk, files whose removal a loss of power may undo."""
     capacity_bytes: int = 1 << 40
     num_writes: int = 0
 
     def now_seconds(self) -> float:
-        """What the storage's clock shows."""
+        """Return the time of the storage's clock."""
         return START_OF_TIME + _STORAGE_AHEAD_SECONDS + self.scheduler.now
 
     def put(self, key: str, data: bytes, *, is_durable: bool = False) -> None:
@@ -65,18 +64,18 @@ class Space:
         after = File(data, self.now_seconds(), str(self.num_writes), is_durable)
         self.files.pop(key, None)
         self.files[key] = after
-        self.told(key, before, after)
+        self.notify(key, before, after)
 
     def remove(self, key: str) -> None:
-        """Remove a file; one that is not there is no error."""
+        """Remove a file; a missing one is no error."""
         before = self.files.pop(key, None)
         if before is not None:
             if before.is_durable:
                 self.lost_names[key] = before
-            self.told(key, before, None)
+            self.notify(key, before, None)
 
-    def told(self, key: str, before: File | None, after: File | None) -> None:
-        """Tell the watchers, and do the same to the real directory."""
+    def notify(self, key: str, before: File | None, after: File | None) -> None:
+        """Notify the watchers, and update the real directory."""
         if self.real is not None:
             path = self.real / key
             if after is None:
@@ -88,18 +87,18 @@ class Space:
             watcher(key, before, after)
 
     def get(self, key: str) -> File:
-        """A file. Raises FileMissing."""
+        """Return a file. Raises FileMissing."""
         try:
             return self.files[key]
         except KeyError:
             raise FileMissing(f"There is no {key} in {self.uri}", file=key) from None
 
     def used_bytes(self) -> int:
-        """What all files take."""
+        """Return the bytes of all files."""
         return sum(len(file.data) for file in self.files.values())
 
     def lose_power(self, survives: Callable[[str], float]) -> None:
-        """Only what is durable is sure to be there afterwards; `survives` gives a number from 0 to 1 for a key."""
+        """Keep only durable files for sure; `survives` returns a number from 0 to 1 for a key."""
         for key, file in [*self.files.items()]:
             if file.is_durable:
                 continue
@@ -118,7 +117,7 @@ class Space:
         before = self.files.pop(key, None)
         if file is not None:
             self.files[key] = file
-        self.told(key, before, file)
+        self.notify(key, before, file)
 
 
 class _Plain:
@@ -164,7 +163,7 @@ class _Plain:
             self.space.remove(key)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 def _shown(key: str, file: File) -> StoredFile:
@@ -203,7 +202,7 @@ class _Writer:
         self._open()[offset] = b"".join(views)
 
     def finish(self) -> None:
-        if self._is_finished:  # and the answer was lost
+        if self._is_finished:  # and the reply was lost
             return
         parts = self._open()
         data = b"".join(parts[offset] for offset in sorted(parts))
@@ -237,7 +236,7 @@ class _Copies(_Plain):
 
 class _Bucket(_Plain):
     def rules(self) -> Mapping[str, str]:
-        """It keeps nothing, and says nothing more."""
+        """Return no rules."""
         return {}
 
     def unfinished(self, prefix: str) -> Sequence[tuple[str, str]]:
@@ -252,7 +251,7 @@ class _Disk(_Plain):
 
     @property
     def uri(self) -> str:
-        """A path: no server answers here."""
+        """A path: no server is involved."""
         return f"/{self.space.uri.replace('://', '/')}"
 
     def persist(self, keys: Sequence[str]) -> None:
@@ -279,7 +278,7 @@ class _Disk(_Plain):
                 os.rmdir(directory)
 
     def remove_unfinished(self, key: str, *, before_seconds: float, dry_run: bool = False) -> Sequence[str]:
-        """A write is whole here or did not happen."""
+        """Remove nothing: a simulated write is whole or did not happen."""
         return ()
 
     @property
@@ -317,7 +316,7 @@ class _Disk(_Plain):
 
 class _Doubts(_Plain):
     def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
-        """Nothing here: it is the way to a storage that can be another one."""
+        """Do nothing: the way to the storage may be doubted, not the storage."""
 
 
 class ObjectStore(_Creates, _Parts, _Bucket, _Doubts):
@@ -325,7 +324,7 @@ class ObjectStore(_Creates, _Parts, _Bucket, _Doubts):
 
 
 class PlainObjectStore(_Parts, _Doubts):
-    """An object store without it: one job at a time, by a promise."""
+    """An object store without create-if-absent: one job at a time, by a promise."""
 
 
 class DiskStore(_Creates, _Parts, _Copies, _Disk):
@@ -337,4 +336,4 @@ KINDS: dict[str, Callable[[Space], Any]] = {
     "plain objects": PlainObjectStore,
     "disk": DiskStore,
 }
-"""By name, the storages that a run may have."""
+"""The storages of a run, by name."""
