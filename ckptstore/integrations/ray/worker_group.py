@@ -16,12 +16,12 @@ from ckptstore.integrations.ray.context import Worker
 from ckptstore.storage.base import Storage
 
 _opened: Counter[str] = Counter()
-"""How often this process has joined a group of a name: all ranks join in the same order."""
+"""Counts how often this process has joined a group of a name: all ranks join in the same order."""
 _lock = threading.Lock()
 
 
 def open_among(worker: Worker, ranks: Sequence[int], storage: Storage, config: StoreConfig, *, name: str) -> Group:
-    """Open a group of this worker with `ranks`, which join it under the same name as often, through the storage."""
+    """Open a group of this worker with `ranks` through the storage. All join it under one name, equally often."""
     with _lock:
         _opened[name] += 1
         joined = f"{start_token()}/{name}/{_opened[name]}"
@@ -31,10 +31,11 @@ def open_among(worker: Worker, ranks: Sequence[int], storage: Storage, config: S
 
 
 def start_token() -> str:
-    """Equal on all workers, new for every start of them: they share one actor of Ray's that is made with them."""
+    """Return a token that is equal on all workers and new for every start of them."""
     from ray.train.v2._internal.execution.context import get_train_context
 
     context: Any = get_train_context()
+    # They share one actor of Ray's that is made with them.
     return str(context.get_synchronization_actor()._actor_id.hex())
 
 

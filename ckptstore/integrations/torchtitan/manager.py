@@ -54,9 +54,8 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         """torchtitan's options, and these."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-        """"disabled": training waits for each save; "async": a thread stores a copy; "async_with_pinned_mem": another
-        process does. (Pinned memory is used wherever there is an accelerator.) Training waits for the save of the last
-        step.
+        """"disabled": training waits for each save; the others: a thread stores a copy. Both asynchronous modes are
+        the same: copies go through pinned memory wherever there is an accelerator. The last save is waited for.
         """
 
         hf_folder: str = ""

@@ -77,7 +77,7 @@ class Outcome:
     """Hand-overs of the baton."""
     virtual_seconds: float
     requests: int = 0
-    """Of all processes to all storages."""
+    """Requests of all processes to all storages."""
     struck: tuple[str, ...] = ()
     num_records: int = 0
 

@@ -115,7 +115,7 @@ class _Brought:
 
 
 def _agree_on_kind(group: Group, brought: _Brought, *, score: Score | None) -> str:
-    """Check, in one exchange, that all ranks bring compatible kinds, and metrics that Ray can keep."""
+    """Check, in one meeting, that all ranks bring compatible kinds, and metrics that Ray can keep."""
     try:
         with group.meeting("report") as meeting:
             safe_metrics(brought.metrics, score=score)
