@@ -81,13 +81,10 @@ def _read(
         with on_this_machine(source, storage_options) as path:
             yield read_torch_file(path, intake)
     else:
-        of_folder = None if os.fspath(source).endswith(".safetensors") else _is_of_safetensors
+        suffixes = (".safetensors", ".safetensors.index.json")
+        of_folder = None if os.fspath(source).endswith(suffixes[0]) else lambda name: name.endswith(suffixes)
         with on_this_machine(source, storage_options, of_folder=of_folder) as path:
             yield read_safetensors(path, intake)
-
-
-def _is_of_safetensors(name: str) -> bool:
-    return name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def _commit(flat: FlatState, store: CheckpointStore, options: Mapping[str, Any], *, allow_pickle: bool) -> Checkpoint:

@@ -17,7 +17,6 @@ from ckptstore.state.index.part import DTYPES, Part, PartBuilder
 from ckptstore.state.index.tensor_index import TensorIndex
 from ckptstore.state.live.flatten import (
     FlatState,
-    TensorRef,
     find_tensors,
     join_path,
     map_tensors,
@@ -119,18 +118,13 @@ def _value_frames(
     for key, value in selection.values.items():
         path = selection.path_of(paths.path(key))
         name = join_path(path)
-        flat.values[name] = map_tensors(value, path, lambda _key, ref: _tensor_of(ref, tensors))
+        flat.values[name] = map_tensors(value, path, lambda _key, reference: tensors[reference.key])
         flat.paths[name] = path
         for _, leaf in stock_leaves(flat.values[name], path):
             found = [tensor for _, tensor in find_tensors(leaf, path) if isinstance(tensor, torch.Tensor)]
             needed.update((key_of[id(tensor)], (tensor, key_of[id(tensor)])) for tensor in found)
     stored.fill(needed)
     return stock_frames(flat, flat.values)
-
-
-def _tensor_of(reference: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    assert isinstance(reference, TensorRef)
-    return tensors[reference.key]
 
 
 def _index(stored: StoredState, names: Mapping[str, list[str]], chunks: list[_Chunk]) -> TensorIndex:

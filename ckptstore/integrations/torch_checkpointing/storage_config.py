@@ -95,7 +95,7 @@ class StoreStorageConfig(StorageConfig):
     def job_start(self) -> JobStart:
         """Return the start on which the ranks of this job agree: found on first use, and carried along by a pickle."""
         with _lock:
-            if self._start is None and _is_in_group():
+            if self._start is None and torch.distributed.is_available() and torch.distributed.is_initialized():
                 self._start = self._of_group()
             return self._start or self._of_process()  # counts until there is a group
 
@@ -127,7 +127,3 @@ class StoreStorageConfig(StorageConfig):
         with closing(self.opened()) as place:
             newest = Log(place.storage, retry=place.config.retry).newest()
         return JobStart(token=f"tc-{secrets.token_hex(8)}", since=newest.number if newest else 0)
-
-
-def _is_in_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

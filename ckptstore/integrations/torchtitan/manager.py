@@ -206,7 +206,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
             if step != -1:
                 checkpoint = self._resume(ResumeOrder(self.store, step), model_only=step == 0)
                 if checkpoint is None:
-                    raise self._not_there(step)
+                    raise self._missing_step(step)
             else:
                 checkpoint = self._resume(ResumeOrder(self.store)) or self._resume(
                     ResumeOrder(self.store, 0), model_only=True
@@ -232,7 +232,7 @@ class CkptstoreCheckpointManager(BaseCheckpointManager):  # type: ignore[misc] #
         on_all_ranks(self.store, "hand back", flat.hand_back)
         warn_of_unplaced(self.store, checkpoint, flat.entries, self.states.keys() - flat.names)
 
-    def _not_there(self, step: int) -> FileMissing:
+    def _missing_step(self, step: int) -> FileMissing:
         found = ", ".join(str(checkpoint.step) for checkpoint in self.store) or "none"
         return FileMissing(
             f"--checkpoint.load_step={step} not found in {self.store.uri}, which has {found}",

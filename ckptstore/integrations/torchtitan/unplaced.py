@@ -25,8 +25,8 @@ def warn_of_unplaced(
     """
     mine = sorted(keys)
     digests = on_all_ranks(store, "digests of keys", hashlib.sha256(json.dumps(mine).encode()).hexdigest)
-    tells = digests.index(digests[rank_of(store)]) == rank_of(store)
-    parts = on_all_ranks(store, "keys", lambda: mine if tells else [])
+    is_first = digests.index(digests[rank_of(store)]) == rank_of(store)
+    parts = on_all_ranks(store, "keys", lambda: mine if is_first else [])
 
     def warn() -> None:
         held = {key for part in parts for key in part}

@@ -135,7 +135,8 @@ class RayPublisher:
         """See `Publisher.begin`. Raises InvalidName, InvalidInput where a log keeps the checkpoints, StorageFull."""
         self.run.store_id()
         _check_room(self.run.storage, decision)
-        return {"directory": _marked(self.directory)}
+        # Even a free name needs a mark: a failed attempt may write into it later, and no log would refuse that.
+        return {"directory": check_name(f"{self.directory}-{secrets.token_hex(8)}")}
 
     def join(self, request: Request, begun: Mapping[str, Any]) -> RayAttempt:
         """See `Publisher.join`."""
@@ -175,12 +176,6 @@ class RayPublisher:
             return None
         is_it = found.attempt == str(attempt) and found.step == attempt.step
         return RayAttempt(attempt.step, 0, "", found.attempt) if is_it else None
-
-
-def _marked(directory: str) -> str:
-    """Name a new attempt. Raises InvalidName if the mark makes the name too long."""
-    # Even a name that looks free needs a mark: a failed attempt may write into it later, and no log would refuse that.
-    return check_name(f"{directory}-{secrets.token_hex(8)}")
 
 
 def _check_room(storage: Storage, decision: Decision) -> None:
